@@ -1,0 +1,12 @@
+"""lightning-dist: an ordinary LightningModule, spread over devices by a strategy's name.
+
+Importing this package registers the strategies, so that ``Trainer(strategy="hybrid_shard")`` works.
+"""
+
+from lightning_dist.layout import ParallelLayout
+from lightning_dist.plugins.strategies import FullShardStrategy, HybridShardStrategy, MeshStrategy, register
+from lightning_dist.sharding import full_parameters
+
+__all__ = ["FullShardStrategy", "HybridShardStrategy", "MeshStrategy", "ParallelLayout", "full_parameters"]
+
+register()

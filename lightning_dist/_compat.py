@@ -1,0 +1,131 @@
+"""Every private name of torch that the engine uses, each with what would replace it. Checked with torch 2.11 to 2.13."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+
+__all__ = [
+    "ParameterGroup",
+    "ReduceScatter",
+    "flush_gradients",
+    "initialize_root",
+    "keep_gathered",
+    "parameter_group",
+    "remove_forward_hooks",
+    "reset_after_error",
+    "restore_class",
+]
+
+
+class ParameterGroup:
+    """One unit's parameters as FSDP2 communicates them (``FSDPParamGroup``).
+
+    Replaced by the public methods of ``FSDPModule`` once a module can be managed without its class being changed.
+    """
+
+    def __init__(self, group: FSDPParamGroup) -> None:
+        self._group = group
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the modules hold the whole parameters now."""
+        return self._group.is_unsharded
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole parameters."""
+        return sum(param.sharded_param.numel() for param in self._group.fsdp_params)
+
+    def gather(self) -> None:
+        """All-gather the parameters, if they are sharded now. A collective."""
+        self._group.unshard()
+        self._group.wait_for_unshard()
+
+    def free(self) -> None:
+        """Put the sharded parameters back into the modules."""
+        self._group._to_sharded()
+
+    def has_unreduced_gradients(self) -> bool:
+        """Whether a backward left gradients on the gathered parameters."""
+        return self.is_gathered and any(
+            param._unsharded_param.grad is not None for param in self._group.fsdp_params
+        )
+
+    def copy_requires_grad(self) -> None:
+        """Let the gathered parameters require gradients as the sharded ones do now. FSDP2 does it only on a gather."""
+        for param in self._group.fsdp_params:
+            if param._unsharded_param.requires_grad != param.sharded_param.requires_grad:
+                param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """As ``FSDPModule.set_requires_gradient_sync``."""
+        self._group.reduce_grads = enabled
+        self._group.all_reduce_grads = enabled
+
+    def set_reduce_scatter(self, comm: ReduceScatter) -> None:
+        """As ``FSDPModule.set_custom_reduce_scatter``."""
+        self._group._reduce_scatter_comm = comm
+
+
+def _state(module: nn.Module) -> FSDPState:
+    state = _get_module_fsdp_state(module)
+    assert state is not None, "fully_shard was not applied to this module"
+    return state
+
+
+def parameter_group(module: nn.Module) -> ParameterGroup:
+    """The parameters that ``fully_shard(module)`` took charge of."""
+    group = _state(module)._fsdp_param_group
+    assert group is not None
+    return ParameterGroup(group)
+
+
+def remove_forward_hooks(module: nn.Module) -> None:
+    """Take off the hooks that ``fully_shard`` put on ``module``; replaced by a ``fully_shard`` that puts on none."""
+    _state(module)._pre_forward_hook_handle.remove()
+    _state(module)._post_forward_hook_handle.remove()
+
+
+def initialize_root(root: nn.Module) -> None:
+    """Make ``root`` the FSDP root now. FSDP2 would take whichever module runs first, and refuse the real root then."""
+    _state(root)._lazy_init()
+
+
+def flush_gradients(root: nn.Module) -> None:
+    """Reduce what the last backward left unreduced: FSDP2's end of backward, which only the output of a module starts."""
+    _state(root)._root_post_backward_final_callback()
+
+
+def reset_after_error(root: nn.Module) -> None:
+    """As ``FSDPModule.reset_iter_state``, which torch has from 2.12 on."""
+    state = _state(root)
+    if hasattr(state, "_reset_iter_state"):
+        state._reset_iter_state()
+
+
+@contextmanager
+def keep_gathered(groups: Sequence[ParameterGroup]) -> Iterator[None]:
+    """No group frees its parameters after a forward (``set_reshard_after_forward`` cannot be undone)."""
+    before = [group._group.post_forward_mesh_info for group in groups]
+    for group in groups:
+        group._group.post_forward_mesh_info = None
+    try:
+        yield
+    finally:
+        for group, mesh_info in zip(groups, before, strict=True):
+            group._group.post_forward_mesh_info = mesh_info
+
+
+def restore_class(module: nn.Module) -> None:
+    """Undo ``fully_shard``'s change of the class of ``module``; replaced by a ``fully_shard`` that leaves it alone."""
+    fsdp_class = type(module)
+    module.__class__ = fsdp_class.__mro__[fsdp_class._orig_cls_mro_index]  # type: ignore[attr-defined]
+
+

@@ -1,0 +1,56 @@
+"""From a sharded directory to one file that needs no lightning_dist to be read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lightning_dist.checkpoint.format import TensorInfo, read
+from lightning_dist.checkpoint.state import by_index
+
+__all__ = ["consolidate"]
+
+
+def consolidate(source: Path, destination: Path) -> None:
+    """Write the checkpoint directory ``source`` as one file. One process; needs memory for the whole checkpoint.
+
+    Args:
+        source: What a sharded run saved.
+        destination: ``*.ckpt``: a Lightning checkpoint, for ``load_from_checkpoint`` and ``fit(ckpt_path=...)`` under
+            any strategy. ``*.safetensors``: the weights alone.
+
+    Raises:
+        CheckpointError: If ``source`` is not such a directory or cannot be read.
+        FileExistsError: If ``destination`` exists.
+        ValueError: If the ending of ``destination`` is neither.
+    """
+    if destination.suffix not in (".ckpt", ".safetensors"):
+        raise ValueError(f"{destination} must end in .ckpt (a Lightning checkpoint) or .safetensors (weights alone).")
+    if destination.exists():
+        raise FileExistsError(f"{destination} exists; remove it, or name another file.")
+    weights_alone = destination.suffix == ".safetensors"
+
+    def whole(info: TensorInfo) -> torch.Tensor | None:
+        if weights_alone and info.path[0] != "state_dict":
+            return None
+        return torch.empty(info.shape, dtype=info.dtype)
+
+    checkpoint = read(source, whole)
+    destination.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = destination.with_name(f".{destination.name}.tmp")
+    if weights_alone:
+        from safetensors.torch import save_file
+
+        weights = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, torch.Tensor)}
+        save_file(weights, unfinished)
+    else:
+        torch.save(_plain(checkpoint), unfinished)
+    unfinished.replace(destination)
+
+
+def _plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    if "optimizer_states" not in checkpoint:
+        return checkpoint
+    return {**checkpoint, "optimizer_states": [by_index(state) for state in checkpoint["optimizer_states"]]}

@@ -1,0 +1,137 @@
+"""What is saved of a module and its optimizers: everything by full name, so that any layout can load it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lightning_dist.checkpoint.format import CheckpointError
+
+__all__ = ["by_index", "by_name", "load_model", "load_optimizer", "shard_like"]
+
+
+def by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
+    """The state of ``optimizer``, its parameters by full name: ``{"state": {name: {...}}, "param_groups": [...]}``.
+
+    Unlike ``torch.distributed.checkpoint.state_dict`` it takes no optimizer step to make state that is not there yet.
+    """
+    state = optimizer.state_dict()
+    names = _names(optimizer, module)
+    order = [index for group in state["param_groups"] for index in group["params"]]
+    name_of = dict(zip(order, names, strict=True))
+    return {
+        **state,
+        "state": {name_of[index]: value for index, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [name_of[index] for index in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def by_index(state: Mapping[str, Any]) -> dict[str, Any]:
+    """The inverse of :func:`by_name`: parameters by their position, as torch's optimizers load them."""
+    names = [name for group in state["param_groups"] for name in group["params"]]
+    index_of = {name: index for index, name in enumerate(names)}
+    return {
+        **state,
+        "state": {index_of[name]: value for name, value in state["state"].items()},
+        "param_groups": [
+            {**group, "params": [index_of[name] for name in group["params"]]} for group in state["param_groups"]
+        ],
+    }
+
+
+def load_optimizer(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Load ``state``, of :func:`by_name` or of a plain optimizer, into ``optimizer``.
+
+    Raises:
+        CheckpointError: If the parameter groups are not those of ``optimizer``.
+    """
+    names = _names(optimizer, module)
+    saved = state if _is_by_name(state) else _named_by_position(state, names)
+    saved_names = [name for group in saved["param_groups"] for name in group["params"]]
+    sizes = [len(group["params"]) for group in optimizer.param_groups]
+    saved_sizes = [len(group["params"]) for group in saved["param_groups"]]
+    aliases = dict(module.named_parameters(remove_duplicate=False))
+    same = sizes == saved_sizes and all(
+        saved_name in aliases and aliases[saved_name] is aliases[name]
+        for saved_name, name in zip(saved_names, names, strict=False)
+    )
+    if not same:
+        only_here, only_saved = set(names) - set(saved_names), set(saved_names) - set(names)
+        raise CheckpointError(
+            f"The checkpoint's {type(optimizer).__name__} has parameter groups of {saved_sizes} parameters, the one of"
+            f" this run has {sizes}"
+            + (f"; only in this run: {', '.join(sorted(only_here)[:3])}" if only_here else "")
+            + (f"; only in the checkpoint: {', '.join(sorted(only_saved)[:3])}" if only_saved else "")
+            + ". Use the configure_optimizers that it was saved with, or start a new fit from its weights alone."
+        )
+    placed = {
+        name: {key: shard_like(value, aliases[name]) for key, value in values.items()}
+        for name, values in saved["state"].items()
+    }
+    optimizer.load_state_dict(by_index({**saved, "state": placed}))
+
+
+def load_model(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
+    """Load ``state_dict``, of DTensors or whole tensors, into ``module``, sharded or not.
+
+    Raises:
+        CheckpointError: If ``strict`` and names are missing or left over, or a shape differs; weights are unchanged.
+    """
+    targets = module.state_dict()
+    missing = [name for name in targets if name not in state_dict]
+    unexpected = [name for name in state_dict if name not in targets]
+    if strict and (missing or unexpected):
+        raise CheckpointError(
+            f"The checkpoint does not fit {type(module).__name__}:"
+            + (f" it lacks {len(missing)} names ({', '.join(missing[:3])})" if missing else "")
+            + (" and" if missing and unexpected else "")
+            + (f" it has {len(unexpected)} that the model has not ({', '.join(unexpected[:3])})" if unexpected else "")
+            + ". Load it into the model that it was saved from, or set `strict_loading = False` on the LightningModule."
+        )
+    tensors = {name: value for name, value in state_dict.items() if name in targets}
+    for name, value in tensors.items():
+        target = targets[name]
+        if isinstance(value, torch.Tensor) and value.shape != target.shape:
+            raise CheckpointError(
+                f"The checkpoint's {name} has shape {tuple(value.shape)}, the model's {tuple(target.shape)}: they were"
+                " built with different sizes."
+            )
+    module.load_state_dict({n: shard_like(value, targets[n]) for n, value in tensors.items()}, strict=strict)
+
+
+def shard_like(value: Any, param: torch.Tensor) -> Any:
+    """``value`` as a DTensor placed as ``param`` is, where it is a whole tensor of that shape. No communication."""
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(param, DTensor):
+        return value
+    if value.shape != param.shape:
+        return value
+    return distribute_tensor(value.to(param.device), param.device_mesh, param.placements, src_data_rank=None)
+
+
+def _names(optimizer: Optimizer, module: nn.Module) -> list[str]:
+    name_of = {param: name for name, param in module.named_parameters()}
+    return [name_of[param] for group in optimizer.param_groups for param in group["params"]]
+
+
+def _is_by_name(state: Mapping[str, Any]) -> bool:
+    return any(isinstance(name, str) for group in state["param_groups"] for name in group["params"])
+
+
+def _named_by_position(state: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    order = [index for group in state["param_groups"] for index in group["params"]]
+    name_of = dict(zip(order, names, strict=False))
+    return {
+        **state,
+        "state": {name_of[index]: value for index, value in state["state"].items() if index in name_of},
+        "param_groups": [
+            {**group, "params": [name_of.get(index, str(index)) for index in group["params"]]}
+            for group in state["param_groups"]
+        ],
+    }

@@ -1,0 +1,74 @@
+"""Errors that end all ranks: what goes wrong on one is raised on every one, at once, instead of a hang."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch.distributed as dist
+
+__all__ = ["OtherRankError", "arrive", "together"]
+
+
+class OtherRankError(RuntimeError):
+    """Another rank failed in what all ranks do together; the text names it and has its error."""
+
+
+@contextmanager
+def together(what: str) -> Iterator[None]:
+    """Run the body on all ranks; where it raises on any, raise on all. A collective over all processes.
+
+    The body itself must not hold collectives that a failing rank would leave the others waiting in.
+
+    Args:
+        what: What the ranks do, for the message: ``"reading the checkpoint"``.
+
+    Raises:
+        OtherRankError: On the ranks that were fine, where another was not. Failing ranks raise their own error.
+    """
+    error: Exception | None = None
+    try:
+        yield
+    except Exception as raised:
+        error = raised
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        texts: list[str | None] = [None] * dist.get_world_size()
+        dist.all_gather_object(texts, f"{type(error).__name__}: {error}" if error else None)
+        failed = [(rank, text) for rank, text in enumerate(texts) if text]
+        if failed and error is None:
+            rank, text = failed[0]
+            raise OtherRankError(f"{what} failed on {len(failed)} of {len(texts)} ranks; rank {rank}: {text}")
+    if error is not None:
+        raise error
+
+
+_arrivals: dict[str, int] = {}
+
+
+def arrive(what: str, timeout_s: float = 60.0) -> None:
+    """Wait until every rank is here, but never for ever: unlike a barrier, it names who did not come.
+
+    Args:
+        what: What the ranks are about to do together, for the message.
+        timeout_s: Seconds to wait for the others.
+
+    Raises:
+        OtherRankError: If a rank did not arrive in time.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    _arrivals[what] = _arrivals.get(what, 0) + 1
+    store = dist.distributed_c10d._get_default_store()
+    keys = [f"lightning_dist/arrive/{what}/{_arrivals[what]}/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], "")
+    deadline = time.monotonic() + timeout_s
+    try:
+        store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    except (RuntimeError, dist.DistStoreError) as error:
+        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        raise OtherRankError(
+            f"{what}: rank {', '.join(map(str, missing))} did not arrive within {timeout_s:.0f} s. Every rank must do"
+            " this; is it under `if trainer.is_global_zero`?"
+        ) from error

@@ -1,0 +1,95 @@
+"""Weights that are equal on all ranks at the start: rank 0's, or drawn from one agreed seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+__all__ = ["agreed_seed", "broadcast_weights", "is_meta", "materialize"]
+
+
+def is_meta(module: nn.Module) -> bool:
+    """Whether any parameter or buffer of ``module`` is on the meta device."""
+    return any(tensor.is_meta for tensor in _tensors(module))
+
+
+def broadcast_weights(module: nn.Module, buffers_only: bool = False) -> None:
+    """Overwrite the parameters and buffers of ``module`` with those of rank 0. A collective over all processes.
+
+    Tensors on the meta device are left out.
+
+    Args:
+        module: On the device that the default process group communicates on.
+        buffers_only: Leave the parameters alone.
+    """
+    tensors = list(module.buffers()) if buffers_only else list(_tensors(module))
+    works = [dist.broadcast(tensor.detach(), src=0, async_op=True) for tensor in tensors if not tensor.is_meta]
+    for work in works:
+        work.wait()
+
+
+def agreed_seed() -> int:
+    """Rank 0's initial seed, on every rank. A collective over all processes."""
+    seed = [torch.initial_seed()]
+    dist.broadcast_object_list(seed, src=0)
+    return seed[0]
+
+
+def materialize(modules: Sequence[nn.Module], root: nn.Module, device: torch.device) -> None:
+    """Give the meta tensors of ``modules`` memory and values, by each owner's ``reset_parameters``.
+
+    Parameters keep their identity, so ties and references hold. A module that directly owns a meta parameter or buffer
+    is initialised by its ``reset_parameters()``, else ``_reset_parameters()``, else by the ``_init_weights(module)`` of
+    the Hugging Face model around it; children before parents. Values are drawn from torch's current random state.
+
+    Args:
+        modules: What to initialise, with all that is inside.
+        root: The model, in which owners are named.
+        device: Where the tensors go.
+
+    Raises:
+        TypeError: If an owner has none of these methods. Its tensors would hold whatever the memory held.
+    """
+    names = {id(module): name for name, module in root.named_modules()}
+    owners = [
+        module
+        for top in modules
+        for module in _children_first(top)
+        if any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    ]
+    for owner in owners:
+        for param in owner.parameters(recurse=False):
+            if param.is_meta:
+                torch.utils.swap_tensors(param, nn.Parameter(torch.empty_like(param, device=device), param.requires_grad))
+        for key, buffer in list(owner.named_buffers(recurse=False)):
+            if buffer.is_meta:
+                owner._buffers[key] = torch.empty_like(buffer, device=device)
+    hugging_face = [module for module in root.modules() if hasattr(module, "_init_weights")]
+    for owner in owners:
+        reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
+        around = [model for model in hugging_face if any(sub is owner for sub in model.modules())]
+        with torch.no_grad():
+            if reset is not None:
+                reset()
+            elif around:
+                around[-1]._init_weights(owner)
+            else:
+                raise TypeError(
+                    f"{type(owner).__name__} ({names.get(id(owner)) or 'the root module'}) was created on the meta"
+                    " device and has no reset_parameters(): give it that method, setting every parameter and buffer"
+                    " that it owns directly, or create it in __init__ instead of configure_model."
+                )
+
+
+def _tensors(module: nn.Module) -> Iterator[torch.Tensor]:
+    yield from module.parameters()
+    yield from module.buffers()
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    for child in module.children():
+        yield from _children_first(child)
+    yield module

@@ -1,0 +1,130 @@
+"""How ranks are laid out: the sizes of the mesh's axes. The only module that knows.
+
+Axes, outermost first (ranks that differ only in the innermost axis are neighbours, on one node where that fits):
+
+==============  =====================================================================================
+``dp_replicate``  data parallel, weights replicated: gradients are all-reduced over it (between nodes)
+``dp_shard``      data parallel, weights sharded: all-gather and reduce-scatter over it (inside a node)
+==============  =====================================================================================
+
+Every rank of ``dp_replicate x dp_shard`` has a part of the batch of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+__all__ = ["REMAINING", "ParallelLayout"]
+
+REMAINING = -1
+"""As an axis's size: whatever is left of the world. At most one axis may have it."""
+
+
+@dataclass(frozen=True)
+class ParallelLayout:
+    """The sizes of the mesh's axes, validated; their product is the number of processes.
+
+    Args:
+        dp_replicate: Number of replicas of the sharded model.
+        dp_shard: Number of ranks that one replica is sharded over.
+
+    Raises:
+        ValueError: If a size is not a positive integer.
+    """
+
+    dp_replicate: int = 1
+    dp_shard: int = 1
+
+    def __post_init__(self) -> None:
+        for axis, size in self.sizes.items():
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{axis}_size={size!r} is not a positive number of processes.")
+
+    @classmethod
+    def resolve(cls, world_size: int, **requested: int) -> ParallelLayout:
+        """The layout for ``world_size`` processes in which at most one axis takes what is left.
+
+        Args:
+            world_size: Number of processes.
+            requested: Axis name (``dp_replicate``, ``dp_shard``) to its size; ``-1`` is what is left.
+                An axis that is not named has size 1.
+
+        Raises:
+            ValueError: If an axis does not exist, a size is zero or below -1, two are -1, or the sizes do not
+                multiply to ``world_size``. The text names the argument, its value and sizes that would do.
+        """
+        axes = [field.name for field in fields(cls)]
+        for axis, size in requested.items():
+            if axis not in axes:
+                raise ValueError(f"{axis}_size={size!r}: there is no axis {axis!r}; the axes are {', '.join(axes)}.")
+            if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != REMAINING):
+                raise ValueError(
+                    f"{axis}_size={size!r} must be a positive number of processes, or -1 for what is left of the"
+                    f" {world_size}."
+                )
+        remaining = [axis for axis, size in requested.items() if size == REMAINING]
+        if len(remaining) > 1:
+            names = " and ".join(f"{axis}_size" for axis in remaining)
+            raise ValueError(f"{names} are both -1, but only one axis can take what is left; give the other a size.")
+        sizes = dict(requested)
+        product = math.prod(size for size in sizes.values() if size != REMAINING)
+        if remaining:
+            sizes[remaining[0]] = max(world_size // product, 1)
+        if math.prod(sizes.values()) != world_size:
+            asked = " x ".join(f"{axis}_size={size}" for axis, size in requested.items())
+            raise ValueError(
+                f"{asked} does not fit {world_size} process{'es' if world_size > 1 else ''}: the sizes must multiply to"
+                f" {world_size}. Set one of them to -1, or use dp_replicate_size x dp_shard_size ="
+                f" {', '.join(f'{r}x{world_size // r}' for r in range(1, world_size + 1) if world_size % r == 0)}."
+            )
+        return cls(**sizes)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Axis name to size, outermost first."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
+    def world_size(self) -> int:
+        """Number of processes."""
+        return math.prod(self.sizes.values())
+
+    @property
+    def num_data_parallel(self) -> int:
+        """Number of ranks that have a part of the batch of their own."""
+        return self.dp_replicate * self.dp_shard
+
+    def data_parallel_rank(self, global_rank: int) -> int:
+        """Which part of the batch ``global_rank`` has, in ``[0, num_data_parallel)``."""
+        return global_rank
+
+    def build_mesh(self, device_type: str) -> DeviceMesh:
+        """The device mesh over all processes, one dimension an axis. Needs an initialised process group.
+
+        Args:
+            device_type: ``"cpu"``, ``"cuda"``, ...
+        """
+        return init_device_mesh(device_type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
+
+    def sharding_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The part of ``mesh`` that FSDP2 works on: ``(dp_replicate, dp_shard)``, or ``(dp_shard,)`` for one replica."""
+        return mesh if self.dp_replicate > 1 else mesh["dp_shard"]
+
+    def describe(self) -> dict[str, int | str]:
+        """What a log says of the layout: ``<axis>_size`` and ``world_size``."""
+        return {**{f"{axis}_size": size for axis, size in self.sizes.items()}, "world_size": self.world_size}
+
+    def __str__(self) -> str:
+        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+
+
+def process_group_device(group: torch.distributed.ProcessGroup | None = None) -> torch.device:
+    """The device that collectives of ``group`` work on: the current accelerator under NCCL and its like, else the CPU."""
+    backend = torch.distributed.get_backend(group)
+    if backend == "gloo" or not torch.accelerator.is_available():
+        return torch.device("cpu")
+    return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())  # type: ignore[union-attr]

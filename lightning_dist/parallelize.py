@@ -1,0 +1,53 @@
+"""The order in which a module is made parallel, one call a technique."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_dist.initialization import agreed_seed, broadcast_weights
+from lightning_dist.layout import ParallelLayout
+from lightning_dist.sharding import ShardedModule, ShardingConfig, shard
+from lightning_dist.units import MIN_NUM_PARAMS, find_units
+
+__all__ = ["parallelize"]
+
+
+def parallelize(
+    module: nn.Module,
+    layout: ParallelLayout,
+    mesh: DeviceMesh,
+    sharding: ShardingConfig,
+    unit_classes: Sequence[str] | None = None,
+    min_num_params: int = MIN_NUM_PARAMS,
+) -> ShardedModule:
+    """Spread ``module`` over ``mesh`` as ``layout`` says, in place. A collective over all processes.
+
+    Args:
+        module: An ordinary module, on the mesh's device or (parts of it) on the meta device.
+        layout: The sizes of the mesh's axes.
+        mesh: From :meth:`ParallelLayout.build_mesh`.
+        sharding: How parameters are sharded.
+        unit_classes: Names of the block classes; None finds them.
+        min_num_params: Size from which a module outside the blocks is sharded as one.
+
+    Raises:
+        ValueError: If the module has no parameters, is already sharded, or has no module of a named class.
+        TypeError: If something on the meta device has no way to be initialised.
+    """
+    for name, param in module.named_parameters():
+        if isinstance(param, DTensor):
+            raise ValueError(
+                f"The parameter {name!r} is already a DTensor: remove the fully_shard or parallelize_module calls from"
+                " the LightningModule, or leave the strategy to them (Lightning's ModelParallelStrategy)."
+            )
+    units = find_units(module, unit_classes, min_num_params)
+    broadcast_weights(module)
+    seed = agreed_seed()
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(seed)
+        return shard(module, units, layout.sharding_mesh(mesh), sharding)

@@ -1,0 +1,276 @@
+"""Full and hybrid sharding by FSDP2: parameters, gradients and optimizer states are spread over ``dp_shard``.
+
+With one replica this is ZeRO-3 (Rajbhandari et al., 2020); with several, hybrid sharding (Zhao et al., 2023): gather
+and reduce-scatter stay inside a replica, and only each rank's shard of the gradient is all-reduced between replicas.
+
+The FSDP root is a thin module around the user's, without parameters: a step runs inside its forward, and the user's
+module keeps its class. Blocks are gathered when they run. Outer units (embeddings, norms, heads; all of a small model)
+are gathered for the whole step, as FSDP2's root is, so that ``F.linear(x, self.embedding.weight)`` or
+``self.model.encode(x)`` work as in one process.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from lightning_dist import _compat
+from lightning_dist.collectives import TwoShotReduceScatter
+from lightning_dist.consensus import arrive
+from lightning_dist.initialization import materialize
+from lightning_dist.units import Unit
+
+__all__ = ["NotInStepError", "ShardedModule", "ShardingConfig", "full_parameters", "shard", "sharded"]
+
+
+class NotInStepError(RuntimeError):
+    """A sharded module was called where the other ranks may not call it too."""
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """How units are sharded.
+
+    Args:
+        param_dtype: What parameters are gathered and computed in; None: what they are stored in.
+        reduce_dtype: What gradients are reduced in; None: what they are computed in.
+        reshard_after_forward: Whether blocks are freed after their forward and gathered again in the backward (less
+            memory), or kept (one gather less); a number: kept sharded over that many ranks.
+        two_shot_reduce_scatter: Use :class:`~lightning_dist.collectives.TwoShotReduceScatter`; None: on gloo only.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    reshard_after_forward: bool | int = True
+    two_shot_reduce_scatter: bool | None = None
+
+
+class _StepRoot(nn.Module):
+    """The FSDP root. Its forward is a step of the user's module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, step: Callable[[], Any]) -> Any:
+        return step()
+
+
+def shard(module: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, config: ShardingConfig) -> ShardedModule:
+    """Shard ``module``, in place, unit by unit. A collective over ``mesh``.
+
+    Units on the meta device are initialised here, one at a time, so that no rank ever holds the whole model.
+
+    Args:
+        module: The user's module, its weights on the mesh's device (equal on all ranks) or on the meta device.
+        units: From :func:`lightning_dist.units.find_units`; every parameter is in one.
+        mesh: ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``.
+        config: How.
+    """
+    device = torch.device(mesh.device_type)
+    policy = MixedPrecisionPolicy(param_dtype=config.param_dtype, reduce_dtype=config.reduce_dtype)
+    two_shot = config.two_shot_reduce_scatter
+    if two_shot is None:
+        two_shot = dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo"
+    every_param = set(module.parameters())
+    groups = []
+    for unit in units:
+        materialize(unit.modules, module, device)
+        stays_gathered = unit.kind in ("outer", "own")
+        fully_shard(
+            unit.modules if len(unit.modules) > 1 else unit.modules[0],
+            mesh=mesh,
+            reshard_after_forward=False if stays_gathered else config.reshard_after_forward,
+            mp_policy=policy,
+            ignored_params=every_param - set(unit.params.values()),
+        )
+        group = _compat.parameter_group(unit.modules[0])
+        if two_shot:
+            group.set_reduce_scatter(TwoShotReduceScatter())
+        groups.append(group)
+    materialize([module], module, device)
+    return ShardedModule(module, units, groups, mesh)
+
+
+_sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = weakref.WeakKeyDictionary()
+
+
+def sharded(module: nn.Module) -> ShardedModule | None:
+    """What :func:`shard` made of ``module``; None if it is not sharded."""
+    reference = _sharded.get(module)
+    return reference() if reference is not None else None
+
+
+@contextmanager
+def full_parameters(module: nn.Module, timeout_s: float = 60.0) -> Iterator[None]:
+    """Inside, every rank holds the whole of ``module`` and may call it alone, without gradients.
+
+    To sample from a model, to export it, to look at a weight. Every rank must enter; a module that no strategy sharded
+    needs nothing, so the same code works everywhere. Changes to parameters inside are lost.
+
+    Args:
+        module: A LightningModule in training or after it.
+        timeout_s: Seconds to wait for the other ranks to enter.
+
+    Raises:
+        OtherRankError: If a rank does not enter in time.
+    """
+    whole = sharded(module)
+    if whole is None:
+        with torch.no_grad():
+            yield
+        return
+    arrive(f"full_parameters({type(module).__name__})", timeout_s)
+    with whole.full_parameters():
+        yield
+
+
+class ShardedModule:
+    """A module that :func:`shard` sharded: runs its steps, and keeps FSDP2 right where it would be silently wrong.
+
+    Args:
+        module: The user's module.
+        units: Its units.
+        groups: The parameter group of each unit.
+        mesh: What they are sharded over.
+    """
+
+    def __init__(
+        self, module: nn.Module, units: Sequence[Unit], groups: Sequence[_compat.ParameterGroup], mesh: DeviceMesh
+    ) -> None:
+        self.module = module
+        self.units = tuple(units)
+        self.mesh = mesh
+        self.groups = tuple(groups)
+        self._outer = [g for unit, g in zip(units, groups, strict=True) if unit.kind in ("outer", "own")]
+        self._own = [g for unit, g in zip(units, groups, strict=True) if unit.kind == "own"]
+        self._running = 0
+        self._in_step = False
+        self._has_stepped = False
+        for unit, group in zip(units, groups, strict=True):
+            self._add_hooks(unit, group)
+        self._root = _StepRoot(module)
+        fully_shard(self._root, mesh=mesh)
+        _compat.initialize_root(self._root)
+        # The modules' hooks hold this object; so it lives as long as the module.
+        _sharded[module] = weakref.ref(self)
+
+    def _add_hooks(self, unit: Unit, group: _compat.ParameterGroup) -> None:
+        if unit.kind == "own":
+            # No forward gathers what hangs on the root module itself, and its class stays the user's.
+            _compat.remove_forward_hooks(unit.modules[0])
+            _compat.restore_class(unit.modules[0])
+            return
+        for module in unit.modules:
+            module.register_forward_pre_hook(self._check_running, prepend=True)
+        if unit.kind == "outer":
+            # Its modules may run through other methods than forward, or after a backward inside the step freed them.
+            ours = set(unit.params.values())
+            ours |= {param for module in unit.modules for param in module.parameters() if param in ours}
+
+            def gather(module: nn.Module, args: object) -> None:
+                if group.is_gathered:
+                    group.copy_requires_grad()
+                else:
+                    self._check_running(module, args)
+                    group.gather()
+
+            for module in unit.modules:
+                for submodule in module.modules():
+                    if any(param in ours for param in submodule.parameters(recurse=False)):
+                        submodule.register_forward_pre_hook(gather, prepend=True)
+
+    def _check_running(self, module: nn.Module, args: object) -> None:
+        if self._running:
+            return
+        if not self._has_stepped:
+            # Lightning's ModelSummary calls the model on every rank before the first step, if it has an example input.
+            arrive("calling a sharded model before its first step")
+            return
+        raise NotInStepError(
+            f"{type(self.module).__name__} is sharded, and {type(module).__name__} was called outside of a training,"
+            " validation, test or predict step: the other ranks would have to call it too, or all would hang. Call it"
+            " inside `with lightning_dist.full_parameters(module):`, entered on every rank; within it, any rank may"
+            " call the model alone."
+        )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, the module may be called, by all ranks alike: around a backward that recomputes activations."""
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+    def step(self, step: Callable[[], Any], backward_follows: bool) -> Any:
+        """Run ``step``, which calls the module, and return what it returns. A collective.
+
+        Args:
+            step: The step, its arguments bound.
+            backward_follows: Whether the caller runs a backward from what is returned; then outer units stay gathered.
+        """
+        self._in_step = self._has_stepped = True
+        try:
+            with self.running():
+                for group in self._outer:
+                    group.gather()
+                output = self._root(step)
+        except BaseException:
+            _compat.reset_after_error(self._root)
+            raise
+        finally:
+            self._in_step = False
+        if not backward_follows:
+            self.free()
+        return output
+
+    def after_backward(self) -> None:
+        """To be called after every backward: reduces gradients that no module's hook reduced."""
+        if any(group.has_unreduced_gradients() for group in self.groups):
+            _compat.flush_gradients(self._root)
+        self._gather_own()
+
+    def after_optimizer_step(self) -> None:
+        """To be called after every optimizer step: whole parameters from before it are stale."""
+        self.free()
+        self._gather_own()
+
+    def _gather_own(self) -> None:
+        # A step that runs backward itself goes on afterwards, and reads parameters of the root module with no hook.
+        if self._in_step:
+            for group in self._own:
+                group.gather()
+
+    def free(self) -> None:
+        """Put the sharded parameters into the module: what optimizers, callbacks and checkpoints read and write."""
+        for group in self.groups:
+            group.free()
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Whether a backward reduces gradients over the ranks, or each adds up its own (accumulation)."""
+        for group in self.groups:
+            group.set_gradient_sync(enabled)
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """Inside, every rank holds the whole model, and may call it alone, without gradients. Entered by all ranks.
+
+        Changes to parameters inside are lost: they are changes to a copy.
+        """
+        with _compat.keep_gathered(self.groups), self.running(), torch.no_grad():
+            for group in self.groups:
+                group.gather()
+            try:
+                yield
+            finally:
+                self.free()

@@ -1,0 +1,7 @@
+"""What a step costs: its time, the data it consumed, and the memory it needed. Knows torch only."""
+
+from lightning_dist.telemetry.batch import BatchSize, batch_size
+from lightning_dist.telemetry.memory import peak_memory_mib
+from lightning_dist.telemetry.step_timer import StepTimer, Stopwatch
+
+__all__ = ["BatchSize", "StepTimer", "Stopwatch", "batch_size", "peak_memory_mib"]

@@ -1,0 +1,55 @@
+"""How many samples and tokens a batch holds, without being told its structure."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class BatchSize(NamedTuple):
+    """What one process consumed: ``samples`` and ``tokens`` (0 where the batch shows none)."""
+
+    samples: int
+    tokens: int
+
+
+def batch_size(batch: Any) -> BatchSize:
+    """Count a batch: samples are dim 0 of its first tensor, tokens the elements of its first 2-D integer tensor.
+
+    Args:
+        batch: A tensor, or tensors nested in mappings, sequences and dataclasses, in the order they were written.
+
+    Returns:
+        The counts of this process's batch. A batch without tensors counts as ``BatchSize(0, 0)``.
+    """
+    samples: int | None = None
+    for tensor in _tensors(batch):
+        if samples is None:
+            samples = tensor.shape[0] if tensor.dim() else 1
+        if tensor.dim() == 2 and _is_integer(tensor.dtype):
+            return BatchSize(samples, tensor.numel())
+    return BatchSize(samples or 0, 0)
+
+
+def _is_integer(dtype: torch.dtype) -> bool:
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of a nested batch, depth first."""
+    children: Iterable[Any]
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, Mapping):
+        children = value.values()
+    elif isinstance(value, (tuple, list)):
+        children = value
+    elif is_dataclass(value) and not isinstance(value, type):
+        children = (getattr(value, field.name) for field in fields(value))
+    else:
+        return
+    for child in children:
+        yield from _tensors(child)

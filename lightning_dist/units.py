@@ -1,0 +1,211 @@
+"""Which modules of a model are its units: what is gathered, sharded, checkpointed or compiled as one.
+
+Found without the user's help, once, and used by every technique:
+
+- *blocks*: the repeated block class of the model. Named by the user, or by a Hugging Face model
+  (``_no_split_modules``), or found: a class with parameters and children of its own, two instances of which stand in
+  one container (ModuleList, Sequential, ModuleDict) with the same parameter shapes. Blocks do not nest: where stages
+  hold blocks, the stages' shapes differ and the blocks are found; where layers hold experts, the layers are.
+- *sized*: what is not a block but has many parameters (a CNN's stage), cut bottom-up at ``min_num_params``.
+- *outer*: what is left of each child of the root (embeddings, norms, heads, or all of a small model).
+- *own*: parameters that hang on the root module itself.
+
+Every parameter is in exactly one unit; a tied parameter is in the innermost unit that holds all its owners.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from torch import nn
+
+__all__ = ["MIN_NUM_PARAMS", "Unit", "find_blocks", "find_units"]
+
+MIN_NUM_PARAMS = 5_000_000
+"""Modules without blocks are cut into units of at least this many parameters."""
+
+_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+
+UnitKind = Literal["block", "sized", "outer", "own"]
+
+
+@dataclass
+class Unit:
+    """Modules whose parameters are handled together.
+
+    Args:
+        kind: ``block``, ``sized``, ``outer`` or ``own`` (see the module's docstring).
+        names: Full names of ``modules`` in the root module.
+        modules: Usually one; several where tied parameters bind them together.
+        params: Full name of each parameter of the unit, tied ones once, to the parameter.
+    """
+
+    kind: UnitKind
+    names: list[str]
+    modules: list[nn.Module]
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the unit's parameters."""
+        return sum(param.numel() for param in self.params.values())
+
+
+def find_blocks(root: nn.Module, classes: Sequence[str] | None = None) -> dict[str, nn.Module]:
+    """The repeated blocks of ``root``: full name to module, in the order of definition, none inside another.
+
+    Args:
+        root: The model.
+        classes: Names of the block classes. None: Hugging Face's ``_no_split_modules``, else found.
+
+    Raises:
+        ValueError: If no module is of one of ``classes``.
+    """
+    if classes is not None:
+        present = Counter(type(module).__name__ for module in root.modules())
+        for name in classes:
+            if not present[name]:
+                close = difflib.get_close_matches(name, present, n=3, cutoff=0.5)
+                hint = f" Did you mean {' or '.join(close)}?" if close else f" It has {', '.join(sorted(present))}."
+                raise ValueError(f"units={list(classes)!r}: the model has no module of class {name!r}.{hint}")
+        wanted = set(classes)
+    else:
+        wanted = {name for module in root.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+        wanted &= {type(module).__name__ for module in root.modules()}
+        if not wanted:
+            return dict(_outermost(root, _is_repeated(root)))
+    return dict(_outermost(root, {m for m in root.modules() if type(m).__name__ in wanted}))
+
+
+def find_units(
+    root: nn.Module, classes: Sequence[str] | None = None, min_num_params: int = MIN_NUM_PARAMS
+) -> list[Unit]:
+    """The units of ``root``, inner ones before those around them; every parameter is in exactly one.
+
+    Args:
+        root: The model. It is never a unit as a whole: what hangs on it directly is the unit of kind ``own``.
+        classes: Names of the block classes; None finds them (see :func:`find_blocks`).
+        min_num_params: Size from which a module outside the blocks is a unit of its own.
+
+    Raises:
+        ValueError: If no module is of one of ``classes``, ``min_num_params`` is not positive, or ``root`` has no
+            parameters.
+    """
+    if min_num_params < 1:
+        raise ValueError(f"min_num_params={min_num_params} must be at least 1.")
+    owners = _owners(root)
+    if not owners:
+        raise ValueError(
+            f"{type(root).__name__} has no parameters, so there is nothing to train or to shard. Create its layers in"
+            " __init__ or in configure_model."
+        )
+    blocks = find_blocks(root, classes)
+    block_ids = {id(module) for module in blocks.values()}
+    units = [Unit("block", [name], [module]) for name, module in blocks.items()]
+    outer: list[Unit] = []
+    for name, module in _callable_children(root, ""):
+        if id(module) not in block_ids:
+            units += _cut_by_size(module, name, block_ids, min_num_params)
+            outer.append(Unit("outer", [name], [module]))
+    units += outer
+    units.append(Unit("own", [""], [root]))
+    return _assign(units, owners)
+
+
+def _is_repeated(root: nn.Module) -> set[nn.Module]:
+    """Instances, in containers, of every class of which one container holds two with the same parameter shapes."""
+    in_containers: dict[type, list[nn.Module]] = defaultdict(list)
+    repeated: set[type] = set()
+    for container in root.modules():
+        if not isinstance(container, _CONTAINERS):
+            continue
+        signatures: Counter[tuple[object, ...]] = Counter()
+        for child in container.children():
+            shapes = tuple(param.shape for param in child.parameters())
+            if not shapes or not any(True for _ in child.children()) or not _has_forward(child):
+                continue
+            in_containers[type(child)].append(child)
+            signatures[(type(child), shapes)] += 1
+            if signatures[(type(child), shapes)] > 1:
+                repeated.add(type(child))
+    return {module for cls in repeated for module in in_containers[cls]}
+
+
+def _outermost(root: nn.Module, wanted: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
+    """Modules of ``wanted`` with parameters that are inside no other one, by name; the root itself never counts."""
+    inside = {id(sub) for module in wanted - {root} for sub in module.modules() if sub is not module}
+    for name, module in root.named_modules():
+        if module is not root and module in wanted and id(module) not in inside and any(True for _ in module.parameters()):
+            yield name, module
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether ``module`` can be called: a ModuleList or a ParameterDict cannot."""
+    return type(module).forward is not nn.Module.forward
+
+
+def _callable_children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    """Children that have parameters and a forward; in place of a child without a forward, its own."""
+    for name, child in module.named_children():
+        if not any(True for _ in child.parameters()):
+            continue
+        if not _has_forward(child):
+            yield from _callable_children(child, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", child
+
+
+def _cut_by_size(module: nn.Module, name: str, block_ids: set[int], min_num_params: int) -> list[Unit]:
+    """Units inside ``module``: bottom-up, each submodule outside the blocks with enough parameters not yet in one."""
+    units: list[Unit] = []
+    taken: set[int] = set()
+
+    def visit(current: nn.Module, path: str) -> None:
+        if id(current) in block_ids:
+            taken.update(id(param) for param in current.parameters())
+            return
+        for child_name, child in _callable_children(current, f"{path}."):
+            visit(child, child_name)
+        if current is module:
+            return
+        rest = {id(param): param.numel() for param in current.parameters() if id(param) not in taken}
+        if sum(rest.values()) >= min_num_params:
+            taken.update(rest)
+            units.append(Unit("sized", [path], [current]))
+
+    visit(module, name)
+    return units
+
+
+def _owners(root: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """Each parameter to the full names it has, several where it is tied."""
+    owners: dict[nn.Parameter, list[str]] = defaultdict(list)
+    for name, param in root.named_parameters(remove_duplicate=False):
+        owners[param].append(name)
+    return dict(owners)
+
+
+def _assign(units: list[Unit], owners: dict[nn.Parameter, list[str]]) -> list[Unit]:
+    """Put every parameter into the innermost unit that holds all its names; bind outer units that are tied."""
+
+    def holds(unit: Unit, param_name: str) -> bool:
+        return any(not name or param_name.startswith(f"{name}.") for name in unit.names)
+
+    for param, names in owners.items():
+        holders = [unit for unit in units if all(holds(unit, name) for name in names)]
+        # Units are listed inner first; the own unit (name "") holds everything and is last.
+        bound = [unit for unit in units if unit.kind == "outer" and any(holds(unit, name) for name in names)]
+        if holders[0].kind == "own" and bound and all(any(holds(unit, name) for unit in bound) for name in names):
+            first, *others = bound
+            for other in others:
+                first.names += other.names
+                first.modules += other.modules
+                first.params.update(other.params)
+                units.remove(other)
+            holders = [first]
+        holders[0].params[names[0]] = param
+    return [unit for unit in units if unit.params]

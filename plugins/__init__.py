@@ -1,0 +1,1 @@
+"""Lightning's extension points, made of the engine: strategies, precision, callbacks, loggers."""

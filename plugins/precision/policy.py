@@ -1,0 +1,58 @@
+"""How Lightning's ``precision=`` becomes FSDP2's mixed-precision policy.
+
+================  ==================  =================  ==================  ====================
+``precision=``    parameters stored   gathered, computed  gradients reduced  autocast in the step
+================  ==================  =================  ==================  ====================
+``32-true``       float32             float32             float32            no
+``64-true``       float64             float64             float64            no
+``bf16-mixed``    float32             bfloat16            float32            yes, as Lightning's
+``bf16-true``     bfloat16            bfloat16            float32            no
+================  ==================  =================  ==================  ====================
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+
+__all__ = ["PrecisionPolicy", "precision_policy"]
+
+_DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """The two dtypes that FSDP2 is told.
+
+    Args:
+        param_dtype: What parameters are gathered and computed in; None: what they are stored in.
+        reduce_dtype: What gradients are reduced in; None: what they are computed in.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+
+
+def precision_policy(plugin: Precision, reduce_dtype: str | None = None) -> PrecisionPolicy:
+    """The policy for Lightning's ``plugin``.
+
+    Args:
+        plugin: What ``Trainer(precision=...)`` made, or ``Trainer(plugins=...)`` was given.
+        reduce_dtype: ``"float32"``, ``"float64"`` or ``"bfloat16"``; None takes the table's.
+
+    Raises:
+        ValueError: If ``plugin`` or ``reduce_dtype`` is none of those that sharded training supports.
+    """
+    if reduce_dtype is not None and reduce_dtype not in _DTYPES:
+        raise ValueError(f"reduce_dtype={reduce_dtype!r} is not supported; use one of {', '.join(_DTYPES)}.")
+    told = _DTYPES[reduce_dtype] if reduce_dtype else None
+    if type(plugin) in (Precision, DoublePrecision):
+        return PrecisionPolicy(None, told)
+    if isinstance(plugin, MixedPrecision | HalfPrecision) and plugin.precision in ("bf16-mixed", "bf16-true"):
+        return PrecisionPolicy(torch.bfloat16, told or torch.float32)
+    raise ValueError(
+        f"precision={plugin.precision!r} ({type(plugin).__name__}) is not supported by the sharded strategies; use"
+        " '32-true', '64-true', 'bf16-mixed' or 'bf16-true'."
+    )

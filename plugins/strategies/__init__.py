@@ -1,0 +1,17 @@
+"""The strategies, each under the name that ``Trainer(strategy=...)`` takes."""
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_dist.plugins.strategies.full_shard import FullShardStrategy
+from lightning_dist.plugins.strategies.hybrid_shard import HybridShardStrategy
+from lightning_dist.plugins.strategies.mesh import MeshStrategy
+
+__all__ = ["FullShardStrategy", "HybridShardStrategy", "MeshStrategy", "register"]
+
+
+def register() -> None:
+    """Make the strategies known to Lightning by name. Safe to call again."""
+    for strategy in (FullShardStrategy, HybridShardStrategy):
+        name = strategy.strategy_name
+        if name not in StrategyRegistry:
+            StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])

@@ -1,0 +1,28 @@
+"""``strategy="full_shard"``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_dist.layout import REMAINING
+from lightning_dist.plugins.strategies.mesh import MeshStrategy
+
+__all__ = ["FullShardStrategy"]
+
+
+class FullShardStrategy(MeshStrategy):
+    """Shards parameters, gradients and optimizer states over all processes (FSDP2, ZeRO-3).
+
+    Args:
+        dp_shard_size: Number of processes to shard over: all of them, which is what None and -1 mean.
+        kwargs: As of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
+    """
+
+    strategy_name = "full_shard"
+
+    def __init__(self, dp_shard_size: int | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._dp_shard_size = dp_shard_size
+
+    def _requested_sizes(self) -> dict[str, int]:
+        return {"dp_shard": REMAINING if self._dp_shard_size is None else self._dp_shard_size}

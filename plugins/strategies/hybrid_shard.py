@@ -1,0 +1,47 @@
+"""``strategy="hybrid_shard"``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_dist.layout import REMAINING
+from lightning_dist.plugins.strategies.mesh import MeshStrategy
+
+__all__ = ["HybridShardStrategy"]
+
+
+class HybridShardStrategy(MeshStrategy):
+    """Shards the model inside a node and replicates it between nodes (HSDP on FSDP2).
+
+    Gathers and reduce-scatters stay inside a replica; between replicas only each rank's shard of the gradients is
+    all-reduced, once a step.
+
+    Args:
+        dp_replicate_size: Number of replicas. None: the number of nodes, or what ``dp_shard_size`` leaves.
+        dp_shard_size: Number of processes that one replica is sharded over. None: the devices of a node, or what
+            ``dp_replicate_size`` leaves. At most one of the two may be -1, "what is left".
+        kwargs: As of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
+    """
+
+    strategy_name = "hybrid_shard"
+
+    def __init__(self, dp_replicate_size: int | None = None, dp_shard_size: int | None = None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._dp_replicate_size = dp_replicate_size
+        self._dp_shard_size = dp_shard_size
+
+    def _requested_sizes(self) -> dict[str, int]:
+        replicate, shard = self._dp_replicate_size, self._dp_shard_size
+        if replicate is None and shard is None:
+            if self.num_nodes == 1 and self.num_processes > 1:
+                rank_zero_warn(
+                    "strategy='hybrid_shard' on one node, with no sizes given, is one replica sharded over its"
+                    f" {self.num_processes} devices: the same as 'full_shard'. Set dp_replicate_size to have replicas."
+                )
+            return {"dp_replicate": self.num_nodes, "dp_shard": self.num_processes}
+        return {
+            "dp_replicate": REMAINING if replicate is None else replicate,
+            "dp_shard": REMAINING if shard is None else shard,
+        }

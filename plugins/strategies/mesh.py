@@ -1,0 +1,468 @@
+"""The strategy under all others: what Lightning asks of a strategy, answered by the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.plugins import CheckpointIO, Precision, TorchCheckpointIO
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import LBFGS, Optimizer
+
+from lightning_dist.initialization import broadcast_weights
+from lightning_dist.layout import ParallelLayout
+from lightning_dist.parallelize import parallelize
+from lightning_dist.plugins import _compat
+from lightning_dist.plugins.precision import precision_policy
+from lightning_dist.plugins.strategies import checkpointing
+from lightning_dist.replicas import check_replicas
+from lightning_dist.sharding import ShardedModule, ShardingConfig, sharded
+from lightning_dist.units import MIN_NUM_PARAMS
+
+__all__ = ["MeshStrategy"]
+
+
+class MeshStrategy(ParallelStrategy):
+    """Spreads an ordinary LightningModule over a device mesh; the named strategies only choose the mesh.
+
+    Args:
+        units: Class names of the model's repeated blocks, which are sharded as one each. None: Hugging Face's
+            ``_no_split_modules``, else the class that repeats in the model's containers.
+        min_num_params: Modules outside the blocks are sharded as one from this many parameters on.
+        reshard_after_forward: Free a block's gathered parameters after its forward and gather them again for its
+            backward (True: least memory), keep them (False: a gather less), or keep them sharded over this many ranks.
+        reduce_dtype: What gradients are reduced in (``"float32"``, ``"bfloat16"``). None: float32, or the parameters'
+            dtype in 64-true.
+        two_shot_reduce_scatter: Reduce-scatter by one all-to-all and a local sum. None: where the backend is gloo.
+        check_replicas_every_n_steps: Compare the replicas' weights bit by bit every so many optimizer steps, and raise
+            where they differ. None: never.
+        process_group_backend: ``"nccl"``, ``"gloo"``, ...; None: what fits the device.
+        timeout: How long a collective may take.
+    """
+
+    strategy_name: ClassVar[str] = "mesh"
+
+    def __init__(
+        self,
+        units: list[str] | None = None,
+        min_num_params: int = MIN_NUM_PARAMS,
+        reshard_after_forward: bool | int = True,
+        reduce_dtype: str | None = None,
+        two_shot_reduce_scatter: bool | None = None,
+        check_replicas_every_n_steps: int | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        super().__init__()
+        if check_replicas_every_n_steps is not None and check_replicas_every_n_steps < 1:
+            raise ValueError(
+                f"check_replicas_every_n_steps={check_replicas_every_n_steps} must be at least 1, or None for never."
+            )
+        self._units = units
+        self._min_num_params = min_num_params
+        self._reshard_after_forward = reshard_after_forward
+        self._reduce_dtype = reduce_dtype
+        self._two_shot_reduce_scatter = two_shot_reduce_scatter
+        self._check_replicas_every_n_steps = check_replicas_every_n_steps
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self._layout: ParallelLayout | None = None
+        self._mesh: DeviceMesh | None = None
+        self._sharded: ShardedModule | None = None
+        self._num_optimizer_steps = 0
+        self.num_nodes = 1
+
+    # --- what Lightning reads ---------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning gives a strategy without this property no distributed sampler."""
+        return True
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The sizes of the mesh's axes."""
+        if self._layout is None:
+            raise RuntimeError("The layout is known once the Trainer has been made.")
+        return self._layout
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh, one dimension an axis of the layout."""
+        if self._mesh is None:
+            raise RuntimeError("The mesh is there once the processes have been launched.")
+        return self._mesh
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend that was asked for, or, once launched, that is used."""
+        return self._process_group_backend
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How the data is split: over the ranks that have a batch of their own."""
+        return {
+            "num_replicas": self.layout.num_data_parallel,
+            "rank": self.layout.data_parallel_rank(self.global_rank),
+        }
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Weights are loaded into shards, so the module is sharded first."""
+        return True
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """Lightning's precision plugin; sharding takes its dtypes from it."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if plugin is not None:
+            precision_policy(plugin)
+        self._precision_plugin = plugin
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Removes checkpoints. They are written by the strategy, since every rank holds a part."""
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        if type(io) is not TorchCheckpointIO:
+            raise MisconfigurationException(
+                f"{type(self).__name__} writes sharded checkpoints itself and would never call {type(io).__name__}."
+                " Remove it from Trainer(plugins=...)."
+            )
+        self._checkpoint_io = io
+
+    # --- launch -----------------------------------------------------------------------------------------------------
+
+    def _requested_sizes(self) -> dict[str, int]:
+        """Axis to the size asked for; at most one -1. To be given by the named strategies."""
+        raise NotImplementedError(f"{type(self).__name__} chooses no mesh; use one of the named strategies.")
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        # Here sizes that do not fit are found before any process is launched.
+        self._layout = ParallelLayout.resolve(self.num_nodes * self.num_processes, **self._requested_sizes())
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _compat.subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment, and everything that acts on rank 0 only, which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        _compat.set_rank_zero(self.global_rank)
+
+    def setup_environment(self) -> None:
+        """Start the process group and build the mesh."""
+        super().setup_environment()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        self._process_group_backend = _compat.init_process_group(
+            self.cluster_environment, self.root_device, self._process_group_backend, self._timeout
+        )
+        self._mesh = self.layout.build_mesh(self.root_device.type)
+
+    # --- setup ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def model_sharded_context(self) -> Generator[None, None, None]:
+        """Around ``configure_model``: what is created there is on the meta device, and materialised in shards."""
+        with torch.device("meta"):
+            yield
+
+    def setup(self, trainer: Trainer) -> None:
+        """Shard the module, then make its optimizers."""
+        assert self.accelerator is not None
+        assert self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._refuse_what_cannot_work(trainer)
+        is_new = sharded(self.lightning_module) is None
+        self._sharded = self._shard(self.lightning_module)
+        is_fitting = trainer.state.fn == TrainerFn.FITTING
+        if is_fitting:
+            for callback in trainer.callbacks:  # type: ignore[attr-defined]
+                average = _compat.average_model(callback)
+                if average is not None:
+                    self._shard(average.module)
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        if is_fitting:
+            _optimizers_to_device(self.optimizers, self.root_device)
+        if is_new:
+            rank_zero_info(self._startup_table(self._sharded))
+
+    def _refuse_what_cannot_work(self, trainer: Trainer) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, StochasticWeightAveraging):
+                raise MisconfigurationException(
+                    f"StochasticWeightAveraging swaps whole modules and does not work with {type(self).__name__}; use"
+                    " WeightAveraging or EMAWeightAveraging, which do."
+                )
+        if self._layer_sync is not None and self.root_device.type == "cpu":
+            raise MisconfigurationException(
+                "Trainer(sync_batchnorm=True) cannot be honoured on the CPU: torch's SyncBatchNorm works on"
+                " accelerators only. Remove it, or use GroupNorm or LayerNorm."
+            )
+
+    def _shard(self, module: LightningModule) -> ShardedModule:
+        existing = sharded(module)
+        if existing is not None:
+            wanted = self.layout.sharding_mesh(self.mesh)
+            if existing.mesh != wanted:
+                raise MisconfigurationException(
+                    f"This {type(module).__name__} is sharded over {existing.mesh} by an earlier Trainer, and cannot be"
+                    f" sharded over {wanted} as well. Make a new one, and load the weights from a checkpoint."
+                )
+            return existing
+        if self._layer_sync is not None:
+            self._layer_sync.apply(module)
+        self.precision_plugin.convert_module(module)
+        self._move_to_device(module)
+        policy = precision_policy(self.precision_plugin, self._reduce_dtype)
+        config = ShardingConfig(
+            param_dtype=policy.param_dtype,
+            reduce_dtype=policy.reduce_dtype,
+            reshard_after_forward=self._reshard_after_forward,
+            two_shot_reduce_scatter=self._two_shot_reduce_scatter,
+        )
+        return parallelize(module, self.layout, self.mesh, config, self._units, self._min_num_params)
+
+    def model_to_device(self) -> None:
+        """Move the module to this rank's device; what ``configure_model`` left on the meta device stays there."""
+        assert self.lightning_module is not None
+        self._move_to_device(self.lightning_module)
+
+    def _move_to_device(self, module: LightningModule) -> None:
+        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.root_device))
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Make the optimizers, of the sharded parameters.
+
+        Raises:
+            ValueError: If an optimizer holds parameters that are not the module's: it would train nothing.
+            MisconfigurationException: If an optimizer cannot work on shards.
+        """
+        super().setup_optimizers(trainer)
+        assert self.lightning_module is not None
+        ours = {id(param) for param in self.lightning_module.parameters()}
+        for index, optimizer in enumerate(self.optimizers):
+            name = type(optimizer).__name__
+            if isinstance(optimizer, LBFGS):
+                raise MisconfigurationException(
+                    f"LBFGS searches along one flat vector of all parameters and cannot work on shards; use another"
+                    f" optimizer, or a strategy that shards nothing, instead of {type(self).__name__}."
+                )
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            num_foreign = sum(id(param) not in ours for param in params)
+            if num_foreign:
+                raise ValueError(
+                    f"Optimizer {index} ({name}) holds {num_foreign} of {len(params)} parameters that are not"
+                    f" {type(self.lightning_module).__name__}'s: it would train nothing. It was made before the module"
+                    " was sharded, or of another module's parameters. Make it in configure_optimizers, of"
+                    " self.parameters()."
+                )
+
+    def _startup_table(self, module: ShardedModule) -> str:
+        kinds: dict[str, list[str]] = {}
+        for unit, group in zip(module.units, module.groups, strict=True):
+            label = type(unit.modules[0]).__name__.removeprefix("FSDP") if unit.kind != "own" else "(own parameters)"
+            kinds.setdefault(f"{label} ({unit.kind})", []).append(f"{group.numel:,}")
+        units = [f"{len(sizes)} x {name}, {sizes[0]} parameters" for name, sizes in kinds.items()]
+        numel = sum(group.numel for group in module.groups)
+        policy = precision_policy(self.precision_plugin, self._reduce_dtype)
+        dtype = next(module.module.parameters()).dtype
+        rows = {
+            "layout": f"{self.layout} = {self.layout.world_size} processes ({self._process_group_backend})",
+            "parameters": f"{numel:,}, of which a rank holds {-(-numel // self.layout.dp_shard):,}",
+            "units": "; ".join(units),
+            "precision": f"{self.precision_plugin.precision}: stored in {_name(dtype)}, computed in"
+            f" {_name(policy.param_dtype or dtype)}, gradients reduced in"
+            f" {_name(policy.reduce_dtype or policy.param_dtype or dtype)}",
+        }
+        if self.layout.dp_replicate > 1:
+            every = self._check_replicas_every_n_steps
+            rows["replicas"] = f"compared every {every} steps" if every else "not compared while training"
+        width = max(map(len, rows))
+        return "\n".join([self.strategy_name, *(f"  {key:<{width}}  {value}" for key, value in rows.items())])
+
+    # --- steps ------------------------------------------------------------------------------------------------------
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run the module's ``training_step``; a collective, as all steps are."""
+        assert self.lightning_module is not None
+        with self.precision_plugin.train_step_context():
+            return self._step("training_step", self.lightning_module.automatic_optimization, args, kwargs)
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run the module's ``validation_step``."""
+        with self.precision_plugin.val_step_context():
+            return self._step("validation_step", False, args, kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run the module's ``test_step``."""
+        with self.precision_plugin.test_step_context():
+            return self._step("test_step", False, args, kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run the module's ``predict_step``."""
+        with self.precision_plugin.predict_step_context():
+            return self._step("predict_step", False, args, kwargs)
+
+    def _step(self, name: str, backward_follows: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
+        assert self._sharded is not None
+        return self._sharded.step(partial(getattr(self.lightning_module, name), *args, **kwargs), backward_follows)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run backward, in automatic and in manual optimization."""
+        assert self._sharded is not None
+        with self._sharded.running():
+            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self._sharded.after_backward()
+        return loss
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | torch.nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Step ``optimizer``, and compare replicas where that was asked for."""
+        assert self._sharded is not None
+        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._sharded.after_optimizer_step()
+        self._num_optimizer_steps += 1
+        every = self._check_replicas_every_n_steps
+        if every and self._num_optimizer_steps % every == 0:
+            check_replicas(self._sharded.module, self.mesh)
+        return output
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Inside, backwards only add up each rank's own gradients; Lightning enters it but on the last microbatch."""
+        assert self._sharded is not None
+        self._sharded.set_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self._sharded.set_gradient_sync(True)
+
+    def on_validation_start(self) -> None:
+        """Give every rank rank 0's buffers, as DDP does, so that all evaluate the same model."""
+        self._agree_on_buffers()
+
+    def on_test_start(self) -> None:
+        """Give every rank rank 0's buffers."""
+        self._agree_on_buffers()
+
+    def on_predict_start(self) -> None:
+        """Give every rank rank 0's buffers."""
+        self._agree_on_buffers()
+
+    def _agree_on_buffers(self) -> None:
+        assert self.lightning_module is not None
+        broadcast_weights(self.lightning_module, buffers_only=True)
+
+    # --- communication ----------------------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes."""
+        if dist.is_initialized():
+            on_device = dist.get_backend() == "nccl"
+            dist.barrier(device_ids=[self.root_device.index] if on_device else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank ``src``'s ``obj`` on all ranks."""
+        if not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """Reduce a metric over the ranks that have a part of the batch: all of them."""
+        return _compat.reduce_across_processes(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state dict; sharded parameters are DTensors."""
+        assert self.lightning_module is not None
+        if self._sharded is not None:
+            self._sharded.free()
+        return self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state, parameters by full name; sharded state is DTensors."""
+        assert self.lightning_module is not None
+        return checkpointing.optimizer_state(optimizer, self.lightning_module)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Write the checkpoint as a directory, every rank its part."""
+        if storage_options is not None:
+            raise TypeError(f"{type(self).__name__}.save_checkpoint takes no storage_options: it uses no CheckpointIO.")
+        checkpointing.save(checkpoint, self.broadcast(str(filepath)))
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint, a directory of any layout or a single file, into tensors placed as this run's are."""
+        assert self.lightning_module is not None
+        return checkpointing.load(
+            self.broadcast(str(checkpoint_path)), self.lightning_module, self.optimizers, weights_only
+        )
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the weights of a checkpoint that :meth:`load_checkpoint` read."""
+        assert self.lightning_module is not None
+        checkpointing.load_weights(checkpoint, self.lightning_module, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' states of a checkpoint that :meth:`load_checkpoint` read."""
+        assert self.lightning_module is not None
+        checkpointing.load_optimizers(checkpoint, self.optimizers, self.lightning_module)
+
+    # --- end --------------------------------------------------------------------------------------------------------
+
+    def teardown(self) -> None:
+        """Free gathered parameters; the module stays sharded and on its device."""
+        if self._sharded is not None:
+            self._sharded.free()
+        assert self.cluster_environment is not None
+        assert self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

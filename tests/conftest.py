@@ -1,0 +1,17 @@
+import os
+from collections.abc import Iterator
+
+import pytest
+
+# Two cores: more threads than that in four ranks only get in each other's way. Read when torch is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from tests.pool import WorkerPool
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[WorkerPool]:
+    workers = WorkerPool()
+    yield workers
+    workers.close()

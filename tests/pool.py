@@ -1,0 +1,156 @@
+"""Real processes for distributed tests, started once a session.
+
+Starting Python with torch and Lightning takes seconds, forking a process that has them takes a fraction of one. A fork
+server imports them once; workers are forked from it, live on from test to test, and are replaced when a test broke
+them. A test hands over a function (by name: it must be at module level) and gets each rank's return value.
+"""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+__all__ = ["RankFailed", "WorkerPool"]
+
+_GRACE_S = 5.0
+"""After one rank failed, the others have this long to fail or finish by themselves."""
+
+
+class RankFailed(AssertionError):  # noqa: N818 - reads as what it is in a test report
+    """At least one rank raised, died or hung. ``errors`` maps the rank to its traceback."""
+
+    def __init__(self, errors: dict[int, str]) -> None:
+        self.errors = errors
+        super().__init__("\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(errors.items())))
+
+
+class WorkerPool:
+    """Workers that run one function on every rank of a process group's environment."""
+
+    def __init__(self) -> None:
+        self._context = mp.get_context("forkserver")
+        self._context.set_forkserver_preload(["tests.preload"])
+        self._workers: list[tuple[Any, Connection]] = []
+
+    def run(
+        self,
+        function: Callable[..., Any],
+        world_size: int,
+        *args: Any,
+        num_nodes: int = 1,
+        timeout_s: float = 120.0,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Call ``function(*args, **kwargs)`` on every rank, as torchrun would have started it.
+
+        Returns:
+            What each rank returned, by rank.
+
+        Raises:
+            RankFailed: If a rank raised, died, or was not done after ``timeout_s``.
+        """
+        while len(self._workers) < world_size:
+            self._workers.append(self._start())
+        workers = self._workers[:world_size]
+        port = _free_port()
+        for rank, (_, connection) in enumerate(workers):
+            local_size = world_size // num_nodes
+            env = {
+                "RANK": rank,
+                "LOCAL_RANK": rank % local_size,
+                "GROUP_RANK": rank // local_size,
+                "WORLD_SIZE": world_size,
+                "LOCAL_WORLD_SIZE": local_size,
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": port,
+                "TORCHELASTIC_RUN_ID": "tests",
+            }
+            connection.send((function, args, kwargs, {key: str(value) for key, value in env.items()}))
+        results, errors = self._collect(workers, timeout_s)
+        if errors:
+            raise RankFailed(errors)
+        return [results[rank] for rank in range(world_size)]
+
+    def _collect(
+        self, workers: list[tuple[Any, Connection]], timeout_s: float
+    ) -> tuple[dict[int, Any], dict[int, str]]:
+        results: dict[int, Any] = {}
+        errors: dict[int, str] = {}
+        ranks = {connection: rank for rank, (_, connection) in enumerate(workers)}
+        deadline = time.monotonic() + timeout_s
+        while ranks:
+            ready = wait(list(ranks), timeout=max(deadline - time.monotonic(), 0))
+            for connection in ready:
+                rank = ranks.pop(connection)  # type: ignore[arg-type]
+                try:
+                    ok, value = connection.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    ok, value = False, "the process died"
+                (results if ok else errors)[rank] = value
+            if errors:
+                deadline = min(deadline, time.monotonic() + _GRACE_S)
+            if not ready:
+                for rank in ranks.values():
+                    reason = "was still running when another rank had failed" if errors else f"hung for {timeout_s} s"
+                    errors[rank] = f"the rank {reason}"
+                break
+        if errors:
+            self._replace(workers)
+        return results, errors
+
+    def _start(self) -> tuple[Any, Connection]:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs, dict(os.environ)), daemon=True)
+        process.start()
+        theirs.close()
+        return process, ours
+
+    def _replace(self, workers: list[tuple[Any, Connection]]) -> None:
+        for process, connection in workers:
+            process.kill()
+            connection.close()
+        self._workers = [worker for worker in self._workers if worker not in workers]
+
+    def close(self) -> None:
+        """End all workers."""
+        self._replace(list(self._workers))
+
+
+def _serve(connection: Connection, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    while True:
+        try:
+            function, args, kwargs, env = connection.recv()
+        except EOFError:
+            return
+        os.environ.update(env)
+        try:
+            answer = (True, function(*args, **kwargs))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        _leave_process_group(destroy=answer[0])
+        sys.stdout.flush()
+        try:
+            connection.send(answer)
+        except Exception:
+            connection.send((False, f"the result cannot be sent: {traceback.format_exc()}"))
+
+
+def _leave_process_group(destroy: bool) -> None:
+    import torch.distributed as dist
+
+    if destroy and dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def _free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
