@@ -24,9 +24,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_dist import _compat
+from lightning_dist._compat import ParameterGroup
 from lightning_dist.collectives import TwoShotReduceScatter
 from lightning_dist.consensus import arrive
 from lightning_dist.initialization import materialize
+from lightning_dist.scalars import ScalarGroup
 from lightning_dist.units import Unit
 
 __all__ = ["NotInStepError", "ShardedModule", "ShardingConfig", "full_parameters", "shard", "sharded"]
@@ -81,22 +83,26 @@ def shard(module: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, config: Sh
     two_shot = config.two_shot_reduce_scatter
     if two_shot is None:
         two_shot = dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo"
-    every_param = set(module.parameters())
-    groups = []
+    groups: list[ParameterGroup | ScalarGroup] = []
     for unit in units:
         materialize(unit.modules, module, device)
+        if unit.kind == "scalars":
+            groups.append(ScalarGroup(module, unit.params, mesh))
+            unit.params.clear()
+            continue
         stays_gathered = unit.kind in ("outer", "own")
         fully_shard(
             unit.modules if len(unit.modules) > 1 else unit.modules[0],
             mesh=mesh,
             reshard_after_forward=False if stays_gathered else config.reshard_after_forward,
             mp_policy=policy,
-            ignored_params=every_param - set(unit.params.values()),
+            ignored_params=set(module.parameters()) - set(unit.params.values()),
         )
         group = _compat.parameter_group(unit.modules[0])
         if two_shot:
             group.set_reduce_scatter(TwoShotReduceScatter())
         groups.append(group)
+        unit.params.clear()  # the whole parameters, of which nothing should stay
     materialize([module], module, device)
     return ShardedModule(module, units, groups, mesh)
 
@@ -145,26 +151,30 @@ class ShardedModule:
     """
 
     def __init__(
-        self, module: nn.Module, units: Sequence[Unit], groups: Sequence[_compat.ParameterGroup], mesh: DeviceMesh
+        self, module: nn.Module, units: Sequence[Unit], groups: Sequence[ParameterGroup | ScalarGroup], mesh: DeviceMesh
     ) -> None:
         self.module = module
         self.units = tuple(units)
         self.mesh = mesh
         self.groups = tuple(groups)
-        self._outer = [g for unit, g in zip(units, groups, strict=True) if unit.kind in ("outer", "own")]
-        self._own = [g for unit, g in zip(units, groups, strict=True) if unit.kind == "own"]
+        self._sharded_groups = [group for group in groups if isinstance(group, ParameterGroup)]
+        self._scalars = [group for group in groups if isinstance(group, ScalarGroup)]
+        by_kind = list(zip(units, groups, strict=True))
+        self._outer = [group for unit, group in by_kind if unit.kind in ("outer", "own", "scalars")]
+        self._own = [group for unit, group in by_kind if unit.kind in ("own", "scalars")]
         self._running = 0
         self._in_step = False
         self._has_stepped = False
-        for unit, group in zip(units, groups, strict=True):
-            self._add_hooks(unit, group)
+        for unit, group in by_kind:
+            if isinstance(group, ParameterGroup):
+                self._add_hooks(unit, group)
         self._root = _StepRoot(module)
-        fully_shard(self._root, mesh=mesh)
+        fully_shard(self._root, mesh=mesh, ignored_params=set(module.parameters()))
         _compat.initialize_root(self._root)
         # The modules' hooks hold this object; so it lives as long as the module.
         _sharded[module] = weakref.ref(self)
 
-    def _add_hooks(self, unit: Unit, group: _compat.ParameterGroup) -> None:
+    def _add_hooks(self, unit: Unit, group: ParameterGroup) -> None:
         if unit.kind == "own":
             # No forward gathers what hangs on the root module itself, and its class stays the user's.
             _compat.remove_forward_hooks(unit.modules[0])
@@ -174,23 +184,19 @@ class ShardedModule:
             module.register_forward_pre_hook(self._check_running, prepend=True)
         if unit.kind == "outer":
             # Its modules may run through other methods than forward, or after a backward inside the step freed them.
-            ours = set(unit.params.values())
-            ours |= {param for module in unit.modules for param in module.parameters() if param in ours}
-
             def gather(module: nn.Module, args: object) -> None:
                 if group.is_gathered:
                     group.copy_requires_grad()
                 else:
-                    self._check_running(module, args)
                     group.gather()
 
-            for module in unit.modules:
-                for submodule in module.modules():
-                    if any(param in ours for param in submodule.parameters(recurse=False)):
-                        submodule.register_forward_pre_hook(gather, prepend=True)
+            for owner in unit.owners:
+                owner.register_forward_pre_hook(gather, prepend=True)
 
     def _check_running(self, module: nn.Module, args: object) -> None:
         if self._running:
+            if self._in_step:
+                self._gather_own()
             return
         if not self._has_stepped:
             # Lightning's ModelSummary calls the model on every rank before the first step, if it has an example input.
@@ -236,20 +242,24 @@ class ShardedModule:
 
     def after_backward(self) -> None:
         """To be called after every backward: reduces gradients that no module's hook reduced."""
-        if any(group.has_unreduced_gradients() for group in self.groups):
+        if any(group.has_unreduced_gradients() for group in self._sharded_groups):
             _compat.flush_gradients(self._root)
-        self._gather_own()
+        for group in self._scalars:
+            group.reduce()
+        for group in self._own:
+            group.free()
 
     def after_optimizer_step(self) -> None:
         """To be called after every optimizer step: whole parameters from before it are stale."""
         self.free()
-        self._gather_own()
+        if self._in_step:
+            self._gather_own()
 
     def _gather_own(self) -> None:
-        # A step that runs backward itself goes on afterwards, and reads parameters of the root module with no hook.
-        if self._in_step:
-            for group in self._own:
-                group.gather()
+        # A step that runs backward itself goes on afterwards, and reads what hangs on the root module through no hook:
+        # it is gathered again after an optimizer step, or when a unit runs.
+        for group in self._own:
+            group.gather()
 
     def free(self) -> None:
         """Put the sharded parameters into the module: what optimizers, callbacks and checkpoints read and write."""
@@ -267,7 +277,7 @@ class ShardedModule:
 
         Changes to parameters inside are lost: they are changes to a copy.
         """
-        with _compat.keep_gathered(self.groups), self.running(), torch.no_grad():
+        with _compat.keep_gathered(self._sharded_groups), self.running(), torch.no_grad():
             for group in self.groups:
                 group.gather()
             try:

@@ -9,6 +9,7 @@ Found without the user's help, once, and used by every technique:
 - *sized*: what is not a block but has many parameters (a CNN's stage), cut bottom-up at ``min_num_params``.
 - *outer*: what is left of each child of the root (embeddings, norms, heads, or all of a small model).
 - *own*: parameters that hang on the root module itself.
+- *scalars*: parameters without dimensions, wherever they hang.
 
 Every parameter is in exactly one unit; a tied parameter is in the innermost unit that holds all its owners.
 """
@@ -30,7 +31,7 @@ MIN_NUM_PARAMS = 5_000_000
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
-UnitKind = Literal["block", "sized", "outer", "own"]
+UnitKind = Literal["block", "sized", "outer", "own", "scalars"]
 
 
 @dataclass
@@ -38,16 +39,18 @@ class Unit:
     """Modules whose parameters are handled together.
 
     Args:
-        kind: ``block``, ``sized``, ``outer`` or ``own`` (see the module's docstring).
+        kind: ``block``, ``sized``, ``outer``, ``own`` or ``scalars`` (see the module's docstring).
         names: Full names of ``modules`` in the root module.
         modules: Usually one; several where tied parameters bind them together.
         params: Full name of each parameter of the unit, tied ones once, to the parameter.
+        owners: The modules that those parameters hang on directly.
     """
 
     kind: UnitKind
     names: list[str]
     modules: list[nn.Module]
     params: dict[str, nn.Parameter] = field(default_factory=dict)
+    owners: set[nn.Module] = field(default_factory=set)
 
     @property
     def numel(self) -> int:
@@ -113,7 +116,9 @@ def find_units(
             outer.append(Unit("outer", [name], [module]))
     units += outer
     units.append(Unit("own", [""], [root]))
-    return _assign(units, owners)
+    scalars = Unit("scalars", [""], [root], {names[0]: param for param, names in owners.items() if param.ndim == 0})
+    assigned = _assign(root, units, {param: names for param, names in owners.items() if param.ndim > 0})
+    return [*assigned, scalars] if scalars.params else assigned
 
 
 def _is_repeated(root: nn.Module) -> set[nn.Module]:
@@ -189,7 +194,7 @@ def _owners(root: nn.Module) -> dict[nn.Parameter, list[str]]:
     return dict(owners)
 
 
-def _assign(units: list[Unit], owners: dict[nn.Parameter, list[str]]) -> list[Unit]:
+def _assign(root: nn.Module, units: list[Unit], owners: dict[nn.Parameter, list[str]]) -> list[Unit]:
     """Put every parameter into the innermost unit that holds all its names; bind outer units that are tied."""
 
     def holds(unit: Unit, param_name: str) -> bool:
@@ -205,7 +210,9 @@ def _assign(units: list[Unit], owners: dict[nn.Parameter, list[str]]) -> list[Un
                 first.names += other.names
                 first.modules += other.modules
                 first.params.update(other.params)
+                first.owners |= other.owners
                 units.remove(other)
             holders = [first]
         holders[0].params[names[0]] = param
+        holders[0].owners.update(root.get_submodule(name.rpartition(".")[0]) for name in names)
     return [unit for unit in units if unit.params]

@@ -15,3 +15,9 @@ def pool() -> Iterator[WorkerPool]:
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--matrix", choices=["pairwise", "full"], default="pairwise", help="which combinations the parity tests run"
+    )

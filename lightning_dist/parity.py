@@ -1,0 +1,83 @@
+"""Proving that a spread-out model computes what the single-process model computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+__all__ = ["ParityError", "assert_parity", "errors", "whole_gradients", "whole_parameters"]
+
+_NEGLIGIBLE = 1e-6
+"""A tensor that is smaller than this part of all together is compared on that scale."""
+
+
+class ParityError(AssertionError):
+    """Tensors of the spread-out model are not those of the reference."""
+
+
+def errors(candidate: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
+    """Per name, ``norm(c - r) / max(norm(r), 1e-6 * norm(all of r))``, computed in float64. NaN counts as infinite.
+
+    Raises:
+        ParityError: If the names or the shapes differ.
+    """
+    if candidate.keys() != reference.keys():
+        raise ParityError(f"these names are in one of the two only: {sorted(candidate.keys() ^ reference.keys())}")
+    norms = {name: float(tensor.double().norm()) for name, tensor in reference.items()}
+    scale = _NEGLIGIBLE * math.sqrt(sum(norm**2 for norm in norms.values()))
+    result = {}
+    for name, expected in reference.items():
+        actual = candidate[name]
+        if actual.shape != expected.shape:
+            raise ParityError(f"{name} has shape {tuple(actual.shape)}, expected {tuple(expected.shape)}")
+        error = float((actual.double() - expected.double()).norm())
+        error = error / max(norms[name], scale) if error else 0.0
+        result[name] = math.inf if math.isnan(error) else error
+    return result
+
+
+def assert_parity(
+    candidate: Mapping[str, torch.Tensor],
+    reference: Mapping[str, torch.Tensor],
+    tolerance: float,
+    leave_out: Collection[str] = (),
+) -> float:
+    """Check that no error of :func:`errors` exceeds ``tolerance``, and return the largest.
+
+    Args:
+        candidate: Name to whole tensor.
+        reference: The same of one process.
+        tolerance: 1e-10 in float64, where no bug hides behind rounding; 1e-5 in float32.
+        leave_out: Names not to compare: for Adam's weights, those whose true gradient is zero.
+
+    Raises:
+        ParityError: With the worst names, or if nothing is left to compare.
+    """
+    found = {name: error for name, error in errors(candidate, reference).items() if name not in leave_out}
+    if not found or all(not reference[name].any() for name in found):
+        raise ParityError("there is nothing to compare: every tensor is left out or zero")
+    worst = sorted(found.items(), key=lambda item: -item[1])
+    if worst[0][1] > tolerance:
+        lines = "\n".join(f"  {name}: {error:.2e}" for name, error in worst[:8] if error > tolerance)
+        count = sum(error > tolerance for error in found.values())
+        raise ParityError(f"{count} of {len(found)} tensors are off by more than {tolerance:.0e}:\n{lines}")
+    return worst[0][1]
+
+
+def whole_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Every parameter of ``module``, whole, on the CPU. A collective where it is sharded."""
+    return {name: _whole(param) for name, param in module.named_parameters()}
+
+
+def whole_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Every gradient of ``module`` that is not None, whole, on the CPU. A collective where it is sharded."""
+    return {name: _whole(param.grad) for name, param in module.named_parameters() if param.grad is not None}
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().cpu().clone()

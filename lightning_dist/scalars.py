@@ -1,0 +1,101 @@
+"""Parameters without dimensions (a temperature, CLIP's logit scale), which FSDP2 does not take.
+
+They are replicated on every rank, as DTensors like all others, so that optimizers, clipping and checkpoints see one kind
+of parameter; in a step their modules hold plain tensors of the same memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+__all__ = ["ScalarGroup"]
+
+
+class ScalarGroup:
+    """The 0-dimensional parameters of a module, with the interface of a sharded unit's parameter group.
+
+    Args:
+        module: The model; the parameters are replaced in it, wherever they hang.
+        params: Full name to parameter.
+        mesh: All ranks that have a part of the batch.
+    """
+
+    def __init__(self, module: nn.Module, params: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
+        self.is_gathered = False
+        self._sync = True
+        self._mesh = mesh
+        self._placements = [Replicate()] * mesh.ndim
+        self._owners: list[list[tuple[nn.Module, str]]] = []
+        self._whole: list[nn.Parameter] = []
+        self._replicated: list[nn.Parameter] = []
+        for param in params.values():
+            self._owners.append(
+                [
+                    (owner, key)
+                    for owner in module.modules()
+                    for key, value in owner.named_parameters(recurse=False, remove_duplicate=False)
+                    if value is param
+                ]
+            )
+            local = param.detach()
+            self._whole.append(nn.Parameter(local, param.requires_grad))
+            dtensor = DTensor.from_local(local, mesh, self._placements, run_check=False)
+            self._replicated.append(nn.Parameter(dtensor, param.requires_grad))
+        self._put(self._replicated)
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters."""
+        return len(self._whole)
+
+    def gather(self) -> None:
+        """Put plain tensors into the modules. No communication."""
+        if not self.is_gathered:
+            self._put(self._whole)
+            self.is_gathered = True
+        self.copy_requires_grad()
+
+    def free(self) -> None:
+        """Put the DTensors back into the modules."""
+        if self.is_gathered:
+            self._put(self._replicated)
+            self.is_gathered = False
+
+    def copy_requires_grad(self) -> None:
+        """Let the plain tensors require gradients as the DTensors do."""
+        for whole, replicated in zip(self._whole, self._replicated, strict=True):
+            whole.requires_grad_(replicated.requires_grad)
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Whether :meth:`reduce` does anything, or gradients add up."""
+        self._sync = enabled
+
+    def reduce(self) -> None:
+        """Average the gradients of the backwards since the last call, and add them to the DTensors'. A collective."""
+        if not self._sync or not any(param.requires_grad for param in self._whole):
+            return
+        first = self._whole[0]
+        # A parameter may have a gradient on some ranks only; what no rank has stays None.
+        grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._whole]
+        sent = torch.stack([*grads, *(torch.ones_like(first) * (p.grad is not None) for p in self._whole)])
+        dist.all_reduce(sent)
+        means, counts = sent.div_(dist.get_world_size()).chunk(2)
+        for whole, replicated, mean, count in zip(self._whole, self._replicated, means, counts, strict=True):
+            whole.grad = None
+            if count == 0:
+                continue
+            if replicated.grad is None:
+                replicated.grad = DTensor.from_local(mean.clone(), self._mesh, self._placements, run_check=False)
+            else:
+                replicated.grad.to_local().add_(mean)  # type: ignore[attr-defined]
+
+    def _put(self, params: list[nn.Parameter]) -> None:
+        for owners, param in zip(self._owners, params, strict=True):
+            for owner, key in owners:
+                owner._parameters[key] = param

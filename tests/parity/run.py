@@ -1,0 +1,103 @@
+"""One training run, on one process or on many, and what is compared of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+
+from lightning_dist import FullShardStrategy, HybridShardStrategy
+from lightning_dist.parity import whole_gradients, whole_parameters
+from tests.models import build
+
+__all__ = ["Case", "Outcome", "reference", "run"]
+
+LAYOUTS = {
+    "full_shard": lambda **kwargs: FullShardStrategy(**kwargs),
+    "4x1": lambda **kwargs: HybridShardStrategy(4, 1, **kwargs),
+    "2x2": lambda **kwargs: HybridShardStrategy(2, 2, **kwargs),
+    "1x4": lambda **kwargs: HybridShardStrategy(1, 4, **kwargs),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    layout: str
+    model: str
+    accumulate: int
+    clip: float | None
+    precision: str = "64-true"
+    optimizer: str = "sgd"
+    num_steps: int = 20
+
+    def __str__(self) -> str:
+        parts = [self.model, self.layout, f"acc{self.accumulate}", "clip" if self.clip else "noclip"]
+        return "-".join(parts + [p for p in (self.precision, self.optimizer) if p not in ("64-true", "sgd")])
+
+
+@dataclass
+class Outcome:
+    gradients: list[dict[str, np.ndarray]]
+    weights: dict[str, np.ndarray]
+    buffers: dict[str, np.ndarray]
+
+
+class Recorder(pl.Callback):
+    """Whole gradients before the first two optimizer steps, before clipping."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, np.ndarray]] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if len(self.gradients) < 2:
+            self.gradients.append({name: grad.numpy() for name, grad in whole_gradients(pl_module).items()})
+
+
+def reference(case: Case) -> Outcome:
+    """The case in one process, by Lightning's own single-device strategy: the whole batch at once."""
+    return _fit(replace(case, layout="auto"), chunks=4)
+
+
+def run(case: Case) -> Outcome:
+    """The case on this rank."""
+    return _fit(case, chunks=1)
+
+
+def _fit(case: Case, chunks: int) -> Outcome:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    rank = int(os.environ["RANK"])
+    by_hand = {"accumulate": case.accumulate, "clip": case.clip} if case.model == "gan" else {}
+    # Every rank draws other weights; rank 0's count.
+    model = build(case.model, seed=rank, optimizer=case.optimizer, chunks=chunks, **by_hand)
+    recorder = Recorder()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1 if case.layout == "auto" else 4,
+        strategy="auto" if case.layout == "auto" else LAYOUTS[case.layout](),
+        precision=case.precision,
+        max_steps=case.num_steps * (2 if case.model == "gan" else 1),
+        max_epochs=-1,
+        accumulate_grad_batches=1 if by_hand else case.accumulate,
+        gradient_clip_val=None if by_hand else case.clip,
+        use_distributed_sampler=False,
+        callbacks=[recorder],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model)
+    return Outcome(
+        recorder.gradients,
+        {name: weight.numpy() for name, weight in whole_parameters(model).items()},
+        {name: buffer.double().numpy() for name, buffer in model.named_buffers()},
+    )
+
+
+def tensors(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

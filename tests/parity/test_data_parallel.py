@@ -1,0 +1,87 @@
+"""Promise 2: a sharded run computes what one process computes, gradient by gradient and after twenty steps."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+from lightning_dist.parity import assert_parity
+from tests.parity.run import LAYOUTS, Case, Outcome, reference, run, tensors
+from tests.pool import WorkerPool
+
+AXES = {"layout": list(LAYOUTS), "model": ["gpt", "resnet", "gan", "llama"], "accumulate": [1, 4], "clip": [None, 0.1]}
+EVERY = [Case(*values) for values in itertools.product(*AXES.values())]
+EXTRA = [
+    *(Case(layout, model, 1, None, precision="32-true") for layout in ("full_shard", "2x2") for model in AXES["model"]),
+    *(Case(layout, model, 1, None, optimizer="adamw") for layout in ("full_shard", "2x2") for model in AXES["model"]),
+]
+TOLERANCE = {"64-true": 1e-10, "32-true": 1e-5}
+# A key's bias shifts all of a query's scores alike, and a convolution's before BatchNorm is subtracted again: their true
+# gradient is zero, and Adam divides rounding by rounding.
+TRUE_GRADIENT_IS_ZERO = {"gpt": ["model.blocks.0.qkv.bias", "model.blocks.1.qkv.bias"]}
+
+
+def pairwise(cases: list[Case]) -> list[Case]:
+    """A subset in which every pair of two axes' values occurs, chosen greedily."""
+
+    def pairs(case: Case) -> set[tuple[object, ...]]:
+        values = [(axis, getattr(case, axis)) for axis in AXES]
+        return set(itertools.combinations(values, 2))
+
+    missing = set().union(*(pairs(case) for case in cases))
+    chosen = []
+    while missing:
+        best = max(cases, key=lambda case: len(pairs(case) & missing))
+        chosen.append(best)
+        missing -= pairs(best)
+    return chosen
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        cases = EVERY + EXTRA if metafunc.config.getoption("--matrix") == "full" else pairwise(EVERY) + EXTRA[::3]
+        metafunc.parametrize("case", cases, ids=str)
+
+
+@functools.cache
+def one_process(pool: WorkerPool, case: Case) -> Outcome:
+    return pool.run(reference, 1, case)[0]
+
+
+def test_parity(pool: WorkerPool, case: Case) -> None:
+    outcomes = pool.run(run, 4, case)
+    expected = one_process(pool, Case("", *[getattr(case, f) for f in list(case.__dataclass_fields__)[1:]]))
+    tolerance = TOLERANCE[case.precision]
+    assert len(expected.gradients) == 2
+    # The first step's gradients, before any weight has moved; the second of the GAN is its other optimizer's.
+    for actual, wanted in zip(outcomes[0].gradients, expected.gradients, strict=True):
+        assert_parity(tensors(actual), tensors(wanted), tolerance)
+    adam = case.optimizer == "adamw"
+    assert_parity(
+        tensors(outcomes[0].weights),
+        tensors(expected.weights),
+        1e-6 if adam else tolerance,
+        leave_out=TRUE_GRADIENT_IS_ZERO.get(case.model, ()) if adam else (),
+    )
+    for other in outcomes[1:]:
+        for name, weight in other.weights.items():
+            np.testing.assert_array_equal(weight, outcomes[0].weights[name])
+
+
+def test_batch_norm_statistics_are_each_ranks_own(pool: WorkerPool) -> None:
+    """Running statistics see the rank's own part of the batch: all four together are what one process gathered."""
+    case = Case("2x2", "resnet", 1, None, num_steps=1)
+    outcomes = pool.run(run, 4, case)
+    expected = pool.run(reference, 1, case)[0]
+    for name in expected.buffers:
+        if name.endswith("running_mean"):
+            # One process applied four updates of momentum 0.1 in rank order, each rank one.
+            momentum = 0.1
+            applied = sum(
+                (1 - momentum) ** (3 - rank) * outcome.buffers[name] for rank, outcome in enumerate(outcomes)
+            )
+            np.testing.assert_allclose(applied, expected.buffers[name], rtol=1e-9, atol=1e-12)
+            assert not np.array_equal(outcomes[0].buffers[name], outcomes[1].buffers[name])
