@@ -20,9 +20,14 @@ class InOrder(Sampler[int]):
 
     def __init__(self, length: int, num_replicas: int, rank: int) -> None:
         self.indices = range(rank, length - length % num_replicas, num_replicas)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
 
     def __iter__(self):
-        return iter(self.indices)
+        shift = self.epoch * len(self.indices) // 4
+        return iter([*self.indices[shift:], *self.indices[:shift]])
 
     def __len__(self) -> int:
         return len(self.indices)

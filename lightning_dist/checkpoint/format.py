@@ -122,10 +122,18 @@ def read(
             dcp.load(wanted, storage_reader=reader, no_dist=True)
     except CheckpointError:
         raise
-    except Exception as error:
-        raise CheckpointError(f"The checkpoint {path} cannot be read: {error}") from error
+    except (Exception, dcp.CheckpointException) as error:
+        raise CheckpointError(f"The checkpoint {path} cannot be read: {_cause(error)}") from error
     result: dict[str, Any] = _put_back(state, wanted)
     return result
+
+
+def _cause(error: BaseException) -> BaseException:
+    """The first rank's error in a DCP exception, which is no Exception and has a traceback for its text."""
+    if isinstance(error, dcp.CheckpointException) and error.failures:
+        first: BaseException = next(iter(error.failures.values()))[0]
+        return first
+    return error
 
 
 def _check_kind(path: Path) -> None:

@@ -1,0 +1,196 @@
+"""Saving, resuming on the same and on another layout, and one file for everybody else."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_dist.checkpoint import CheckpointError, consolidate
+from lightning_dist.parity import whole_parameters
+from tests.distributed.fit import make_trainer
+from tests.models import GPT, build
+from tests.pool import RankFailed, WorkerPool
+
+NUM_STEPS, SAVE_AT = 8, 4
+
+
+class LossCurve(pl.Callback):
+    """The whole batch's loss at every step."""
+
+    def __init__(self) -> None:
+        self.losses: dict[int, float] = {}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.losses[trainer.global_step] = float(trainer.callback_metrics["train/loss"])
+
+
+class Scheduled(GPT):
+    """A schedule, a timedelta and a Path among the hyperparameters: what a real run has."""
+
+    def configure_optimizers(self) -> Any:
+        decay = [param for param in self.parameters() if param.ndim > 1]
+        rest = [param for param in self.parameters() if param.ndim < 2]
+        groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+        optimizer = self.make_optimizer(groups)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=NUM_STEPS)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def save_every_epoch(folder: Path) -> ModelCheckpoint:
+    return ModelCheckpoint(folder, filename="{step}", save_on_train_epoch_end=True, save_last=True, save_top_k=-1)
+
+
+def curve(
+    layout: str, folder: Path, num_steps: int, optimizer: str, ckpt_path: str | None = None
+) -> tuple[dict[int, float], dict[str, np.ndarray]]:
+    """Train, four steps an epoch, and return the losses by step and the final weights; saves every epoch's end."""
+    torch.manual_seed(0)
+    model = Scheduled(optimizer=optimizer)
+    losses = LossCurve()
+    trainer = make_trainer(
+        layout, callbacks=[losses, save_every_epoch(folder)], enable_checkpointing=True, max_epochs=num_steps // SAVE_AT,
+        limit_train_batches=SAVE_AT, precision="64-true",
+    )  # fmt: skip
+    trainer.fit(model, ckpt_path=ckpt_path)
+    return losses.losses, {name: weight.numpy() for name, weight in whole_parameters(model).items()}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "plain_sgd"])
+def test_resume_continues_the_curve(pool: WorkerPool, tmp_path: Path, optimizer: str) -> None:
+    whole = pool.run(curve, 4, "2x2", tmp_path / "whole", NUM_STEPS, optimizer)[0]
+    pool.run(curve, 4, "2x2", tmp_path / "half", SAVE_AT, optimizer)
+    saved = str(tmp_path / "half" / "step=4.ckpt")
+    assert sorted(whole[0]) == list(range(1, NUM_STEPS + 1))
+    for layout, num_ranks, path in [("2x2", 4, saved), ("full_shard", 4, saved), ("1x2", 2, saved), ("auto", 1, saved)]:
+        if layout == "auto":  # one process, Lightning's own strategy, from the consolidated file
+            path = str(tmp_path / f"one-{optimizer}.ckpt")
+            consolidate(Path(saved), Path(path))
+        losses, weights = pool.run(curve, num_ranks, layout, tmp_path / layout, NUM_STEPS, optimizer, path)[0]
+        assert sorted(losses) == list(range(SAVE_AT + 1, NUM_STEPS + 1))
+        # The same layout repeats the same sums, another one rounds otherwise; Lightning's own strategy loads a float64
+        # checkpoint before it makes the module float64, and so rounds it to float32.
+        tolerance = {"2x2": 0.0, "auto": 1e-6}.get(layout, 1e-10)
+        for step, loss in losses.items():
+            assert loss == pytest.approx(whole[0][step], rel=tolerance, abs=0)
+        for name, weight in weights.items():
+            np.testing.assert_allclose(weight, whole[1][name], rtol=0, atol=tolerance * abs(whole[1][name]).max())
+
+
+def last(folder: Path) -> int:
+    """Resume "last" and return the step that training went on from."""
+    steps: list[int] = []
+
+    class FirstStep(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            steps.append(trainer.global_step)
+
+    trainer = make_trainer(
+        "2x2", callbacks=[FirstStep(), save_every_epoch(folder)], enable_checkpointing=True, max_steps=NUM_STEPS + 1,
+        limit_train_batches=SAVE_AT, precision="64-true",
+    )  # fmt: skip
+    trainer.fit(Scheduled(optimizer="adamw"), ckpt_path="last")
+    return steps[0]
+
+
+def test_last_is_found_by_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(curve, 4, "2x2", tmp_path, NUM_STEPS, "adamw")
+    assert pool.run(last, 4, tmp_path) == [NUM_STEPS] * 4
+
+
+def test_consolidated_file_loads_without_lightning_dist(pool: WorkerPool, tmp_path: Path) -> None:
+    _, weights = pool.run(curve, 4, "2x2", tmp_path, SAVE_AT, "adamw")[0]
+    consolidate(tmp_path / "step=4.ckpt", tmp_path / "one.ckpt")
+    consolidate(tmp_path / "step=4.ckpt", tmp_path / "one.safetensors")
+    np.savez(tmp_path / "weights.npz", **weights)
+    # A class of the same parameters, in a process where importing lightning_dist fails.
+    script = f"""
+import sys
+sys.modules["lightning_dist"] = None
+import numpy, torch
+from safetensors.torch import load_file
+from tests.models import GPT
+model = GPT.load_from_checkpoint({str(tmp_path / "one.ckpt")!r}, map_location="cpu", weights_only=False)
+expected = numpy.load({str(tmp_path / "weights.npz")!r})
+assert model.hparams.optimizer == "adamw", model.hparams
+tensors = load_file({str(tmp_path / "one.safetensors")!r})
+for name, param in model.named_parameters():
+    # The file keeps float64; the model that it is loaded into is float32.
+    assert numpy.array_equal(param.detach().numpy(), expected[name].astype("float32")), name
+    assert numpy.array_equal(tensors[name].numpy(), expected[name]), name
+assert tensors["model.head.weight"].shape == tensors["model.embedding.weight"].shape
+print(len(expected.files), "equal")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == f"{len(weights)} equal"
+
+
+def resume(path: str, layout: str = "2x2") -> str:
+    """The error of resuming from ``path``, and whether weights stayed as they were."""
+    torch.manual_seed(0)
+    model = Scheduled(optimizer="adamw")
+    before = {name: param.detach().double().clone() for name, param in model.named_parameters()}
+    trainer = make_trainer(layout, max_steps=NUM_STEPS, precision="64-true")
+    try:
+        trainer.fit(model, ckpt_path=path)
+    except Exception as error:
+        for name, weight in whole_parameters(model).items():
+            assert torch.equal(weight, before[name]), name
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_bad_checkpoints(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(curve, 4, "2x2", tmp_path / "run", SAVE_AT, "adamw")
+    good = tmp_path / "run" / "step=4.ckpt"
+
+    text = tmp_path / "notes.txt"
+    text.write_text("not a checkpoint")
+    torch.save({"weights": torch.ones(2)}, foreign := tmp_path / "foreign.ckpt")
+    (empty := tmp_path / "empty").mkdir()
+    consolidate(good, tmp_path / "one.ckpt")
+    whole = torch.load(tmp_path / "one.ckpt", weights_only=False)
+    del whole["state_dict"]["model.norm.weight"]
+    torch.save(whole, lacking := tmp_path / "lacking.ckpt")
+    whole = torch.load(tmp_path / "one.ckpt", weights_only=False)
+    whole["state_dict"]["model.norm.weight"] = torch.ones(7)
+    torch.save(whole, other_size := tmp_path / "other_size.ckpt")
+    shards = sorted(good.glob("*.distcp"))
+    shards[1].unlink()
+
+    for path, expected in [
+        (good.parent / "step=5.ckpt", f"There is no checkpoint at .* There are .*{good.name}"),
+        (text, "notes.txt is a file, but not one that torch.load can read"),
+        (foreign, "foreign.ckpt is not a Lightning checkpoint: it has no 'state_dict'"),
+        (empty, "empty is a directory, but not a lightning-dist checkpoint"),
+        (lacking, r"The checkpoint does not fit Scheduled: it lacks 1 names \(model.norm.weight\)"),
+        (other_size, r"The checkpoint's model.norm.weight has shape \(7,\), the model's \(20,\)"),
+        (good, f"The checkpoint {good} cannot be read"),
+    ]:
+        errors = pool.run(resume, 4, str(path), timeout_s=30)
+        for error in errors:  # every rank says so
+            with pytest.raises(CheckpointError, match=expected):
+                raise CheckpointError(error)
+
+
+def test_failing_rank_ends_the_others(pool: WorkerPool) -> None:
+    """The pool itself: a rank that raises is reported, the others do not hang the session."""
+    with pytest.raises(RankFailed, match="on purpose"):
+        pool.run(fail_on_rank_1, 2)
+
+
+def fail_on_rank_1() -> None:
+    import os
+    import time
+
+    if os.environ["RANK"] == "1":
+        raise ValueError("on purpose")
+    time.sleep(60)
