@@ -1,11 +1,10 @@
-"""Every private name of torch that the engine uses, each with what would replace it. Checked with torch 2.11 to 2.13."""
+"""Every private name of torch that the engine uses, each with what would replace it. Checked with torch 2.13."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -50,13 +49,11 @@ class ParameterGroup:
 
     def free(self) -> None:
         """Put the sharded parameters back into the modules."""
-        self._group._to_sharded()
+        self._group._to_sharded()  # type: ignore[no-untyped-call]
 
     def has_unreduced_gradients(self) -> bool:
         """Whether a backward left gradients on the gathered parameters."""
-        return self.is_gathered and any(
-            param._unsharded_param.grad is not None for param in self._group.fsdp_params
-        )
+        return self.is_gathered and any(param._unsharded_param.grad is not None for param in self._group.fsdp_params)
 
     def copy_requires_grad(self) -> None:
         """Let the gathered parameters require gradients as the sharded ones do now. FSDP2 does it only on a gather."""
@@ -99,7 +96,7 @@ def initialize_root(root: nn.Module) -> None:
 
 
 def flush_gradients(root: nn.Module) -> None:
-    """Reduce what the last backward left unreduced: FSDP2's end of backward, which only the output of a module starts."""
+    """Reduce what a backward left unreduced: FSDP2's end of backward, which only a module's output starts."""
     _state(root)._root_post_backward_final_callback()
 
 
@@ -127,5 +124,3 @@ def restore_class(module: nn.Module) -> None:
     """Undo ``fully_shard``'s change of the class of ``module``; replaced by a ``fully_shard`` that leaves it alone."""
     fsdp_class = type(module)
     module.__class__ = fsdp_class.__mro__[fsdp_class._orig_cls_mro_index]  # type: ignore[attr-defined]
-
-

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+
 from lightning_dist._compat import ReduceScatter
 
 __all__ = ["TwoShotReduceScatter"]

@@ -63,7 +63,8 @@ def materialize(modules: Sequence[nn.Module], root: nn.Module, device: torch.dev
     for owner in owners:
         for param in owner.parameters(recurse=False):
             if param.is_meta:
-                torch.utils.swap_tensors(param, nn.Parameter(torch.empty_like(param, device=device), param.requires_grad))
+                real = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
+                torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
         for key, buffer in list(owner.named_buffers(recurse=False)):
             if buffer.is_meta:
                 owner._buffers[key] = torch.empty_like(buffer, device=device)
@@ -75,7 +76,7 @@ def materialize(modules: Sequence[nn.Module], root: nn.Module, device: torch.dev
             if reset is not None:
                 reset()
             elif around:
-                around[-1]._init_weights(owner)
+                around[-1]._init_weights(owner)  # type: ignore[operator]
             else:
                 raise TypeError(
                     f"{type(owner).__name__} ({names.get(id(owner)) or 'the root module'}) was created on the meta"

@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 __all__ = ["REMAINING", "ParallelLayout"]
@@ -111,7 +110,7 @@ class ParallelLayout:
         return init_device_mesh(device_type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
 
     def sharding_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """The part of ``mesh`` that FSDP2 works on: ``(dp_replicate, dp_shard)``, or ``(dp_shard,)`` for one replica."""
+        """What FSDP2 works on: ``(dp_replicate, dp_shard)``, or ``(dp_shard,)`` where there is one replica."""
         return mesh if self.dp_replicate > 1 else mesh["dp_shard"]
 
     def describe(self) -> dict[str, int | str]:
@@ -120,11 +119,3 @@ class ParallelLayout:
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
-
-
-def process_group_device(group: torch.distributed.ProcessGroup | None = None) -> torch.device:
-    """The device that collectives of ``group`` work on: the current accelerator under NCCL and its like, else the CPU."""
-    backend = torch.distributed.get_backend(group)
-    if backend == "gloo" or not torch.accelerator.is_available():
-        return torch.device("cpu")
-    return torch.device(torch.accelerator.current_accelerator().type, torch.accelerator.current_device_index())  # type: ignore[union-attr]

@@ -1,7 +1,7 @@
 """Parameters without dimensions (a temperature, CLIP's logit scale), which FSDP2 does not take.
 
-They are replicated on every rank, as DTensors like all others, so that optimizers, clipping and checkpoints see one kind
-of parameter; in a step their modules hold plain tensors of the same memory.
+They are replicated on every rank, as DTensors like all others, so that optimizers, clipping and checkpoints see one
+kind of parameter; in a step their modules hold plain tensors of the same memory.
 """
 
 from __future__ import annotations

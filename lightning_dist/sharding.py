@@ -244,8 +244,8 @@ class ShardedModule:
         """To be called after every backward: reduces gradients that no module's hook reduced."""
         if any(group.has_unreduced_gradients() for group in self._sharded_groups):
             _compat.flush_gradients(self._root)
-        for group in self._scalars:
-            group.reduce()
+        for scalars in self._scalars:
+            scalars.reduce()
         for group in self._own:
             group.free()
 

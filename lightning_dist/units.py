@@ -144,7 +144,12 @@ def _outermost(root: nn.Module, wanted: set[nn.Module]) -> Iterator[tuple[str, n
     """Modules of ``wanted`` with parameters that are inside no other one, by name; the root itself never counts."""
     inside = {id(sub) for module in wanted - {root} for sub in module.modules() if sub is not module}
     for name, module in root.named_modules():
-        if module is not root and module in wanted and id(module) not in inside and any(True for _ in module.parameters()):
+        if (
+            module is not root
+            and module in wanted
+            and id(module) not in inside
+            and any(True for _ in module.parameters())
+        ):
             yield name, module
 
 

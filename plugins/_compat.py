@@ -23,8 +23,8 @@ from torch.optim.swa_utils import AveragedModel
 def logging_step(trainer: Trainer) -> int:
     """Return the step under which Lightning logs the current batch's metrics.
 
-    ``trainer.global_step`` counts every optimizer's steps, so that two optimizers advance it twice a batch; curves drawn
-    over it would not line up with those of ``self.log``. Replaced by: a public property of the Trainer, which
+    ``trainer.global_step`` counts every optimizer's steps, so that two optimizers advance it twice a batch; curves
+    drawn over it would not line up with those of ``self.log``. Replaced by: a public property of the Trainer, which
     LearningRateMonitor would use too.
     """
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
@@ -58,7 +58,8 @@ def subprocess_launcher(environment: ClusterEnvironment, num_processes: int, num
 
 def set_rank_zero(global_rank: int) -> None:
     """Tell both of Lightning's ``rank_zero_only`` which rank this is."""
-    rank_zero_only.rank = _utils_rank_zero_only.rank = global_rank
+    for decorator in (rank_zero_only, _utils_rank_zero_only):
+        vars(decorator)["rank"] = global_rank
 
 
 def average_model(callback: Callback) -> AveragedModel | None:

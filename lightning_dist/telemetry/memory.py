@@ -11,9 +11,9 @@ _BYTES_PER_MIB = 1024 * 1024
 def peak_memory_mib(device: torch.device) -> float:
     """Return the most memory this process has held, in MiB.
 
-    On a CUDA device that is what the caching allocator handed out (``max_memory_allocated``), since the start or the last
-    ``torch.cuda.reset_peak_memory_stats``. On any other device it is the process's peak resident set, code and libraries
-    included, which the operating system never lowers again.
+    On a CUDA device that is what the caching allocator handed out (``max_memory_allocated``), since the start or the
+    last ``torch.cuda.reset_peak_memory_stats``. On any other device it is the process's peak resident set, code and
+    libraries included, which the operating system never lowers again.
 
     Args:
         device: The device that holds the model.

@@ -45,8 +45,8 @@ class Stopwatch:
 class StepTimer:
     """Times optimizer steps over an interval, without making a device wait in between.
 
-    Kernels run behind the host, so a span begins and ends with ``synchronize``: when the interval is read, and around what
-    is not training (validation, a checkpoint). No single step is synchronized.
+    Kernels run behind the host, so a span begins and ends with ``synchronize``: when the interval is read, and around
+    what is not training (validation, a checkpoint). No single step is synchronized.
 
     Args:
         synchronize: Waits for the device's queued work, where there is such a queue.

@@ -104,5 +104,3 @@ def _empty_like(target: torch.Tensor | None, info: TensorInfo) -> torch.Tensor:
             return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
         return whole
     return torch.empty(info.shape, dtype=info.dtype, device=target.device if target is not None else None)
-
-

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -214,7 +214,7 @@ class MeshStrategy(ParallelStrategy):
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 average = _compat.average_model(callback)
                 if average is not None:
-                    self._shard(average.module)
+                    self._shard(cast(LightningModule, average.module))
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if is_fitting:

@@ -16,7 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning_dist.checkpoint import CheckpointError, consolidate
 from lightning_dist.parity import whole_parameters
 from tests.distributed.fit import make_trainer
-from tests.models import GPT, build
+from tests.models import GPT
 from tests.pool import RankFailed, WorkerPool
 
 NUM_STEPS, SAVE_AT = 8, 4
@@ -56,8 +56,8 @@ def curve(
     model = Scheduled(optimizer=optimizer)
     losses = LossCurve()
     trainer = make_trainer(
-        layout, callbacks=[losses, save_every_epoch(folder)], enable_checkpointing=True, max_epochs=num_steps // SAVE_AT,
-        limit_train_batches=SAVE_AT, precision="64-true",
+        layout, callbacks=[losses, save_every_epoch(folder)], enable_checkpointing=True, precision="64-true",
+        max_epochs=num_steps // SAVE_AT, limit_train_batches=SAVE_AT,
     )  # fmt: skip
     trainer.fit(model, ckpt_path=ckpt_path)
     return losses.losses, {name: weight.numpy() for name, weight in whole_parameters(model).items()}

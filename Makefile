@@ -1,0 +1,47 @@
+# Everything works on a fresh clone with Python >= 3.11 and make: the first target that is called installs what it needs.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help demo test lint parity bench clean
+
+help:
+	@echo "make demo    train a small GPT on 2 x 2 processes, sample from it, show it in MLflow"
+	@echo "make test    lint, types, and the tests that run in minutes"
+	@echo "make parity  every combination of the comparison with one process"
+	@echo "make bench   step time, start-up and memory against other ways of training"
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, $(PYTHON) is " + sys.version.split()[0] + "; use make PYTHON=python3.12")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/installed-cli: pyproject.toml constraints.txt | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[cli]"
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/installed-cli
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+demo: $(VENV)/installed-cli
+	$(BIN)/lightning-dist fit -c examples/gpt/base.yaml -c examples/gpt/hybrid_shard.yaml
+
+lint: $(VENV)/installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
+
+test: lint
+	$(BIN)/python -m pytest
+
+parity: $(VENV)/installed-dev
+	$(BIN)/python -m pytest tests/parity --matrix=full
+
+bench: $(VENV)/installed-dev
+	$(BIN)/python -m tests.bench
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
