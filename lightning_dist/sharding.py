@@ -188,6 +188,7 @@ class ShardedModule:
                 if group.is_gathered:
                     group.copy_requires_grad()
                 else:
+                    self._check_running(module, args)
                     group.gather()
 
             for owner in unit.owners:

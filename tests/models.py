@@ -142,7 +142,7 @@ class Residual(nn.Module):
 
 
 class ResNet(TestModule):
-    """BatchNorm and no block list. ``chunks`` runs the batch in parts, as that many ranks would: BatchNorm sees each."""
+    """BatchNorm and no block list. ``chunks`` runs the batch in parts, as so many ranks would: BatchNorm sees each."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)

@@ -19,8 +19,7 @@ EXTRA = [
     *(Case(layout, model, 1, None, optimizer="adamw") for layout in ("full_shard", "2x2") for model in AXES["model"]),
 ]
 TOLERANCE = {"64-true": 1e-10, "32-true": 1e-5}
-# A key's bias shifts all of a query's scores alike, and a convolution's before BatchNorm is subtracted again: their true
-# gradient is zero, and Adam divides rounding by rounding.
+# A key's bias shifts all of a query's scores alike: its true gradient is zero, and Adam divides rounding by rounding.
 TRUE_GRADIENT_IS_ZERO = {"gpt": ["model.blocks.0.qkv.bias", "model.blocks.1.qkv.bias"]}
 
 
@@ -80,8 +79,6 @@ def test_batch_norm_statistics_are_each_ranks_own(pool: WorkerPool) -> None:
         if name.endswith("running_mean"):
             # One process applied four updates of momentum 0.1 in rank order, each rank one.
             momentum = 0.1
-            applied = sum(
-                (1 - momentum) ** (3 - rank) * outcome.buffers[name] for rank, outcome in enumerate(outcomes)
-            )
+            applied = sum((1 - momentum) ** (3 - rank) * outcome.buffers[name] for rank, outcome in enumerate(outcomes))
             np.testing.assert_allclose(applied, expected.buffers[name], rtol=1e-9, atol=1e-12)
             assert not np.array_equal(outcomes[0].buffers[name], outcomes[1].buffers[name])

@@ -1,0 +1,76 @@
+"""The examples' GPT, sharded and trained by hand, as torch's documentation of ``fully_shard`` shows. No Lightning."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn import functional
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
+
+from examples.gpt.model import GPT
+from lightning_dist.collectives import TwoShotReduceScatter
+from tests.bench.harness import EndStep
+from tests.bench.workload import Workload
+
+__all__ = ["train"]
+
+
+def train(workload: Workload, end_step: EndStep, dp_replicate_size: int = 1, two_shot: bool = False) -> None:
+    """Train until ``end_step`` says that it is enough.
+
+    Args:
+        workload: The model's size and the data.
+        end_step: Called after every step.
+        dp_replicate_size: Number of replicas; with one, the mesh has one dimension.
+        two_shot: Reduce-scatter as the project's strategies do on gloo, instead of by the backend.
+    """
+    world_size = dist.get_world_size()
+    if dp_replicate_size == 1:
+        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
+    else:
+        sizes = (dp_replicate_size, world_size // dp_replicate_size)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
+
+    torch.manual_seed(workload.seed)
+    model = GPT(**workload.model)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if two_shot:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(TwoShotReduceScatter())
+
+    optimizer, scheduler = configure_optimizer(model, workload.num_steps)
+    while True:
+        for inputs, targets in workload.loader():
+            optimizer.zero_grad()
+            loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+            loss.backward()
+            optimizer.step()
+            scheduler.step()
+            if not end_step(loss.detach()):
+                return
+
+
+def configure_optimizer(model: torch.nn.Module, num_steps: int) -> tuple[AdamW, LambdaLR]:
+    """The optimizer and schedule of ``GPTModule``, with its default arguments."""
+    lr, weight_decay, warmup_steps, min_lr_ratio = 3e-3, 0.1, 40, 0.05
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = AdamW(groups, lr=lr, betas=(0.9, 0.95))
+
+    def lr_scale(step: int) -> float:
+        if step < warmup_steps:
+            return (step + 1) / warmup_steps
+        progress = min(1.0, (step - warmup_steps) / (num_steps - warmup_steps))
+        return min_lr_ratio + (1 - min_lr_ratio) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return optimizer, LambdaLR(optimizer, lr_scale)

@@ -1,0 +1,61 @@
+"""What is trained: the size of the examples' GPT, and batches that are the same for every way of training it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch.utils.data import DataLoader, DistributedSampler
+
+from examples.gpt.data import ByteWindows, TextDataModule
+
+__all__ = ["Workload"]
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The size of the model and of its batches.
+
+    Args:
+        dim: As of the examples' ``GPT``, as the next two.
+        num_layers: Number of blocks.
+        num_heads: Attention heads of a block.
+        context: Bytes in a window.
+        global_batch_size: Windows in a step, over all ranks.
+        num_steps: What the learning rate's schedule is stretched over; more than are ever run.
+        seed: Of the weights.
+    """
+
+    dim: int = 192
+    num_layers: int = 4
+    num_heads: int = 6
+    context: int = 128
+    global_batch_size: int = 16
+    num_steps: int = 10_000
+    seed: int = 1
+
+    @property
+    def model(self) -> dict[str, Any]:
+        """Arguments of the examples' ``GPT`` and ``GPTModule``."""
+        return {
+            "dim": self.dim,
+            "num_layers": self.num_layers,
+            "num_heads": self.num_heads,
+            "max_len": self.context,
+        }
+
+    def loader(self) -> DataLoader[Any]:
+        """This rank's part of the batches: Python's own source, in one shuffled order."""
+        windows = _windows(self.context)
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        sampler = DistributedSampler(windows, world_size, rank, drop_last=True)
+        return DataLoader(windows, self.global_batch_size // world_size, sampler=sampler, drop_last=True)
+
+
+@cache
+def _windows(context: int) -> ByteWindows:
+    data = TextDataModule(context=context, global_batch_size=1)
+    data.setup("fit")
+    return data.train_windows
