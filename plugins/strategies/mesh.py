@@ -14,7 +14,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.plugins import CheckpointIO, Precision, TorchCheckpointIO
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -23,14 +22,16 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallelize import parallelize
 from lightning_dist.plugins import _compat
-from lightning_dist.plugins.precision import precision_policy
+from lightning_dist.plugins.precision import PrecisionPolicy, precision_policy
 from lightning_dist.plugins.strategies import checkpointing
+from lightning_dist.plugins.strategies.checks import check_optimizers, refuse_what_cannot_work
+from lightning_dist.plugins.strategies.startup_table import startup_table
 from lightning_dist.replicas import check_replicas
 from lightning_dist.sharding import ShardedModule, ShardingConfig, sharded
 from lightning_dist.units import MIN_NUM_PARAMS
@@ -88,8 +89,6 @@ class MeshStrategy(ParallelStrategy):
         self._num_optimizer_steps = 0
         self.num_nodes = 1
 
-    # --- what Lightning reads ---------------------------------------------------------------------------------------
-
     @property
     def is_distributed(self) -> bool:
         """Lightning gives a strategy without this property no distributed sampler."""
@@ -101,6 +100,16 @@ class MeshStrategy(ParallelStrategy):
         if self._layout is None:
             raise RuntimeError("The layout is known once the Trainer has been made.")
         return self._layout
+
+    @property
+    def check_replicas_every_n_steps(self) -> int | None:
+        """Between how many optimizer steps the replicas' weights are compared; None: never."""
+        return self._check_replicas_every_n_steps
+
+    @property
+    def precision_policy(self) -> PrecisionPolicy:
+        """The dtypes that parameters are gathered and gradients are reduced in."""
+        return precision_policy(self.precision_plugin, self._reduce_dtype)
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -163,8 +172,6 @@ class MeshStrategy(ParallelStrategy):
             )
         self._checkpoint_io = io
 
-    # --- launch -----------------------------------------------------------------------------------------------------
-
     def _requested_sizes(self) -> dict[str, int]:
         """Axis to the size asked for; at most one -1. To be given by the named strategies."""
         raise NotImplementedError(f"{type(self).__name__} chooses no mesh; use one of the named strategies.")
@@ -193,8 +200,6 @@ class MeshStrategy(ParallelStrategy):
         )
         self._mesh = self.layout.build_mesh(self.root_device.type)
 
-    # --- setup ------------------------------------------------------------------------------------------------------
-
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
         """Around ``configure_model``: what is created there is on the meta device, and materialised in shards."""
@@ -206,7 +211,7 @@ class MeshStrategy(ParallelStrategy):
         assert self.accelerator is not None
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._refuse_what_cannot_work(trainer)
+        refuse_what_cannot_work(self, trainer)
         is_new = sharded(self.lightning_module) is None
         self._sharded = self._shard(self.lightning_module)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
@@ -220,20 +225,7 @@ class MeshStrategy(ParallelStrategy):
         if is_fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
         if is_new:
-            rank_zero_info(self._startup_table(self._sharded))
-
-    def _refuse_what_cannot_work(self, trainer: Trainer) -> None:
-        for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, StochasticWeightAveraging):
-                raise MisconfigurationException(
-                    f"StochasticWeightAveraging swaps whole modules and does not work with {type(self).__name__}; use"
-                    " WeightAveraging or EMAWeightAveraging, which do."
-                )
-        if self._layer_sync is not None and self.root_device.type == "cpu":
-            raise MisconfigurationException(
-                "Trainer(sync_batchnorm=True) cannot be honoured on the CPU: torch's SyncBatchNorm works on"
-                " accelerators only. Remove it, or use GroupNorm or LayerNorm."
-            )
+            rank_zero_info(startup_table(self, self._sharded))
 
     def _shard(self, module: LightningModule) -> ShardedModule:
         existing = sharded(module)
@@ -249,10 +241,9 @@ class MeshStrategy(ParallelStrategy):
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         self._move_to_device(module)
-        policy = precision_policy(self.precision_plugin, self._reduce_dtype)
         config = ShardingConfig(
-            param_dtype=policy.param_dtype,
-            reduce_dtype=policy.reduce_dtype,
+            param_dtype=self.precision_policy.param_dtype,
+            reduce_dtype=self.precision_policy.reduce_dtype,
             reshard_after_forward=self._reshard_after_forward,
             two_shot_reduce_scatter=self._two_shot_reduce_scatter,
         )
@@ -275,48 +266,7 @@ class MeshStrategy(ParallelStrategy):
         """
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
-        ours = {id(param) for param in self.lightning_module.parameters()}
-        for index, optimizer in enumerate(self.optimizers):
-            name = type(optimizer).__name__
-            if isinstance(optimizer, LBFGS):
-                raise MisconfigurationException(
-                    f"LBFGS searches along one flat vector of all parameters and cannot work on shards; use another"
-                    f" optimizer, or a strategy that shards nothing, instead of {type(self).__name__}."
-                )
-            params = [param for group in optimizer.param_groups for param in group["params"]]
-            num_foreign = sum(id(param) not in ours for param in params)
-            if num_foreign:
-                raise ValueError(
-                    f"Optimizer {index} ({name}) holds {num_foreign} of {len(params)} parameters that are not"
-                    f" {type(self.lightning_module).__name__}'s: it would train nothing. It was made before the module"
-                    " was sharded, or of another module's parameters. Make it in configure_optimizers, of"
-                    " self.parameters()."
-                )
-
-    def _startup_table(self, module: ShardedModule) -> str:
-        kinds: dict[str, list[str]] = {}
-        for unit, group in zip(module.units, module.groups, strict=True):
-            label = type(unit.modules[0]).__name__.removeprefix("FSDP") if unit.kind != "own" else "(own parameters)"
-            kinds.setdefault(f"{label} ({unit.kind})", []).append(f"{group.numel:,}")
-        units = [f"{len(sizes)} x {name}, {sizes[0]} parameters" for name, sizes in kinds.items()]
-        numel = sum(group.numel for group in module.groups)
-        policy = precision_policy(self.precision_plugin, self._reduce_dtype)
-        dtype = next(module.module.parameters()).dtype
-        rows = {
-            "layout": f"{self.layout} = {self.layout.world_size} processes ({self._process_group_backend})",
-            "parameters": f"{numel:,}, of which a rank holds {-(-numel // self.layout.dp_shard):,}",
-            "units": "; ".join(units),
-            "precision": f"{self.precision_plugin.precision}: stored in {_name(dtype)}, computed in"
-            f" {_name(policy.param_dtype or dtype)}, gradients reduced in"
-            f" {_name(policy.reduce_dtype or policy.param_dtype or dtype)}",
-        }
-        if self.layout.dp_replicate > 1:
-            every = self._check_replicas_every_n_steps
-            rows["replicas"] = f"compared every {every} steps" if every else "not compared while training"
-        width = max(map(len, rows))
-        return "\n".join([self.strategy_name, *(f"  {key:<{width}}  {value}" for key, value in rows.items())])
-
-    # --- steps ------------------------------------------------------------------------------------------------------
+        check_optimizers(self.optimizers, self.lightning_module, type(self).__name__)
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the module's ``training_step``; a collective, as all steps are."""
@@ -394,8 +344,6 @@ class MeshStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         broadcast_weights(self.lightning_module, buffers_only=True)
 
-    # --- communication ----------------------------------------------------------------------------------------------
-
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes."""
         if dist.is_initialized():
@@ -413,8 +361,6 @@ class MeshStrategy(ParallelStrategy):
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
         """Reduce a metric over the ranks that have a part of the batch: all of them."""
         return _compat.reduce_across_processes(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor
-
-    # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state dict; sharded parameters are DTensors."""
@@ -451,8 +397,6 @@ class MeshStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         checkpointing.load_optimizers(checkpoint, self.optimizers, self.lightning_module)
 
-    # --- end --------------------------------------------------------------------------------------------------------
-
     def teardown(self) -> None:
         """Free gathered parameters; the module stays sharded and on its device."""
         if self._sharded is not None:
@@ -462,7 +406,3 @@ class MeshStrategy(ParallelStrategy):
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -46,7 +46,7 @@ def assert_same(actual: Weights, expected: Weights, tolerance: float = 1e-10, le
     )
 
 
-# --- one training, several ways; each against the same with Lightning's own single device ----------------------------
+# --- one training, several ways; each against the same with Lightning's own single device
 
 
 class ClippedByValue(GPT):
@@ -219,7 +219,7 @@ def test_trains_as_in_one_process(pool: WorkerPool, way: type[TestModule]) -> No
     assert_same(pool.run(train, 2, way, "full_shard")[0], expected)
 
 
-# --- metrics, loops and callbacks --------------------------------------------------------------------------------------
+# --- metrics, loops and callbacks
 
 
 class Measured(GPT):
@@ -345,7 +345,7 @@ def test_learning_rate_finder(pool: WorkerPool, tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-# --- construction ------------------------------------------------------------------------------------------------------
+# --- construction
 
 
 class OnMeta(GPT):
@@ -445,7 +445,7 @@ def test_summary_with_example_input(pool: WorkerPool) -> None:
     assert pool.run(summary_runs, 4) == [1] * 4
 
 
-# --- precision ---------------------------------------------------------------------------------------------------------
+# --- precision
 
 
 class Dtypes(GPT):
@@ -552,7 +552,7 @@ def test_refusals_reach_every_rank(pool: WorkerPool, cause: Any, message: str) -
             raise RuntimeError(error)
 
 
-# --- outside of the steps ----------------------------------------------------------------------------------------------
+# --- outside of the steps
 
 
 class Samples(pl.Callback):
@@ -597,7 +597,9 @@ def test_sampling_on_rank_0(pool: WorkerPool) -> None:
 
 
 def test_calling_a_sharded_model_on_one_rank_raises_at_once(pool: WorkerPool) -> None:
-    with pytest.raises(AssertionError, match="NotInStepError: GPT is sharded, and .* was called outside of a training"):
+    with pytest.raises(
+        AssertionError, match=r"NotInStepError: GPT is sharded, and .* was called outside of a training"
+    ):
         pool.run(raise_sample_error, 4, timeout_s=30)
 
 
@@ -624,7 +626,7 @@ def test_context_that_one_rank_enters_does_not_hang(pool: WorkerPool) -> None:
     assert "rank 1 did not arrive within 1 s" in pool.run(enter_alone, 2, timeout_s=20)[0]
 
 
-# --- replicas ----------------------------------------------------------------------------------------------------------
+# --- replicas
 
 
 class Diverges(pl.Callback):
@@ -651,7 +653,7 @@ def test_replicas_that_differ_are_found(pool: WorkerPool) -> None:
         assert "model.embedding.weight" in error  # the head's, tied
 
 
-# --- data and nodes ----------------------------------------------------------------------------------------------------
+# --- data and nodes
 
 
 def sampler_numbers() -> tuple[int, int, int]:

@@ -1,0 +1,60 @@
+"""What is refused before a run starts, by name, with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.optim import LBFGS, Optimizer
+
+if TYPE_CHECKING:
+    from lightning_dist.plugins.strategies.mesh import MeshStrategy
+
+__all__ = ["check_optimizers", "refuse_what_cannot_work"]
+
+
+def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
+    """Look for callbacks and options that shards cannot honour.
+
+    Raises:
+        MisconfigurationException: If there is one.
+    """
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, StochasticWeightAveraging):
+            raise MisconfigurationException(
+                f"StochasticWeightAveraging swaps whole modules and does not work with {type(strategy).__name__}; use"
+                " WeightAveraging or EMAWeightAveraging, which do."
+            )
+    if strategy._layer_sync is not None and strategy.root_device.type == "cpu":
+        raise MisconfigurationException(
+            "Trainer(sync_batchnorm=True) cannot be honoured on the CPU: torch's SyncBatchNorm works on accelerators"
+            " only. Remove it, or use GroupNorm or LayerNorm."
+        )
+
+
+def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, strategy_name: str) -> None:
+    """Check that the optimizers work on shards, and on those of ``module``.
+
+    Raises:
+        MisconfigurationException: If one cannot work on shards.
+        ValueError: If one holds parameters that are not the module's: it would train nothing.
+    """
+    ours = {id(param) for param in module.parameters()}
+    for index, optimizer in enumerate(optimizers):
+        name = type(optimizer).__name__
+        if isinstance(optimizer, LBFGS):
+            raise MisconfigurationException(
+                "LBFGS searches along one flat vector of all parameters and cannot work on shards; use another"
+                f" optimizer, or a strategy that shards nothing, instead of {strategy_name}."
+            )
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        num_foreign = sum(id(param) not in ours for param in params)
+        if num_foreign:
+            raise ValueError(
+                f"Optimizer {index} ({name}) holds {num_foreign} of {len(params)} parameters that are not"
+                f" {type(module).__name__}'s: it would train nothing. It was made before the module was sharded, or of"
+                " another module's parameters. Make it in configure_optimizers, of self.parameters()."
+            )

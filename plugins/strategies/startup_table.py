@@ -1,0 +1,51 @@
+"""The table that a run begins with: what was decided, and what it means on a rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from lightning_dist.sharding import ShardedModule
+
+if TYPE_CHECKING:
+    from lightning_dist.plugins.strategies.mesh import MeshStrategy
+
+__all__ = ["startup_table"]
+
+
+def startup_table(strategy: MeshStrategy, module: ShardedModule) -> str:
+    """Layout, units, precision and checks of ``strategy``, as lines of text."""
+    kinds: dict[str, list[int]] = {}
+    for unit, group in zip(module.units, module.groups, strict=True):
+        name = type(unit.modules[0]).__name__.removeprefix("FSDP")
+        label = {"own": "on the LightningModule itself", "scalars": "scalar"}.get(unit.kind, f"{name} ({unit.kind})")
+        kinds.setdefault(label, []).append(group.numel)
+    units = [f"{len(sizes)} x {label}: {_range(sizes)}" for label, sizes in kinds.items()]
+    numel = sum(group.numel for group in module.groups)
+    layout, policy = strategy.layout, strategy.precision_policy
+    stored = next(module.module.parameters()).dtype
+    computed = policy.param_dtype or stored
+    rows = [
+        ("layout", f"{layout} = {layout.world_size} processes ({strategy.process_group_backend})"),
+        ("parameters", f"{numel:,}, of which a rank holds {-(-numel // layout.dp_shard):,}"),
+        *(("units" if not index else "", text) for index, text in enumerate(units)),
+        (
+            "precision",
+            f"{strategy.precision_plugin.precision}: stored in {_name(stored)}, computed in {_name(computed)},"
+            f" gradients reduced in {_name(policy.reduce_dtype or computed)}",
+        ),
+    ]
+    if layout.dp_replicate > 1:
+        every = strategy.check_replicas_every_n_steps
+        rows.append(("replicas", f"compared every {every} optimizer steps" if every else "not compared"))
+    return "\n".join([strategy.strategy_name, *(f"  {key:<12}{value}" for key, value in rows)])
+
+
+def _range(sizes: list[int]) -> str:
+    low, high = min(sizes), max(sizes)
+    return f"{low:,} parameters" + (" each" if len(sizes) > 1 else "") if low == high else f"{low:,} to {high:,} each"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,139 @@
+"""The script of a user, started in the ways that users start it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+SCRIPT = """
+import sys
+import lightning as L
+import torch
+import lightning_dist
+
+class Net(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        if "fail" in sys.argv and batch_idx == 2 and self.global_rank == int(sys.argv[-1]):
+            raise RuntimeError(f"rank {self.global_rank} fails")
+        loss = torch.nn.functional.mse_loss(self.layers(x), y)
+        self.log("train/loss", loss, sync_dist=True)
+        return loss
+    def configure_optimizers(self):
+        return torch.optim.Adam(self.parameters(), lr=0.05)
+
+if __name__ == "__main__":
+    L.seed_everything(0, verbose=False)
+    x = torch.randn(64, 4)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
+    strategy = lightning_dist.HybridShardStrategy(3, 2) if "sizes" in sys.argv else "hybrid_shard"
+    nodes = 2 if "two_nodes" in sys.argv else 1
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2 // nodes, num_nodes=nodes, max_epochs=8,
+                        logger=False, enable_checkpointing=False, enable_progress_bar=False)
+    trainer.fit(Net(), data)
+    loss = float(trainer.callback_metrics["train/loss"])
+    sys.stdout.write(f"RANK {trainer.global_rank} {trainer.world_size} {trainer.strategy.layout} {loss}\\n")
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def environment(**extra: object) -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "PMI", "TORCHELASTIC"))}
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK"):
+        kept.pop(name, None)
+    return {**kept, **{key: str(value) for key, value in extra.items()}}
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def ranks_of(output: str) -> list[tuple[str, str, str]]:
+    """(rank, world size, layout) of each line that the script printed, and that they agree on a small loss."""
+    lines = [line.split(" ", 3) for line in output.splitlines() if line.startswith("RANK")]
+    losses = {line[3].rsplit(" ", 1)[1] for line in lines}
+    assert len(losses) == 1, output
+    assert float(losses.pop()) < 1.0
+    return sorted((rank, world, rest.rsplit(" ", 1)[0]) for _, rank, world, rest in lines)
+
+
+def test_lightnings_own_launcher(script: Path) -> None:
+    done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert ranks_of(done.stdout) == [(str(rank), "2", "dp_replicate 1 x dp_shard 2") for rank in range(2)]
+    assert "dp_replicate 1 x dp_shard 2 = 2 processes (gloo)" in done.stderr
+    assert "the same as 'full_shard'" in done.stderr
+
+
+def test_torchrun(script: Path) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node=2",
+        f"--master-port={free_port()}",
+        script,
+    ]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert ranks_of(done.stdout) == [(str(rank), "2", "dp_replicate 1 x dp_shard 2") for rank in range(2)]
+
+
+def test_slurm(script: Path) -> None:
+    """As srun starts it: two tasks on two nodes, each told who it is by SLURM's variables."""
+    port = free_port()
+    tasks = [
+        subprocess.Popen(
+            [sys.executable, script, "two_nodes"],
+            env=environment(
+                SLURM_JOB_ID=1, SLURM_JOB_NAME="train", SLURM_NTASKS=2, SLURM_NTASKS_PER_NODE=1, SLURM_PROCID=rank,
+                SLURM_LOCALID=0, SLURM_NODEID=rank, SLURM_JOB_NODELIST="127.0.0.1", MASTER_PORT=port,
+            ),
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    output = ""
+    for task in tasks:
+        stdout, stderr = task.communicate(timeout=120)
+        assert task.returncode == 0, stderr
+        output += stdout
+    # By default a node is a replica.
+    assert ranks_of(output) == [(str(rank), "2", "dp_replicate 2 x dp_shard 1") for rank in range(2)]
+
+
+def test_wrong_sizes_end_before_anything_is_launched(script: Path) -> None:
+    began = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, script, "sizes"], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    assert "dp_replicate_size=3 x dp_shard_size=2 does not fit 2 processes" in done.stderr.splitlines()[-1]
+    assert "MEMBER" not in done.stderr
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_fails_ends_the_run(script: Path, rank: int) -> None:
+    done = subprocess.run(
+        [sys.executable, script, "fail", str(rank)], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0
+    assert f"RuntimeError: rank {rank} fails" in done.stderr
