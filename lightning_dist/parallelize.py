@@ -48,6 +48,8 @@ def parallelize(
     units = find_units(module, unit_classes, min_num_params)
     broadcast_weights(module)
     seed = agreed_seed()
-    with torch.random.fork_rng(), torch.no_grad():
+    on_cpu = mesh.device_type == "cpu"
+    devices = [] if on_cpu else [torch.get_device_module(mesh.device_type).current_device()]
+    with torch.random.fork_rng(devices, device_type="cuda" if on_cpu else mesh.device_type), torch.no_grad():
         torch.manual_seed(seed)
         return shard(module, units, layout.sharding_mesh(mesh), sharding)

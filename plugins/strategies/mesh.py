@@ -32,6 +32,7 @@ from lightning_dist.plugins.precision import PrecisionPolicy, precision_policy
 from lightning_dist.plugins.strategies import checkpointing
 from lightning_dist.plugins.strategies.checks import check_optimizers, refuse_what_cannot_work
 from lightning_dist.plugins.strategies.startup_table import startup_table
+from lightning_dist.plugins.strategies.weighting import LossWeights
 from lightning_dist.replicas import check_replicas
 from lightning_dist.sharding import ShardedModule, ShardingConfig, sharded
 from lightning_dist.units import MIN_NUM_PARAMS
@@ -87,6 +88,8 @@ class MeshStrategy(ParallelStrategy):
         self._mesh: DeviceMesh | None = None
         self._sharded: ShardedModule | None = None
         self._num_optimizer_steps = 0
+        self._weights = LossWeights()
+        self._syncs_gradients = True
         self.num_nodes = 1
 
     @property
@@ -272,7 +275,11 @@ class MeshStrategy(ParallelStrategy):
         """Run the module's ``training_step``; a collective, as all steps are."""
         assert self.lightning_module is not None
         with self.precision_plugin.train_step_context():
-            return self._step("training_step", self.lightning_module.automatic_optimization, args, kwargs)
+            automatic = self.lightning_module.automatic_optimization
+            output = self._step("training_step", automatic, args, kwargs)
+        if automatic:
+            self._weights.read(output, self.root_device)
+        return output
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the module's ``validation_step``."""
@@ -296,9 +303,13 @@ class MeshStrategy(ParallelStrategy):
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward, in automatic and in manual optimization."""
         assert self._sharded is not None
+        assert self.lightning_module is not None
         with self._sharded.running():
-            loss = super().backward(closure_loss, optimizer, *args, **kwargs)
+            loss = super().backward(self._weights.scale(closure_loss), optimizer, *args, **kwargs)
         self._sharded.after_backward()
+        if self._syncs_gradients:
+            num_microbatches = self.lightning_module.trainer.accumulate_grad_batches
+            self._weights.normalize(self._sharded.module.parameters(), num_microbatches)
         return loss
 
     def optimizer_step(
@@ -323,10 +334,12 @@ class MeshStrategy(ParallelStrategy):
         """Inside, backwards only add up each rank's own gradients; Lightning enters it but on the last microbatch."""
         assert self._sharded is not None
         self._sharded.set_gradient_sync(False)
+        self._syncs_gradients = False
         try:
             yield
         finally:
             self._sharded.set_gradient_sync(True)
+            self._syncs_gradients = True
 
     def on_validation_start(self) -> None:
         """Give every rank rank 0's buffers, as DDP does, so that all evaluate the same model."""

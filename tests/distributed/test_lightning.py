@@ -219,6 +219,33 @@ def test_trains_as_in_one_process(pool: WorkerPool, way: type[TestModule]) -> No
     assert_same(pool.run(train, 2, way, "full_shard")[0], expected)
 
 
+class Weighted(GPT):
+    """Sequences of unequal length: a mean over tokens that says how many they are."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, targets = batch
+        position = torch.arange(8)
+        targets = torch.where(position < 1 + tokens[:, :1] % 8, targets, -100)
+        logits = self.model(tokens) * self.temperature
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        return {"loss": loss, "weight": (targets != -100).sum()}
+
+
+def train_weighted(layout: str, accumulate: int, num_steps: int) -> Weights:
+    torch.manual_seed(0)
+    # One process has what all ranks and microbatches have together in one batch; its plain mean is the weighted one.
+    model = Weighted(global_batch_size=8 if layout != "auto" else 8 * accumulate)
+    kwargs = {"accumulate_grad_batches": accumulate} if layout != "auto" else {}
+    make_trainer(layout, max_steps=num_steps, precision="64-true", gradient_clip_val=1.0, **kwargs).fit(model)
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_weighted_mean_over_unequal_numbers_of_tokens(pool: WorkerPool, accumulate: int) -> None:
+    expected = pool.run(train_weighted, 1, "auto", accumulate, 5)[0]
+    assert_same(pool.run(train_weighted, 4, "2x2", accumulate, 5)[0], expected)
+
+
 # --- metrics, loops and callbacks
 
 

@@ -1,0 +1,70 @@
+"""The exact weighted mean of losses that are means over unequal numbers of tokens.
+
+Averaging the ranks' means, as DDP does, counts a token more where its rank has few. A ``training_step`` that returns
+``{"loss": l, "weight": n}``, ``l`` a mean over ``n`` tokens, gets the gradient of ``sum(n * l) / sum(n)`` over all ranks
+and all microbatches of an optimizer step instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+__all__ = ["LossWeights"]
+
+
+class LossWeights:
+    """Adds up weights between optimizer steps: losses are multiplied by theirs, gradients divided by their sum."""
+
+    def __init__(self) -> None:
+        self._current: Tensor | None = None
+        self._total: Tensor | None = None
+
+    def read(self, output: Any, device: torch.device) -> None:
+        """Take the weight, if there is one, from what ``training_step`` returned.
+
+        Raises:
+            ValueError: If the weight is negative or not finite, or only some microbatches of a step have one.
+        """
+        self._current = None
+        if not isinstance(output, Mapping) or output.get("weight") is None:
+            if self._total is not None:
+                raise ValueError(
+                    "training_step returned a loss without a 'weight', but one with it earlier in the same optimizer"
+                    " step: return {'loss': ..., 'weight': ...} always or never."
+                )
+            return
+        weight = torch.as_tensor(output["weight"], dtype=torch.float64, device=device).detach()
+        if not bool(torch.isfinite(weight)) or bool(weight < 0):
+            raise ValueError(f"training_step returned weight={float(weight)}; it must be a finite number, 0 or more.")
+        self._current = weight
+
+    def scale(self, loss: Tensor) -> Tensor:
+        """``loss`` times its weight."""
+        if self._current is None:
+            return loss
+        self._total = self._current if self._total is None else self._total + self._current
+        # Without tokens the mean is NaN, and stays it when multiplied by zero.
+        return torch.where(self._current > 0, loss, 0.0) * self._current.to(loss.dtype)
+
+    def normalize(self, params: Iterable[nn.Parameter], num_microbatches: int) -> None:
+        """Divide the reduced gradients by the sum of all ranks' weights. A collective, where there are weights.
+
+        Args:
+            params: Whose gradients are the mean over ranks of the sum over microbatches, each divided by
+                ``num_microbatches``.
+            num_microbatches: Microbatches of an optimizer step.
+        """
+        if self._total is None:
+            return
+        total = self._total.clone()
+        dist.all_reduce(total)
+        self._total = None
+        factor = dist.get_world_size() * num_microbatches / float(total) if total else 0.0
+        for param in params:
+            if param.grad is not None:
+                param.grad.mul_(factor)
