@@ -68,8 +68,9 @@ def write(path: Path, checkpoint: dict[str, Any]) -> None:
         checkpoint: Dictionaries, lists and tuples of anything that pickles; DTensors and tensors go to the shards.
 
     Raises:
-        OSError: On the ranks where writing failed; on the others :class:`~lightning_dist.consensus.OtherRankError`.
-            Then nothing is at ``path`` that was not there before.
+        CheckpointError: On all ranks, if a rank could not write its shards.
+        OSError: On rank 0, if the directory could not be made or put in its place; on the others
+            :class:`~lightning_dist.consensus.OtherRankError`. On any error what was at ``path`` stays.
     """
     tensors: dict[str, torch.Tensor] = {}
     state = _take_out(checkpoint, (), tensors)
@@ -81,7 +82,15 @@ def write(path: Path, checkpoint: dict[str, Any]) -> None:
     mine = {key: tensor for key, tensor in tensors.items() if is_first or isinstance(tensor, DTensor)}
     # thread_count > 1 loses writers' errors: a full disk would look like success (pytorch #191391).
     writer = dcp.FileSystemWriter(temporary, single_file_per_rank=True, thread_count=1, overwrite=False)
-    dcp.save(mine, storage_writer=writer, no_dist=not dist.is_initialized())
+    try:
+        dcp.save(mine, storage_writer=writer, no_dist=not dist.is_initialized())
+    except dcp.CheckpointException as error:
+        if is_first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"The checkpoint {path} was not written: rank {', '.join(map(str, error.failures))} failed: {_cause(error)}."
+            " What was there before is unchanged."
+        ) from error
     with together(f"writing {path}"):
         if is_first:
             torch.save(state, temporary / _STATE)

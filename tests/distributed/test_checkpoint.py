@@ -181,6 +181,39 @@ def test_bad_checkpoints(pool: WorkerPool, tmp_path: Path) -> None:
                 raise CheckpointError(error)
 
 
+def save_on_full_disk(folder: Path) -> tuple[str, list[str]]:
+    """Save twice to one path, the second time with no space for rank 1's shard."""
+    import os
+
+    from torch.distributed.checkpoint import filesystem
+
+    model = GPT()
+    trainer = make_trainer("2x2", max_steps=1)
+    trainer.fit(model)
+    trainer.save_checkpoint(folder / "run.ckpt")
+    if os.environ["RANK"] == "1":
+
+        def no_space(*args: Any, **kwargs: Any) -> None:
+            raise OSError(28, "No space left on device")
+
+        filesystem._write_item, kept = no_space, filesystem._write_item
+    try:
+        trainer.save_checkpoint(folder / "run.ckpt")
+        error = "no error"
+    except CheckpointError as raised:
+        error = str(raised)
+    if os.environ["RANK"] == "1":
+        filesystem._write_item = kept
+    trainer.strategy.load_checkpoint(folder / "run.ckpt")
+    return error, sorted(path.name for path in folder.rglob("*") if path.is_dir())
+
+
+def test_a_rank_without_space_leaves_the_old_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+    for error, folders in pool.run(save_on_full_disk, 4, tmp_path):
+        assert "run.ckpt was not written: rank 1 failed: [Errno 28] No space left on device" in error
+        assert folders == [".tmp", "run.ckpt"]
+
+
 def test_failing_rank_ends_the_others(pool: WorkerPool) -> None:
     """The pool itself: a rank that raises is reported, the others do not hang the session."""
     with pytest.raises(RankFailed, match="on purpose"):
