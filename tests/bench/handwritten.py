@@ -47,15 +47,14 @@ def train(workload: Workload, end_step: EndStep, dp_replicate_size: int = 1, two
                 module.set_custom_reduce_scatter(TwoShotReduceScatter())
 
     optimizer, scheduler = configure_optimizer(model, workload.num_steps)
-    while True:
-        for inputs, targets in workload.loader():
-            optimizer.zero_grad()
-            loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
-            loss.backward()
-            optimizer.step()
-            scheduler.step()
-            if not end_step(loss.detach()):
-                return
+    for inputs, targets in workload.batches():
+        optimizer.zero_grad()
+        loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        scheduler.step()
+        if not end_step(loss.detach()):
+            return
 
 
 def configure_optimizer(model: torch.nn.Module, num_steps: int) -> tuple[AdamW, LambdaLR]:

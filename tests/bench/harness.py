@@ -1,11 +1,12 @@
-"""Two training runs in the same processes, taking turns, and what their times say of each other."""
+"""Two sides measured in turn, and what their figures say of each other."""
 
 from __future__ import annotations
 
 import math
+import operator
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from threading import Semaphore, Thread
 
@@ -13,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Comparison", "EndStep", "Pace", "Train", "compare", "median_interval"]
+__all__ = ["EndStep", "Pace", "Pairs", "Train", "alternate", "compare_steps", "median_interval"]
 
 EndStep = Callable[[Tensor], bool]
-"""What a run calls after every optimizer step, with the step's loss; it ends when the answer is False."""
+"""What a training run calls after every optimizer step, with the step's loss; at False the run ends."""
 
 Train = Callable[[EndStep], None]
 """A training run, from building the model to its end."""
@@ -24,38 +25,100 @@ Train = Callable[[EndStep], None]
 LOSS_TOLERANCE = 1e-3
 
 
+@dataclass
+class Pairs:
+    """Figures of two sides, one of each a pair.
+
+    Args:
+        ours: One side's figures.
+        theirs: The other's.
+        by: How a pair is made one number, ours first: divided or subtracted.
+    """
+
+    ours: list[float] = field(default_factory=list)
+    theirs: list[float] = field(default_factory=list)
+    by: Callable[[float, float], float] = operator.truediv
+
+    def __len__(self) -> int:
+        return len(self.ours)
+
+    @property
+    def compared(self) -> list[float]:
+        """One number a pair."""
+        return [self.by(a, b) for a, b in zip(self.ours, self.theirs, strict=True)]
+
+    @property
+    def median(self) -> float:
+        """The median of :attr:`compared`."""
+        return median(self.compared)
+
+    @property
+    def interval(self) -> tuple[float, float] | None:
+        """Its 95% interval; None with fewer than six pairs."""
+        return median_interval(self.compared)
+
+
 @dataclass(frozen=True)
 class Pace:
-    """How long two runs take turns.
+    """How long two sides take turns.
 
     Args:
-        steps: Steps in a turn.
-        min_pairs: Pairs of turns to measure at least.
-        max_width: Go on until the interval of the median ratio is this narrow.
+        min_pairs: Pairs to measure at least.
+        max_width: Go on until the interval of the median is this narrow.
         max_seconds: Stop after this long even so.
-        warmup_turns: Turns of each run that are not measured.
+        steps: Training steps in a turn.
+        warmup_turns: Turns of each side that are not counted.
     """
 
+    min_pairs: int
+    max_width: float
+    max_seconds: float
     steps: int = 4
-    min_pairs: int = 20
-    max_width: float = 0.04
-    max_seconds: float = 300.0
     warmup_turns: int = 2
 
+    def stop_rule(self) -> Callable[[Pairs], bool]:
+        """Whether these pairs are enough, by a clock that starts now."""
+        deadline = time.monotonic() + self.max_seconds
 
-@dataclass(frozen=True)
-class Comparison:
-    """What two runs took for the same work.
+        def is_enough(pairs: Pairs) -> bool:
+            if len(pairs) and time.monotonic() > deadline:
+                return True
+            return len(pairs) >= self.min_pairs and self.is_narrow(pairs.interval)
 
-    Args:
-        ours: Seconds a step, one figure a turn.
-        theirs: The other run's, turn by turn.
-        loss_difference: How far the two losses were apart after the last step, on the rank where they were furthest.
+        return is_enough
+
+    def is_narrow(self, interval: tuple[float, float] | None) -> bool:
+        """Whether an interval is as narrow as asked for; None, of too few pairs to have one, counts as it."""
+        return interval is None or interval[1] - interval[0] <= self.max_width
+
+
+def alternate(
+    ours: Callable[[], float], theirs: Callable[[], float], pairs: Pairs, is_enough: Callable[[Pairs], bool]
+) -> Pairs:
+    """Measure both sides in turn, the order swapped from pair to pair, until ``is_enough``."""
+    while not is_enough(pairs):
+        if len(pairs) % 2 == 0:
+            a = ours()
+            b = theirs()
+        else:
+            b = theirs()
+            a = ours()
+        pairs.ours.append(a)
+        pairs.theirs.append(b)
+    return pairs
+
+
+def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
+    """The interval that holds the median with at least ``confidence``, whatever the values' distribution.
+
+    Two of the sorted values, as far in as the binomial distribution allows (Conover, Practical Nonparametric
+    Statistics, section 3.2). None: there are too few values; 0.95 needs six.
     """
-
-    ours: list[float]
-    theirs: list[float]
-    loss_difference: float
+    ordered, n = sorted(values), len(values)
+    probability, num_below = 0.0, 0
+    while (probability := probability + math.comb(n, num_below) / 2**n) <= (1 - confidence) / 2:
+        num_below += 1
+    return (ordered[num_below - 1], ordered[n - num_below]) if num_below else None
 
 
 class Player:
@@ -68,7 +131,7 @@ class Player:
         self.losses: list[float] = []
         self._train = train
         self._steps_left = 0
-        self._finished = False
+        self._is_over = False
         self._error: BaseException | None = None
         self._my_turn, self._turn_over = Semaphore(0), Semaphore(0)
         self._thread = Thread(target=self._run, daemon=True)
@@ -78,12 +141,11 @@ class Player:
         """Run ``num_steps`` steps; the first call builds the run, too."""
         self._steps_left = num_steps
         self._hand_over()
-        if not self._thread.is_alive() and not self._finished:
-            raise RuntimeError("A run ended before it was told to.")
+        assert self._steps_left == 0, f"the run ended by itself, {self._steps_left} steps before its turn was over"
 
     def finish(self) -> None:
         """Let the run end, without another step."""
-        self._finished = True
+        self._is_over = True
         self._hand_over()
         self._thread.join()
 
@@ -107,76 +169,44 @@ class Player:
         if self._steps_left == 0:
             self._turn_over.release()
             self._my_turn.acquire()
-        return not self._finished
+        return not self._is_over
 
 
-def compare(ours: Train, theirs: Train, pace: Pace) -> Comparison:
-    """Let two runs take turns, the order swapped from pair to pair, and time each turn between two barriers.
+def compare_steps(ours: Train, theirs: Train, pace: Pace) -> Pairs:
+    """Let two training runs take turns in this process, and time each turn between two barriers.
 
-    To be called on every rank of a process group.
+    To be called on every rank of a process group. Rank 0 says when it is enough: the ranks' clocks differ.
+
+    Returns:
+        Seconds a step.
 
     Raises:
-        AssertionError: If the runs did not start or end at the same loss: they did not do the same work.
+        AssertionError: If the runs did not start and end at the same loss: they did not do the same work.
     """
     players = Player(ours), Player(theirs)
     for _ in range(pace.warmup_turns):
         for player in players:
             player.play(pace.steps)
-    times: tuple[list[float], list[float]] = [], []
-    deadline = time.perf_counter() + pace.max_seconds
-    while not _agreed(_is_enough(*times, pace) or time.perf_counter() > deadline):
-        order = (0, 1) if len(times[0]) % 2 == 0 else (1, 0)
-        for index in order:
-            times[index].append(_timed(players[index], pace.steps))
+    is_enough = pace.stop_rule()
+
+    def rank_zero_has_enough(pairs: Pairs) -> bool:
+        answer = torch.tensor([is_enough(pairs)])
+        dist.broadcast(answer, src=0)
+        return bool(answer)
+
+    def turn(player: Player) -> float:
+        dist.barrier()
+        start = time.perf_counter()
+        player.play(pace.steps)
+        dist.barrier()
+        return (time.perf_counter() - start) / pace.steps
+
+    pairs = alternate(lambda: turn(players[0]), lambda: turn(players[1]), Pairs(), rank_zero_has_enough)
     for player in players:
         player.finish()
-    first, last = (abs(players[0].losses[step] - players[1].losses[step]) for step in (0, -1))
-    assert max(first, last) <= LOSS_TOLERANCE, (
-        f"the losses differ by {first:.2g} after the first step and by {last:.2g} after the last:"
-        f" {players[0].losses[0]:.5f} to {players[0].losses[-1]:.5f} against"
-        f" {players[1].losses[0]:.5f} to {players[1].losses[-1]:.5f}"
-    )
-    return Comparison(times[0], times[1], last)
-
-
-def _timed(player: Player, num_steps: int) -> float:
-    dist.barrier()
-    start = time.perf_counter()
-    player.play(num_steps)
-    dist.barrier()
-    return (time.perf_counter() - start) / num_steps
-
-
-def _is_enough(ours: Sequence[float], theirs: Sequence[float], pace: Pace) -> bool:
-    if len(ours) < pace.min_pairs:
-        return False
-    interval = median_interval([a / b for a, b in zip(ours, theirs, strict=True)])
-    return interval is None or interval[1] - interval[0] <= pace.max_width
-
-
-def _agreed(stop: bool) -> bool:
-    """Rank 0's answer: the clocks of the ranks differ."""
-    answer = torch.tensor([stop])
-    dist.broadcast(answer, src=0)
-    return bool(answer)
-
-
-def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """The interval that holds the median with at least ``confidence``, whatever the distribution.
-
-    Two of the sorted values, as far in as the binomial distribution allows (Conover, Practical Nonparametric
-    Statistics, section 3.2). None: there are too few values; 0.95 needs six.
-    """
-    values = sorted(values)
-    n = len(values)
-    tail, outside = (1 - confidence) / 2, 0.0
-    for below in range(n):
-        outside += math.comb(n, below) / 2**n
-        if outside > tail:
-            return None if below == 0 else (values[below - 1], values[n - below])
-    return None
-
-
-def ratio(comparison: Comparison) -> float:
-    """The median of the turns' ratios, ours to theirs."""
-    return median(a / b for a, b in zip(comparison.ours, comparison.theirs, strict=True))
+    for when, step in (("start", 0), ("end", -1)):
+        our_loss, their_loss = (player.losses[step] for player in players)
+        assert abs(our_loss - their_loss) <= LOSS_TOLERANCE, (
+            f"the runs {when} at different losses, {our_loss:.6f} and {their_loss:.6f}: they do not do the same work"
+        )
+    return pairs

@@ -1,15 +1,18 @@
-"""The ways of training that are compared, each as a function that trains until ``end_step`` says it is enough."""
+"""The ways of training that are compared: by name, functions that train until ``end_step`` says it is enough."""
 
 from __future__ import annotations
 
-import logging
+import importlib.util
 import os
-import warnings
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from functools import partial
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.strategies import ModelParallelStrategy, Strategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
@@ -19,31 +22,7 @@ from tests.bench import handwritten
 from tests.bench.harness import EndStep
 from tests.bench.workload import Workload
 
-__all__ = ["by_hand", "ddp", "deepspeed_zero_3", "full_shard", "hybrid_shard", "model_parallel", "trainer"]
-
-by_hand = handwritten.train
-
-
-def full_shard(workload: Workload, end_step: EndStep) -> None:
-    """This project's ``full_shard``."""
-    _fit(_build(workload), FullShardStrategy(), workload, _EndStep(end_step))
-
-
-def hybrid_shard(workload: Workload, end_step: EndStep, dp_replicate_size: int, dp_shard_size: int) -> None:
-    """This project's ``hybrid_shard``."""
-    strategy = HybridShardStrategy(dp_replicate_size=dp_replicate_size, dp_shard_size=dp_shard_size)
-    _fit(_build(workload), strategy, workload, _EndStep(end_step))
-
-
-def ddp(workload: Workload, end_step: EndStep) -> None:
-    """Lightning's ``ddp``: every rank holds the whole model."""
-    _fit(_build(workload), "ddp", workload, _EndStep(end_step))
-
-
-def model_parallel(workload: Workload, end_step: EndStep) -> None:
-    """Lightning's ``ModelParallelStrategy``, the module sharding itself."""
-    strategy = ModelParallelStrategy(data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1)
-    _fit(_build(workload, SelfShardingGPT), strategy, workload, _EndStep(end_step))
+__all__ = ["SIDES", "missing_package", "startup_seconds"]
 
 
 class SelfShardingGPT(GPTModule):
@@ -57,10 +36,36 @@ class SelfShardingGPT(GPTModule):
         fully_shard(self.model, mesh=dp_mesh)
 
 
-def deepspeed_zero_3(workload: Workload, end_step: EndStep) -> None:
-    """DeepSpeed's ZeRO-3 in a loop as its documentation shows.
+def _model_parallel() -> Strategy:
+    return ModelParallelStrategy(data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1)
 
-    Not Lightning's ``deepspeed_stage_3``, which refuses to run without a CUDA device.
+
+STRATEGIES: dict[str, tuple[Callable[[], Strategy], type[GPTModule]]] = {
+    "full_shard": (FullShardStrategy, GPTModule),
+    "hybrid_2x1": (partial(HybridShardStrategy, 2, 1), GPTModule),
+    "hybrid_1x2": (partial(HybridShardStrategy, 1, 2), GPTModule),
+    "hybrid_2x2": (partial(HybridShardStrategy, 2, 2), GPTModule),
+    "model_parallel": (_model_parallel, SelfShardingGPT),
+    "ddp": (DDPStrategy, GPTModule),
+}
+"""Ours and Lightning's, each with the module that it trains. Sizes are replicas x ranks that share one."""
+
+
+def with_trainer(name: str, workload: Workload, end_step: EndStep) -> None:
+    """Train by Lightning's Trainer and the strategy of that name."""
+
+    class EndOfStep(Callback):
+        def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
+            trainer.should_stop = not end_step(outputs["loss"])
+
+    strategy, cls = STRATEGIES[name]
+    _trainer(strategy(), workload, EndOfStep()).fit(_module(cls, workload), workload.loader())
+
+
+def deepspeed_zero_3(workload: Workload, end_step: EndStep) -> None:
+    """Train by DeepSpeed's ZeRO-3 in a loop as its documentation shows.
+
+    Not through Lightning's ``deepspeed_stage_3``, which refuses to run without a CUDA device.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
@@ -72,21 +77,55 @@ def deepspeed_zero_3(workload: Workload, end_step: EndStep) -> None:
         "train_micro_batch_size_per_gpu": workload.global_batch_size // int(os.environ["WORLD_SIZE"]),
         "zero_optimization": {"stage": 3},
     }
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
-    while True:
-        for inputs, targets in workload.loader():
-            loss = functional.cross_entropy(engine(inputs).flatten(0, 1), targets.flatten())
-            engine.backward(loss)
-            engine.step()
-            if not end_step(loss.detach()):
-                engine.destroy()
-                return
+    with redirect_stdout(None):
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
+    for inputs, targets in workload.batches():
+        loss = functional.cross_entropy(engine(inputs).flatten(0, 1), targets.flatten())
+        engine.backward(loss)
+        engine.step()
+        if not end_step(loss.detach()):
+            engine.destroy()
+            return
 
 
-def trainer(strategy: Strategy | str, workload: Workload, callback: Callback) -> Trainer:
-    """A Trainer on all ranks that only trains."""
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", module="lightning")
+SIDES: dict[str, Callable[[Workload, EndStep], None]] = {
+    **{name: partial(with_trainer, name) for name in STRATEGIES},
+    "by_hand": handwritten.train,
+    "by_hand_two_shot": partial(handwritten.train, two_shot=True),
+    "by_hand_2x1": partial(handwritten.train, dp_replicate_size=2, two_shot=True),
+    "by_hand_2x2": partial(handwritten.train, dp_replicate_size=2, two_shot=True),
+    "deepspeed": deepspeed_zero_3,
+}
+
+
+def missing_package(name: str) -> str | None:
+    """The package that the side of that name needs and that is not installed."""
+    return "deepspeed" if name == "deepspeed" and importlib.util.find_spec("deepspeed") is None else None
+
+
+def startup_seconds(name: str, workload: Workload) -> float:
+    """Seconds from before the Trainer is made to its first training step."""
+    begun: list[float] = []
+
+    class FirstStep(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *args: Any) -> int:
+            begun.append(time.perf_counter())
+            trainer.should_stop = True
+            return -1  # skips the epoch, this step included
+
+    strategy, cls = STRATEGIES[name]
+    module, loader = _module(cls, workload), workload.loader()
+    start = time.perf_counter()
+    _trainer(strategy(), workload, FirstStep()).fit(module, loader)
+    return begun[0] - start
+
+
+def _module(cls: type[GPTModule], workload: Workload) -> GPTModule:
+    torch.manual_seed(workload.seed)
+    return cls(**workload.model)
+
+
+def _trainer(strategy: Strategy, workload: Workload, callback: Callback) -> Trainer:
     return Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
@@ -99,21 +138,3 @@ def trainer(strategy: Strategy | str, workload: Workload, callback: Callback) ->
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-
-
-def _build(workload: Workload, cls: type[GPTModule] = GPTModule) -> GPTModule:
-    torch.manual_seed(workload.seed)
-    return cls(**workload.model)
-
-
-def _fit(module: LightningModule, strategy: Strategy | str, workload: Workload, callback: Callback) -> None:
-    trainer(strategy, workload, callback).fit(module, workload.loader())
-
-
-class _EndStep(Callback):
-    def __init__(self, end_step: EndStep) -> None:
-        self._end_step = end_step
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
-        if not self._end_step(outputs["loss"]):
-            trainer.should_stop = True

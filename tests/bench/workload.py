@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 from examples.gpt.data import ByteWindows, TextDataModule
@@ -52,6 +54,11 @@ class Workload:
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         sampler = DistributedSampler(windows, world_size, rank, drop_last=True)
         return DataLoader(windows, self.global_batch_size // world_size, sampler=sampler, drop_last=True)
+
+    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """The loader's batches, over and over."""
+        while True:
+            yield from self.loader()
 
 
 @cache

@@ -1,0 +1,72 @@
+"""The ``lightning-dist`` command. It imports nothing of the ``cli`` extra here, so that it can say what is missing."""
+
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from lightning_dist.cli.errors import BAD_CONFIGURATION, closest, print_error
+
+__all__ = ["main"]
+
+_TRAINER_COMMANDS = {
+    "fit": "train a model",
+    "validate": "run one validation epoch",
+    "test": "run one test epoch",
+    "predict": "run a model over data and collect what it returns",
+}
+_COMMANDS = _TRAINER_COMMANDS | {"checkpoint": "turn a sharded checkpoint into one file"}
+
+_EXTRA = ("jsonargparse", "docstring_parser", "omegaconf", "mlflow")
+
+_USAGE = """\
+usage: lightning-dist COMMAND [options]
+
+Train ordinary LightningModules, spread over devices by a strategy's name.
+
+commands:
+{commands}
+
+options:
+  -h, --help   show this and exit; after a command, that command's options
+  --version    show the version and exit
+
+example:
+  lightning-dist fit -c config.yaml --trainer.strategy=hybrid_shard --trainer.strategy.dp_shard_size=4
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line.
+
+    Args:
+        argv: What follows the program's name; by default what this process was started with.
+
+    Returns:
+        The exit code: 0 done, 1 training failed, 2 bad configuration.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        commands = "\n".join(f"  {name:<12} {text}" for name, text in _COMMANDS.items())
+        print(_USAGE.format(commands=commands), end="", file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else BAD_CONFIGURATION
+    command = arguments[0]
+    if command == "--version":
+        from importlib.metadata import version
+
+        print(f"lightning-dist {version('lightning-dist')}")
+        return 0
+    if command not in _COMMANDS:
+        names = ", ".join(_COMMANDS)
+        print_error(f"no command is named {command!r}{closest(command, _COMMANDS)} The commands are {names}.")
+        return BAD_CONFIGURATION
+    if command == "checkpoint":
+        from lightning_dist.cli.checkpoint import run as run_checkpoint
+
+        return run_checkpoint(arguments[1:])
+    missing = [name for name in _EXTRA if find_spec(name) is None]
+    if missing:
+        print_error(f'{command} needs {" and ".join(missing)}: pip install "lightning-dist[cli]"')
+        return BAD_CONFIGURATION
+    from lightning_dist.cli.trainer import run as run_trainer
+
+    return run_trainer(arguments)

@@ -1,0 +1,229 @@
+"""The private corners of jsonargparse and LightningCLI that the command stands on, each with what would replace it.
+
+Tried with jsonargparse 4.53 and lightning 2.6.
+"""
+
+import argparse
+import inspect
+from collections.abc import Iterator
+from subprocess import Popen
+from typing import Any, Literal, get_args, get_origin
+
+import yaml
+from jsonargparse import ArgumentParser, Namespace
+from jsonargparse._actions import _ActionHelpClassPath
+from jsonargparse._typehints import ActionTypeHint
+from jsonargparse._util import NestedArg, get_import_path, import_object
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import Strategy, StrategyRegistry
+
+from lightning_dist.cli.errors import closest
+
+_AUTO = "auto"
+
+
+class StrategyAction(ActionTypeHint):
+    """Parses ``trainer.strategy`` in every spelling: registered name, class name, import path, each with arguments.
+
+    Lightning's annotation is ``str | Strategy``, of which jsonargparse makes two unrelated things: a name, which cannot
+    have arguments, and a class. Replaced by: an annotation in Lightning that knows the registry, or a hook in
+    jsonargparse to normalise a value before it is checked.
+    """
+
+    def _check_type(
+        self, value: Any, append: bool = False, cfg: Namespace | None = None, mode: str | None = None
+    ) -> Any:
+        try:
+            if isinstance(value, NestedArg) and value.key == "class_path":
+                value = {"class_path": value.val}
+            if isinstance(value, str) and value.lstrip().startswith("{"):
+                value = yaml.safe_load(value)
+            if isinstance(value, NestedArg):
+                given = cfg.get(self.dest) if cfg is not None else None
+                if isinstance(given, str) or given is None:
+                    cfg = Namespace({self.dest: _expand(given or _AUTO, argument=value.key)})
+            elif isinstance(value, str):
+                value = _resolve(value)
+            elif isinstance(value, (dict, Namespace)) and isinstance(value.get("class_path"), str):
+                value = _with_registered_arguments(value)
+        except TypeError as error:
+            raise TypeError(f'Parser key "{self.dest}":\n  {error}') from error
+        return super()._check_type(value, append=append, cfg=cfg, mode=mode)
+
+    def instantiate_classes(self, value: Any) -> Any:
+        """Make the strategy as a Strategy alone: of a union, jsonargparse would report the failure to be a str."""
+        if isinstance(value, str):
+            return value
+        union, self._typehint = self._typehint, Strategy
+        try:
+            return super().instantiate_classes(value)
+        finally:
+            self._typehint = union
+
+
+class StrategyHelpAction(_ActionHelpClassPath):
+    """``--trainer.strategy.help NAME``, where NAME may be a registered one. Replaced as StrategyAction would be."""
+
+    def resolve_help_type(self, value: str | None, option_string: str) -> type:
+        if value is None:
+            names = ", ".join(sorted(StrategyRegistry))
+            raise TypeError(f"{option_string}: expected the name of a strategy: {names}")
+        try:
+            strategy: type = import_object(_class_path(value))
+        except TypeError as error:
+            raise TypeError(f"{option_string}: {error}") from error
+        return strategy
+
+
+def install_strategy_actions(parser: ArgumentParser, key: str) -> None:
+    """Make an argument of type ``str | Strategy`` and its ``.help`` accept registered names with arguments.
+
+    Args:
+        parser: A parser that has the argument.
+        key: Its name, such as ``trainer.strategy``.
+    """
+    action, help_action = (parser._option_string_actions[f"--{name}"] for name in (key, f"{key}.help"))
+    action.__class__, help_action.__class__ = StrategyAction, StrategyHelpAction
+    ours = {name: entry["strategy"] for name, entry in StrategyRegistry.items() if _is_ours(entry["strategy"])}
+    signatures = [f"{name}({', '.join(parameters_of(cls))})" for name, cls in ours.items()]
+    others = [_AUTO, *sorted(name for name in StrategyRegistry if name not in ours and "_find_unused" not in name)]
+    action.metavar = "NAME|CLASS"
+    action.help = (
+        f"{'; '.join(signatures)}; or Lightning's {', '.join(others)}; or a class. Arguments: --{key}.ARGUMENT=VALUE, "
+        f"or init_args beside class_path in a YAML file; what they mean: --{key}.help NAME"
+    )
+    help_action.help = "Explain the arguments of a strategy, given by name or class, and exit."
+
+
+class CommandLine(LightningCLI):
+    """LightningCLI with its handling of ``ckpt_path`` open to override. Replaced by: a public hook before parsing."""
+
+    def _parse_ckpt_path(self) -> None:
+        path = self.config[self.config.subcommand].get("ckpt_path")
+        if path:
+            self.read_checkpoint_hparams(str(path))
+
+    def read_checkpoint_hparams(self, path: str) -> None:
+        """Check a checkpoint path and take the model's hyperparameters from it."""
+        super()._parse_ckpt_path()
+
+
+def active_parser(parser: ArgumentParser, error: Exception | None) -> ArgumentParser:
+    """Return the parser of the command that an error is about. Replaced by: ``error`` being called on that parser."""
+    at_fault = getattr(error, "subcommand_parser", None)
+    if at_fault is None and parser._subcommands_action is not None:
+        at_fault = parser._subcommands_action._name_parser_map.get(next(iter(getattr(parser, "args", [])), ""))
+    return at_fault or parser
+
+
+def child_processes(trainer: Trainer) -> list[Popen[bytes]]:
+    """Return the processes that the Trainer's launcher has started. Replaced by: a public method that ends them."""
+    return list(getattr(trainer.strategy.launcher, "procs", []))
+
+
+def option_names(parser: ArgumentParser) -> set[str]:
+    """Return a parser's long options without dashes. Replaced by: a public listing of a parser's arguments."""
+    return {
+        option.removeprefix("--").rstrip("+") for option in parser._option_string_actions if option.startswith("--")
+    }
+
+
+def type_of(parser: ArgumentParser, key: str) -> Any:
+    """Return the type hint of an argument, None if it has none. Replaced as ``option_names`` would be."""
+    action: argparse.Action | None = parser._option_string_actions.get(f"--{key}")
+    return getattr(action, "_typehint", None)
+
+
+def parameters_of(class_or_path: type | str) -> list[str]:
+    """Return the names of the arguments that a class can be configured with, also those passed on as ``**kwargs``."""
+    cls = import_object(class_or_path) if isinstance(class_or_path, str) else class_or_path
+    names: list[str] = ArgumentParser(exit_on_error=False).add_class_arguments(cls, fail_untyped=False)
+    return names
+
+
+def class_names(typehint: Any) -> set[str]:
+    """Return the names of the classes that have been imported and would fit a type hint."""
+    return {cls.__name__ for base in _classes(typehint) for cls in _subclasses(base) if not inspect.isabstract(cls)}
+
+
+def literals(typehint: Any) -> list[str]:
+    """Return the values that a type hint spells out."""
+    if get_origin(typehint) is Literal:
+        return [str(value) for value in get_args(typehint)]
+    return [value for argument in get_args(typehint) for value in literals(argument)]
+
+
+def _resolve(value: str) -> Any:
+    """Turn the name of a strategy into a class to instantiate, where it is not one that the Trainer must see itself."""
+    name = value.lower()
+    if name in StrategyRegistry:
+        # The Trainer treats some of Lightning's names apart (ddp_notebook): they stay names until they have arguments.
+        return _expand(name) if _is_ours(StrategyRegistry[name]["strategy"]) else name
+    if name == _AUTO:
+        return name
+    return {"class_path": _class_path(value)}
+
+
+def _with_registered_arguments(value: Any) -> Any:
+    spec = value.as_dict() if isinstance(value, Namespace) else dict(value)
+    name = spec["class_path"].lower()
+    if name == _AUTO:
+        raise TypeError("the strategy 'auto' is no class_path: write `strategy: auto`.")
+    if name not in StrategyRegistry:
+        return spec | {"class_path": _class_path(spec["class_path"])}
+    expanded = _expand(name)
+    return spec | expanded | {"init_args": expanded.get("init_args", {}) | (spec.get("init_args") or {})}
+
+
+def _expand(name: str, argument: str | None = None) -> dict[str, Any]:
+    """Return the class and the arguments that a name is registered for."""
+    if name not in StrategyRegistry:
+        raise TypeError(
+            f"the strategy {name!r} takes no argument {argument!r}: name one that does, before its arguments."
+        )
+    entry = StrategyRegistry[name]
+    spec: dict[str, Any] = {"class_path": get_import_path(entry["strategy"])}
+    return spec | {"init_args": dict(entry["init_params"])} if entry["init_params"] else spec
+
+
+def _class_path(name: str) -> str:
+    found = _class_of(name)
+    if found is not None:
+        return str(get_import_path(found))
+    if "." not in name:
+        known = {*StrategyRegistry, _AUTO, *class_names(Strategy)}
+        raise TypeError(f"no strategy is named {name!r}{closest(name, known)}")
+    try:
+        imported = import_object(name)
+    except (ImportError, AttributeError, ValueError):
+        return name  # The parser explains what is wrong with an import path.
+    if not (inspect.isclass(imported) and issubclass(imported, Strategy)):
+        raise TypeError(f"{name} is not a Strategy.")
+    return str(get_import_path(imported))
+
+
+def _class_of(name: str) -> type | None:
+    """Return the strategy with this registered name or class name."""
+    if name.lower() in StrategyRegistry:
+        registered: type = StrategyRegistry[name.lower()]["strategy"]
+        return registered
+    return next((cls for cls in _subclasses(Strategy) if cls.__name__ == name), None)
+
+
+def _is_ours(strategy: type) -> bool:
+    return strategy.__module__.partition(".")[0] == "lightning_dist"
+
+
+def _classes(typehint: Any) -> Iterator[type]:
+    if inspect.isclass(typehint) and not get_args(typehint):
+        yield typehint
+    for argument in get_args(typehint):
+        yield from _classes(argument)
+
+
+def _subclasses(cls: type) -> Iterator[type]:
+    yield cls
+    subclasses: list[type] = type.__subclasses__(cls)
+    for subclass in subclasses:
+        yield from _subclasses(subclass)

@@ -1,0 +1,147 @@
+"""What the command prints when it fails: one message, from one process, and an exit code.
+
+Every process of a run meets the same mistake at the same time. Rank 0 prints it; another rank waits a moment and
+prints, with its rank in front, only what no other process of its machine has said. Processes that have no connection
+yet, or have just lost it, agree by files in the temporary folder.
+"""
+
+import hashlib
+import os
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterable
+from difflib import get_close_matches
+from pathlib import Path
+
+TRAINING_FAILED = 1
+BAD_CONFIGURATION = 2
+SHOW_TRACEBACK = "LIGHTNING_DIST_TRACEBACK"
+"""Environment variable that makes a mistake in the configuration end with its traceback."""
+
+_GRACE_S = 2.0
+_STALE_S = 60.0
+
+
+def closest(name: str, candidates: Iterable[str]) -> str:
+    """Return the end of a sentence about an unknown name: ``"; did you mean 'x'?"``, or a full stop."""
+    matches = get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    return f"; did you mean {matches[0]!r}?" if matches else "."
+
+
+def users_line(error: BaseException) -> str:
+    """Return the line of the user's own code that an error came from, as a line to put below its message.
+
+    Args:
+        error: An error that was raised; what caused it is looked at first.
+
+    Returns:
+        An empty string where only libraries were at work.
+    """
+    while error.__cause__ is not None:
+        error = error.__cause__
+    frames = traceback.extract_tb(error.__traceback__)
+    own = next((frame for frame in reversed(frames) if _is_users(frame.filename)), None)
+    if own is None:
+        return ""
+    place = f"{os.path.relpath(own.filename)}:{own.lineno}, in {own.name}"
+    return f"\n  at {place} ({SHOW_TRACEBACK}=1 shows how it came there)"
+
+
+def _is_users(filename: str) -> bool:
+    path = Path(filename)
+    installed = "site-packages" in path.parts or not path.is_file()
+    # Unresolved, since both are reached through the package's links.
+    libraries = (Path(__file__).parents[1], Path(os.__file__).parent)
+    return not installed and not any(path.is_relative_to(library) for library in libraries)
+
+
+def print_error(text: str, prefix: str = "error: ") -> None:
+    """Print a message to stderr, in one write so that processes do not tear each other's lines."""
+    sys.stderr.write(f"{prefix}{text.rstrip()}\n")
+    sys.stderr.flush()
+
+
+def report(text: str, code: int, prefix: str = "error: ", cause: str | None = None) -> int:
+    """Print an error that other processes of the run may have too; return the exit code.
+
+    Args:
+        text: The message.
+        code: This process's exit code.
+        prefix: Put before the message.
+        cause: What makes two processes' errors the same, where their texts differ.
+    """
+    rank, markers = _rank(), _markers()
+    if markers is None:
+        print_error(text, prefix)
+        return code
+    marker = markers / hashlib.sha1((cause or text).encode()).hexdigest()
+    if rank == 0:
+        _claim(marker, code)
+        print_error(text, prefix)
+        return code
+    deadline = time.monotonic() + _GRACE_S
+    while time.monotonic() < deadline:
+        if _is_fresh(marker):
+            return code
+        time.sleep(0.05)
+    if _claim(marker, code):
+        print_error(text, f"[rank {rank}] {prefix}")
+    return code
+
+
+def reported_by_another() -> int | None:
+    """Return the exit code of the process that failed first, if one says within moments that it did.
+
+    For a process that sees no more than a lost connection, and would only add noise.
+    """
+    markers = _markers()
+    if markers is None:
+        return None
+    # The other rank may itself be waiting for a yet more important one.
+    deadline = time.monotonic() + 2 * _GRACE_S
+    while time.monotonic() < deadline:
+        for marker in markers.iterdir():
+            if _is_fresh(marker):
+                return int(marker.read_text() or TRAINING_FAILED)
+        time.sleep(0.05)
+    return None
+
+
+def _rank() -> int:
+    for variable in ("RANK", "SLURM_PROCID", "LOCAL_RANK"):
+        if os.environ.get(variable, "").isdigit():
+            return int(os.environ[variable])
+    return 0
+
+
+def _markers() -> Path | None:
+    """Return the folder that this run's processes on this machine share, or None if there is only one process."""
+    if "MASTER_PORT" not in os.environ:
+        return None
+    run = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")]
+    key = hashlib.sha1("|".join([*run, str(os.getuid())]).encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir(), f"lightning-dist-{key}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def _claim(marker: Path, code: int) -> bool:
+    """Say that this process reports an error; return False if another has said so."""
+    if not _is_fresh(marker):
+        marker.unlink(missing_ok=True)
+    try:
+        with marker.open("x") as file:
+            file.write(str(code))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _is_fresh(marker: Path) -> bool:
+    """Whether a marker is of this run and not of one before it on the same port."""
+    try:
+        return time.time() - marker.stat().st_mtime < _STALE_S
+    except FileNotFoundError:
+        return False

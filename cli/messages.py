@@ -1,0 +1,272 @@
+"""jsonargparse's error messages, made short: the key, the value, what was expected, and the nearest name.
+
+jsonargparse reports a tree: for every type of a union why the value does not fit it. One branch of it is what the user
+meant; the others are dropped.
+"""
+
+import importlib
+import inspect
+import os
+import pkgutil
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonargparse import ArgumentParser
+from omegaconf.errors import OmegaConfBaseException
+
+from lightning_dist.cli._compat import class_names, literals, option_names, parameters_of, type_of
+from lightning_dist.cli.errors import closest
+
+_MAX_LINES = 3
+
+
+def shorten(message: str, parser: ArgumentParser, arguments: Sequence[str]) -> str:
+    """Rewrite an error of the parser for the person who typed it.
+
+    Args:
+        message: What jsonargparse would print below the usage.
+        parser: The parser that refuses.
+        arguments: The command line, to say which configuration file an option is from.
+
+    Returns:
+        At most three lines, without a full stop's worth of usage. A message of an unknown form is cut, never dropped.
+    """
+    if found := re.match(r"unrecognized arguments: (.*)", message, re.DOTALL):
+        return _unrecognized(found[1].split(), parser)
+    if found := re.match(r"Subcommand '\w+' does not accept option '(.+)'", message):
+        return _unknown_key(found[1], parser, arguments)
+    if found := re.match(r"the following arguments are required: (.*)", message):
+        return _missing(found[1], parser)
+    if found := re.match(r"""Parser key "config": File does not exist: '(.*)'""", message):
+        return _missing_file(Path(found[1]))
+    if found := re.match(r"argument (--[\w.]+): expected one argument", message):
+        return f"{found[1]} needs a value: {found[1]}=VALUE."
+    if found := re.match(r"Problems parsing config: (.*)", message, re.DOTALL):
+        return _unreadable_config(arguments) or f"a configuration is not valid YAML: {_one_line(found[1])}"
+    if found := re.match(r'Parser key "([\w.]+)"', message):
+        return _explain(message.splitlines()[1:] or [message], found[1], parser, arguments)
+    return _cut(message)
+
+
+def _unrecognized(words: list[str], parser: ArgumentParser) -> str:
+    option = next((word for word in words if word.startswith("-")), None)
+    if option is None:
+        return f"unexpected argument {words[0]!r}: options are written --name=value."
+    name = option.lstrip("-").partition("=")[0]
+    return f"no option is named --{name}{_nearest_key(name, parser, '--')}"
+
+
+def _unknown_key(key: str, parser: ArgumentParser, arguments: Sequence[str]) -> str:
+    return f"{_origin(key, arguments)}no option is named {key!r}{_nearest_key(key, parser)}"
+
+
+def _nearest_key(key: str, parser: ArgumentParser, dashes: str = "") -> str:
+    names = option_names(parser)
+    # A section of a file stands for all the options below it.
+    names |= {".".join(name.split(".")[: key.count(".") + 1]) for name in names}
+    answer = closest(key, names)
+    while answer == "." and "." in key:
+        # Perhaps it is the section that is misspelled.
+        key = key.rpartition(".")[0]
+        answer = "." if key in names else closest(key, names)
+    if answer == ".":
+        return f": {parser.prog.replace(' [options]', '')} --help lists the options."
+    return answer.replace("'", f"'{dashes}", 1)
+
+
+def _missing(names: str, parser: ArgumentParser) -> str:
+    missing = [re.sub(r"^(fit|validate|test|predict)\.", "", name.strip()) for name in names.split(",")]
+    if missing == ["model"]:
+        return "no model: give --model=my_module.MyModel, or model.class_path in a YAML file and -c FILE."
+    return f"required, but not given: {', '.join(missing)}"
+
+
+def _missing_file(path: Path) -> str:
+    shown = os.path.relpath(path)
+    siblings = [name.name for name in path.parent.iterdir()] if path.parent.is_dir() else []
+    return f"--config: there is no file {shown!r}{closest(path.name, siblings)}"
+
+
+def _explain(lines: list[str], key: str, parser: ArgumentParser, arguments: Sequence[str], path: str = "") -> str:
+    """Follow the one branch of a tree of errors that the user meant.
+
+    Args:
+        lines: The tree below a key.
+        key: The key in the parser, such as ``model``.
+        parser: The parser that refuses.
+        arguments: The command line.
+        path: Import path of the class whose arguments the tree is about, once a branch has named one.
+    """
+    branch = _branch(lines, r"- Problem with given class_path '(.+)':")
+    if branch is not None:
+        return _explain(branch[1], key, parser, arguments, path=branch[0])
+    text = "\n".join(lines)
+    where = f"{_origin(key, arguments)}{key}: "
+    if found := re.search(r"(no strategy is named .*|the strategy '.*|\S+ is not a Strategy\.)", text):
+        return where + found[1].strip()
+    if found := re.search(r"Option '(.+)' is not accepted", text):
+        name = path.rpartition(".")[2] or key
+        return f"{where}{name} has no argument {found[1]!r}{_nearest_parameter(found[1], path)}"
+    if found := re.search(r"the following arguments are required: (.*)", text):
+        return f"{where}{path.rpartition('.')[2]} needs {found[1]}: set --{key}.{found[1].split(',')[0]}=VALUE."
+    branch = _branch(lines, r'Parser key "([\w.]+)":?')
+    if branch is not None:
+        return _explain(branch[1], f"{key}.{branch[0]}", parser, arguments)
+    if found := re.search(r"module '(.+)' has no attribute '(.+)'", text):
+        return f"{where}module {found[1]!r} has no {found[2]!r}{closest(found[2], _names_in(found[1]))}"
+    if found := re.search(r"No module named '(.+)'", text):
+        return where + _no_module(found[1], path)
+    if found := re.search(r"Import path does not correspond to a subclass of (\w+)", text):
+        given = re.search(r"Given value: (.*)", text)
+        return f"{where}{given[1] if given else path} is not a {found[1]}."
+    names = class_names(type_of(parser, key))
+    if (found := re.search(r"Expected a dot import path string: (.*)", text)) and names:
+        hint = closest(found[1], names | set(literals(type_of(parser, key))))
+        hint = "; write the full name, such as my_module.MyClass." if hint == "." else hint
+        return f"{where}no known class is named {found[1]!r}{hint}"
+    return where + _value_error(text, type_of(parser, key))
+
+
+def _branch(lines: list[str], head: str) -> tuple[str, list[str]] | None:
+    """Return what a heading names and the lines indented below it, or None where no line is such a heading."""
+    for index, line in enumerate(lines):
+        found = re.fullmatch(rf"(\s*){head}(.*)", line)
+        if found:
+            rest = [found[3].strip(), *takewhile(_below(len(found[1])), lines[index + 1 :])]
+            return found[2], [line for line in rest if line.strip()]
+    return None
+
+
+def _below(indent: int) -> Callable[[str], bool]:
+    return lambda line: not line.strip() or len(line) - len(line.lstrip()) > indent
+
+
+def _value_error(text: str, typehint: Any) -> str:
+    """Explain a value that fits none of the types."""
+    given = re.search(r"Given value: (.*)", text) or re.search(r"Got value: (.*)", text)
+    if given is None:
+        return _cut(text)
+    if reason := re.search(r"^\s*- (?!Expected an? |Does not validate)(.+)", text, re.MULTILINE):
+        return f"{given[1]}: {reason[1]}"
+    choices = list(dict.fromkeys(literals(typehint)))
+    if choices:
+        return f"{given[1]!r} is none of {', '.join(choices)}{closest(given[1], choices)}"
+    single = r"Expected an? (<class '[\w.]+'>|[\w.\[\], ]+)"
+    expected = re.search(r"Subtypes: \[(.*)\]", text) or re.search(single, text)
+    names = re.split(r", (?![^\[]*\])", expected[1]) if expected else ["something else"]
+    return f"expected {' or '.join(dict.fromkeys(map(_type_name, names)))}, got {given[1]!r}."
+
+
+def _type_name(text: str) -> str:
+    name = re.sub(r"<class '(?:\w+\.)*(\w+)'>", r"\1", text).removeprefix("typing.").strip(" .")
+    return "null" if name == "NoneType" else name
+
+
+def _nearest_parameter(name: str, path: str) -> str:
+    try:
+        return closest(name, parameters_of(path))
+    except (ImportError, AttributeError, ValueError):
+        return "."
+
+
+def _names_in(module: str) -> list[str]:
+    imported = importlib.import_module(module)
+    classes = [name for name, value in vars(imported).items() if inspect.isclass(value)]
+    return [*classes, *(found.name for found in pkgutil.iter_modules(getattr(imported, "__path__", [])))]
+
+
+def _no_module(module: str, path: str) -> str:
+    if path != module and not path.startswith(f"{module}."):
+        return f"importing {path} fails: there is no module {module!r}."
+    package, _, name = module.rpartition(".")
+    try:
+        places = list(importlib.import_module(package).__path__) if package else [os.getcwd()]
+    except (ImportError, AttributeError):
+        return f"there is no module {module!r}."
+    siblings = [found.name for found in pkgutil.iter_modules(places)]
+    nearest = closest(name, siblings)
+    if not package and nearest == ".":
+        nearest = ", neither in the working directory nor installed."
+    return f"there is no module {module!r}{nearest}"
+
+
+def _origin(key: str, arguments: Sequence[str]) -> str:
+    """Return ``"FILE: "`` where the key is set by a file and not by a flag."""
+    if any(argument.startswith(f"--{key}") for argument in arguments):
+        return ""
+    for path in reversed(list(_config_files(arguments))):
+        try:
+            content = yaml.safe_load(path.read_text())
+        except (OSError, yaml.YAMLError):
+            continue
+        if _holds(content, key.split(".")):
+            return f"{path}: "
+    return ""
+
+
+def _holds(content: Any, keys: Sequence[str]) -> bool:
+    for key in keys:
+        if isinstance(content, dict) and key not in content and "init_args" in content:
+            content = content["init_args"]
+        if not isinstance(content, dict) or key not in content:
+            return False
+        content = content[key]
+    return True
+
+
+def _unreadable_config(arguments: Sequence[str]) -> str:
+    for path in _config_files(arguments):
+        try:
+            yaml.safe_load(path.read_text())
+        except OSError:
+            continue
+        except yaml.MarkedYAMLError as error:
+            place = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
+            return f"{path}{place} is not valid YAML: {error.problem or _one_line(str(error))}."
+    return ""
+
+
+def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
+    options: Iterable[tuple[str, str]] = zip(arguments, [*arguments[1:], ""], strict=True)
+    for option, following in options:
+        if option in ("-c", "--config"):
+            yield Path(following)
+        elif found := re.match(r"--config=(.+)|-c=?(.+)", option):
+            yield Path(found[1] or found[2])
+
+
+def interpolation(error: OmegaConfBaseException) -> str:
+    """Explain why the ``${...}`` of a configuration cannot be replaced."""
+    key = str(error.full_key or "").partition(".")[2]
+    reason = str(error).splitlines()[0]
+    if found := re.match(r"Interpolation key '\.*(.+)' not found", reason):
+        reason = f"there is no {found[1]!r} to put for ${{{found[1]}}}."
+    return f"{key}: {reason}"
+
+
+def original(error: Exception) -> Exception:
+    """Return the error that a class raised while it was being made, which jsonargparse reports as a misfit of types.
+
+    Args:
+        error: What the parser raised while it instantiated classes; any other error is returned as it is.
+    """
+    while str(error).startswith("Does not validate against any of the Union subtypes"):
+        cause = error.__cause__
+        if not isinstance(cause, Exception) or str(cause).startswith("Expected a"):
+            causes = re.findall(r"^  - (?!Expected a)(.*)", str(error), re.MULTILINE)
+            return ValueError(causes[0]).with_traceback(error.__traceback__) if causes else error
+        error = cause
+    return error
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def _cut(message: str) -> str:
+    lines = [line.strip() for line in message.strip().splitlines() if line.strip()]
+    return "\n  ".join(lines[:_MAX_LINES])

@@ -1,0 +1,306 @@
+"""``lightning-dist fit|validate|test|predict``: a LightningCLI for any LightningModule."""
+
+import logging
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+import warnings
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import MethodType
+from typing import Any, NoReturn
+
+import torch
+from jsonargparse import set_parsing_settings
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from omegaconf.errors import OmegaConfBaseException
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_dist.checkpoint import CheckpointError
+from lightning_dist.cli._compat import CommandLine, active_parser, child_processes, install_strategy_actions
+from lightning_dist.cli.errors import (
+    BAD_CONFIGURATION,
+    SHOW_TRACEBACK,
+    TRAINING_FAILED,
+    closest,
+    report,
+    reported_by_another,
+    users_line,
+)
+from lightning_dist.cli.messages import interpolation, original, shorten
+from lightning_dist.cli.save_config import SaveRunConfig
+from lightning_dist.plugins.callbacks import StepTelemetry
+from lightning_dist.plugins.loggers import MLflowLogger
+from lightning_dist.plugins.loggers.provenance import versions
+
+_DEFAULT_LOGGER = {"class_path": "lightning_dist.plugins.loggers.MLflowLogger"}
+_SYMBOLIC_PATHS = ("last", "best", "hpc", "auto")
+_LOST_CONNECTION = re.compile(r"Connection (closed|reset) by peer|Connection refused|Broken pipe", re.IGNORECASE)
+_USER_MISTAKES = (
+    ValueError,
+    MisconfigurationException,
+    ModuleNotFoundError,
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+    PermissionError,
+    CheckpointError,
+    OmegaConfBaseException,
+)
+_SECONDS_TO_EXIT = 5
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a command of the Trainer.
+
+    Args:
+        arguments: The command and its options.
+
+    Returns:
+        The exit code: 0 done, 1 training failed, 2 bad configuration.
+    """
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    _hush()
+    progress = _Progress()
+    try:
+        TrainerCommand(progress, list(arguments) if sys.argv[1:] != list(arguments) else None)
+    except SystemExit as stop:
+        return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else TRAINING_FAILED
+    except Exception as error:
+        code = _report_failure(error, progress)
+        progress.stop_other_processes()
+        return code
+    return 0
+
+
+def _hush() -> None:
+    """Leave out what Lightning prints on every start that its user can do nothing about."""
+    warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
+    logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    logger.addFilter(lambda record: not record.getMessage().startswith("💡 Tip: For seamless cloud"))
+
+
+class _Parser(LightningArgumentParser):
+    """Answers a mistake with one short message."""
+
+    @override
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        if not self.exit_on_error:
+            super().error(message, ex)
+        if ex is not None and os.environ.get(SHOW_TRACEBACK):
+            traceback.print_exception(ex)
+        text = shorten(message, active_parser(self, ex), getattr(self, "args", []))
+        self.exit(report(text + ("" if ex is None else users_line(ex)), BAD_CONFIGURATION))
+        raise AssertionError
+
+
+class _Progress(Callback):
+    """Knows how far a run has come: a mistake before the first batch is one of the configuration."""
+
+    def __init__(self) -> None:
+        self.batch_seen = False
+        self.trainer: Trainer | None = None
+
+    def stop_other_processes(self) -> None:
+        """End the processes that this one has launched and that would now wait for it in a collective."""
+        processes = [] if self.trainer is None else child_processes(self.trainer)
+        deadline = time.monotonic() + _SECONDS_TO_EXIT
+        while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+            time.sleep(0.05)
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+
+    @override
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.batch_seen = True
+
+    @override
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self.batch_seen = True
+
+    @override
+    def on_test_batch_start(self, *args: Any) -> None:
+        self.batch_seen = True
+
+    @override
+    def on_predict_batch_start(self, *args: Any) -> None:
+        self.batch_seen = True
+
+
+class TrainerCommand(CommandLine):
+    """LightningCLI with strategies by every name, optimizers of sharded parameters, and a run that documents itself.
+
+    Args:
+        progress: Told how far the run has come.
+        args: The command line; by default that of the process.
+    """
+
+    def __init__(self, progress: _Progress, args: list[str] | None = None) -> None:
+        self._progress = progress
+        # So that ${trainer.max_steps} means this command's, though its options are kept under its name.
+        set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
+        header = [f"{name}=={version}" for name, version in versions().items()]
+        shared = {"dump_header": header}
+        super().__init__(
+            save_config_callback=SaveRunConfig,
+            trainer_defaults={"logger": _DEFAULT_LOGGER},
+            parser_class=_Parser,
+            parser_kwargs={
+                "prog": "lightning-dist",
+                "allow_abbrev": False,
+                # Interpolation, ${model.init_args.dim}, resolved when all files and flags have been read.
+                "parser_mode": "omegaconf+",
+                **shared,
+                **{command: dict(shared) for command in self.subcommands()},
+            },
+            # LightningCLI would build the optimizer before the strategy has sharded the parameters.
+            auto_configure_optimizers=False,
+            args=args,
+        )
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        install_strategy_actions(parser, "trainer.strategy")
+        parser.add_optimizer_args((Optimizer,))
+        parser.add_lr_scheduler_args()
+        parser.add_argument(
+            "--telemetry",
+            type=bool,
+            default=True,
+            help="Add the callbacks StepTelemetry and LearningRateMonitor, where trainer.callbacks does not list them.",
+        )
+
+    @override
+    def read_checkpoint_hparams(self, path: str) -> None:
+        """Take the model's hyperparameters from a checkpoint file, saying so where they differ from what was given.
+
+        A sharded checkpoint is a folder; it is left to the strategy.
+        """
+        if path in _SYMBOLIC_PATHS or "://" in path or path.startswith("registry"):
+            return
+        file = Path(path)
+        if not file.exists():
+            siblings = [sibling.name for sibling in file.parent.iterdir()] if file.parent.is_dir() else []
+            raise FileNotFoundError(f"ckpt_path={path!r} does not exist{closest(file.name, siblings)}")
+        if file.is_dir():
+            return
+        if not zipfile.is_zipfile(file):
+            raise ValueError(f"ckpt_path={path!r} is not a checkpoint of Lightning: it was not written by torch.save.")
+        given = self.config[self.config.subcommand].get("model")
+        super().read_checkpoint_hparams(path)
+        restored = self.config[self.config.subcommand].get("model")
+        if given is not None and restored != given:
+            rank_zero_warn(f"The model's hyperparameters are those of {path}, not those given: {restored.init_args}")
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        config = self.config_init[self.subcommand]
+        callbacks = config.trainer.callbacks or []
+        callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
+        if self.subcommand == "fit" and config.telemetry and not config.trainer.barebones:
+            _add_missing(callbacks, StepTelemetry())
+            if config.trainer.logger is not False:
+                _add_missing(callbacks, LearningRateMonitor(logging_interval="step"))
+        trainer = super().instantiate_trainer(callbacks=[*callbacks, self._progress], **kwargs)
+        self._progress.trainer = trainer
+        return trainer
+
+    @override
+    def after_instantiate_classes(self) -> None:
+        config = self.config_init[self.subcommand]
+        if config.get("optimizer"):
+            _configure_optimizers_late(self.model, config.optimizer, config.get("lr_scheduler"))
+        elif config.get("lr_scheduler"):
+            raise ValueError("lr_scheduler is set, but no optimizer for it to schedule: set --optimizer too.")
+
+    def after_fit(self) -> None:
+        """Say where the run's results are."""
+        checkpoint = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
+        if checkpoint:
+            rank_zero_info(f"Checkpoint: {os.path.relpath(checkpoint)}")
+        for logger in self.trainer.loggers:
+            if isinstance(logger, MLflowLogger) and self.trainer.is_global_zero:
+                rank_zero_info(_how_to_open(logger))
+
+
+def _add_missing(callbacks: list[Callback], default: Callback) -> None:
+    if not any(isinstance(callback, type(default)) for callback in callbacks):
+        callbacks.append(default)
+
+
+def _configure_optimizers_late(model: LightningModule, optimizer_config: Any, scheduler_config: Any) -> None:
+    """Make ``model.configure_optimizers`` build the optimizer from the parameters that it finds when it is called.
+
+    Args:
+        model: The module; its own method is replaced.
+        optimizer_config: ``class_path`` and ``init_args`` of an optimizer.
+        scheduler_config: The same of a learning rate scheduler, or None.
+    """
+
+    def configure_optimizers(module: LightningModule) -> Any:
+        optimizer = instantiate_class(module.parameters(), _spec(optimizer_config))
+        scheduler = instantiate_class(optimizer, _spec(scheduler_config)) if scheduler_config else None
+        return LightningCLI.configure_optimizers(module, optimizer, scheduler)
+
+    if type(model).configure_optimizers is not LightningModule.configure_optimizers:
+        rank_zero_info(f"--optimizer replaces {type(model).__name__}.configure_optimizers.")
+    model.configure_optimizers = MethodType(configure_optimizers, model)  # type: ignore[method-assign]
+
+
+def _spec(config: Any) -> dict[str, Any]:
+    init_args = config.get("init_args")
+    arguments = init_args.as_dict() if init_args is not None else {}
+    return {"class_path": config.class_path, "init_args": arguments | dict(config.get("dict_kwargs") or {})}
+
+
+def _how_to_open(logger: MLflowLogger) -> str:
+    page = f"#/experiments/{logger.experiment_id}/runs/{logger.run_id}"
+    if logger.tracking_uri.startswith("http"):
+        return f"MLflow: {logger.tracking_uri.rstrip('/')}/{page}"
+    return f"MLflow: http://127.0.0.1:5000/{page}\n  after: mlflow server --backend-store-uri {logger.tracking_uri}"
+
+
+def _report_failure(error: Exception, progress: _Progress) -> int:
+    error = original(error)
+    if _is_lost_connection(error):
+        code = reported_by_another()
+        if code is not None:
+            return code
+    is_mistake = not progress.batch_seen and (
+        isinstance(error, _USER_MISTAKES) or _is_rejected_argument(error, progress)
+    )
+    if is_mistake and not os.environ.get(SHOW_TRACEBACK):
+        return report(_describe(error), BAD_CONFIGURATION)
+    text = "".join(traceback.format_exception(error))
+    code = BAD_CONFIGURATION if is_mistake else TRAINING_FAILED
+    # The frames differ between the process that launches and those that are launched.
+    return report(text, code, prefix="", cause=f"{type(error).__name__}: {error}")
+
+
+def _is_rejected_argument(error: Exception, progress: _Progress) -> bool:
+    """Whether the Trainer's constructor refuses a value; it raises TypeError for some (``devices``)."""
+    frames = traceback.extract_tb(error.__traceback__)
+    raised_by_lightning = bool(frames) and "lightning" in Path(frames[-1].filename).parts
+    return isinstance(error, TypeError) and progress.trainer is None and raised_by_lightning
+
+
+def _is_lost_connection(error: Exception) -> bool:
+    """Whether an error only says that another process has gone."""
+    lost = isinstance(error, (torch.distributed.DistNetworkError, torch.distributed.DistBackendError))
+    return lost or (isinstance(error, (RuntimeError, OSError)) and bool(_LOST_CONNECTION.search(str(error))))
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, OmegaConfBaseException):
+        return interpolation(error)
+    return (str(error) or type(error).__name__) + users_line(error)

@@ -1,0 +1,181 @@
+"""Text files as windows of bytes."""
+
+import hashlib
+import math
+import sysconfig
+from pathlib import Path
+
+import torch
+from lightning.pytorch import LightningDataModule
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Subset
+
+from examples.batching import per_rank_batch_size
+from examples.gpt.model import VOCAB_SIZE
+
+# Parts of the standard library's folder that are not library code: other people's packages, tests, tables.
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
+
+
+class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
+    """Consecutive windows of ``context`` bytes, each paired with the same window one byte on.
+
+    Args:
+        text: All bytes, (length,), uint8.
+        context: Length of a window, in bytes.
+    """
+
+    def __init__(self, text: Tensor, context: int) -> None:
+        self.text = text
+        self.context = context
+
+    def __len__(self) -> int:
+        return max(0, len(self.text) - 1) // self.context
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        start = index * self.context
+        window = self.text[start : start + self.context + 1].long()
+        return window[:-1], window[1:]
+
+
+class TextDataModule(LightningDataModule):
+    """Bytes of text files, some files held out for validation.
+
+    Files are chosen and held out by a hash of their relative names: every rank and every run sees the same split,
+    whatever order the file system lists them in. A single file has its tail held out. Validation, testing and
+    prediction read the same held-out windows in one fixed shuffled order, so that ``limit_val_batches`` takes a fair
+    sample of them.
+
+    Args:
+        path: A folder or a file. None: the source of Python's own standard library.
+        pattern: Files of a folder to read, as in ``Path.glob``.
+        context: Length of a window, in bytes.
+        global_batch_size: Windows in a step over all ranks, each window on one rank.
+        val_fraction: Share to hold out, between 0 and 1.
+        max_bytes: Read no more than this many bytes in all.
+        num_workers: Loader processes of a rank.
+    """
+
+    def __init__(
+        self,
+        path: str | None = None,
+        pattern: str = "**/*.py",
+        context: int = 128,
+        global_batch_size: int = 32,
+        val_fraction: float = 0.05,
+        max_bytes: int = 8_000_000,
+        num_workers: int = 0,
+    ) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        if not 0 < val_fraction < 1:
+            raise ValueError(f"val_fraction={val_fraction} is no share: use a number between 0 and 1, such as 0.05.")
+        self.path = path
+        self.pattern = pattern
+        self.context = context
+        self.global_batch_size = global_batch_size
+        self.val_fraction = val_fraction
+        self.max_bytes = max_bytes
+        self.num_workers = num_workers
+
+    def setup(self, stage: str) -> None:
+        """Read the text.
+
+        Raises:
+            FileNotFoundError: ``path`` does not exist, or holds no file that matches ``pattern``.
+            ValueError: There is too little text, or the batch cannot be split evenly over the ranks.
+        """
+        self.batch_size = per_rank_batch_size(self.global_batch_size, self.trainer)
+        train_text, held_out_text = self._read()
+        self.train_text, self.held_out_text = _as_tensor(train_text), _as_tensor(held_out_text)
+        self.train_windows = ByteWindows(self.train_text, self.context)
+        held_out = ByteWindows(self.held_out_text, self.context)
+        if len(self.train_windows) < self.global_batch_size or not len(held_out):
+            raise ValueError(
+                f"path={self.path!r} gives {len(train_text)} bytes to train on and {len(held_out_text)} held out; "
+                f"context={self.context} and global_batch_size={self.global_batch_size} need at least "
+                f"{self.context * self.global_batch_size + 1} and {self.context + 1}: give more text, lower context or "
+                f"global_batch_size, or change val_fraction={self.val_fraction} or max_bytes={self.max_bytes}."
+            )
+        order = torch.randperm(len(held_out), generator=torch.Generator().manual_seed(0))
+        self.held_out_windows = Subset(held_out, order.tolist())
+
+    def train_dataloader(self) -> DataLoader:
+        """Shuffled windows, the last incomplete batch dropped."""
+        return DataLoader(
+            self.train_windows, batch_size=self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers
+        )
+
+    def val_dataloader(self) -> DataLoader:
+        """The held-out windows."""
+        return DataLoader(self.held_out_windows, batch_size=self.batch_size, num_workers=self.num_workers)
+
+    def test_dataloader(self) -> DataLoader:
+        """The held-out windows."""
+        return self.val_dataloader()
+
+    def predict_dataloader(self) -> DataLoader:
+        """The held-out windows."""
+        return self.val_dataloader()
+
+    @property
+    def uniform_loss(self) -> float:
+        """Cross entropy of a guess that knows nothing, ln 256, in nats per byte."""
+        return math.log(VOCAB_SIZE)
+
+    @property
+    def unigram_loss(self) -> float:
+        """Cross entropy of the held-out bytes under the training bytes' frequencies (add-one), in nats per byte."""
+        counts = torch.bincount(self.train_text, minlength=VOCAB_SIZE).double() + 1
+        held_out_counts = torch.bincount(self.held_out_text, minlength=VOCAB_SIZE).double()
+        log_probabilities = (counts / counts.sum()).log()
+        return float(-(held_out_counts * log_probabilities).sum() / held_out_counts.sum())
+
+    def _read(self) -> tuple[bytes, bytes]:
+        root, files = self._find_files()
+        if len(files) == 1:
+            text = _read_bytes(files[0], self.max_bytes)
+            num_train = len(text) - int(len(text) * self.val_fraction)
+            return text[:num_train], text[num_train:]
+
+        digests = {file: hashlib.sha256(file.relative_to(root).as_posix().encode()).digest() for file in files}
+        # Two separate parts of the hash: which files max_bytes leaves out has nothing to do with which are held out.
+        files.sort(key=lambda file: digests[file][8:])
+        texts: dict[Path, bytes] = {}
+        num_left = self.max_bytes
+        while files and num_left > 0:
+            file = files.pop(0)
+            texts[file] = _read_bytes(file, num_left)
+            num_left -= len(texts[file])
+
+        shares = {file: int.from_bytes(digests[file][:8]) / 2**64 for file in texts}
+        # The file of the least share is held out whatever val_fraction says: at least one must be.
+        threshold = max(self.val_fraction, min(shares.values(), default=0.0))
+        train = [text for file, text in texts.items() if shares[file] > threshold]
+        held_out = [text for file, text in texts.items() if shares[file] <= threshold]
+        return b"\n".join(train), b"\n".join(held_out)
+
+    def _find_files(self) -> tuple[Path, list[Path]]:
+        root = Path(self.path or sysconfig.get_paths()["stdlib"]).expanduser()
+        if root.is_file():
+            return root.parent, [root]
+        if not root.is_dir():
+            raise FileNotFoundError(f"path={self.path!r} does not exist: name a folder or a file of text.")
+        files = sorted(file for file in root.glob(self.pattern) if file.is_file())
+        if self.path is None:
+            files = [file for file in files if NOT_LIBRARY.isdisjoint(file.relative_to(root).parts)]
+        if not files:
+            raise FileNotFoundError(
+                f"pattern={self.pattern!r} matches no file under {str(root)!r}: name another path, or a pattern such "
+                f"as '**/*.txt'."
+            )
+        return root, files
+
+
+def _read_bytes(path: Path, max_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        return file.read(max_bytes)
+
+
+def _as_tensor(text: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,5 @@
+"""Callbacks for runs on any strategy, ours or Lightning's."""
+
+from lightning_dist.plugins.callbacks.telemetry import StepTelemetry
+
+__all__ = ["StepTelemetry"]

@@ -1,0 +1,182 @@
+"""Speed and memory of a run, in its loggers and on its progress bar."""
+
+import warnings
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.profilers import Profiler
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from typing_extensions import override
+
+from lightning_dist.plugins._compat import logging_step
+from lightning_dist.telemetry import StepTimer, Stopwatch, batch_size, peak_memory_mib
+
+_NEXT_BATCH = "train_dataloader_next"
+_SAVE_CHECKPOINT = "save_checkpoint"
+_MAX_RANKS_LISTED = 64
+
+
+class StepTelemetry(Callback):
+    """Logs what a training step costs, once an interval.
+
+    ========================= ============================================================================
+    ``perf/step_ms``          from optimizer step to optimizer step: the interval's mean, on the slowest rank
+    ``perf/data_ms``          of which waiting for the next batch, on the rank that waited longest
+    ``perf/samples_per_s``    of the whole run: dim 0 of a batch's first tensor, over the data-parallel replicas
+    ``perf/tokens_per_s``     of the whole run: elements of its first 2-D integer tensor, where there is one
+    ``memory/peak_mib``       since the start, on the rank that needed most (CUDA: allocated, else resident)
+    ``memory/peak_mib_rank0`` and so on: the same on each rank, listed for up to 64 ranks
+    ========================= ============================================================================
+
+    The first step after a start is left out (it initialises lazily); so is the time of validation, of checkpoints and
+    between epochs. A device is synchronized once an interval, and the ranks exchange one small tensor.
+
+    Args:
+        log_every_n_steps: Optimizer steps in an interval; by default the Trainer's ``log_every_n_steps``.
+
+    Raises:
+        MisconfigurationException: If ``log_every_n_steps`` is not positive.
+    """
+
+    def __init__(self, log_every_n_steps: int | None = None) -> None:
+        if log_every_n_steps is not None and log_every_n_steps < 1:
+            raise MisconfigurationException(
+                f"StepTelemetry(log_every_n_steps={log_every_n_steps}): expected a positive number of steps, or None "
+                "for the Trainer's log_every_n_steps."
+            )
+        self.log_every_n_steps = log_every_n_steps
+        self._timer = StepTimer()
+        self._data_watch = Stopwatch()
+        self._samples = 0
+        self._tokens = 0
+        self._global_step = 0
+        self._logging_step = 0
+        self._warm = False
+        self._profiler: Profiler | None = None
+        self._resume_after_save = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._observe_profiler(trainer)
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        device = trainer.strategy.root_device
+        self._timer = StepTimer(lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else StepTimer()
+        self._data_watch = Stopwatch()
+        self._samples = self._tokens = 0
+        self._warm = False
+        self._global_step = trainer.global_step
+
+    @override
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        stepped, self._global_step = trainer.global_step > self._global_step, trainer.global_step
+        if not self._warm:
+            self._warm = stepped
+            if stepped:
+                self._timer.resume()
+            return
+        samples, tokens = batch_size(batch)
+        self._samples += samples
+        self._tokens += tokens
+        if not stepped:
+            return
+        self._timer.step()
+        self._logging_step = logging_step(trainer)
+        interval = self.log_every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
+        if interval and (self._logging_step + 1) % interval == 0:
+            self._report(trainer, pl_module, on_progress_bar=True)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._timer.pause()
+
+    @override
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._timer.pause()
+
+    @override
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._timer.pause()
+        self._report(trainer, pl_module, on_progress_bar=False)
+
+    def _report(self, trainer: Trainer, pl_module: LightningModule, on_progress_bar: bool) -> None:
+        steps, seconds = self._timer.lap()
+        data_seconds = self._data_watch.lap()
+        samples, self._samples = self._samples, 0
+        tokens, self._tokens = self._tokens, 0
+        if steps == 0:
+            return
+        device = trainer.strategy.root_device
+        mine = [seconds, data_seconds, samples, tokens, peak_memory_mib(device)]
+        with warnings.catch_warnings():
+            # Lightning 2.6 gathers by a function that torch 2.13 deprecates.
+            warnings.filterwarnings("ignore", message="torch.distributed.nn.functional.all_gather is deprecated")
+            gathered = trainer.strategy.all_gather(torch.tensor(mine, device=device))
+        ranks = gathered.reshape(-1, len(mine)).tolist()
+        metrics = _summarize(ranks, steps, _num_replicas(trainer))
+        for logger in trainer.loggers:
+            logger.log_metrics(metrics, step=self._logging_step)
+        if on_progress_bar:
+            for name, unit in (("perf/tokens_per_s", "tokens/s"), ("perf/samples_per_s", "samples/s")):
+                if name in metrics:
+                    pl_module.log(unit, round(metrics[name]), prog_bar=True, logger=False)
+                    break
+
+    def _observe_profiler(self, trainer: Trainer) -> None:
+        """Listen to the names under which Lightning tells its profiler what the loop is doing.
+
+        No hook of a callback surrounds the wait for a batch or the writing of a checkpoint; the profiler's actions do.
+        """
+        profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+        if profiler is self._profiler:
+            return
+        self._profiler = profiler
+        start, stop = profiler.start, profiler.stop
+
+        def observed_start(action_name: str) -> None:
+            if action_name.endswith(_NEXT_BATCH):
+                if self._warm:
+                    self._timer.resume()
+                    self._data_watch.start()
+            elif action_name == _SAVE_CHECKPOINT:
+                self._resume_after_save = self._timer.pause()
+            start(action_name)
+
+        def observed_stop(action_name: str) -> None:
+            stop(action_name)
+            if action_name.endswith(_NEXT_BATCH):
+                self._data_watch.stop()
+            elif action_name == _SAVE_CHECKPOINT and self._resume_after_save:
+                self._timer.resume()
+
+        profiler.start, profiler.stop = observed_start, observed_stop  # type: ignore[method-assign]
+
+
+def _summarize(ranks: list[list[float]], steps: int, num_replicas: int) -> dict[str, float]:
+    """Make one set of metrics of every rank's ``[seconds, data_seconds, samples, tokens, peak_mib]``."""
+    seconds, data_seconds, samples, tokens, peak_mib = zip(*ranks, strict=True)
+    slowest = max(seconds)
+    metrics = {
+        "perf/step_ms": 1000 * slowest / steps,
+        "perf/data_ms": 1000 * max(data_seconds) / steps,
+        "memory/peak_mib": max(peak_mib),
+    }
+    # Ranks that share a replica (tensor or pipeline parallel) are given the same batch: count it once.
+    share = num_replicas / len(ranks)
+    if sum(samples):
+        metrics["perf/samples_per_s"] = share * sum(samples) / slowest
+    if sum(tokens):
+        metrics["perf/tokens_per_s"] = share * sum(tokens) / slowest
+    if 1 < len(ranks) <= _MAX_RANKS_LISTED:
+        metrics |= {f"memory/peak_mib_rank{rank}": peak for rank, peak in enumerate(peak_mib)}
+    return metrics
+
+
+def _num_replicas(trainer: Trainer) -> int:
+    kwargs = trainer.distributed_sampler_kwargs or {}
+    return int(kwargs.get("num_replicas", trainer.world_size))

@@ -1,0 +1,5 @@
+"""Experiment loggers."""
+
+from lightning_dist.plugins.loggers.mlflow import MLflowLogger
+
+__all__ = ["MLflowLogger"]

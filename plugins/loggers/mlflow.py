@@ -1,0 +1,458 @@
+"""A run in MLflow that says what it was: configuration, layout, versions, commit, metrics and checkpoints."""
+
+import importlib.util
+import json
+import logging
+import os
+import random
+import re
+import sys
+import tempfile
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from time import time
+from typing import TYPE_CHECKING, Any, Literal
+
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import MLFlowLogger
+from lightning.pytorch.loggers.logger import rank_zero_experiment
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lightning_dist.plugins.loggers.provenance import git_state, spread, versions
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"
+_MAX_PARAM_LENGTH = 6000
+_MAX_PARAMS_PER_BATCH = 100
+_SQLITE = "sqlite:///"
+
+
+class MLflowLogger(MLFlowLogger):
+    """Logs to MLflow; ``MLflowLogger()`` works as it stands, in any working directory.
+
+    Over Lightning's ``MLFlowLogger``: the store is an SQLite database by default; rank 0 alone talks to it, from the
+    first moment that something is logged; parameters keep up to 6,000 characters, and nested ones their dotted names;
+    strategy, layout, precision, versions and the git commit are logged at the start of every run; sharded (directory)
+    checkpoints are uploaded like files; a run that dies is marked FAILED, one that is interrupted KILLED.
+
+    A run's folder is ``save_dir/experiment_name/run_id``: its ``checkpoints`` and, by default, its ``artifacts``.
+
+    Args:
+        experiment_name: The experiment's name; it is created when it does not exist.
+        run_name: Name of a new run; MLflow invents one by default.
+        tracking_uri: Where the runs are kept: by default the environment's ``MLFLOW_TRACKING_URI``, else
+            ``sqlite:///mlflow.db`` in the working directory.
+        tags: Tags of the run.
+        save_dir: Folder for what a run writes locally, such as checkpoints. By default ``mlruns``: beside the database
+            if that is an SQLite file, else in the working directory.
+        log_model: Upload the checkpoints of every ModelCheckpoint: ``"all"`` while training, True at the end (while
+            training too where ``save_top_k`` is -1), False never.
+        prefix: Put before the name of every metric, with a dash.
+        artifact_location: Where a new experiment keeps its artifacts: by default the experiment's folder under
+            ``save_dir`` with an SQLite store, else what the tracking server chooses.
+        run_id: Go on with this run instead of starting a new one.
+        synchronous: Whether a call to MLflow returns only when the store has taken it; by default MLflow decides.
+
+    Raises:
+        ModuleNotFoundError: If mlflow is not installed.
+        ValueError: If ``log_model`` is none of its three values; on first use, if ``run_id`` is unknown, or the
+            experiment was deleted.
+    """
+
+    def __init__(
+        self,
+        experiment_name: str = "lightning_logs",
+        run_name: str | None = None,
+        tracking_uri: str | None = None,
+        tags: dict[str, Any] | None = None,
+        save_dir: str | os.PathLike[str] | None = None,
+        log_model: bool | Literal["all"] = False,
+        prefix: str = "",
+        artifact_location: str | None = None,
+        run_id: str | None = None,
+        synchronous: bool | None = None,
+    ) -> None:
+        if importlib.util.find_spec("mlflow") is None:
+            raise ModuleNotFoundError('MLflowLogger needs mlflow: pip install "lightning-dist[cli]"')
+        if log_model not in (True, False, "all"):
+            raise ValueError(f"MLflowLogger(log_model={log_model!r}): expected True, False or 'all'.")
+        # MLFlowLogger's own __init__ connects to the store, on every rank; nothing of it is used but its name.
+        super(MLFlowLogger, self).__init__()
+        self.tags: dict[str, Any] | None = tags
+        self._experiment_name = experiment_name
+        self._run_name = run_name
+        self._tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_TRACKING_URI
+        self._save_dir = os.fspath(save_dir) if save_dir is not None else _default_save_dir(self._tracking_uri)
+        self._log_model = log_model
+        self._prefix = prefix
+        self._artifact_location = artifact_location
+        self._run_id = run_id
+        self._experiment_id: str | None = None
+        self._batch_kwargs = {} if synchronous is None else {"synchronous": synchronous}
+        self._client: MlflowClient | None = None
+        self._params: dict[str, str] = {}
+        self._checkpoint_callbacks: dict[str, ModelCheckpoint] = {}
+        self._uploaded: dict[str, float] = {}
+
+    @property
+    @override
+    @rank_zero_experiment
+    def experiment(self) -> "MlflowClient":
+        """The MLflow client, connected and with the run started; on other ranks than 0 an object that does nothing.
+
+        Raises:
+            ValueError: If the run or the experiment that was asked for cannot be used.
+        """
+        if self._client is None:
+            client = _connect(self._tracking_uri)
+            if self._run_id is None:
+                self._create_run(client)
+            else:
+                self._reopen_run(client, self._run_id)
+            self._client = client
+        return self._client
+
+    @property
+    def tracking_uri(self) -> str:
+        """Where the runs are kept."""
+        return self._tracking_uri
+
+    @property
+    @override
+    def run_id(self) -> str | None:
+        """The run's id, starting it if need be; on other ranks than 0, None unless it was given."""
+        _ = self.experiment
+        return self._run_id
+
+    @property
+    @override
+    def experiment_id(self) -> str | None:
+        """The experiment's id, creating it if need be; None on other ranks than 0."""
+        _ = self.experiment
+        return self._experiment_id
+
+    @property
+    @override
+    def save_dir(self) -> str:
+        """Folder for what runs write locally; the same on every rank."""
+        return self._save_dir
+
+    @property
+    @override
+    def name(self) -> str:
+        """The experiment's name, as the name of a folder; the same on every rank, without asking the store."""
+        return re.sub(r"[^\w.-]+", "_", self._experiment_name).strip(".") or "_"
+
+    @property
+    @override
+    def version(self) -> str | None:
+        """The run's id."""
+        return self.run_id
+
+    @property
+    @override
+    def log_dir(self) -> str | None:
+        """The run's folder; on other ranks than 0, None unless the run's id was given."""
+        return None if self.version is None else os.path.join(self.save_dir, self.name, self.version)
+
+    @override
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace | None, *args: Any, **kwargs: Any) -> None:
+        """Log parameters; nested names are joined with dots, a value that a run has already is not sent again.
+
+        Args:
+            params: Parameters, nested as deep as they like. Lists of scalars stay one value.
+            *args: Ignored.
+            **kwargs: Ignored.
+        """
+        from mlflow.entities import Param
+
+        client = self.experiment
+        named = _as_dict(params)
+        # How LightningCLI tells load_from_checkpoint to rebuild the module; not a parameter of it.
+        named = {key: value for key, value in named.items() if key != "_instantiator"}
+        flat = {_allowed_name(key): _param_text(key, value) for key, value in _flatten(named)}
+        changed = [key for key, value in flat.items() if self._params.get(key, value) != value]
+        if changed:
+            rank_zero_warn(
+                "MLflow cannot change the parameters of a run; kept as they were: "
+                + ", ".join(f"{key} (was {self._params[key]}, now {flat[key]})" for key in changed)
+            )
+        new = [Param(key, value) for key, value in flat.items() if key not in self._params]
+        for start in range(0, len(new), _MAX_PARAMS_PER_BATCH):
+            batch = new[start : start + _MAX_PARAMS_PER_BATCH]
+            client.log_batch(run_id=self._run_id, params=batch, **self._batch_kwargs)
+        self._params = flat | self._params
+
+    @override
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, float | Tensor], step: int | None = None) -> None:
+        """Log metrics.
+
+        Args:
+            metrics: Values by name. Text is left out with a warning, as in Lightning.
+            step: The step they belong to, 0 by default.
+        """
+        from mlflow.entities import Metric
+
+        client = self.experiment
+        now_ms = int(time() * 1000)
+        batch = []
+        for name, value in metrics.items():
+            if isinstance(value, str):
+                rank_zero_warn(f"Discarding the metric {name}={value!r}: it is text.")
+                continue
+            key = f"{self._prefix}{self.LOGGER_JOIN_CHAR}{name}" if self._prefix else name
+            batch.append(Metric(_allowed_name(key), float(value), now_ms, step or 0))
+        client.log_batch(run_id=self._run_id, metrics=batch, **self._batch_kwargs)
+
+    @rank_zero_only
+    def log_config(self, config: Mapping[str, Any], text: str) -> None:
+        """Log a run's resolved configuration as parameters and as the artifact ``config.yaml``.
+
+        Args:
+            config: The configuration; parameters are named as the command's flags are: ``trainer.max_steps``.
+            text: The same as a YAML document.
+        """
+        self.log_hyperparams(dict(config))
+        self.experiment.log_text(self._run_id, text, "config.yaml")
+
+    @override
+    @rank_zero_only
+    def log_graph(self, model: nn.Module, input_array: Tensor | None = None) -> None:
+        """Log how the run is spread, as parameters under ``dist.``.
+
+        Lightning calls this after the strategy is set up, at the start of every run, and tells a logger about the
+        Trainer nowhere else. A graph is not drawn.
+
+        Args:
+            model: The LightningModule.
+            input_array: Ignored.
+        """
+        trainer = getattr(model, "_trainer", None)
+        if trainer is not None:
+            self.log_hyperparams({"dist": spread(trainer)})
+
+    @override
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        """Upload a ModelCheckpoint's new checkpoints, now or at the end, as ``log_model`` asks."""
+        if self._log_model == "all" or (self._log_model is True and checkpoint_callback.save_top_k == -1):
+            self._upload_checkpoints(checkpoint_callback)
+        elif self._log_model is True:
+            self._checkpoint_callbacks[checkpoint_callback.state_key] = checkpoint_callback
+
+    @override
+    @rank_zero_only
+    def finalize(self, status: str = "success") -> None:
+        """Upload what is left to upload and close the run, if one was started.
+
+        Args:
+            status: ``"failed"``, ``"success"`` or ``"finished"``. A failure by Ctrl-C or a signal is marked KILLED.
+        """
+        if self._client is None:
+            return
+        for callback in self._checkpoint_callbacks.values():
+            self._upload_checkpoints(callback)
+        self._client.set_terminated(str(self._run_id), _terminal_status(status))
+
+    def _create_run(self, client: "MlflowClient") -> None:
+        from mlflow.tracking.context.registry import resolve_tags
+
+        self._experiment_id = self._find_or_create_experiment(client)
+        commit = git_state()
+        tags = {f"version.{name}": version for name, version in versions().items()}
+        tags |= {f"git.{name}": value for name, value in commit.items()}
+        if commit:
+            tags["mlflow.source.git.commit"] = commit["commit"]
+        tags |= {key: str(value) for key, value in (self.tags or {}).items()}
+        with _own_randomness():
+            run = client.create_run(self._experiment_id, run_name=self._run_name, tags=resolve_tags(tags))
+        self._run_id = run.info.run_id
+
+    def _reopen_run(self, client: "MlflowClient", run_id: str) -> None:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            run = client.get_run(run_id)
+        except MlflowException as error:
+            raise ValueError(
+                f"MLflowLogger(run_id={run_id!r}): {self._tracking_uri} has no such run ({error.message}). Leave "
+                "run_id out to start a new one."
+            ) from error
+        self._experiment_id = run.info.experiment_id
+        self._params = dict(run.data.params)
+        client.update_run(run_id, status="RUNNING")
+        for key, value in (self.tags or {}).items():
+            client.set_tag(run_id, key, value)
+
+    def _find_or_create_experiment(self, client: "MlflowClient") -> str:
+        from mlflow.exceptions import MlflowException
+
+        found = client.get_experiment_by_name(self._experiment_name)
+        if found is None:
+            try:
+                return str(client.create_experiment(self._experiment_name, self._artifact_root()))
+            except MlflowException:
+                # Another run may have created it in between.
+                found = client.get_experiment_by_name(self._experiment_name)
+                if found is None:
+                    raise
+        if found.lifecycle_stage == "deleted":
+            raise ValueError(
+                f"MLflowLogger(experiment_name={self._experiment_name!r}): this experiment was deleted. Choose another "
+                f"name, or restore it: MLFLOW_TRACKING_URI={self._tracking_uri} mlflow experiments restore -x "
+                f"{found.experiment_id}"
+            )
+        return str(found.experiment_id)
+
+    def _artifact_root(self) -> str | None:
+        if self._artifact_location is None and self._tracking_uri.startswith(_SQLITE):
+            return Path(self.save_dir, self.name).resolve().as_uri()
+        return self._artifact_location
+
+    def _upload_checkpoints(self, callback: ModelCheckpoint) -> None:
+        client = self.experiment
+        for path, score in _checkpoints(callback).items():
+            modified = path.stat().st_mtime
+            if self._uploaded.get(str(path), -1.0) >= modified:
+                continue
+            folder = path.stem
+            if path.is_dir():
+                client.log_artifacts(self._run_id, str(path), f"{folder}/{path.name}")
+            else:
+                client.log_artifact(self._run_id, str(path), folder)
+            is_best = str(path) == callback.best_model_path
+            about = {
+                "score": score,
+                "monitor": callback.monitor,
+                "original_filename": path.name,
+                "aliases": ["latest", "best"] if is_best else ["latest"],
+            }
+            with tempfile.TemporaryDirectory() as scratch:
+                Path(scratch, "metadata.json").write_text(json.dumps(about, indent=2))
+                client.log_artifacts(self._run_id, scratch, folder)
+            self._uploaded[str(path)] = modified
+
+
+def _default_save_dir(tracking_uri: str) -> str:
+    """Return ``mlruns`` beside an SQLite file or in the working directory; the folder itself of a file store."""
+    if tracking_uri.startswith("file:"):
+        return re.sub(r"^file:(//)?", "", tracking_uri)
+    if tracking_uri.startswith(_SQLITE):
+        return str(_sqlite_file(tracking_uri).parent / "mlruns")
+    return "mlruns"
+
+
+def _sqlite_file(tracking_uri: str) -> Path:
+    return Path(tracking_uri.removeprefix(_SQLITE).partition("?")[0])
+
+
+def _connect(tracking_uri: str) -> "MlflowClient":
+    uri = tracking_uri
+    if tracking_uri.startswith(_SQLITE):
+        database = _sqlite_file(tracking_uri)
+        if not database.exists():
+            rank_zero_info(f"Creating the MLflow database {database} (once, a few seconds).")
+            database.parent.mkdir(parents=True, exist_ok=True)
+        # MLflow keeps connections by URI: a relative one would lead to where the first of them was opened.
+        uri = tracking_uri.replace(str(database), str(database.resolve()), 1)
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    with _quiet("alembic", "mlflow.store"):
+        try:
+            return MlflowClient(uri)
+        except MlflowException as error:
+            raise ValueError(f"MLflowLogger(tracking_uri={tracking_uri!r}): {error.message}") from error
+
+
+@contextmanager
+def _quiet(*logger_names: str) -> Iterator[None]:
+    """Keep loggers from reporting every step of a database's migration."""
+    loggers = [logging.getLogger(name) for name in logger_names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def _own_randomness() -> Iterator[None]:
+    """Let MLflow invent a run's name without the seed that all runs share, and without moving rank 0's generator on."""
+    state = random.getstate()
+    random.seed()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+def _as_dict(params: Any) -> dict[str, Any]:
+    if params is None:
+        return {}
+    return vars(params) if isinstance(params, Namespace) else dict(params)
+
+
+def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ``a.b.c`` names and scalar values; lists are opened only where they hold more structure."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    elif isinstance(value, Namespace):
+        value = vars(value)
+    elif isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, Namespace)) for item in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
+        yield prefix, value
+        return
+    for key, child in value.items():
+        yield from _flatten(child, f"{prefix}.{key}" if prefix else str(key))
+
+
+def _param_text(name: str, value: Any) -> str:
+    text = str(value)
+    if len(text) > _MAX_PARAM_LENGTH:
+        rank_zero_warn(
+            f"MLflow keeps {_MAX_PARAM_LENGTH} characters of a parameter: {name} has {len(text)} and is cut."
+        )
+        text = text[: _MAX_PARAM_LENGTH - 1] + "…"
+    return text
+
+
+def _allowed_name(name: str) -> str:
+    """Replace what MLflow allows in no name of a metric or parameter."""
+    allowed = re.sub(r"[^\w/. :-]", "_", name)
+    if allowed != name:
+        rank_zero_warn(f"MLflow does not take the name {name!r}: logged as {allowed!r}.", category=RuntimeWarning)
+    return allowed
+
+
+def _checkpoints(callback: ModelCheckpoint) -> dict[Path, float | None]:
+    """Return the existing checkpoints of a callback, files and directories, oldest first, with their scores."""
+    scores: dict[str, Tensor | None] = {
+        callback.last_model_path: callback.current_score,
+        callback.best_model_path: callback.best_model_score,
+        **callback.best_k_models,
+    }
+    existing = [(Path(path), score) for path, score in scores.items() if path and Path(path).exists()]
+    existing.sort(key=lambda item: item[0].stat().st_mtime)
+    return {path: None if score is None else float(score) for path, score in existing}
+
+
+def _terminal_status(status: str) -> str:
+    if status != "failed":
+        return "FINISHED"
+    # Lightning finalizes loggers while it handles the exception, and says "failed" of every kind.
+    error = sys.exc_info()[0]
+    interrupted = error is not None and (issubclass(error, KeyboardInterrupt) or error.__name__ == "SIGTERMException")
+    return "KILLED" if interrupted else "FAILED"

@@ -1,0 +1,63 @@
+"""What a run was made of: the code's commit, the versions of what it stands on, and how it was spread."""
+
+import platform
+import subprocess
+from importlib import metadata
+from typing import Any
+
+from lightning.pytorch import Trainer
+
+_DISTRIBUTIONS = ("lightning-dist", "torch", "lightning", "mlflow")
+_GIT_TIMEOUT_S = 5
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the installed packages that decide what a run computes."""
+    found = {"python": platform.python_version()}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name.replace("-", "_")] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def git_state() -> dict[str, str]:
+    """Return the ``commit`` checked out in the working directory and whether tracked files differ from it (``dirty``).
+
+    Returns:
+        An empty dictionary outside a repository, or where git is missing or does not answer within seconds.
+    """
+    commit = _git("rev-parse", "HEAD")
+    if not commit:
+        return {}
+    changes = _git("status", "--porcelain", "--untracked-files=no")
+    return {"commit": commit} if changes is None else {"commit": commit, "dirty": str(bool(changes)).lower()}
+
+
+def _git(*args: str) -> str | None:
+    try:
+        done = subprocess.run(["git", *args], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
+def spread(trainer: Trainer) -> dict[str, Any]:
+    """Return how the run is spread over devices: strategy, layout, precision and counts.
+
+    Args:
+        trainer: A Trainer whose strategy is set up. Of a strategy with a ``layout``, one that can ``describe()``
+            itself, the size of each axis is listed.
+    """
+    strategy = trainer.strategy
+    layout = getattr(strategy, "layout", None)
+    return {
+        "strategy": getattr(strategy, "strategy_name", None) or type(strategy).__name__,
+        "precision": trainer.precision,
+        "accelerator": type(trainer.accelerator).__name__.removesuffix("Accelerator").lower(),
+        "num_devices": trainer.num_devices,
+        "num_nodes": trainer.num_nodes,
+        "world_size": trainer.world_size,
+        "layout": {} if layout is None else layout.describe(),
+    }

@@ -1,0 +1,232 @@
+"""What is measured against what, and the bound that each figure is held to."""
+
+from __future__ import annotations
+
+import logging
+import math
+import operator
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import median
+from typing import Any, Literal
+
+import psutil
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dist.telemetry import peak_memory_mib
+from tests.bench.harness import Pace, Pairs, alternate, compare_steps
+from tests.bench.sides import SIDES, missing_package, startup_seconds
+from tests.bench.workload import Workload
+from tests.pool import WorkerPool
+
+__all__ = ["CASES", "Case", "NotMeasuredError", "Result", "Settings", "measure"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One comparison.
+
+    Args:
+        kind: ``step`` compares milliseconds a step, ``memory`` MiB at the peak, each by their ratio; ``startup``
+            compares seconds, by their difference.
+        num_ranks: Number of processes.
+        ours: What is measured, a name in ``SIDES``.
+        theirs: What it is compared with; the same name is the control, which shows what the method itself adds.
+        bound: The most that ours / theirs (ours - theirs) may be; None: it is only shown.
+    """
+
+    kind: Literal["step", "startup", "memory"]
+    num_ranks: int
+    ours: str
+    theirs: str
+    bound: float | None = None
+
+    @property
+    def name(self) -> str:
+        """What ``--case`` takes."""
+        return f"{self.kind}-{self.num_ranks}-{self.ours}-{self.theirs}"
+
+    @property
+    def unit(self) -> str:
+        """Of each side's figure."""
+        return {"step": "ms", "startup": "s", "memory": "MiB"}[self.kind]
+
+
+SAME_COMMUNICATION = 1.02  # what the project may add to a step
+FASTER_REDUCE_SCATTER = 0.95
+MODEL_PARALLEL = 0.97
+STARTUP_S = 1.5
+MEMORY = 1.02
+
+CASES = [
+    Case("step", 2, "full_shard", "full_shard"),
+    Case("step", 2, "full_shard", "by_hand_two_shot", SAME_COMMUNICATION),
+    Case("step", 2, "full_shard", "by_hand", FASTER_REDUCE_SCATTER),
+    Case("step", 2, "full_shard", "model_parallel", MODEL_PARALLEL),
+    Case("step", 2, "full_shard", "ddp"),
+    Case("step", 2, "full_shard", "deepspeed"),
+    Case("step", 2, "hybrid_2x1", "by_hand_2x1", SAME_COMMUNICATION),
+    Case("step", 2, "hybrid_1x2", "by_hand_two_shot", SAME_COMMUNICATION),
+    Case("step", 2, "hybrid_2x1", "ddp"),
+    Case("step", 4, "full_shard", "full_shard"),
+    Case("step", 4, "full_shard", "by_hand_two_shot", SAME_COMMUNICATION),
+    Case("step", 4, "full_shard", "by_hand", FASTER_REDUCE_SCATTER),
+    Case("step", 4, "full_shard", "model_parallel", MODEL_PARALLEL),
+    Case("step", 4, "full_shard", "ddp"),
+    Case("step", 4, "full_shard", "deepspeed"),
+    Case("step", 4, "hybrid_2x2", "by_hand_2x2", SAME_COMMUNICATION),
+    Case("step", 4, "hybrid_2x2", "ddp"),
+    Case("step", 4, "hybrid_2x2", "deepspeed"),
+    Case("startup", 2, "hybrid_1x2", "ddp", STARTUP_S),
+    Case("startup", 4, "hybrid_2x2", "ddp", STARTUP_S),
+    Case("memory", 2, "full_shard", "by_hand_two_shot", MEMORY),
+    Case("memory", 2, "full_shard", "by_hand", MEMORY),
+    Case("memory", 4, "hybrid_2x2", "by_hand_2x2", MEMORY),
+]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How much is measured.
+
+    Args:
+        model: What step time and start-up are measured on.
+        large_model: What memory is measured on: so large that it is about weights, gradients and optimizer state, and
+            not about the interpreter.
+        step: The pace of comparisons of step time.
+        startup: The pace of comparisons of start-up; its width is in seconds.
+        memory: The pace of comparisons of memory.
+    """
+
+    model: Workload
+    large_model: Workload
+    step: Pace
+    startup: Pace
+    memory: Pace
+
+    @classmethod
+    def full(cls, minutes: float) -> Settings:
+        """What ``make bench`` measures, at most ``minutes`` a case."""
+        return cls(
+            model=Workload(),
+            large_model=Workload(dim=512, num_layers=10, num_heads=8, global_batch_size=4),
+            step=Pace(min_pairs=20, max_width=0.04, max_seconds=60 * minutes),
+            startup=Pace(min_pairs=10, max_width=0.2, max_seconds=60 * minutes),
+            memory=Pace(min_pairs=10, max_width=0.04, max_seconds=60 * minutes),
+        )
+
+    @classmethod
+    def quick(cls) -> Settings:
+        """As little as shows that everything works."""
+        tiny = Workload(dim=32, num_layers=2, num_heads=2, context=32, global_batch_size=8)
+        few = Pace(min_pairs=3, max_width=math.inf, max_seconds=60, steps=1, warmup_turns=1)
+        return cls(model=tiny, large_model=tiny, step=few, startup=replace(few, min_pairs=1), memory=few)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a case came to; figures are medians over the pairs."""
+
+    case: Case
+    pairs: Pairs
+    is_narrow: bool
+    note: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """Whether the bound is met, by the median and by an interval that is narrow enough to say so."""
+        if self.case.bound is None:
+            return "shown"
+        if self.pairs.median > self.case.bound:
+            return "NOT MET"
+        return "met" if self.is_narrow else "TOO WIDE"
+
+
+class NotMeasuredError(Exception):
+    """A case needs what is not there; the text says what."""
+
+
+def measure(case: Case, settings: Settings) -> Result:
+    """Measure ``case``, in processes of its own.
+
+    Raises:
+        NotMeasuredError: If a package is missing.
+        RankFailed: If a side failed, or the two sides did not do the same work.
+    """
+    if missing := missing_package(case.theirs):
+        raise NotMeasuredError(f'{missing} is not installed: pip install "lightning-dist[bench]"')
+    return {"step": _measure_steps, "startup": _measure_startup, "memory": _measure_memory}[case.kind](case, settings)
+
+
+def _measure_steps(case: Case, settings: Settings) -> Result:
+    pace = settings.step
+    pairs = _on_new_workers(
+        case.num_ranks, _steps, case.ours, case.theirs, settings.model, pace, timeout_s=pace.max_seconds + 300
+    )[0]
+    pairs.ours, pairs.theirs = ([1000 * seconds for seconds in side] for side in (pairs.ours, pairs.theirs))
+    return Result(case, pairs, pace.is_narrow(pairs.interval))
+
+
+def _steps(ours: str, theirs: str, workload: Workload, pace: Pace) -> Pairs:
+    dist.init_process_group("gloo")
+    return compare_steps(partial(SIDES[ours], workload), partial(SIDES[theirs], workload), pace)
+
+
+def _measure_startup(case: Case, settings: Settings) -> Result:
+    def seconds(side: str) -> float:
+        return max(_on_new_workers(case.num_ranks, startup_seconds, side, settings.model))
+
+    pace, pairs = settings.startup, Pairs(by=operator.sub)
+    alternate(partial(seconds, case.ours), partial(seconds, case.theirs), pairs, pace.stop_rule())
+    return Result(case, pairs, pace.is_narrow(pairs.interval))
+
+
+def _measure_memory(case: Case, settings: Settings) -> Result:
+    before: dict[str, list[float]] = {case.ours: [], case.theirs: []}
+
+    def peak_mib(side: str) -> float:
+        ranks = _on_new_workers(case.num_ranks, _memory_mib, side, settings.large_model)
+        peak, at_start = max(ranks)
+        before[side].append(at_start)
+        return peak
+
+    pace, pairs = settings.memory, Pairs()
+    alternate(partial(peak_mib, case.ours), partial(peak_mib, case.theirs), pairs, pace.stop_rule())
+    ours, theirs = (
+        median(peak - at_start for peak, at_start in zip(peaks, before[side], strict=True))
+        for side, peaks in ((case.ours, pairs.ours), (case.theirs, pairs.theirs))
+    )
+    note = f"over the imports: {ours:.0f} against {theirs:.0f} MiB, {ours / theirs:.3f}"
+    return Result(case, pairs, pace.is_narrow(pairs.interval), note)
+
+
+def _memory_mib(side: str, workload: Workload, num_steps: int = 4) -> tuple[float, float]:
+    """The most memory that this rank was resident in, and how much it was before the model was built."""
+    at_start = psutil.Process().memory_info().rss / 2**20
+    dist.init_process_group("gloo")
+    losses: list[Tensor] = []
+
+    def end_step(loss: Tensor) -> bool:
+        losses.append(loss)
+        return len(losses) < num_steps
+
+    SIDES[side](workload, end_step)
+    return peak_memory_mib(torch.device("cpu")), at_start
+
+
+def _on_new_workers(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
+    pool = WorkerPool()
+    try:
+        return pool.run(_quietly, num_ranks, function, *args, timeout_s=timeout_s)
+    finally:
+        pool.close()
+
+
+def _quietly(function: Callable[..., Any], *args: Any) -> Any:
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning").setLevel(logging.ERROR)
+    return function(*args)
