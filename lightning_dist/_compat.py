@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -43,9 +44,13 @@ class ParameterGroup:
         return sum(param.sharded_param.numel() for param in self._group.fsdp_params)
 
     def gather(self) -> None:
-        """All-gather the parameters, if they are sharded now. A collective."""
-        self._group.unshard()
-        self._group.wait_for_unshard()
+        """All-gather the parameters, if they are sharded now. A collective.
+
+        What is made by the first gather is used for good: it must not be an inference tensor, which cannot be trained.
+        """
+        with torch.inference_mode(False):
+            self._group.unshard()
+            self._group.wait_for_unshard()
 
     def free(self) -> None:
         """Put the sharded parameters back into the modules."""

@@ -8,12 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["agreed_seed", "broadcast_weights", "is_meta", "materialize"]
-
-
-def is_meta(module: nn.Module) -> bool:
-    """Whether any parameter or buffer of ``module`` is on the meta device."""
-    return any(tensor.is_meta for tensor in _tensors(module))
+__all__ = ["agreed_seed", "broadcast_weights", "materialize", "refuse_meta_attributes"]
 
 
 def broadcast_weights(module: nn.Module, buffers_only: bool = False) -> None:
@@ -82,6 +77,22 @@ def materialize(modules: Sequence[nn.Module], root: nn.Module, device: torch.dev
                     f"{type(owner).__name__} ({names.get(id(owner)) or 'the root module'}) was created on the meta"
                     " device and has no reset_parameters(): give it that method, setting every parameter and buffer"
                     " that it owns directly, or create it in __init__ instead of configure_model."
+                )
+
+
+def refuse_meta_attributes(root: nn.Module) -> None:
+    """Look for plain attributes on the meta device, such as a metric's states: nothing would ever give them values.
+
+    Raises:
+        TypeError: If a module has one. The text names it.
+    """
+    for name, module in root.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                raise TypeError(
+                    f"{type(module).__name__} ({name or 'the root module'}) was created on the meta device, and its"
+                    f" attribute {key!r} is neither a parameter nor a buffer. Create it in __init__ instead of"
+                    " configure_model, as metrics should be."
                 )
 
 

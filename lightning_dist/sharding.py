@@ -11,6 +11,7 @@ are gathered for the whole step, as FSDP2's root is, so that ``F.linear(x, self.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -27,7 +28,7 @@ from lightning_dist import _compat
 from lightning_dist._compat import ParameterGroup
 from lightning_dist.collectives import TwoShotReduceScatter
 from lightning_dist.consensus import arrive
-from lightning_dist.initialization import materialize
+from lightning_dist.initialization import materialize, refuse_meta_attributes
 from lightning_dist.scalars import ScalarGroup
 from lightning_dist.units import Unit
 
@@ -104,6 +105,7 @@ def shard(module: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, config: Sh
         groups.append(group)
         unit.params.clear()  # the whole parameters, of which nothing should stay
     materialize([module], module, device)
+    refuse_meta_attributes(module)
     return ShardedModule(module, units, groups, mesh)
 
 
@@ -181,7 +183,7 @@ class ShardedModule:
             _compat.restore_class(unit.modules[0])
             return
         for module in unit.modules:
-            module.register_forward_pre_hook(self._check_running, prepend=True)
+            module.register_forward_pre_hook(functools.partial(self._before_unit, group), prepend=True)
         if unit.kind == "outer":
             # Its modules may run through other methods than forward, or after a backward inside the step freed them.
             def gather(module: nn.Module, args: object) -> None:
@@ -193,6 +195,11 @@ class ShardedModule:
 
             for owner in unit.owners:
                 owner.register_forward_pre_hook(gather, prepend=True)
+
+    def _before_unit(self, group: ParameterGroup, module: nn.Module, args: object) -> None:
+        self._check_running(module, args)
+        if torch.is_inference_mode_enabled():
+            group.gather()  # FSDP2's own hook, which runs next, would make inference tensors
 
     def _check_running(self, module: nn.Module, args: object) -> None:
         if self._running:

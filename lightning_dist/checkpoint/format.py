@@ -88,7 +88,8 @@ def write(path: Path, checkpoint: dict[str, Any]) -> None:
         if is_first:
             shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
-            f"The checkpoint {path} was not written: rank {', '.join(map(str, error.failures))} failed: {_cause(error)}."
+            f"The checkpoint {path} was not written: rank {', '.join(map(str, error.failures))} failed:"
+            f" {_cause(error)}."
             " What was there before is unchanged."
         ) from error
     with together(f"writing {path}"):

@@ -442,6 +442,46 @@ def test_configure_model_is_on_meta(pool: WorkerPool) -> None:
     assert_same(pool.run(from_meta_right, 2, "full_shard")[0][0], weights, 1e-5)
 
 
+class MetricOnMeta(OnMetaRight):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.accuracy = MulticlassAccuracy(num_classes=32)
+
+
+def metric_on_meta() -> str:
+    return refused_model(MetricOnMeta())
+
+
+class Inferring(GPT):
+    """Its evaluation steps see inference mode, as under NCCL; Lightning takes no_grad under gloo."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert torch.is_inference_mode_enabled()
+        super().validation_step(batch, batch_idx)
+
+
+def validate_then_fit(inference: bool) -> Weights:
+    import lightning.pytorch.loops.utilities as loop_utilities
+
+    torch.manual_seed(0)
+    model = Inferring() if inference else GPT()
+    trainer = make_trainer("2x2", max_steps=3, limit_val_batches=1, precision="64-true")
+    is_initialized = loop_utilities._distributed_is_initialized
+    if inference:
+        loop_utilities._distributed_is_initialized = lambda: False
+    try:
+        trainer.validate(model, verbose=False)
+    finally:
+        loop_utilities._distributed_is_initialized = is_initialized
+    trainer.limit_val_batches = 0
+    trainer.fit(model)
+    return weights_of(model)
+
+
+def test_inference_mode_before_training(pool: WorkerPool) -> None:
+    assert_same(pool.run(validate_then_fit, 4, True)[0], pool.run(validate_then_fit, 4, False)[0])
+
+
 def class_and_hooks() -> tuple[str, bool, str]:
     torch.manual_seed(0)
     model = GPT()
@@ -570,6 +610,7 @@ def refused_model(model: pl.LightningModule, **kwargs: Any) -> str:
         (no_parameters, "Empty has no parameters"),
         (lbfgs, "LBFGS searches along one flat vector"),
         (unknown_unit, r"units=\['Blok'\]: the model has no module of class 'Blok'. Did you mean Block"),
+        (metric_on_meta, r"MulticlassAccuracy \(accuracy\) was created on the meta device"),
         (sync_batchnorm, r"Trainer\(sync_batchnorm=True\) cannot be honoured on the CPU"),
     ],
 )

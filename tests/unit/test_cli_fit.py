@@ -1,0 +1,329 @@
+"""The command run to its end, in this process."""
+
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.strategies import SingleDeviceStrategy
+from mlflow import MlflowClient
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler
+
+from lightning_dist.cli import main
+from lightning_dist.plugins.callbacks import StepTelemetry
+
+pytestmark = pytest.mark.usefixtures("workplace")
+
+HERE = __name__
+
+
+class Net(LightningModule):
+    trainers: ClassVar[list[Trainer]] = []
+
+    def __init__(self, dim: int = 4, fail_at: int = -1) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.layer = nn.Linear(dim, 1)
+        self.fail_at = fail_at
+
+    def loss(self, batch: Tensor) -> Tensor:
+        loss: Tensor = (self.layer(batch) - 1).square().mean()
+        return loss
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        if batch_idx == self.fail_at:
+            raise ValueError("the loss exploded")
+        loss = self.loss(batch)
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.log("val/loss", self.loss(batch))
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        output: Tensor = self.layer(batch)
+        return output
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    def setup(self, stage: str) -> None:
+        self.trainers.append(self.trainer)
+
+
+class Data(LightningDataModule):
+    def __init__(self, dim: int = 4) -> None:
+        super().__init__()
+        self.dim = dim
+
+    def train_dataloader(self) -> DataLoader[Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        return DataLoader(torch.rand(16, self.dim, generator=generator), batch_size=2)  # type: ignore[arg-type]
+
+    val_dataloader = test_dataloader = predict_dataloader = train_dataloader
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(Net, "trainers", [])
+
+    def run(name: str, *arguments: str, **trainer: Any) -> int:
+        defaults = {"accelerator": "cpu", "enable_progress_bar": "false", "enable_model_summary": "false"}
+        if name == "fit":
+            defaults |= {"max_steps": "4", "log_every_n_steps": "2", "limit_val_batches": "1"}
+        flags = [f"--trainer.{key}={value}" for key, value in (defaults | trainer).items()]
+        argv = [name, f"--model={HERE}.Net", f"--data={HERE}.Data", *flags, *arguments]
+        monkeypatch.setattr(sys, "argv", ["lightning-dist", *argv])
+        try:
+            return main()
+        except SystemExit as stop:
+            return int(stop.code)  # type: ignore[arg-type]
+
+    return run
+
+
+def the_run() -> Any:
+    (run,) = all_runs()
+    return run
+
+
+def all_runs() -> list[Any]:
+    client = MlflowClient(f"sqlite:///{Path.cwd()}/mlflow.db")
+    return list(client.search_runs([experiment.experiment_id for experiment in client.search_experiments()]))
+
+
+def files(folder: str) -> set[str]:
+    return {str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def test_fit_documents_itself(command: Any, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert command("fit", "--model.dim=3", "--data.dim=3", "--seed_everything=7", val_check_interval="2") == 0
+    run = the_run()
+    assert run.info.status == "FINISHED"
+    assert {"train/loss", "val/loss", "lr-SGD", "perf/step_ms", "perf/samples_per_s", "memory/peak_mib"} <= set(
+        run.data.metrics
+    )
+    params = run.data.params
+    assert (params["model.init_args.dim"], params["dim"], params["seed_everything"]) == ("3", "3", "7")
+    assert (params["trainer.max_steps"], params["trainer.strategy"]) == ("4", "auto")
+    assert "_instantiator" not in params
+    folder = f"mlruns/lightning_logs/{run.info.run_id}"
+    assert files(folder) == {"config.yaml", "artifacts/config.yaml", "checkpoints/epoch=0-step=4.ckpt"}
+    assert f"Checkpoint: {folder}/checkpoints/epoch=0-step=4.ckpt" in caplog.text
+    assert f"/#/experiments/{run.info.experiment_id}/runs/{run.info.run_id}" in caplog.text
+    assert "mlflow server --backend-store-uri sqlite:///mlflow.db" in caplog.text
+
+
+def test_the_saved_configuration_repeats_the_run(command: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    strategy = f"{{class_path: {HERE}.Resharding, init_args: {{note: '${{trainer.max_steps}}'}}}}"
+    Path("x.yaml").write_text(f"trainer: {{strategy: {strategy}}}")
+    assert command("fit", "-c", "x.yaml", "--optimizer=Adam", "--optimizer.lr=0.01") == 0
+    first = Path("mlruns/lightning_logs", the_run().info.run_id, "config.yaml")
+    saved = yaml.safe_load(first.read_text())
+    assert saved["trainer"]["strategy"]["init_args"]["note"] == 4
+    assert saved["optimizer"]["init_args"]["lr"] == 0.01
+    capfd.readouterr()
+    sys.argv = ["lightning-dist", "fit", "-c", str(first)]
+    assert main() == 0
+    assert len(all_runs()) == 2
+    for run in all_runs():
+        assert yaml.safe_load(Path("mlruns/lightning_logs", run.info.run_id, "config.yaml").read_text()) == saved
+
+
+class Resharding(SingleDeviceStrategy):
+    """Puts new parameters in the module's place when it is set up, as a sharding strategy does."""
+
+    def __init__(self, note: int = 0) -> None:
+        super().__init__()
+
+    def setup(self, trainer: Trainer) -> None:
+        assert self.lightning_module is not None
+        for module in self.lightning_module.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                setattr(module, name, nn.Parameter(parameter.detach().clone()))
+        super().setup(trainer)
+
+
+@pytest.mark.parametrize(
+    ("flags", "optimizer", "lr"),
+    [
+        (["--optimizer=SGD", "--optimizer.lr=0.5"], torch.optim.SGD, 0.5),
+        (["--optimizer=torch.optim.AdamW", "--optimizer.init_args.lr=0.5"], torch.optim.AdamW, 0.5),
+        (
+            ["--optimizer=SGD", "--optimizer.lr=0.5", "--lr_scheduler=ConstantLR", "--lr_scheduler.factor=0.1"],
+            torch.optim.SGD,
+            0.05,
+        ),
+        ([], torch.optim.SGD, 0.0),
+    ],
+)
+def test_an_optimizer_trains_the_parameters_that_the_strategy_made(
+    command: Any, flags: list[str], optimizer: type[torch.optim.Optimizer], lr: float
+) -> None:
+    assert command("fit", *flags, "--seed_everything=3", strategy=f"{HERE}.Resharding") == 0
+    (trainer,) = Net.trainers
+    (made,) = trainer.optimizers
+    module = trainer.lightning_module
+    assert type(made) is optimizer
+    assert made.param_groups[0]["lr"] == pytest.approx(lr)
+    assert {id(p) for p in made.param_groups[0]["params"]} == {id(p) for p in module.parameters()}
+    seed_everything(3)
+    assert torch.equal(Net().layer.weight, module.layer.weight) == (lr == 0)
+
+
+@pytest.mark.parametrize("name", ["fit", "validate", "test", "predict"])
+def test_commands(command: Any, name: str) -> None:
+    assert command(name) == 0
+    assert the_run().info.status == "FINISHED"
+    assert "config.yaml" in files(f"mlruns/lightning_logs/{the_run().info.run_id}")
+
+
+def test_two_runs_do_not_collide(command: Any) -> None:
+    assert command("fit") == command("fit") == 0
+    assert sorted(files("mlruns/lightning_logs")) == sorted(
+        f"{run.info.run_id}/{name}"
+        for run in all_runs()
+        for name in ("config.yaml", "artifacts/config.yaml", "checkpoints/epoch=0-step=4.ckpt")
+    )
+
+
+def test_without_a_logger_the_configuration_is_beside_the_checkpoints(command: Any) -> None:
+    Path("config.yaml").write_text("mine")
+    for _ in range(2):
+        assert command("fit", logger="false") == 0
+    assert all_runs() == []
+    assert {"config.yaml", "config-1.yaml"} <= files("checkpoints")
+    assert Path("config.yaml").read_text() == "mine"
+    os.remove("checkpoints/config.yaml")
+    assert command("validate", logger="false") == 0
+    assert not Path("checkpoints/config.yaml").exists()
+
+
+def test_a_logger_of_lightning(command: Any) -> None:
+    assert command("fit", logger="CSVLogger", **{"logger.save_dir": "csv"}) == 0
+    assert "lightning_logs/version_0/config.yaml" in files("csv")
+    assert all_runs() == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "telemetry", "rates"),
+    [
+        ([], [None], ["step"]),
+        (["--telemetry=false"], [], []),
+        (["--trainer.logger=false"], [None], []),
+        (["--trainer.callbacks+=StepTelemetry", "--trainer.callbacks.log_every_n_steps=3"], [3], ["step"]),
+        (["--trainer.callbacks+=LearningRateMonitor", "--trainer.callbacks.logging_interval=epoch"], [None], ["epoch"]),
+        (["--trainer.callbacks=RichProgressBar", "--trainer.enable_progress_bar=true"], [None], ["step"]),
+    ],
+)
+def test_default_callbacks(command: Any, flags: list[str], telemetry: list[Any], rates: list[str]) -> None:
+    assert command("fit", *flags) == 0
+    callbacks = Net.trainers[0].callbacks  # type: ignore[attr-defined]
+    assert [c.log_every_n_steps for c in callbacks if isinstance(c, StepTelemetry)] == telemetry
+    assert [c.logging_interval for c in callbacks if isinstance(c, LearningRateMonitor)] == rates
+
+
+def test_failing_in_training_keeps_the_traceback(command: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    assert command("fit", "--model.fail_at=2") == 1
+    printed = capfd.readouterr().err
+    assert "Traceback (most recent call last)" in printed
+    assert printed.rstrip().endswith("ValueError: the loss exploded")
+    assert the_run().info.status == "FAILED"
+
+
+def test_resume_from_a_file_warns_of_its_hyperparameters(command: Any) -> None:
+    assert command("fit") == 0
+    (checkpoint,) = Path("mlruns").rglob("*.ckpt")
+    with pytest.warns(UserWarning, match="hyperparameters are those of .*not those given"):
+        assert command("fit", f"--ckpt_path={checkpoint}", "--model.dim=5", max_steps=6) == 0
+    assert Net.trainers[1].lightning_module.layer.in_features == 4
+    assert Net.trainers[1].global_step == 6
+
+
+def test_a_checkpoint_folder_is_left_to_the_strategy(
+    command: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    asked = []
+
+    def load(self: Any, path: str, **kwargs: Any) -> None:
+        asked.append(Path(path).name)
+        raise ValueError("no strategy here reads folders")
+
+    monkeypatch.setattr(SingleDeviceStrategy, "load_checkpoint", load)
+    Path("sharded.ckpt").mkdir()
+    assert command("fit", "--ckpt_path=sharded.ckpt") == 2
+    assert asked == ["sharded.ckpt"]
+    assert "no strategy here reads folders" in capfd.readouterr().err
+
+
+def _fit_hybrid(folder: str) -> dict[str, Any]:
+    os.chdir(folder)
+    Net.trainers.clear()
+    flags = [
+        "--trainer.accelerator=cpu",
+        "--trainer.devices=2",
+        "--trainer.max_steps=4",
+        "--trainer.log_every_n_steps=2",
+    ]
+    flags += [
+        "--trainer.strategy=hybrid_shard",
+        "--trainer.strategy.dp_shard_size=2",
+        "--trainer.logger.log_model=true",
+    ]
+    flags += ["--trainer.strategy.min_num_params=1", "--optimizer=SGD", "--optimizer.lr=0.1", "--seed_everything=3"]
+    flags += ["--trainer.enable_progress_bar=false"]
+    sys.argv = ["lightning-dist", "fit", f"--model={HERE}.Net", f"--data={HERE}.Data", *flags]
+    code = main()
+    (trainer,) = Net.trainers
+    module = trainer.lightning_module
+    (optimizer,) = trainer.optimizers
+    return {
+        "code": code,
+        "owns": {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in module.parameters()},
+        "run_id": trainer.logger.version,
+        "connected": trainer.logger._client is not None,
+        "weight": module.layer.weight.full_tensor().flatten().tolist(),  # type: ignore[operator]
+    }
+
+
+def test_two_ranks_sharded_with_an_optimizer_from_flags(pool: Any, workplace: Path) -> None:
+    ranks = pool.run(_fit_hybrid, 2, str(workplace))
+    assert [rank["code"] for rank in ranks] == [0, 0]
+    assert [rank["owns"] for rank in ranks] == [True, True]
+    run = the_run()
+    assert [rank["run_id"] for rank in ranks] == [run.info.run_id, None]
+    assert [rank["connected"] for rank in ranks] == [True, False]
+    assert run.info.status == "FINISHED"
+    params = run.data.params
+    assert params["dist.strategy"] == "hybrid_shard"
+    assert params["dist.layout.dp_shard_size"] == "2"
+    assert {"memory/peak_mib_rank0", "memory/peak_mib_rank1"} <= set(run.data.metrics)
+    uploaded = files(f"mlruns/lightning_logs/{run.info.run_id}/artifacts")
+    assert "config.yaml" in uploaded
+    assert len([name for name in uploaded if name.endswith(".distcp")]) == 2
+    assert ranks[0]["weight"] == ranks[1]["weight"] == pytest.approx(_by_hand(), abs=1e-6)
+
+
+def _by_hand() -> list[float]:
+    """Return the weights after the same steps in one process, on the batches of both ranks together."""
+    seed_everything(3)
+    net, data = Net(), Data().train_dataloader().dataset
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    ranks = [list(DistributedSampler(data, 2, rank, seed=3)) for rank in range(2)]
+    for step in range(4):
+        indices = [index for rank in ranks for index in rank[2 * step : 2 * step + 2]]
+        optimizer.zero_grad()
+        net.loss(torch.stack([data[index] for index in indices])).backward()
+        optimizer.step()
+    weights: list[float] = net.layer.weight.flatten().tolist()
+    return weights
