@@ -7,10 +7,14 @@ import os
 from typing import Any
 
 import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import nn
 
 from lightning_dist import FullShardStrategy, HybridShardStrategy
+from lightning_dist.parity import assert_parity, whole_parameters
 
-__all__ = ["make_strategy", "make_trainer"]
+__all__ = ["Weights", "assert_same", "make_strategy", "make_trainer", "refused", "weights_of"]
 
 
 def make_strategy(layout: str, **kwargs: Any) -> Any:
@@ -40,3 +44,28 @@ def make_trainer(layout: str, strategy_kwargs: dict[str, Any] | None = None, **k
         "enable_model_summary": False,
     }
     return pl.Trainer(**{**defaults, **kwargs})
+
+
+Weights = dict[str, np.ndarray]
+
+
+def weights_of(model: nn.Module) -> Weights:
+    return {name: weight.numpy() for name, weight in whole_parameters(model).items()}
+
+
+def assert_same(actual: Weights, expected: Weights, tolerance: float = 1e-10, leave_out: Any = ()) -> None:
+    assert_parity(
+        {name: torch.from_numpy(weight) for name, weight in actual.items()},
+        {name: torch.from_numpy(weight) for name, weight in expected.items()},
+        tolerance,
+        leave_out,
+    )
+
+
+def refused(model: pl.LightningModule, **kwargs: Any) -> str:
+    """The error of training ``model``; ``kwargs`` as of :func:`make_trainer`."""
+    try:
+        make_trainer("2x2", max_steps=1, **kwargs).fit(model)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"

@@ -1,0 +1,250 @@
+"""How a module is built and which class it has; precision; what is refused at start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torchmetrics.classification import MulticlassAccuracy
+
+from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
+from tests.models import GPT, ResNet, TestModule, Transformer
+from tests.pool import WorkerPool
+
+
+class OnMeta(GPT):
+    """Built in configure_model: nothing is ever whole on a rank."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        TestModule.__init__(self, **kwargs)
+        self.model: Any = None
+        self.seen: str = ""
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = Transformer()
+            self.seen = str(next(self.model.parameters()).device)
+            del self.model.position
+            self.model.register_buffer("position", torch.zeros(8, 20), persistent=False)
+            self.temperature = 1.0
+
+
+def from_meta(layout: str) -> tuple[Weights, str, bool]:
+    torch.manual_seed(int(dist.get_rank()) if dist.is_initialized() else 0)
+    model = OnMeta()
+    trainer = make_trainer(layout, max_steps=0)
+    try:
+        trainer.fit(model)
+    except TypeError as error:
+        return {}, str(error), False
+    return weights_of(model), model.seen, model.model.head.weight is model.model.embedding.weight
+
+
+class Position(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(8, 20), persistent=False)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.table.copy_(torch.arange(160.0).view(8, 20))
+
+
+class OnMetaRight(OnMeta):
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = nn.Sequential(nn.Embedding(32, 20), nn.Linear(20, 20), nn.LayerNorm(20), nn.Linear(20, 32))
+            self.model[3].weight = self.model[0].weight
+            self.position = Position()
+            self.seen = str(next(self.model.parameters()).device)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.cross_entropy(self.model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def from_meta_right(layout: str) -> tuple[Weights, str, bool, float]:
+    torch.manual_seed(7)
+    model = OnMetaRight()
+    make_trainer(layout, max_steps=3).fit(model)
+    tied = model.model[3].weight is model.model[0].weight
+    return weights_of(model), model.seen, tied, float(model.position.table.sum())
+
+
+def test_configure_model_is_on_meta(pool: WorkerPool) -> None:
+    error = pool.run(from_meta, 2, "full_shard")[0][1]
+    assert error.startswith("Transformer (model) was created on the meta device and has no reset_parameters()")
+    weights, seen, tied, total = pool.run(from_meta_right, 4, "2x2")[0]
+    assert (seen, tied, total) == ("meta", True, sum(range(160)))
+    # The same seed draws the same weights on any layout.
+    assert_same(pool.run(from_meta_right, 2, "full_shard")[0][0], weights, 1e-5)
+
+
+class MetricOnMeta(OnMetaRight):
+    def configure_model(self) -> None:
+        super().configure_model()
+        self.accuracy = MulticlassAccuracy(num_classes=32)
+
+
+def metric_on_meta() -> str:
+    return refused(MetricOnMeta())
+
+
+class Inferring(GPT):
+    """Its evaluation steps see inference mode, as under NCCL; Lightning takes no_grad under gloo."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        assert torch.is_inference_mode_enabled()
+        super().validation_step(batch, batch_idx)
+
+
+def validate_then_fit(inference: bool) -> Weights:
+    import lightning.pytorch.loops.utilities as loop_utilities
+
+    torch.manual_seed(0)
+    model = Inferring() if inference else GPT()
+    trainer = make_trainer("2x2", max_steps=3, limit_val_batches=1, precision="64-true")
+    is_initialized = loop_utilities._distributed_is_initialized
+    if inference:
+        loop_utilities._distributed_is_initialized = lambda: False
+    try:
+        trainer.validate(model, verbose=False)
+    finally:
+        loop_utilities._distributed_is_initialized = is_initialized
+    trainer.limit_val_batches = 0
+    trainer.fit(model)
+    return weights_of(model)
+
+
+def test_inference_mode_before_training(pool: WorkerPool) -> None:
+    assert_same(pool.run(validate_then_fit, 4, True)[0], pool.run(validate_then_fit, 4, False)[0])
+
+
+def class_and_hooks() -> tuple[str, bool, str]:
+    torch.manual_seed(0)
+    model = GPT()
+    make_trainer("2x2", max_steps=1).fit(model)
+    return type(model).__name__, type(model) is GPT, model.hparams.optimizer
+
+
+def test_the_users_class_stays(pool: WorkerPool) -> None:
+    assert pool.run(class_and_hooks, 4)[0] == ("GPT", True, "sgd")
+
+
+class WithExample(GPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.example_input_array = torch.zeros(1, 8, dtype=torch.long)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.model(tokens)
+
+
+def summary_runs() -> int:
+    trainer = make_trainer("2x2", max_steps=1, enable_model_summary=True)
+    trainer.fit(WithExample())
+    return trainer.global_step
+
+
+def test_summary_with_example_input(pool: WorkerPool) -> None:
+    assert pool.run(summary_runs, 4) == [1] * 4
+
+
+class Dtypes(GPT):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.seen: dict[str, str] = {}
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen["computed"] = str(self.model.head.weight.dtype)
+        self.seen["logits"] = str(self.model(batch[0]).dtype)
+        loss = super().training_step(batch, batch_idx)
+        self.seen["loss"] = str(loss.dtype)
+        return loss
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        self.seen["stored"] = str(self.model.head.weight.dtype)
+        self.seen["gradient"] = str(self.model.head.weight.grad.dtype)
+
+
+def dtypes(precision: str) -> tuple[dict[str, str], list[float]]:
+    torch.manual_seed(0)
+    model = Dtypes(optimizer="adamw")
+    trainer = make_trainer("2x2", max_steps=3, precision=precision)
+    trainer.fit(model)
+    state = trainer.optimizers[0].state[model.model.head.weight]
+    model.seen["state"] = str(state["exp_avg"].dtype)
+    return model.seen, float(trainer.callback_metrics["train/loss"])
+
+
+@pytest.mark.parametrize(
+    ("precision", "stored", "computed", "loss"),
+    [
+        ("32-true", "float32", "float32", "float32"),
+        ("64-true", "float64", "float64", "float64"),
+        ("bf16-mixed", "float32", "bfloat16", "float32"),
+        ("bf16-true", "bfloat16", "bfloat16", "bfloat16"),
+    ],
+)
+def test_precision(pool: WorkerPool, precision: str, stored: str, computed: str, loss: str) -> None:
+    seen, value = pool.run(dtypes, 4, precision)[0]
+    assert seen["stored"] == seen["gradient"] == seen["state"] == f"torch.{stored}"
+    assert seen["computed"] == f"torch.{computed}"
+    assert seen["loss"] == f"torch.{loss}"
+    assert value == pytest.approx(pool.run(dtypes, 4, "32-true")[0][1], rel=0.05)
+
+
+def foreign_optimizer() -> str:
+    class Foreign(GPT):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made = torch.optim.SGD(self.parameters(), lr=0.1)
+
+        def configure_optimizers(self) -> Any:
+            return self.made
+
+    return refused(Foreign())
+
+
+def no_parameters() -> str:
+    class Empty(GPT):
+        def __init__(self) -> None:
+            TestModule.__init__(self)
+
+    return refused(Empty())
+
+
+def lbfgs() -> str:
+    class Flat(GPT):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS([p for p in self.parameters() if p.requires_grad])
+
+    return refused(Flat())
+
+
+def unknown_unit() -> str:
+    return refused(GPT(), strategy_kwargs={"units": ["Blok"]})
+
+
+def sync_batchnorm() -> str:
+    return refused(ResNet(), sync_batchnorm=True)
+
+
+@pytest.mark.parametrize(
+    ("cause", "message"),
+    [
+        (foreign_optimizer, r"Optimizer 0 \(SGD\) holds \d+ of \d+ parameters that are not Foreign's"),
+        (no_parameters, "Empty has no parameters"),
+        (lbfgs, "LBFGS searches along one flat vector"),
+        (unknown_unit, r"units=\['Blok'\]: the model has no module of class 'Blok'. Did you mean Block"),
+        (metric_on_meta, r"MulticlassAccuracy \(accuracy\) was created on the meta device"),
+        (sync_batchnorm, r"Trainer\(sync_batchnorm=True\) cannot be honoured on the CPU"),
+    ],
+)
+def test_refusals_reach_every_rank(pool: WorkerPool, cause: Any, message: str) -> None:
+    for error in pool.run(cause, 4, timeout_s=20):
+        with pytest.raises(RuntimeError, match=message):
+            raise RuntimeError(error)

@@ -1,0 +1,213 @@
+"""Trainings written as users write them, each against the same in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.callbacks.finetuning import BaseFinetuning
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
+from tests.models import GPT, TestModule, Transformer
+from tests.pool import WorkerPool
+
+
+class ClippedByValue(GPT):
+    trainer_kwargs = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+
+
+class PlainSGDClipped(GPT):
+    trainer_kwargs = {"gradient_clip_val": 0.1}
+
+    def make_optimizer(self, params: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(params, lr=0.1)
+
+
+class FunctionalHead(GPT):
+    """Reads a parameter without running the module that owns it, and calls another method than forward."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.model = Transformer(tied=False)
+        self.projection = nn.Linear(20, 20)
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        tokens, targets = batch
+        x = functional.linear(functional.embedding(tokens, self.model.embedding.weight), self.projection.weight)
+        for block in self.model.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.model.head(x).flatten(0, 1), targets.flatten())
+
+
+class NoModuleCalled(TestModule):
+    """All of the model is used through functions: no hook of any module ever runs."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        self.bias = nn.Parameter(torch.zeros(3))
+
+    data = GPT.data
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0].to(self.bias.dtype)
+        hidden = torch.tanh(functional.linear(x, self.net[0].weight, self.net[0].bias))
+        return (functional.linear(hidden, self.net[2].weight) + self.bias).square().mean()
+
+
+class SeveralForms(GPT):
+    """Lists of optimizers with schedulers of both intervals cannot be automatic; a dict with a monitor can."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = self.make_optimizer(self.parameters())
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        config = {"scheduler": scheduler, "monitor": "train/loss", "interval": "step", "frequency": 2}
+        return [optimizer], [config]
+
+
+class ManualWithRootParameter(GPT):
+    """Manual optimization, two backwards a step, parameters on the root module read between them."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+        self.offset = nn.Parameter(torch.zeros(20))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        for part in range(2):
+            optimizer.zero_grad()
+            loss = self.loss(batch) + (self.offset * (part + 1) - 1).square().mean()
+            self.manual_backward(loss)
+            self.clip_gradients(optimizer, 0.5, "norm")
+            optimizer.step()
+
+
+class AccumulatesByHand(ManualWithRootParameter):
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        with torch.no_grad():
+            self.loss(batch)  # a forward that no backward follows
+        self.manual_backward((self.loss(batch) + (self.offset - 1).square().mean()) / 2)
+        with torch.no_grad():
+            self.loss(batch)
+        if batch_idx % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+            assert self.loss(batch) > 0  # with the weights after the step
+
+
+class OverridesHooks(GPT):
+    """Users change gradients in hooks, write their own backward and clip themselves."""
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        (2 * loss).backward()
+
+    def on_before_optimizer_step(self, optimizer: Any) -> None:
+        for param in self.parameters():
+            if param.grad is not None:
+                param.grad.mul_(0.5)
+
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        torch.nn.utils.clip_grad_norm_(self.parameters(), 0.2)
+
+
+class Recomputes(GPT):
+    """Activation checkpointing runs blocks again in the backward."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        from torch.utils.checkpoint import checkpoint
+
+        tokens, targets = batch
+        x = self.model.embedding(tokens)
+        for block in self.model.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return functional.cross_entropy(self.model.head(self.model.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class Unfreezes(BaseFinetuning):
+    """The blocks are frozen for two epochs."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(pl_module.model.blocks)
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch == 2:
+            self.unfreeze_and_add_param_group(pl_module.model.blocks, optimizer)
+
+
+class Unfreezing(GPT):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        for param in self.parameters():
+            param.requires_grad_(True)
+
+    def configure_optimizers(self) -> Any:
+        return self.make_optimizer([param for param in self.parameters() if param.requires_grad])
+
+    def configure_callbacks(self) -> Any:
+        return [Unfreezes()]
+
+    trainer_kwargs = {"limit_train_batches": 2}
+
+
+WAYS = [
+    ClippedByValue,
+    PlainSGDClipped,
+    FunctionalHead,
+    NoModuleCalled,
+    SeveralForms,
+    ManualWithRootParameter,
+    AccumulatesByHand,
+    OverridesHooks,
+    Recomputes,
+    Unfreezing,
+]
+
+
+def train(way: type[TestModule], layout: str) -> Weights:
+    torch.manual_seed(0)
+    model = way()
+    kwargs = getattr(way, "trainer_kwargs", {})
+    make_trainer(layout, max_steps=8, precision="64-true", **kwargs).fit(model)
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_trains_as_in_one_process(pool: WorkerPool, way: type[TestModule]) -> None:
+    before = {name: param.detach().numpy() for name, param in way().named_parameters()}
+    expected = pool.run(train, 1, way, "auto")[0]
+    assert any(not np.array_equal(before[name], expected[name]) for name in expected)
+    assert_same(pool.run(train, 4, way, "2x2")[0], expected)
+    assert_same(pool.run(train, 2, way, "full_shard")[0], expected)
+
+
+class Weighted(GPT):
+    """Sequences of unequal length: a mean over tokens that says how many they are."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        tokens, targets = batch
+        position = torch.arange(8)
+        targets = torch.where(position < 1 + tokens[:, :1] % 8, targets, -100)
+        logits = self.model(tokens) * self.temperature
+        loss = functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
+        return {"loss": loss, "weight": (targets != -100).sum()}
+
+
+def train_weighted(layout: str, accumulate: int, num_steps: int) -> Weights:
+    torch.manual_seed(0)
+    # One process has what all ranks and microbatches have together in one batch; its plain mean is the weighted one.
+    model = Weighted(global_batch_size=8 if layout != "auto" else 8 * accumulate)
+    kwargs = {"accumulate_grad_batches": accumulate} if layout != "auto" else {}
+    make_trainer(layout, max_steps=num_steps, precision="64-true", gradient_clip_val=1.0, **kwargs).fit(model)
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_weighted_mean_over_unequal_numbers_of_tokens(pool: WorkerPool, accumulate: int) -> None:
+    expected = pool.run(train_weighted, 1, "auto", accumulate, 5)[0]
+    assert_same(pool.run(train_weighted, 4, "2x2", accumulate, 5)[0], expected)
