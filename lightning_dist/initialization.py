@@ -20,10 +20,13 @@ def broadcast_weights(module: nn.Module, buffers_only: bool = False) -> None:
         module: On the device that the default process group communicates on.
         buffers_only: Leave the parameters alone.
     """
-    tensors = list(module.buffers()) if buffers_only else list(_tensors(module))
-    works = [dist.broadcast(tensor.detach(), src=0, async_op=True) for tensor in tensors if not tensor.is_meta]
-    for work in works:
+    tensors = [t.detach() for t in (module.buffers() if buffers_only else _tensors(module)) if not t.is_meta]
+    sent = [tensor.contiguous() for tensor in tensors]
+    for work in [dist.broadcast(tensor, src=0, async_op=True) for tensor in sent]:
         work.wait()
+    for tensor, received in zip(tensors, sent, strict=True):
+        if not tensor.is_contiguous() and not torch.equal(tensor, received):
+            tensor.copy_(received)
 
 
 def agreed_seed() -> int:

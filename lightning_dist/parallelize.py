@@ -46,6 +46,9 @@ def parallelize(
                 " the LightningModule, or leave the strategy to them (Lightning's ModelParallelStrategy)."
             )
     units = find_units(module, unit_classes, min_num_params)
+    for param in module.parameters():
+        if not param.is_contiguous():  # such as channels_last, which FSDP2 does not take
+            param.data = param.data.contiguous()
     broadcast_weights(module)
     seed = agreed_seed()
     on_cpu = mesh.device_type == "cpu"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
-from tests.models import GPT, TestModule, Transformer
+from tests.models import GPT, ResNet, TestModule, Transformer
 from tests.pool import WorkerPool
 
 
@@ -41,6 +41,22 @@ class FunctionalHead(GPT):
         for block in self.model.blocks:
             x = block(x)
         return functional.cross_entropy(self.model.head(x).flatten(0, 1), targets.flatten())
+
+
+class ChannelsLast(ResNet):
+    """Memory formats are a matter of layout; an expanded buffer shares memory with itself."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.to(memory_format=torch.channels_last)
+        self.register_buffer("scale", torch.ones(1).expand(6))
+        self.eval()  # BatchNorm by its running statistics, which are the same on any number of ranks
+
+    def train(self, mode: bool = True) -> Any:
+        return super().train(False)
+
+    def loss(self, images: Tensor, labels: Tensor) -> Tensor:
+        return super().loss(images, labels) * self.scale.mean()
 
 
 class NoModuleCalled(TestModule):
@@ -158,6 +174,7 @@ class Unfreezing(GPT):
 WAYS = [
     ClippedByValue,
     PlainSGDClipped,
+    ChannelsLast,
     FunctionalHead,
     NoModuleCalled,
     SeveralForms,
