@@ -52,7 +52,10 @@ CASES = {
         lambda: holder(body=nn.Sequential(Residual(2), Residual(2), Residual(4))),
         ["body.0", "body.1", "body.2"],
     ),
-    "layers, not their experts": (lambda: holder(layers=nn.ModuleList([MoELayer(), MoELayer()])), ["layers.0", "layers.1"]),
+    "layers, not their experts": (
+        lambda: holder(layers=nn.ModuleList([MoELayer(), MoELayer()])),
+        ["layers.0", "layers.1"],
+    ),
     "blocks, not their stages": (
         lambda: holder(stages=nn.ModuleList([Stage(2, 2), Stage(4, 1)])),
         ["stages.0.blocks.0", "stages.0.blocks.1", "stages.1.blocks.0"],
