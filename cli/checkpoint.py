@@ -55,5 +55,5 @@ def _consolidate(source: Path, destination: Path) -> int:
     except (CheckpointError, ValueError, OSError, ImportError) as error:
         print_error(str(error))
         return BAD_CONFIGURATION
-    print(f"{destination} ({destination.stat().st_size / 2**20:.1f} MiB)")
+    print(f"{destination} ({destination.stat().st_size:,} bytes)")
     return 0

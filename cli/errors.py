@@ -26,7 +26,8 @@ _STALE_S = 60.0
 
 def closest(name: str, candidates: Iterable[str]) -> str:
     """Return the end of a sentence about an unknown name: ``"; did you mean 'x'?"``, or a full stop."""
-    matches = get_close_matches(name, list(candidates), n=1, cutoff=0.6)
+    names = sorted(candidates)
+    matches = get_close_matches(name, names, n=1, cutoff=0.6) or [long for long in names if long.startswith(name)]
     return f"; did you mean {matches[0]!r}?" if matches else "."
 
 

@@ -2,41 +2,36 @@
 
 import logging
 import os
-import re
-import signal
 import sys
-import time
 import traceback
 import warnings
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from types import MethodType
 from typing import Any, NoReturn
 
-import torch
 from jsonargparse import set_parsing_settings
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import LearningRateMonitor
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from omegaconf.errors import OmegaConfBaseException
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.checkpoint import CheckpointError
-from lightning_dist.cli._compat import CommandLine, active_parser, child_processes, install_strategy_actions
+from lightning_dist.cli._compat import CommandLine, active_parser, install_strategy_actions
 from lightning_dist.cli.errors import (
     BAD_CONFIGURATION,
     SHOW_TRACEBACK,
     TRAINING_FAILED,
     closest,
     report,
-    reported_by_another,
     users_line,
 )
-from lightning_dist.cli.messages import interpolation, original, shorten
+from lightning_dist.cli.failures import Progress, report_failure
+from lightning_dist.cli.messages import shorten
 from lightning_dist.cli.save_config import SaveRunConfig
 from lightning_dist.plugins.callbacks import StepTelemetry
 from lightning_dist.plugins.loggers import MLflowLogger
@@ -44,19 +39,6 @@ from lightning_dist.plugins.loggers.provenance import versions
 
 _DEFAULT_LOGGER = {"class_path": "lightning_dist.plugins.loggers.MLflowLogger"}
 _SYMBOLIC_PATHS = ("last", "best", "hpc", "auto")
-_LOST_CONNECTION = re.compile(r"Connection (closed|reset) by peer|Connection refused|Broken pipe", re.IGNORECASE)
-_USER_MISTAKES = (
-    ValueError,
-    MisconfigurationException,
-    ModuleNotFoundError,
-    FileNotFoundError,
-    NotADirectoryError,
-    IsADirectoryError,
-    PermissionError,
-    CheckpointError,
-    OmegaConfBaseException,
-)
-_SECONDS_TO_EXIT = 5
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -71,13 +53,15 @@ def run(arguments: Sequence[str]) -> int:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     _hush()
-    progress = _Progress()
+    progress = Progress()
     try:
         TrainerCommand(progress, list(arguments) if sys.argv[1:] != list(arguments) else None)
+    except SIGTERMException:
+        return TRAINING_FAILED
     except SystemExit as stop:
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else TRAINING_FAILED
     except Exception as error:
-        code = _report_failure(error, progress)
+        code = report_failure(error, progress)
         progress.stop_other_processes()
         return code
     return 0
@@ -104,39 +88,6 @@ class _Parser(LightningArgumentParser):
         raise AssertionError
 
 
-class _Progress(Callback):
-    """Knows how far a run has come: a mistake before the first batch is one of the configuration."""
-
-    def __init__(self) -> None:
-        self.batch_seen = False
-        self.trainer: Trainer | None = None
-
-    def stop_other_processes(self) -> None:
-        """End the processes that this one has launched and that would now wait for it in a collective."""
-        processes = [] if self.trainer is None else child_processes(self.trainer)
-        deadline = time.monotonic() + _SECONDS_TO_EXIT
-        while time.monotonic() < deadline and any(process.poll() is None for process in processes):
-            time.sleep(0.05)
-        for process in processes:
-            process.send_signal(signal.SIGKILL)
-
-    @override
-    def on_train_batch_start(self, *args: Any) -> None:
-        self.batch_seen = True
-
-    @override
-    def on_validation_batch_start(self, *args: Any) -> None:
-        self.batch_seen = True
-
-    @override
-    def on_test_batch_start(self, *args: Any) -> None:
-        self.batch_seen = True
-
-    @override
-    def on_predict_batch_start(self, *args: Any) -> None:
-        self.batch_seen = True
-
-
 class TrainerCommand(CommandLine):
     """LightningCLI with strategies by every name, optimizers of sharded parameters, and a run that documents itself.
 
@@ -145,8 +96,9 @@ class TrainerCommand(CommandLine):
         args: The command line; by default that of the process.
     """
 
-    def __init__(self, progress: _Progress, args: list[str] | None = None) -> None:
+    def __init__(self, progress: Progress, args: list[str] | None = None) -> None:
         self._progress = progress
+        self._command = (args or sys.argv[1:])[0]
         # So that ${trainer.max_steps} means this command's, though its options are kept under its name.
         set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
         header = [f"{name}=={version}" for name, version in versions().items()]
@@ -161,12 +113,17 @@ class TrainerCommand(CommandLine):
                 # Interpolation, ${model.init_args.dim}, resolved when all files and flags have been read.
                 "parser_mode": "omegaconf+",
                 **shared,
-                **{command: dict(shared) for command in self.subcommands()},
+                self._command: dict(shared),
             },
             # LightningCLI would build the optimizer before the strategy has sharded the parameters.
             auto_configure_optimizers=False,
             args=args,
         )
+
+    @override
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        """Only the command that was asked for: making the parsers of the others would take three times as long."""
+        return {self._command: LightningCLI.subcommands()[self._command]}
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
@@ -197,7 +154,14 @@ class TrainerCommand(CommandLine):
         if not zipfile.is_zipfile(file):
             raise ValueError(f"ckpt_path={path!r} is not a checkpoint of Lightning: it was not written by torch.save.")
         given = self.config[self.config.subcommand].get("model")
-        super().read_checkpoint_hparams(path)
+        try:
+            super().read_checkpoint_hparams(path)
+        except UnpicklingError:
+            # Whether to trust it is for --weights_only to say, when the rest is read.
+            rank_zero_warn(f"The hyperparameters in {path} are not read: it holds more than tensors and plain values.")
+            return
+        except (RuntimeError, AttributeError) as error:
+            raise ValueError(f"ckpt_path={path!r} is not a checkpoint of Lightning: {error}") from error
         restored = self.config[self.config.subcommand].get("model")
         if given is not None and restored != given:
             rank_zero_warn(f"The model's hyperparameters are those of {path}, not those given: {restored.init_args}")
@@ -225,7 +189,8 @@ class TrainerCommand(CommandLine):
 
     def after_fit(self) -> None:
         """Say where the run's results are."""
-        checkpoint = getattr(self.trainer.checkpoint_callback, "best_model_path", "")
+        callback = self.trainer.checkpoint_callback
+        checkpoint = getattr(callback, "best_model_path", "") or getattr(callback, "last_model_path", "")
         if checkpoint:
             rank_zero_info(f"Checkpoint: {os.path.relpath(checkpoint)}")
         for logger in self.trainer.loggers:
@@ -268,39 +233,3 @@ def _how_to_open(logger: MLflowLogger) -> str:
     if logger.tracking_uri.startswith("http"):
         return f"MLflow: {logger.tracking_uri.rstrip('/')}/{page}"
     return f"MLflow: http://127.0.0.1:5000/{page}\n  after: mlflow server --backend-store-uri {logger.tracking_uri}"
-
-
-def _report_failure(error: Exception, progress: _Progress) -> int:
-    error = original(error)
-    if _is_lost_connection(error):
-        code = reported_by_another()
-        if code is not None:
-            return code
-    is_mistake = not progress.batch_seen and (
-        isinstance(error, _USER_MISTAKES) or _is_rejected_argument(error, progress)
-    )
-    if is_mistake and not os.environ.get(SHOW_TRACEBACK):
-        return report(_describe(error), BAD_CONFIGURATION)
-    text = "".join(traceback.format_exception(error))
-    code = BAD_CONFIGURATION if is_mistake else TRAINING_FAILED
-    # The frames differ between the process that launches and those that are launched.
-    return report(text, code, prefix="", cause=f"{type(error).__name__}: {error}")
-
-
-def _is_rejected_argument(error: Exception, progress: _Progress) -> bool:
-    """Whether the Trainer's constructor refuses a value; it raises TypeError for some (``devices``)."""
-    frames = traceback.extract_tb(error.__traceback__)
-    raised_by_lightning = bool(frames) and "lightning" in Path(frames[-1].filename).parts
-    return isinstance(error, TypeError) and progress.trainer is None and raised_by_lightning
-
-
-def _is_lost_connection(error: Exception) -> bool:
-    """Whether an error only says that another process has gone."""
-    lost = isinstance(error, (torch.distributed.DistNetworkError, torch.distributed.DistBackendError))
-    return lost or (isinstance(error, (RuntimeError, OSError)) and bool(_LOST_CONNECTION.search(str(error))))
-
-
-def _describe(error: Exception) -> str:
-    if isinstance(error, OmegaConfBaseException):
-        return interpolation(error)
-    return (str(error) or type(error).__name__) + users_line(error)

@@ -1,5 +1,6 @@
 """The private corners of Lightning that the plugins stand on, each with what would replace it. Tried with 2.6."""
 
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch
@@ -28,6 +29,25 @@ def logging_step(trainer: Trainer) -> int:
     LearningRateMonitor would use too.
     """
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def observe_fetching(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call ``before`` and ``after`` around every wait for a training batch, from the next epoch's start on.
+
+    Replaced by: a hook around the fetching of a batch. The profiler's actions are one, but cost every other action too.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    on_before_fetch, on_after_fetch = loop._on_before_fetch, loop._on_after_fetch
+
+    def observed_before() -> None:
+        before()
+        on_before_fetch()
+
+    def observed_after() -> None:
+        on_after_fetch()
+        after()
+
+    loop._on_before_fetch, loop._on_after_fetch = observed_before, observed_after  # type: ignore[method-assign]
 
 
 def reduce_across_processes(

@@ -1,19 +1,17 @@
 """Speed and memory of a run, in its loggers and on its progress bar."""
 
-import warnings
+from functools import wraps
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.profilers import Profiler
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
-from lightning_dist.plugins._compat import logging_step
+from lightning_dist.plugins._compat import logging_step, observe_fetching
 from lightning_dist.telemetry import StepTimer, Stopwatch, batch_size, peak_memory_mib
 
-_NEXT_BATCH = "train_dataloader_next"
-_SAVE_CHECKPOINT = "save_checkpoint"
 _MAX_RANKS_LISTED = 64
 
 
@@ -48,18 +46,20 @@ class StepTelemetry(Callback):
         self.log_every_n_steps = log_every_n_steps
         self._timer = StepTimer()
         self._data_watch = Stopwatch()
+        self._interval = 0
         self._samples = 0
         self._tokens = 0
         self._global_step = 0
         self._logging_step = 0
         self._warm = False
-        self._profiler: Profiler | None = None
-        self._resume_after_save = False
+        self._trainer: Trainer | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
-            self._observe_profiler(trainer)
+        if stage == "fit" and trainer is not self._trainer:
+            self._trainer = trainer
+            self._leave_out_checkpoints(trainer)
+            observe_fetching(trainer, self._before_fetch, self._after_fetch)
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -69,6 +69,7 @@ class StepTelemetry(Callback):
         self._samples = self._tokens = 0
         self._warm = False
         self._global_step = trainer.global_step
+        self._interval = self.log_every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
 
     @override
     def on_train_batch_end(
@@ -87,8 +88,7 @@ class StepTelemetry(Callback):
             return
         self._timer.step()
         self._logging_step = logging_step(trainer)
-        interval = self.log_every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if interval and (self._logging_step + 1) % interval == 0:
+        if self._interval and (self._logging_step + 1) % self._interval == 0:
             self._report(trainer, pl_module, on_progress_bar=True)
 
     @override
@@ -102,7 +102,8 @@ class StepTelemetry(Callback):
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._timer.pause()
-        self._report(trainer, pl_module, on_progress_bar=False)
+        if self._interval:
+            self._report(trainer, pl_module, on_progress_bar=False)
 
     def _report(self, trainer: Trainer, pl_module: LightningModule, on_progress_bar: bool) -> None:
         steps, seconds = self._timer.lap()
@@ -112,12 +113,7 @@ class StepTelemetry(Callback):
         if steps == 0:
             return
         device = trainer.strategy.root_device
-        mine = [seconds, data_seconds, samples, tokens, peak_memory_mib(device)]
-        with warnings.catch_warnings():
-            # Lightning 2.6 gathers by a function that torch 2.13 deprecates.
-            warnings.filterwarnings("ignore", message="torch.distributed.nn.functional.all_gather is deprecated")
-            gathered = trainer.strategy.all_gather(torch.tensor(mine, device=device))
-        ranks = gathered.reshape(-1, len(mine)).tolist()
+        ranks = _gather([seconds, data_seconds, samples, tokens, peak_memory_mib(device)], device)
         metrics = _summarize(ranks, steps, _num_replicas(trainer))
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=self._logging_step)
@@ -127,34 +123,39 @@ class StepTelemetry(Callback):
                     pl_module.log(unit, round(metrics[name]), prog_bar=True, logger=False)
                     break
 
-    def _observe_profiler(self, trainer: Trainer) -> None:
-        """Listen to the names under which Lightning tells its profiler what the loop is doing.
+    def _leave_out_checkpoints(self, trainer: Trainer) -> None:
+        """Pause the timer while a checkpoint is written, whoever asks for it; no hook of a callback surrounds that."""
+        save_checkpoint = trainer.save_checkpoint
 
-        No hook of a callback surrounds the wait for a batch or the writing of a checkpoint; the profiler's actions do.
-        """
-        profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
-        if profiler is self._profiler:
-            return
-        self._profiler = profiler
-        start, stop = profiler.start, profiler.stop
-
-        def observed_start(action_name: str) -> None:
-            if action_name.endswith(_NEXT_BATCH):
-                if self._warm:
+        @wraps(save_checkpoint)
+        def timed(*args: Any, **kwargs: Any) -> None:
+            was_running = self._timer.pause()
+            try:
+                save_checkpoint(*args, **kwargs)
+            finally:
+                if was_running:
                     self._timer.resume()
-                    self._data_watch.start()
-            elif action_name == _SAVE_CHECKPOINT:
-                self._resume_after_save = self._timer.pause()
-            start(action_name)
 
-        def observed_stop(action_name: str) -> None:
-            stop(action_name)
-            if action_name.endswith(_NEXT_BATCH):
-                self._data_watch.stop()
-            elif action_name == _SAVE_CHECKPOINT and self._resume_after_save:
-                self._timer.resume()
+        trainer.save_checkpoint = timed  # type: ignore[method-assign]
 
-        profiler.start, profiler.stop = observed_start, observed_stop  # type: ignore[method-assign]
+    def _before_fetch(self) -> None:
+        if self._warm:
+            self._timer.resume()
+            self._data_watch.start()
+
+    def _after_fetch(self) -> None:
+        self._data_watch.stop()
+
+
+def _gather(values: list[float], device: torch.device) -> list[list[float]]:
+    """Return every rank's values, by rank."""
+    mine = torch.tensor(values, device=device)
+    if not (dist.is_available() and dist.is_initialized()):
+        return [mine.tolist()]
+    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    dist.all_gather(ranks, mine)
+    gathered: list[list[float]] = torch.stack(ranks).tolist()
+    return gathered
 
 
 def _summarize(ranks: list[list[float]], steps: int, num_replicas: int) -> dict[str, float]:

@@ -2,16 +2,13 @@
 
 import importlib.util
 import json
-import logging
 import os
-import random
 import re
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import asdict, is_dataclass
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from time import time
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,19 +16,20 @@ from typing import TYPE_CHECKING, Any, Literal
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.loggers.logger import rank_zero_experiment
-from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only, rank_zero_warn
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_dist.plugins.loggers.background import BackgroundWriter
+from lightning_dist.plugins.loggers.params import allowed_name, as_dict, flatten, param_text
 from lightning_dist.plugins.loggers.provenance import git_state, spread, versions
+from lightning_dist.plugins.loggers.store import DEFAULT_TRACKING_URI, SQLITE, connect, default_save_dir, own_randomness
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-DEFAULT_TRACKING_URI = "sqlite:///mlflow.db"
-_MAX_PARAM_LENGTH = 6000
 _MAX_PARAMS_PER_BATCH = 100
-_SQLITE = "sqlite:///"
 
 
 class MLflowLogger(MLFlowLogger):
@@ -58,7 +56,8 @@ class MLflowLogger(MLFlowLogger):
         artifact_location: Where a new experiment keeps its artifacts: by default the experiment's folder under
             ``save_dir`` with an SQLite store, else what the tracking server chooses.
         run_id: Go on with this run instead of starting a new one.
-        synchronous: Whether a call to MLflow returns only when the store has taken it; by default MLflow decides.
+        synchronous: Whether to wait until the store has taken a metric. By default it is sent in the background; what
+            goes wrong there is raised by a later call.
 
     Raises:
         ModuleNotFoundError: If mlflow is not installed.
@@ -89,13 +88,14 @@ class MLflowLogger(MLFlowLogger):
         self._experiment_name = experiment_name
         self._run_name = run_name
         self._tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_TRACKING_URI
-        self._save_dir = os.fspath(save_dir) if save_dir is not None else _default_save_dir(self._tracking_uri)
+        self._save_dir = os.fspath(save_dir) if save_dir is not None else default_save_dir(self._tracking_uri)
         self._log_model = log_model
         self._prefix = prefix
         self._artifact_location = artifact_location
         self._run_id = run_id
         self._experiment_id: str | None = None
-        self._batch_kwargs = {} if synchronous is None else {"synchronous": synchronous}
+        self._synchronous = bool(synchronous)
+        self._writer = BackgroundWriter()
         self._client: MlflowClient | None = None
         self._params: dict[str, str] = {}
         self._checkpoint_callbacks: dict[str, ModelCheckpoint] = {}
@@ -111,7 +111,7 @@ class MLflowLogger(MLFlowLogger):
             ValueError: If the run or the experiment that was asked for cannot be used.
         """
         if self._client is None:
-            client = _connect(self._tracking_uri)
+            client = connect(self._tracking_uri)
             if self._run_id is None:
                 self._create_run(client)
             else:
@@ -175,10 +175,10 @@ class MLflowLogger(MLFlowLogger):
         from mlflow.entities import Param
 
         client = self.experiment
-        named = _as_dict(params)
+        named = as_dict(params)
         # How LightningCLI tells load_from_checkpoint to rebuild the module; not a parameter of it.
         named = {key: value for key, value in named.items() if key != "_instantiator"}
-        flat = {_allowed_name(key): _param_text(key, value) for key, value in _flatten(named)}
+        flat = {allowed_name(key): param_text(key, value) for key, value in flatten(named)}
         changed = [key for key, value in flat.items() if self._params.get(key, value) != value]
         if changed:
             rank_zero_warn(
@@ -188,7 +188,7 @@ class MLflowLogger(MLFlowLogger):
         new = [Param(key, value) for key, value in flat.items() if key not in self._params]
         for start in range(0, len(new), _MAX_PARAMS_PER_BATCH):
             batch = new[start : start + _MAX_PARAMS_PER_BATCH]
-            client.log_batch(run_id=self._run_id, params=batch, **self._batch_kwargs)
+            self._writer.run(partial(client.log_batch, self._run_id, params=batch))
         self._params = flat | self._params
 
     @override
@@ -199,6 +199,9 @@ class MLflowLogger(MLFlowLogger):
         Args:
             metrics: Values by name. Text is left out with a warning, as in Lightning.
             step: The step they belong to, 0 by default.
+
+        Raises:
+            Exception: What the store raised when it was sent earlier metrics.
         """
         from mlflow.entities import Metric
 
@@ -210,8 +213,10 @@ class MLflowLogger(MLFlowLogger):
                 rank_zero_warn(f"Discarding the metric {name}={value!r}: it is text.")
                 continue
             key = f"{self._prefix}{self.LOGGER_JOIN_CHAR}{name}" if self._prefix else name
-            batch.append(Metric(_allowed_name(key), float(value), now_ms, step or 0))
-        client.log_batch(run_id=self._run_id, metrics=batch, **self._batch_kwargs)
+            batch.append(Metric(allowed_name(key), float(value), now_ms, step or 0))
+        self._writer.put(partial(client.log_batch, self._run_id, metrics=batch))
+        if self._synchronous:
+            self._writer.flush()
 
     @rank_zero_only
     def log_config(self, config: Mapping[str, Any], text: str) -> None:
@@ -222,7 +227,7 @@ class MLflowLogger(MLFlowLogger):
             text: The same as a YAML document.
         """
         self.log_hyperparams(dict(config))
-        self.experiment.log_text(self._run_id, text, "config.yaml")
+        self._writer.run(partial(self.experiment.log_text, self._run_id, text, "config.yaml"))
 
     @override
     @rank_zero_only
@@ -244,9 +249,17 @@ class MLflowLogger(MLFlowLogger):
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
         """Upload a ModelCheckpoint's new checkpoints, now or at the end, as ``log_model`` asks."""
         if self._log_model == "all" or (self._log_model is True and checkpoint_callback.save_top_k == -1):
-            self._upload_checkpoints(checkpoint_callback)
+            self._writer.run(partial(self._upload_checkpoints, self.experiment, checkpoint_callback))
         elif self._log_model is True:
             self._checkpoint_callbacks[checkpoint_callback.state_key] = checkpoint_callback
+
+    def flush(self) -> None:
+        """Wait until the store has everything that was logged.
+
+        Raises:
+            Exception: What the store raised.
+        """
+        self._writer.flush()
 
     @override
     @rank_zero_only
@@ -256,11 +269,21 @@ class MLflowLogger(MLFlowLogger):
         Args:
             status: ``"failed"``, ``"success"`` or ``"finished"``. A failure by Ctrl-C or a signal is marked KILLED.
         """
-        if self._client is None:
+        client = self._client
+        if client is None:
             return
-        for callback in self._checkpoint_callbacks.values():
-            self._upload_checkpoints(callback)
-        self._client.set_terminated(str(self._run_id), _terminal_status(status))
+        ended = _terminal_status(status)
+        try:
+            for callback in self._checkpoint_callbacks.values():
+                self._writer.run(partial(self._upload_checkpoints, client, callback))
+            self._writer.flush()
+        except Exception as error:
+            if ended == "FINISHED":
+                raise
+            # Another error is on its way; this one must not take its place.
+            rank_zero_warn(f"MLflow did not take all of run {self._run_id}: {error}")
+        finally:
+            self._writer.run(partial(client.set_terminated, str(self._run_id), ended))
 
     def _create_run(self, client: "MlflowClient") -> None:
         from mlflow.tracking.context.registry import resolve_tags
@@ -272,7 +295,7 @@ class MLflowLogger(MLFlowLogger):
         if commit:
             tags["mlflow.source.git.commit"] = commit["commit"]
         tags |= {key: str(value) for key, value in (self.tags or {}).items()}
-        with _own_randomness():
+        with own_randomness():
             run = client.create_run(self._experiment_id, run_name=self._run_name, tags=resolve_tags(tags))
         self._run_id = run.info.run_id
 
@@ -313,21 +336,21 @@ class MLflowLogger(MLFlowLogger):
         return str(found.experiment_id)
 
     def _artifact_root(self) -> str | None:
-        if self._artifact_location is None and self._tracking_uri.startswith(_SQLITE):
+        if self._artifact_location is None and self._tracking_uri.startswith(SQLITE):
             return Path(self.save_dir, self.name).resolve().as_uri()
         return self._artifact_location
 
-    def _upload_checkpoints(self, callback: ModelCheckpoint) -> None:
-        client = self.experiment
+    def _upload_checkpoints(self, client: "MlflowClient", callback: ModelCheckpoint) -> None:
+        run_id = str(self._run_id)
         for path, score in _checkpoints(callback).items():
             modified = path.stat().st_mtime
             if self._uploaded.get(str(path), -1.0) >= modified:
                 continue
             folder = path.stem
             if path.is_dir():
-                client.log_artifacts(self._run_id, str(path), f"{folder}/{path.name}")
+                client.log_artifacts(run_id, str(path), f"{folder}/{path.name}")
             else:
-                client.log_artifact(self._run_id, str(path), folder)
+                client.log_artifact(run_id, str(path), folder)
             is_best = str(path) == callback.best_model_path
             about = {
                 "score": score,
@@ -337,104 +360,8 @@ class MLflowLogger(MLFlowLogger):
             }
             with tempfile.TemporaryDirectory() as scratch:
                 Path(scratch, "metadata.json").write_text(json.dumps(about, indent=2))
-                client.log_artifacts(self._run_id, scratch, folder)
+                client.log_artifacts(run_id, scratch, folder)
             self._uploaded[str(path)] = modified
-
-
-def _default_save_dir(tracking_uri: str) -> str:
-    """Return ``mlruns`` beside an SQLite file or in the working directory; the folder itself of a file store."""
-    if tracking_uri.startswith("file:"):
-        return re.sub(r"^file:(//)?", "", tracking_uri)
-    if tracking_uri.startswith(_SQLITE):
-        return str(_sqlite_file(tracking_uri).parent / "mlruns")
-    return "mlruns"
-
-
-def _sqlite_file(tracking_uri: str) -> Path:
-    return Path(tracking_uri.removeprefix(_SQLITE).partition("?")[0])
-
-
-def _connect(tracking_uri: str) -> "MlflowClient":
-    uri = tracking_uri
-    if tracking_uri.startswith(_SQLITE):
-        database = _sqlite_file(tracking_uri)
-        if not database.exists():
-            rank_zero_info(f"Creating the MLflow database {database} (once, a few seconds).")
-            database.parent.mkdir(parents=True, exist_ok=True)
-        # MLflow keeps connections by URI: a relative one would lead to where the first of them was opened.
-        uri = tracking_uri.replace(str(database), str(database.resolve()), 1)
-    from mlflow import MlflowClient
-    from mlflow.exceptions import MlflowException
-
-    with _quiet("alembic", "mlflow.store"):
-        try:
-            return MlflowClient(uri)
-        except MlflowException as error:
-            raise ValueError(f"MLflowLogger(tracking_uri={tracking_uri!r}): {error.message}") from error
-
-
-@contextmanager
-def _quiet(*logger_names: str) -> Iterator[None]:
-    """Keep loggers from reporting every step of a database's migration."""
-    loggers = [logging.getLogger(name) for name in logger_names]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.WARNING)
-    try:
-        yield
-    finally:
-        for logger, level in zip(loggers, levels, strict=True):
-            logger.setLevel(level)
-
-
-@contextmanager
-def _own_randomness() -> Iterator[None]:
-    """Let MLflow invent a run's name without the seed that all runs share, and without moving rank 0's generator on."""
-    state = random.getstate()
-    random.seed()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-
-
-def _as_dict(params: Any) -> dict[str, Any]:
-    if params is None:
-        return {}
-    return vars(params) if isinstance(params, Namespace) else dict(params)
-
-
-def _flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``a.b.c`` names and scalar values; lists are opened only where they hold more structure."""
-    if is_dataclass(value) and not isinstance(value, type):
-        value = asdict(value)
-    elif isinstance(value, Namespace):
-        value = vars(value)
-    elif isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, Namespace)) for item in value):
-        value = dict(enumerate(value))
-    if not isinstance(value, Mapping):
-        yield prefix, value
-        return
-    for key, child in value.items():
-        yield from _flatten(child, f"{prefix}.{key}" if prefix else str(key))
-
-
-def _param_text(name: str, value: Any) -> str:
-    text = str(value)
-    if len(text) > _MAX_PARAM_LENGTH:
-        rank_zero_warn(
-            f"MLflow keeps {_MAX_PARAM_LENGTH} characters of a parameter: {name} has {len(text)} and is cut."
-        )
-        text = text[: _MAX_PARAM_LENGTH - 1] + "…"
-    return text
-
-
-def _allowed_name(name: str) -> str:
-    """Replace what MLflow allows in no name of a metric or parameter."""
-    allowed = re.sub(r"[^\w/. :-]", "_", name)
-    if allowed != name:
-        rank_zero_warn(f"MLflow does not take the name {name!r}: logged as {allowed!r}.", category=RuntimeWarning)
-    return allowed
 
 
 def _checkpoints(callback: ModelCheckpoint) -> dict[Path, float | None]:
@@ -453,6 +380,4 @@ def _terminal_status(status: str) -> str:
     if status != "failed":
         return "FINISHED"
     # Lightning finalizes loggers while it handles the exception, and says "failed" of every kind.
-    error = sys.exc_info()[0]
-    interrupted = error is not None and (issubclass(error, KeyboardInterrupt) or error.__name__ == "SIGTERMException")
-    return "KILLED" if interrupted else "FAILED"
+    return "KILLED" if isinstance(sys.exc_info()[1], (KeyboardInterrupt, SIGTERMException)) else "FAILED"

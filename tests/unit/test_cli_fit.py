@@ -1,8 +1,12 @@
 """The command run to its end, in this process."""
 
+import contextlib
 import logging
 import os
 import sys
+import warnings
+import zipfile
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -250,6 +254,28 @@ def test_resume_from_a_file_warns_of_its_hyperparameters(command: Any) -> None:
     assert Net.trainers[1].global_step == 6
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([1, 2], "is not a checkpoint of Lightning: 'list' object has no attribute 'get'"),
+        ({"state_dict": {}, "since": timedelta(1)}, "The hyperparameters in odd.ckpt are not read"),
+        (None, "is not a checkpoint of Lightning: PytorchStreamReader failed"),
+    ],
+)
+def test_an_odd_checkpoint_is_named(
+    command: Any, capfd: pytest.CaptureFixture[str], content: Any, message: str
+) -> None:
+    if content is None:
+        with zipfile.ZipFile("odd.ckpt", "w") as archive:
+            archive.writestr("readme", "hello")
+    else:
+        torch.save(content, "odd.ckpt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        assert command("fit", "--ckpt_path=odd.ckpt") != 0
+    assert message in capfd.readouterr().err
+
+
 def test_a_checkpoint_folder_is_left_to_the_strategy(
     command: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,7 +293,11 @@ def test_a_checkpoint_folder_is_left_to_the_strategy(
 
 
 def _fit_hybrid(folder: str) -> dict[str, Any]:
-    os.chdir(folder)
+    with contextlib.chdir(folder):
+        return _fit_hybrid_here()
+
+
+def _fit_hybrid_here() -> dict[str, Any]:
     Net.trainers.clear()
     flags = [
         "--trainer.accelerator=cpu",

@@ -261,4 +261,4 @@ def test_consolidate_hands_over_paths(monkeypatch: pytest.MonkeyPatch, capfd: py
     monkeypatch.setattr("lightning_dist.checkpoint.consolidate", consolidate)
     assert run(monkeypatch, "checkpoint", "consolidate", "in", "out.ckpt") == 0
     assert calls == [(Path("in"), Path("out.ckpt"))]
-    assert capfd.readouterr().out == "out.ckpt (3.0 MiB)\n"
+    assert capfd.readouterr().out == "out.ckpt (3,145,728 bytes)\n"

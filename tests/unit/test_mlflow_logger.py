@@ -1,8 +1,11 @@
 import os
+import pickle
 import random
 import subprocess
 import sys
+import threading
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,11 +16,13 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import MLFlowLogger
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from mlflow import MlflowClient
 
 from lightning_dist.plugins.loggers import MLflowLogger
 from lightning_dist.plugins.loggers import mlflow as logger_module
+from lightning_dist.plugins.loggers.background import BackgroundWriter
 
 pytestmark = pytest.mark.usefixtures("workplace")
 
@@ -45,6 +50,7 @@ def client() -> MlflowClient:
 
 
 def run_of(logger: MLflowLogger) -> Any:
+    logger.flush()
     return client().get_run(logger.run_id)
 
 
@@ -111,7 +117,7 @@ def test_other_ranks_never_reach_the_store(monkeypatch: pytest.MonkeyPatch) -> N
         raise AssertionError("connected")
 
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    monkeypatch.setattr(logger_module, "_connect", refuse)
+    monkeypatch.setattr(logger_module, "connect", refuse)
     logger = MLflowLogger("gpt")
     logger.log_metrics({"a": 1.0}, step=0)
     logger.log_hyperparams({"a": 1})
@@ -126,8 +132,8 @@ def test_other_ranks_never_reach_the_store(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_nothing_happens_before_something_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     connections = []
-    connect = logger_module._connect
-    monkeypatch.setattr(logger_module, "_connect", lambda uri: connections.append(uri) or connect(uri))
+    connect = logger_module.connect
+    monkeypatch.setattr(logger_module, "connect", lambda uri: connections.append(uri) or connect(uri))
     logger = MLflowLogger()
     logger.finalize("success")
     assert connections == []
@@ -179,8 +185,8 @@ def test_metrics_have_prefix_and_step_and_text_is_refused() -> None:
     logger = MLflowLogger(prefix="run")
     with pytest.warns(UserWarning, match="Discarding the metric note='text'"):
         logger.log_metrics({"a/b": torch.tensor(1.5), "note": "text", "nan": float("nan")}, step=3)  # type: ignore[dict-item]
-    assert [(m.value, m.step) for m in client().get_metric_history(logger.run_id, "run-a/b")] == [(1.5, 3)]
     assert set(run_of(logger).data.metrics) == {"run-a/b", "run-nan"}
+    assert [(m.value, m.step) for m in client().get_metric_history(logger.run_id, "run-a/b")] == [(1.5, 3)]
 
 
 def test_config_is_an_artifact_and_parameters() -> None:
@@ -204,7 +210,11 @@ class Boom(Module):
 
 @pytest.mark.parametrize(
     ("error", "raised", "status"),
-    [(RuntimeError("boom"), RuntimeError, "FAILED"), (KeyboardInterrupt(), SystemExit, "KILLED")],
+    [
+        (RuntimeError("boom"), RuntimeError, "FAILED"),
+        (KeyboardInterrupt(), SystemExit, "KILLED"),
+        (SIGTERMException(), SystemExit, "KILLED"),
+    ],
 )
 def test_status_of_a_run_that_dies(error: BaseException, raised: type[BaseException], status: str) -> None:
     logger = MLflowLogger()
@@ -246,6 +256,12 @@ def test_what_cannot_be_used_is_named(arguments: dict[str, Any], message: str) -
     _delete_experiment()
     with pytest.raises(ValueError, match=message):
         _ = MLflowLogger(**arguments).run_id
+
+
+def test_an_unused_logger_can_be_sent_to_another_process() -> None:
+    copy = pickle.loads(pickle.dumps(MLflowLogger("gpt")))
+    copy.log_metrics({"a": 1.0})
+    assert run_of(copy).data.metrics == {"a": 1.0}
 
 
 def test_log_model_takes_three_values() -> None:
@@ -358,3 +374,93 @@ def test_a_new_database_is_made_without_a_word_of_its_migration() -> None:
     assert Path("new/runs.db").is_file()
     lines = (done.stdout + done.stderr).strip().splitlines()
     assert lines == ["Creating the MLflow database new/runs.db (once, a few seconds)."]
+
+
+class Store:
+    """Takes its time, or fails."""
+
+    def __init__(self, failing: int = 0) -> None:
+        self.taken: list[Any] = []
+        self.failing = failing
+        self.open = threading.Event()
+
+    def log_batch(self, run_id: str, metrics: Any) -> None:
+        assert self.open.wait(10)
+        self.taken.append(metrics[0].value)
+        if len(self.taken) <= self.failing:
+            raise ConnectionError(f"refused {metrics[0].value}")
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        self.taken.append(status)
+
+
+def with_store(store: Store, **kwargs: Any) -> MLflowLogger:
+    logger = MLflowLogger(**kwargs)
+    logger._client, logger._run_id = store, "run"  # type: ignore[assignment]
+    return logger
+
+
+def test_metrics_are_sent_in_order_without_waiting() -> None:
+    store = Store()
+    logger = with_store(store)
+    for value in range(5):
+        logger.log_metrics({"a": value})
+    assert store.taken == []
+    store.open.set()
+    logger.finalize("success")
+    assert store.taken == [0.0, 1.0, 2.0, 3.0, 4.0, "FINISHED"]
+
+
+def test_an_error_of_the_store_is_raised_later_once() -> None:
+    store = Store(failing=1)
+    logger = with_store(store)
+    logger.log_metrics({"a": 0})
+    store.open.set()
+    with pytest.raises(ConnectionError, match="refused 0"):
+        logger.flush()
+    logger.log_metrics({"a": 1})
+    logger.flush()
+    assert store.taken == [0.0, 1.0]
+
+
+def test_synchronous_raises_at_once() -> None:
+    store = Store(failing=1)
+    store.open.set()
+    logger = with_store(store, synchronous=True)
+    with pytest.raises(ConnectionError, match="refused 7"):
+        logger.log_metrics({"a": 7})
+
+
+def test_the_end_is_recorded_even_where_metrics_were_not() -> None:
+    store = Store(failing=1)
+    logger = with_store(store)
+    logger.log_metrics({"a": 0})
+    store.open.set()
+    with pytest.raises(ConnectionError):
+        logger.finalize("success")
+    assert store.taken == [0.0, "FINISHED"]
+
+
+def test_a_failing_store_does_not_hide_why_a_run_failed() -> None:
+    store = Store(failing=1)
+    logger = with_store(store)
+    logger.log_metrics({"a": 0})
+    store.open.set()
+    with pytest.warns(UserWarning, match="did not take all of run run: refused 0"):
+        logger.finalize("failed")
+    assert store.taken == [0.0, "FAILED"]
+
+
+def test_the_queue_is_bounded() -> None:
+    store = Store()
+    writer = BackgroundWriter(max_pending=2)
+    for value in range(2):
+        writer.put(partial(store.log_batch, "run", [SimpleNamespace(value=value)]))
+    third = threading.Thread(target=writer.put, args=(partial(store.log_batch, "run", [SimpleNamespace(value=2)]),))
+    third.start()
+    third.join(0.2)
+    assert third.is_alive()
+    store.open.set()
+    third.join(10)
+    writer.flush()
+    assert store.taken == [0, 1, 2]

@@ -1,0 +1,128 @@
+"""How a run of the Trainer fails: as a mistake of its configuration, in training, or because another process failed."""
+
+import os
+import re
+import signal
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from omegaconf.errors import OmegaConfBaseException
+from typing_extensions import override
+
+from lightning_dist.checkpoint import CheckpointError
+from lightning_dist.cli._compat import child_processes
+from lightning_dist.cli.errors import (
+    BAD_CONFIGURATION,
+    SHOW_TRACEBACK,
+    TRAINING_FAILED,
+    report,
+    reported_by_another,
+    users_line,
+)
+from lightning_dist.cli.messages import interpolation, original
+from lightning_dist.consensus import OtherRankError
+
+_LOST_CONNECTION = re.compile(r"Connection (closed|reset) by peer|Connection refused|Broken pipe", re.IGNORECASE)
+_USER_MISTAKES = (
+    ValueError,
+    MisconfigurationException,
+    ModuleNotFoundError,
+    FileNotFoundError,
+    NotADirectoryError,
+    IsADirectoryError,
+    PermissionError,
+    CheckpointError,
+    OmegaConfBaseException,
+)
+_SECONDS_TO_EXIT = 5
+
+
+class Progress(Callback):
+    """Knows how far a run has come: a mistake before the first batch is one of the configuration."""
+
+    def __init__(self) -> None:
+        self.batch_seen = False
+        self.trainer: Trainer | None = None
+
+    def stop_other_processes(self) -> None:
+        """End the processes that this one has launched and that would now wait for it in a collective."""
+        processes = [] if self.trainer is None else child_processes(self.trainer)
+        deadline = time.monotonic() + _SECONDS_TO_EXIT
+        while time.monotonic() < deadline and any(process.poll() is None for process in processes):
+            time.sleep(0.05)
+        for process in processes:
+            process.send_signal(signal.SIGKILL)
+
+    @override
+    def on_train_batch_start(self, *args: Any) -> None:
+        self._see_batch()
+
+    @override
+    def on_validation_batch_start(self, *args: Any) -> None:
+        self._see_batch()
+
+    @override
+    def on_test_batch_start(self, *args: Any) -> None:
+        self._see_batch()
+
+    @override
+    def on_predict_batch_start(self, *args: Any) -> None:
+        self._see_batch()
+
+    def _see_batch(self) -> None:
+        self.batch_seen = True
+        assert self.trainer is not None
+        # Nothing more to see, and Lightning spends time on every callback of every step. In a new list: it is looping
+        # over the old one.
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        self.trainer.callbacks = [callback for callback in callbacks if callback is not self]  # type: ignore[attr-defined]
+
+
+def report_failure(error: Exception, progress: Progress) -> int:
+    """Print why a run failed, as far as this process has to.
+
+    Args:
+        error: What the run raised.
+        progress: How far it had come.
+
+    Returns:
+        The exit code.
+    """
+    error = original(error)
+    if _is_consequence(error):
+        code = reported_by_another()
+        if code is not None:
+            return code
+    is_mistake = not progress.batch_seen and (
+        isinstance(error, _USER_MISTAKES) or _is_rejected_argument(error, progress)
+    )
+    if is_mistake and not os.environ.get(SHOW_TRACEBACK):
+        return report(_describe(error), BAD_CONFIGURATION)
+    text = "".join(traceback.format_exception(error))
+    code = BAD_CONFIGURATION if is_mistake else TRAINING_FAILED
+    # The frames differ between the process that launches and those that are launched.
+    return report(text, code, prefix="", cause=f"{type(error).__name__}: {error}")
+
+
+def _is_rejected_argument(error: Exception, progress: Progress) -> bool:
+    """Whether the Trainer's constructor refuses a value; it raises TypeError for some (``devices``)."""
+    frames = traceback.extract_tb(error.__traceback__)
+    raised_by_lightning = bool(frames) and "lightning" in Path(frames[-1].filename).parts
+    return isinstance(error, TypeError) and progress.trainer is None and raised_by_lightning
+
+
+def _is_consequence(error: Exception) -> bool:
+    """Whether an error only says that another process has failed or gone."""
+    lost = isinstance(error, (OtherRankError, torch.distributed.DistNetworkError, torch.distributed.DistBackendError))
+    return lost or (isinstance(error, (RuntimeError, OSError)) and bool(_LOST_CONNECTION.search(str(error))))
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, OmegaConfBaseException):
+        return interpolation(error)
+    return (str(error) or type(error).__name__) + users_line(error)

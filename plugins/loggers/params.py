@@ -1,0 +1,50 @@
+"""A run's parameters in the form that MLflow takes: flat, named, of limited length."""
+
+import re
+from argparse import Namespace
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, is_dataclass
+from typing import Any
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+MAX_PARAM_LENGTH = 6000
+
+
+def as_dict(params: Any) -> dict[str, Any]:
+    """Return parameters as a dictionary, empty for None."""
+    if params is None:
+        return {}
+    return vars(params) if isinstance(params, Namespace) else dict(params)
+
+
+def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield ``a.b.c`` names and scalar values; lists are opened only where they hold more structure."""
+    if is_dataclass(value) and not isinstance(value, type):
+        value = asdict(value)
+    elif isinstance(value, Namespace):
+        value = vars(value)
+    elif isinstance(value, (list, tuple)) and any(isinstance(item, (Mapping, Namespace)) for item in value):
+        value = dict(enumerate(value))
+    if not isinstance(value, Mapping):
+        yield prefix, value
+        return
+    for key, child in value.items():
+        yield from flatten(child, f"{prefix}.{key}" if prefix else str(key))
+
+
+def param_text(name: str, value: Any) -> str:
+    """Return a value as MLflow stores it, cut with a warning where it is too long."""
+    text = str(value)
+    if len(text) > MAX_PARAM_LENGTH:
+        rank_zero_warn(f"MLflow keeps {MAX_PARAM_LENGTH} characters of a parameter: {name} has {len(text)} and is cut.")
+        text = text[: MAX_PARAM_LENGTH - 1] + "…"
+    return text
+
+
+def allowed_name(name: str) -> str:
+    """Replace what MLflow allows in no name of a metric or parameter."""
+    allowed = re.sub(r"[^\w/. :-]", "_", name)
+    if allowed != name:
+        rank_zero_warn(f"MLflow does not take the name {name!r}: logged as {allowed!r}.", category=RuntimeWarning)
+    return allowed

@@ -1,0 +1,79 @@
+"""Where MLflow keeps runs: the store's address, and what goes wrong between it and a training process."""
+
+import logging
+import random
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+
+SQLITE = "sqlite:///"
+DEFAULT_TRACKING_URI = f"{SQLITE}mlflow.db"
+
+
+def default_save_dir(tracking_uri: str) -> str:
+    """Return ``mlruns`` beside an SQLite file or in the working directory; the folder itself of a file store."""
+    if tracking_uri.startswith("file:"):
+        return re.sub(r"^file:(//)?", "", tracking_uri)
+    if tracking_uri.startswith(SQLITE):
+        return str(_sqlite_file(tracking_uri).parent / "mlruns")
+    return "mlruns"
+
+
+def _sqlite_file(tracking_uri: str) -> Path:
+    return Path(tracking_uri.removeprefix(SQLITE).partition("?")[0])
+
+
+def connect(tracking_uri: str) -> "MlflowClient":
+    """Return a client of the store, which is created if it is an SQLite file that does not exist.
+
+    Raises:
+        ValueError: If MLflow does not take the address.
+    """
+    uri = tracking_uri
+    if tracking_uri.startswith(SQLITE):
+        database = _sqlite_file(tracking_uri)
+        if not database.exists():
+            rank_zero_info(f"Creating the MLflow database {database} (once, a few seconds).")
+            database.parent.mkdir(parents=True, exist_ok=True)
+        # MLflow keeps connections by URI: a relative one would lead to where the first of them was opened.
+        uri = tracking_uri.replace(str(database), str(database.resolve()), 1)
+    from mlflow import MlflowClient
+    from mlflow.exceptions import MlflowException
+
+    with _quiet("alembic", "mlflow.store"):
+        try:
+            return MlflowClient(uri)
+        except MlflowException as error:
+            raise ValueError(f"MLflowLogger(tracking_uri={tracking_uri!r}): {error.message}") from error
+
+
+@contextmanager
+def _quiet(*logger_names: str) -> Iterator[None]:
+    """Keep loggers from reporting every step of a database's migration."""
+    loggers = [logging.getLogger(name) for name in logger_names]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.WARNING)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+@contextmanager
+def own_randomness() -> Iterator[None]:
+    """Let MLflow invent a run's name without the seed that all runs share, and without moving rank 0's generator on."""
+    state = random.getstate()
+    random.seed()
+    try:
+        yield
+    finally:
+        random.setstate(state)
