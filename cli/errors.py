@@ -77,7 +77,7 @@ def report(text: str, code: int, prefix: str = "error: ", cause: str | None = No
     if markers is None:
         print_error(text, prefix)
         return code
-    marker = markers / hashlib.sha1((cause or text).encode()).hexdigest()
+    marker = markers.of(cause or text)
     if rank == 0:
         _claim(marker, code)
         print_error(text, prefix)
@@ -103,9 +103,8 @@ def reported_by_another() -> int | None:
     # The other rank may itself be waiting for a yet more important one.
     deadline = time.monotonic() + 2 * _GRACE_S
     while time.monotonic() < deadline:
-        for marker in markers.iterdir():
-            if _is_fresh(marker):
-                return int(marker.read_text() or TRAINING_FAILED)
+        for marker in markers.fresh():
+            return int(marker.read_text() or TRAINING_FAILED)
         time.sleep(0.05)
     return None
 
@@ -117,21 +116,43 @@ def _rank() -> int:
     return 0
 
 
-def _markers() -> Path | None:
-    """Return the folder that this run's processes on this machine share, or None if there is only one process."""
+class _Markers:
+    """The files by which this run's processes on this machine tell each other what has been reported."""
+
+    def __init__(self, folder: Path, run: str) -> None:
+        self._folder, self._run = folder, run
+
+    def of(self, cause: str) -> Path:
+        """Return the marker of an error."""
+        return self._folder / f"{self._run}-{_digest(cause)}"
+
+    def fresh(self) -> list[Path]:
+        """Return the markers of this run."""
+        return [marker for marker in self._folder.glob(f"{self._run}-*") if _is_fresh(marker)]
+
+
+def _markers() -> _Markers | None:
+    """Return the markers of this run, or None if it has one process only."""
     if "MASTER_PORT" not in os.environ:
         return None
-    run = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "SLURM_JOB_ID")]
-    key = hashlib.sha1("|".join([*run, str(os.getuid())]).encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir(), f"lightning-dist-{key}")
+    run = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun, the parent of all ranks, uses one port for all its runs.
+        run.append(str(os.getppid()))
+    folder = Path(tempfile.gettempdir(), f"lightning-dist-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
+    for marker in folder.iterdir():
+        if not _is_fresh(marker):
+            marker.unlink(missing_ok=True)
+    return _Markers(folder, _digest("|".join(run)))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha1(text.encode()).hexdigest()[:16]
 
 
 def _claim(marker: Path, code: int) -> bool:
     """Say that this process reports an error; return False if another has said so."""
-    if not _is_fresh(marker):
-        marker.unlink(missing_ok=True)
     try:
         with marker.open("x") as file:
             file.write(str(code))

@@ -156,8 +156,11 @@ class TrainerCommand(CommandLine):
         given = self.config[self.config.subcommand].get("model")
         try:
             super().read_checkpoint_hparams(path)
-        except UnpicklingError:
-            # Whether to trust it is for --weights_only to say, when the rest is read.
+        except UnpicklingError as error:
+            if self.config[self.config.subcommand].get("weights_only") is not False:
+                raise ValueError(
+                    f"ckpt_path={path!r} has more than tensors and plain values; if you trust it: --weights_only=false"
+                ) from error
             rank_zero_warn(f"The hyperparameters in {path} are not read: it holds more than tensors and plain values.")
             return
         except (RuntimeError, AttributeError) as error:

@@ -113,9 +113,9 @@ class ParallelLayout:
         """What FSDP2 works on: ``(dp_replicate, dp_shard)``, or ``(dp_shard,)`` where there is one replica."""
         return mesh if self.dp_replicate > 1 else mesh["dp_shard"]
 
-    def describe(self) -> dict[str, int | str]:
-        """What a log says of the layout: ``<axis>_size`` and ``world_size``."""
-        return {**{f"{axis}_size": size for axis, size in self.sizes.items()}, "world_size": self.world_size}
+    def describe(self) -> dict[str, int]:
+        """What a log says of the layout: ``<axis>_size`` of every axis."""
+        return {f"{axis}_size": size for axis, size in self.sizes.items()}
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())

@@ -145,8 +145,9 @@ class TextDataModule(LightningDataModule):
         num_left = self.max_bytes
         while files and num_left > 0:
             file = files.pop(0)
-            texts[file] = _read_bytes(file, num_left)
-            num_left -= len(texts[file])
+            if text := _read_bytes(file, num_left):
+                texts[file] = text
+                num_left -= len(text)
 
         shares = {file: int.from_bytes(digests[file][:8]) / 2**64 for file in texts}
         # The file of the least share is held out whatever val_fraction says: at least one must be.

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import shutil
 import uuid
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -129,7 +130,9 @@ def read(
             if tensor is not None:
                 wanted[key] = tensor
         if wanted:
-            dcp.load(wanted, storage_reader=reader, no_dist=True)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what is asked for
+                dcp.load(wanted, storage_reader=reader, no_dist=True)
     except CheckpointError:
         raise
     except (Exception, dcp.CheckpointException) as error:

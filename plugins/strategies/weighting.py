@@ -1,8 +1,8 @@
 """The exact weighted mean of losses that are means over unequal numbers of tokens.
 
 Averaging the means of the ranks, as DDP does, counts a token more where its rank has few. A step that returns
-``{"loss": l, "weight": n}``, ``l`` a mean over ``n`` tokens, gets the gradient of ``sum(n * l) / sum(n)`` over all ranks
-and all microbatches of an optimizer step instead.
+``{"loss": l, "weight": n}``, where ``l`` is a mean over ``n`` tokens, gets the gradient of ``sum(n * l) / sum(n)`` over
+all ranks and all microbatches of an optimizer step instead.
 """
 
 from __future__ import annotations

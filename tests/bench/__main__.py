@@ -20,7 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import lightning
 import torch
 
-from tests.bench.cases import CASES, Case, NotMeasuredError, Result, Settings, measure
+from tests.bench.cases import CASES, NotMeasuredError, Result, Settings, measure
 from tests.pool import RankFailed
 
 COLUMNS = "{:<42} {:>10} {:>10} {:>4} {:>9} {:>18} {:>5} {:>8}  {}"

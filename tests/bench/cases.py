@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import math
 import operator
@@ -31,15 +32,17 @@ class Case:
     """One comparison.
 
     Args:
-        kind: ``step`` compares milliseconds a step, ``memory`` MiB at the peak, each by their ratio; ``startup``
-            compares seconds, by their difference.
+        kind: ``step`` compares milliseconds a step, by their ratio; ``startup`` seconds, by their difference;
+            ``memory`` and ``heap`` the peak of a rank's resident MiB, by their ratio. Under ``memory``, what is freed
+            goes back to the system, so that the peak is what was alive at once; under ``heap`` glibc keeps some of it,
+            as it does by default: more or less by a tenth from run to run.
         num_ranks: Number of processes.
         ours: What is measured, a name in ``SIDES``.
         theirs: What it is compared with; the same name is the control, which shows what the method itself adds.
         bound: The most that ours / theirs (ours - theirs) may be; None: it is only shown.
     """
 
-    kind: Literal["step", "startup", "memory"]
+    kind: Literal["step", "startup", "memory", "heap"]
     num_ranks: int
     ours: str
     theirs: str
@@ -53,9 +56,10 @@ class Case:
     @property
     def unit(self) -> str:
         """Of each side's figure."""
-        return {"step": "ms", "startup": "s", "memory": "MiB"}[self.kind]
+        return {"step": "ms", "startup": "s"}.get(self.kind, "MiB")
 
 
+M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
 SAME_COMMUNICATION = 1.02  # what the project may add to a step
 FASTER_REDUCE_SCATTER = 0.95
 MODEL_PARALLEL = 0.97
@@ -85,7 +89,11 @@ CASES = [
     Case("startup", 4, "hybrid_2x2", "ddp", STARTUP_S),
     Case("memory", 2, "full_shard", "by_hand_two_shot", MEMORY),
     Case("memory", 2, "full_shard", "by_hand", MEMORY),
+    Case("memory", 2, "hybrid_2x1", "by_hand_2x1", MEMORY),
     Case("memory", 4, "hybrid_2x2", "by_hand_2x2", MEMORY),
+    Case("memory", 2, "full_shard", "model_parallel"),
+    Case("memory", 2, "full_shard", "ddp"),
+    Case("heap", 2, "full_shard", "by_hand"),
 ]
 
 
@@ -124,7 +132,9 @@ class Settings:
         """As little as shows that everything works."""
         tiny = Workload(dim=32, num_layers=2, num_heads=2, context=32, global_batch_size=8)
         few = Pace(min_pairs=3, max_width=math.inf, max_seconds=60, steps=1, warmup_turns=1)
-        return cls(model=tiny, large_model=tiny, step=few, startup=replace(few, min_pairs=1), memory=few)
+        return cls(
+            model=tiny, large_model=tiny, step=few, startup=replace(few, min_pairs=1), memory=replace(few, min_pairs=1)
+        )
 
 
 @dataclass(frozen=True)
@@ -159,7 +169,8 @@ def measure(case: Case, settings: Settings) -> Result:
     """
     if missing := missing_package(case.theirs):
         raise NotMeasuredError(f'{missing} is not installed: pip install "lightning-dist[bench]"')
-    return {"step": _measure_steps, "startup": _measure_startup, "memory": _measure_memory}[case.kind](case, settings)
+    by_kind = {"step": _measure_steps, "startup": _measure_startup}
+    return by_kind.get(case.kind, _measure_memory)(case, settings)
 
 
 def _measure_steps(case: Case, settings: Settings) -> Result:
@@ -189,7 +200,7 @@ def _measure_memory(case: Case, settings: Settings) -> Result:
     before: dict[str, list[float]] = {case.ours: [], case.theirs: []}
 
     def peak_mib(side: str) -> float:
-        ranks = _on_new_workers(case.num_ranks, _memory_mib, side, settings.large_model)
+        ranks = _on_new_workers(case.num_ranks, _memory_mib, side, settings.large_model, case.kind == "memory")
         peak, at_start = max(ranks)
         before[side].append(at_start)
         return peak
@@ -204,8 +215,10 @@ def _measure_memory(case: Case, settings: Settings) -> Result:
     return Result(case, pairs, pace.is_narrow(pairs.interval), note)
 
 
-def _memory_mib(side: str, workload: Workload, num_steps: int = 4) -> tuple[float, float]:
+def _memory_mib(side: str, workload: Workload, give_back: bool, num_steps: int = 4) -> tuple[float, float]:
     """The most memory that this rank was resident in, and how much it was before the model was built."""
+    if give_back and hasattr(libc := ctypes.CDLL(None), "mallopt"):
+        libc.mallopt(M_MMAP_THRESHOLD, 128 * 1024)  # its value at the start, from where glibc would raise it
     at_start = psutil.Process().memory_info().rss / 2**20
     dist.init_process_group("gloo")
     losses: list[Tensor] = []
@@ -228,5 +241,6 @@ def _on_new_workers(num_ranks: int, function: Callable[..., Any], *args: Any, ti
 
 def _quietly(function: Callable[..., Any], *args: Any) -> Any:
     warnings.simplefilter("ignore")
-    logging.getLogger("lightning").setLevel(logging.ERROR)
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
     return function(*args)

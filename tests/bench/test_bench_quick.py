@@ -1,0 +1,74 @@
+"""The benchmark's machinery: every kind of case runs, and says what it should."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.bench import __main__ as bench
+from tests.bench import cases
+from tests.bench.cases import CASES, Case, Result, Settings
+from tests.bench.harness import Pairs
+
+QUICK = [
+    "step-2-full_shard-by_hand_two_shot",
+    "step-2-hybrid_2x1-ddp",
+    "step-2-full_shard-model_parallel",
+    "startup-2-hybrid_1x2-ddp",
+    "memory-2-full_shard-by_hand",
+]
+
+
+def test_every_kind_of_case_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "figures.json"
+    exit_code = bench.main(["--quick", "--json", str(out), *(arg for name in QUICK for arg in ("--case", name))])
+    shown = capsys.readouterr().out
+    assert exit_code == 0, shown
+    rows = json.loads(out.read_text())["cases"]
+    assert sorted(row["name"] for row in rows) == sorted(QUICK)
+    for row in rows:
+        assert math.isfinite(row["median"]), row
+        assert min(row["ours"] + row["theirs"]) > 0, row
+        assert row["name"] in shown
+
+
+def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(cases, "missing_package", lambda name: name)
+    assert bench.main(["--quick", "--case", "step-2-full_shard-deepspeed"]) == 0
+    assert 'pip install "lightning-dist[bench]"' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("ours", "is_narrow", "verdict", "exit_code"),
+    [(1.01, True, "met", 0), (1.01, False, "TOO WIDE", 1), (1.03, True, "NOT MET", 1), (1.03, False, "NOT MET", 1)],
+)
+def test_a_missed_bound_is_told_and_fails(
+    ours: float,
+    is_narrow: bool,
+    verdict: str,
+    exit_code: int,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def measured(case: Case, settings: Settings) -> Result:
+        return Result(case, Pairs([ours] * 6, [1.0] * 6), is_narrow)
+
+    monkeypatch.setattr(bench, "measure", measured)
+    assert bench.main(["--case", "step-2-full_shard-by_hand_two_shot"]) == exit_code
+    assert capsys.readouterr().out.rstrip().endswith(verdict)
+
+
+def test_an_unknown_case_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        bench.main(["--case", "step-3-*"])
+    message = capsys.readouterr().err
+    assert "step-3-*" in message
+    assert CASES[0].name in message
+
+
+def test_names_of_cases_are_unique() -> None:
+    names = [case.name for case in CASES]
+    assert len(names) == len(set(names))

@@ -1,0 +1,70 @@
+"""The examples, through the command: switching the overlay is switching the strategy, and nothing else."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from mlflow import MlflowClient
+
+ROOT = Path(__file__).parents[2]
+SMALL_GPT = [
+    "--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.max_steps=12", "--trainer.val_check_interval=4",
+    "--trainer.limit_val_batches=4", "--trainer.log_every_n_steps=2", "--trainer.enable_progress_bar=false",
+    "--data.init_args.max_bytes=200000", "--data.init_args.val_fraction=0.2", "--data.init_args.context=32",
+    "--model.init_args.dim=32", "--model.init_args.num_layers=2", "--model.init_args.num_heads=2",
+]  # fmt: skip
+
+
+def fit(folder: Path, example: str, strategy: str, *flags: str) -> str:
+    """Run an example in ``folder`` and return what it printed."""
+    configs = [f"{ROOT}/examples/{example}/{name}.yaml" for name in ("base", strategy)]
+    command = [sys.executable, "-m", "lightning_dist.cli", "fit", "-c", configs[0], "-c", configs[1], *flags]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def curves(folder: Path) -> dict[str, dict[str, dict[int, float]]]:
+    """Run name to metric to its values by step, as MLflow has them."""
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
+    return {
+        run.info.run_name: {
+            name: {point.step: point.value for point in client.get_metric_history(run.info.run_id, name)}
+            for name in run.data.metrics
+        }
+        for run in runs
+    }
+
+
+def test_one_loss_curve_under_three_strategies(tmp_path: Path) -> None:
+    sizes = ["--trainer.strategy.dp_replicate_size=2", "--trainer.strategy.dp_shard_size=1"]
+    output = fit(tmp_path, "gpt", "hybrid_shard", *SMALL_GPT, *sizes)
+    for expected in ("dp_replicate 2 x dp_shard 1 = 2 processes", "this model, held-out text", "uniform guess, ln 256",
+                     "Checkpoint: ", "mlflow server --backend-store-uri", "/runs/"):  # fmt: skip
+        assert expected in output
+    for strategy in ("full_shard", "ddp"):
+        fit(tmp_path, "gpt", strategy, *SMALL_GPT)
+    runs = curves(tmp_path)
+    assert sorted(runs) == ["ddp", "full_shard", "hybrid_shard"]
+    for metric, num_points in (("train/loss", 6), ("val/loss", 3)):
+        reference = runs["ddp"][metric]
+        assert len(reference) == num_points
+        assert reference[max(reference)] < reference[min(reference)]
+        for strategy in ("full_shard", "hybrid_shard"):
+            assert runs[strategy][metric] == pytest.approx(reference, abs=1e-4)
+    for metrics in runs.values():
+        assert {"perf/step_ms", "perf/tokens_per_s", "memory/peak_mib", "memory/peak_mib_rank1"} <= metrics.keys()
+
+
+def test_digits_are_learned(tmp_path: Path) -> None:
+    flags = ["--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
+    sizes = ["--trainer.strategy.dp_replicate_size=1", "--trainer.strategy.dp_shard_size=2"]
+    fit(tmp_path, "vision", "hybrid_shard", *flags, *sizes, "--trainer.max_epochs=5")
+    (run,) = curves(tmp_path).values()
+    assert max(run["val/accuracy"].values()) > 0.95

@@ -1,0 +1,91 @@
+"""The two-shot reduce-scatter against torch's own, and against itself."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dist.collectives import TwoShotReduceScatter
+from lightning_dist.parity import whole_parameters
+from tests.distributed.fit import make_trainer
+from tests.models import build
+from tests.pool import RankFailed, WorkerPool
+
+NUMEL = 1003  # a rank's; no power of two, no multiple of a vector register
+
+
+def chunks(dtype: torch.dtype, world_size: int) -> torch.Tensor:
+    """Every rank's input, (rank, chunk, element), with magnitudes from 1e-3 to 1e3 so that rounding shows."""
+    generator = torch.Generator().manual_seed(0)
+    shape = (world_size, world_size, NUMEL)
+    values = torch.randn(shape, generator=generator) * 10 ** (6 * torch.rand(shape, generator=generator) - 3)
+    return values.to(dtype)
+
+
+def reduce_scatter(dtype: torch.dtype, average: bool) -> dict[str, torch.Tensor]:
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    op = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
+    mine = chunks(dtype, world_size)[rank].flatten()
+    two_shot, again, torchs = (torch.empty(NUMEL, dtype=dtype) for _ in range(3))
+    sent = mine.clone()
+    TwoShotReduceScatter()(two_shot, sent, dist.group.WORLD, op)
+    TwoShotReduceScatter()(again, sent, dist.group.WORLD, op)
+    assert torch.equal(sent, mine), "the input was changed"
+    dist.reduce_scatter_tensor(torchs, mine, op=op)
+    return {"two_shot": two_shot, "again": again, "torch": torchs}
+
+
+@pytest.mark.parametrize("average", [False, True], ids=["sum", "average"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_equals_torchs_but_for_rounding(pool: WorkerPool, world_size: int, dtype: torch.dtype, average: bool) -> None:
+    """Summing n numbers in any order is off by no more than (n - 1) eps times the sum of their magnitudes.
+
+    (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2.) Averaging rounds once more.
+    """
+    ranks = pool.run(reduce_scatter, world_size, dtype, average)
+    inputs = chunks(dtype, world_size).double()
+    divisor = world_size if average else 1
+    exact, magnitude = inputs.sum(0) / divisor, inputs.abs().sum(0) / divisor
+    bound = world_size * torch.finfo(dtype).eps * magnitude
+    for rank, result in enumerate(ranks):
+        assert ((result["two_shot"].double() - exact[rank]).abs() <= bound[rank]).all()
+        assert ((result["torch"].double() - exact[rank]).abs() <= bound[rank]).all()
+        if world_size == 2:
+            assert torch.equal(result["two_shot"], result["torch"]), "two numbers have one sum, in either order"
+
+
+def test_is_the_same_to_the_bit_on_every_run(pool: WorkerPool) -> None:
+    first = pool.run(reduce_scatter, 4, torch.float32, True)
+    second = pool.run(reduce_scatter, 4, torch.float32, True)
+    for one, two in zip(first, second, strict=True):
+        assert torch.equal(one["two_shot"], one["again"])
+        assert torch.equal(one["two_shot"], two["two_shot"])
+
+
+def refuse(async_op: bool, op: dist.ReduceOp.RedOpType) -> None:
+    dist.init_process_group("gloo")
+    TwoShotReduceScatter()(torch.empty(2), torch.empty(4), dist.group.WORLD, op, async_op)
+
+
+@pytest.mark.parametrize(("async_op", "op"), [(True, dist.ReduceOp.SUM), (False, dist.ReduceOp.MAX)])
+def test_refuses_what_it_cannot_do(pool: WorkerPool, async_op: bool, op: dist.ReduceOp.RedOpType) -> None:
+    with pytest.raises(RankFailed, match="NotImplementedError"):
+        pool.run(refuse, 2, async_op, op)
+
+
+def train(two_shot: bool) -> dict[str, torch.Tensor]:
+    model = build("gpt", seed=0)
+    make_trainer("2x2", {"two_shot_reduce_scatter": two_shot}, max_steps=20, precision="64-true").fit(model)
+    return whole_parameters(model)
+
+
+def test_trains_to_the_same_weights(pool: WorkerPool) -> None:
+    ours, torchs = pool.run(train, 4, True)[0], pool.run(train, 4, False)[0]
+    assert ours.keys() == torchs.keys()
+    for name, weight in ours.items():
+        torch.testing.assert_close(
+            weight, torchs[name], rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
+        )
