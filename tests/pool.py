@@ -145,9 +145,12 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
 
 def _leave_process_group(destroy: bool) -> None:
     import torch.distributed as dist
+    from torch.distributed.tensor import debug
 
     if destroy and dist.is_initialized():
         dist.destroy_process_group()
+        # DTensor's caches find the next test's mesh equal to this one's, whose process groups are gone.
+        debug._clear_sharding_prop_cache()
 
 
 def _free_port() -> int:
