@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import math
 import operator
 import warnings
 from collections.abc import Callable
@@ -131,7 +130,7 @@ class Settings:
     def quick(cls) -> Settings:
         """As little as shows that everything works."""
         tiny = Workload(dim=32, num_layers=2, num_heads=2, context=32, global_batch_size=8)
-        few = Pace(min_pairs=3, max_width=math.inf, max_seconds=60, steps=1, warmup_turns=1)
+        few = Pace(min_pairs=3, max_width=1e9, max_seconds=60, steps=1, warmup_turns=1)
         return cls(
             model=tiny, large_model=tiny, step=few, startup=replace(few, min_pairs=1), memory=replace(few, min_pairs=1)
         )
