@@ -130,10 +130,9 @@ class Settings:
     def quick(cls) -> Settings:
         """As little as shows that everything works."""
         tiny = Workload(dim=32, num_layers=2, num_heads=2, context=32, global_batch_size=8)
-        few = Pace(min_pairs=3, max_width=1e9, max_seconds=60, steps=1, warmup_turns=1)
-        return cls(
-            model=tiny, large_model=tiny, step=few, startup=replace(few, min_pairs=1), memory=replace(few, min_pairs=1)
-        )
+        few = Pace(min_pairs=6, max_width=1e9, max_seconds=60, steps=1, warmup_turns=1)
+        one = replace(few, max_seconds=0)
+        return cls(model=tiny, large_model=tiny, step=few, startup=one, memory=one)
 
 
 @dataclass(frozen=True)

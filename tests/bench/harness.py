@@ -88,8 +88,8 @@ class Pace:
         return is_enough
 
     def is_narrow(self, interval: tuple[float, float] | None) -> bool:
-        """Whether an interval is as narrow as asked for; None, of too few pairs to have one, counts as it."""
-        return interval is None or interval[1] - interval[0] <= self.max_width
+        """Whether an interval is as narrow as asked for; None, of too few pairs, is not."""
+        return interval is not None and interval[1] - interval[0] <= self.max_width
 
 
 def alternate(

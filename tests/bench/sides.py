@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
+from io import StringIO
 from typing import Any
 
 import torch
@@ -77,7 +78,7 @@ def deepspeed_zero_3(workload: Workload, end_step: EndStep) -> None:
         "train_micro_batch_size_per_gpu": workload.global_batch_size // int(os.environ["WORLD_SIZE"]),
         "zero_optimization": {"stage": 3},
     }
-    with redirect_stdout(None):
+    with redirect_stdout(StringIO()):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
     for inputs, targets in workload.batches():
         loss = functional.cross_entropy(engine(inputs).flatten(0, 1), targets.flatten())
