@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 __all__ = [
     "ParameterGroup",
@@ -18,6 +21,7 @@ __all__ = [
     "initialize_root",
     "keep_gathered",
     "parameter_group",
+    "prepend_step_post_hook",
     "remove_forward_hooks",
     "reset_after_error",
     "restore_class",
@@ -123,6 +127,13 @@ def keep_gathered(groups: Sequence[ParameterGroup]) -> Iterator[None]:
     finally:
         for group, mesh_info in zip(groups, before, strict=True):
             group._group.post_forward_mesh_info = mesh_info
+
+
+def prepend_step_post_hook(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None]) -> RemovableHandle:
+    """As ``register_step_post_hook``, before the hooks that are there; replaced by its ``prepend``, once it has one."""
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle
 
 
 def restore_class(module: nn.Module) -> None:

@@ -26,11 +26,13 @@ from torch.optim import Optimizer
 
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import ParallelLayout
+from lightning_dist.local_step import LocalStep
 from lightning_dist.parallelize import parallelize
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.precision import PrecisionPolicy, precision_policy
 from lightning_dist.plugins.strategies import checkpointing
 from lightning_dist.plugins.strategies.checks import check_optimizers, refuse_what_cannot_work
+from lightning_dist.plugins.strategies.gradients import are_free_before_forward, free_gradients
 from lightning_dist.plugins.strategies.startup_table import startup_table
 from lightning_dist.plugins.strategies.weighting import LossWeights
 from lightning_dist.replicas import check_replicas
@@ -87,9 +89,11 @@ class MeshStrategy(ParallelStrategy):
         self._layout: ParallelLayout | None = None
         self._mesh: DeviceMesh | None = None
         self._sharded: ShardedModule | None = None
+        self._local_steps: list[LocalStep] = []
         self._num_optimizer_steps = 0
         self._weights = LossWeights()
         self._syncs_gradients = True
+        self._frees_gradients_first = False
         self.num_nodes = 1
 
     @property
@@ -224,6 +228,7 @@ class MeshStrategy(ParallelStrategy):
                 if average is not None:
                     self._shard(cast(LightningModule, average.module))
             self.setup_optimizers(trainer)
+            self._frees_gradients_first = are_free_before_forward(self.lightning_module, trainer)
         self.setup_precision_plugin()
         if is_fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
@@ -270,12 +275,15 @@ class MeshStrategy(ParallelStrategy):
         super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         check_optimizers(self.optimizers, self.lightning_module, type(self).__name__)
+        self._local_steps = [LocalStep(optimizer) for optimizer in self.optimizers]
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the module's ``training_step``; a collective, as all steps are."""
         assert self.lightning_module is not None
+        automatic = self.lightning_module.automatic_optimization
+        if self._frees_gradients_first:
+            free_gradients(self.lightning_module.trainer)
         with self.precision_plugin.train_step_context():
-            automatic = self.lightning_module.automatic_optimization
             output = self._step("training_step", automatic, args, kwargs)
         if automatic:
             self._weights.read(output, self.root_device)
@@ -321,7 +329,11 @@ class MeshStrategy(ParallelStrategy):
     ) -> Any:
         """Step ``optimizer``, and compare replicas where that was asked for."""
         assert self._sharded is not None
-        output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        try:
+            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+        finally:
+            for local_step in self._local_steps:
+                local_step.restore()
         self._sharded.after_optimizer_step()
         self._num_optimizer_steps += 1
         every = self._check_replicas_every_n_steps
@@ -412,6 +424,9 @@ class MeshStrategy(ParallelStrategy):
 
     def teardown(self) -> None:
         """Free gathered parameters; the module stays sharded and on its device."""
+        for local_step in self._local_steps:
+            local_step.remove()
+        self._local_steps = []
         if self._sharded is not None:
             self._sharded.free()
         assert self.cluster_environment is not None

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch import Callback
 from lightning.pytorch.callbacks.finetuning import BaseFinetuning
 from torch import Tensor, nn
 from torch.nn import functional
@@ -228,3 +229,30 @@ def train_weighted(layout: str, accumulate: int, num_steps: int) -> Weights:
 def test_weighted_mean_over_unequal_numbers_of_tokens(pool: WorkerPool, accumulate: int) -> None:
     expected = pool.run(train_weighted, 1, "auto", accumulate, 5)[0]
     assert_same(pool.run(train_weighted, 4, "2x2", accumulate, 5)[0], expected)
+
+
+class SeesGradients(GPT):
+    """Notes at the start of every ``training_step`` whether there are gradients."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.__dict__.setdefault("seen", []).append(any(param.grad is not None for param in self.parameters()))
+        return super().training_step(batch, batch_idx)
+
+
+class LooksBeforeZeroGrad(Callback):
+    def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        seen = any(param.grad is not None for param in pl_module.parameters())
+        self.__dict__.setdefault("seen", []).append(seen)
+
+
+def gradients_seen(with_hook: bool) -> tuple[list[bool], list[bool]]:
+    module, hook = SeesGradients(), LooksBeforeZeroGrad()
+    callbacks = [hook] if with_hook else []
+    trainer = make_trainer("full_shard", max_steps=3, accumulate_grad_batches=2, callbacks=callbacks)
+    trainer.fit(module)
+    return module.__dict__["seen"], hook.__dict__.get("seen", [])
+
+
+def test_old_gradients_are_freed_before_the_forward_where_no_hook_wants_them(pool: WorkerPool) -> None:
+    assert pool.run(gradients_seen, 2, False)[0] == ([False, True] * 3, [])
+    assert pool.run(gradients_seen, 2, True)[0] == ([False, True, True, True, True, True], [False, True, True])
