@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "AllGather",
     "ParameterGroup",
     "ReduceScatter",
     "flush_gradients",
@@ -75,9 +76,10 @@ class ParameterGroup:
         self._group.reduce_grads = enabled
         self._group.all_reduce_grads = enabled
 
-    def set_reduce_scatter(self, comm: ReduceScatter) -> None:
-        """As ``FSDPModule.set_custom_reduce_scatter``."""
-        self._group._reduce_scatter_comm = comm
+    def set_collectives(self, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
+        """As ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter``."""
+        self._group._all_gather_comm = all_gather
+        self._group._reduce_scatter_comm = reduce_scatter
 
 
 def _state(module: nn.Module) -> FSDPState:

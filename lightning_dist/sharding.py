@@ -26,7 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_dist import _compat
 from lightning_dist._compat import ParameterGroup
-from lightning_dist.collectives import TwoShotReduceScatter
+from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter
 from lightning_dist.consensus import arrive
 from lightning_dist.initialization import materialize, refuse_meta_attributes
 from lightning_dist.scalars import ScalarGroup
@@ -48,13 +48,13 @@ class ShardingConfig:
         reduce_dtype: What gradients are reduced in; None: what they are computed in.
         reshard_after_forward: Whether blocks are freed after their forward and gathered again in the backward (less
             memory), or kept (one gather less); a number: kept sharded over that many ranks.
-        two_shot_reduce_scatter: Use :class:`~lightning_dist.collectives.TwoShotReduceScatter`; None: on gloo only.
+        direct_collectives: Use those of :mod:`lightning_dist.collectives`; None: on gloo only.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool | int = True
-    two_shot_reduce_scatter: bool | None = None
+    direct_collectives: bool | None = None
 
 
 class _StepRoot(nn.Module):
@@ -81,9 +81,9 @@ def shard(module: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, config: Sh
     """
     device = torch.device(mesh.device_type)
     policy = MixedPrecisionPolicy(param_dtype=config.param_dtype, reduce_dtype=config.reduce_dtype)
-    two_shot = config.two_shot_reduce_scatter
-    if two_shot is None:
-        two_shot = dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo"
+    is_direct = config.direct_collectives
+    if is_direct is None:
+        is_direct = dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo"
     groups: list[ParameterGroup | ScalarGroup] = []
     for unit in units:
         materialize(unit.modules, module, device)
@@ -100,8 +100,8 @@ def shard(module: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, config: Sh
             ignored_params=set(module.parameters()) - set(unit.params.values()),
         )
         group = _compat.parameter_group(unit.modules[0])
-        if two_shot:
-            group.set_reduce_scatter(TwoShotReduceScatter())
+        if is_direct:
+            group.set_collectives(DirectAllGather(), TwoShotReduceScatter())
         groups.append(group)
         unit.params.clear()  # the whole parameters, of which nothing should stay
     materialize([module], module, device)

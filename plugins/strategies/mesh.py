@@ -53,7 +53,8 @@ class MeshStrategy(ParallelStrategy):
             backward (True: least memory), keep them (False: a gather less), or keep them sharded over this many ranks.
         reduce_dtype: What gradients are reduced in (``"float32"``, ``"bfloat16"``). None: float32, or the parameters'
             dtype in 64-true.
-        two_shot_reduce_scatter: Reduce-scatter by one all-to-all and a local sum. None: where the backend is gloo.
+        direct_collectives: Gather and reduce-scatter in one round, each rank with each other, and a local sum. None:
+            where the backend is gloo, whose own take more rounds or more bytes.
         check_replicas_every_n_steps: Compare the replicas' weights bit by bit every so many optimizer steps, and raise
             where they differ. None: never.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; None: what fits the device.
@@ -68,7 +69,7 @@ class MeshStrategy(ParallelStrategy):
         min_num_params: int = MIN_NUM_PARAMS,
         reshard_after_forward: bool | int = True,
         reduce_dtype: str | None = None,
-        two_shot_reduce_scatter: bool | None = None,
+        direct_collectives: bool | None = None,
         check_replicas_every_n_steps: int | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -82,7 +83,7 @@ class MeshStrategy(ParallelStrategy):
         self._min_num_params = min_num_params
         self._reshard_after_forward = reshard_after_forward
         self._reduce_dtype = reduce_dtype
-        self._two_shot_reduce_scatter = two_shot_reduce_scatter
+        self._direct_collectives = direct_collectives
         self._check_replicas_every_n_steps = check_replicas_every_n_steps
         self._process_group_backend = process_group_backend
         self._timeout = timeout
@@ -253,7 +254,7 @@ class MeshStrategy(ParallelStrategy):
             param_dtype=self.precision_policy.param_dtype,
             reduce_dtype=self.precision_policy.reduce_dtype,
             reshard_after_forward=self._reshard_after_forward,
-            two_shot_reduce_scatter=self._two_shot_reduce_scatter,
+            direct_collectives=self._direct_collectives,
         )
         return parallelize(module, self.layout, self.mesh, config, self._units, self._min_num_params)
 

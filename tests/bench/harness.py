@@ -22,7 +22,8 @@ EndStep = Callable[[Tensor], bool]
 Train = Callable[[EndStep], None]
 """A training run, from building the model to its end."""
 
-LOSS_TOLERANCE = 1e-3
+LOSS_TOLERANCE = {0: 1e-5, 8: 1e-4, 32: 1e-3}
+"""By step: sums of another order round otherwise, and training makes that grow; later nothing can be told from it."""
 
 
 @dataclass
@@ -181,7 +182,7 @@ def compare_steps(ours: Train, theirs: Train, pace: Pace) -> Pairs:
         Seconds a step.
 
     Raises:
-        AssertionError: If the runs did not start and end at the same loss: they did not do the same work.
+        AssertionError: If the runs' losses differ in the first steps: they did not do the same work.
     """
     players = Player(ours), Player(theirs)
     for _ in range(pace.warmup_turns):
@@ -204,9 +205,10 @@ def compare_steps(ours: Train, theirs: Train, pace: Pace) -> Pairs:
     pairs = alternate(lambda: turn(players[0]), lambda: turn(players[1]), Pairs(), rank_zero_has_enough)
     for player in players:
         player.finish()
-    for when, step in (("start", 0), ("end", -1)):
-        our_loss, their_loss = (player.losses[step] for player in players)
-        assert abs(our_loss - their_loss) <= LOSS_TOLERANCE, (
-            f"the runs {when} at different losses, {our_loss:.6f} and {their_loss:.6f}: they do not do the same work"
+    for step, tolerance in LOSS_TOLERANCE.items():
+        our_loss, their_loss = (player.losses[min(step, len(player.losses) - 1)] for player in players)
+        assert abs(our_loss - their_loss) <= tolerance, (
+            f"the runs have different losses at step {step}, {our_loss:.6f} and {their_loss:.6f}: they do not do the"
+            " same work"
         )
     return pairs

@@ -1,4 +1,4 @@
-"""The two-shot reduce-scatter against torch's own, and against itself."""
+"""The collectives against torch's own, and against themselves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dist.collectives import TwoShotReduceScatter
+from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter
 from lightning_dist.parity import whole_parameters
 from tests.distributed.fit import make_trainer
 from tests.models import build
@@ -76,9 +76,31 @@ def test_refuses_what_it_cannot_do(pool: WorkerPool, async_op: bool, op: dist.Re
         pool.run(refuse, 2, async_op, op)
 
 
-def train(two_shot: bool) -> dict[str, torch.Tensor]:
+def gather(dtype: torch.dtype, in_place: bool, async_op: bool) -> tuple[bool, bool]:
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    inputs = chunks(dtype, world_size)[0]
+    output = torch.zeros(world_size * NUMEL, dtype=dtype)
+    mine = output.chunk(world_size)[rank] if in_place else torch.empty(NUMEL, dtype=dtype)
+    mine.copy_(inputs[rank])
+    work = DirectAllGather()(output, mine, dist.group.WORLD, async_op)
+    if work is not None:
+        work.wait()
+    return torch.equal(output, inputs.flatten()), torch.equal(mine, inputs[rank])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "in_place", "async_op"),
+    [(torch.float32, True, False), (torch.bfloat16, False, False), (torch.float64, True, True)],
+)
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_gathers(pool: WorkerPool, world_size: int, dtype: torch.dtype, in_place: bool, async_op: bool) -> None:
+    assert pool.run(gather, world_size, dtype, in_place, async_op) == [(True, True)] * world_size
+
+
+def train(is_direct: bool) -> dict[str, torch.Tensor]:
     model = build("gpt", seed=0)
-    make_trainer("2x2", {"two_shot_reduce_scatter": two_shot}, max_steps=20, precision="64-true").fit(model)
+    make_trainer("2x2", {"direct_collectives": is_direct}, max_steps=20, precision="64-true").fit(model)
     return whole_parameters(model)
 
 
