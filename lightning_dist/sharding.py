@@ -46,8 +46,8 @@ class ShardingConfig:
     Args:
         param_dtype: What parameters are gathered and computed in; None: what they are stored in.
         reduce_dtype: What gradients are reduced in; None: what they are computed in.
-        reshard_after_forward: Whether blocks are freed after their forward and gathered again in the backward (less
-            memory), or kept (one gather less); a number: kept sharded over that many ranks.
+        reshard_after_forward: Whether blocks, but for the last, are freed after their forward and gathered again in the
+            backward (less memory), or kept (one gather less); a number: kept sharded over that many ranks.
         direct_collectives: Use those of :mod:`lightning_dist.collectives`; None: on gloo only.
     """
 
@@ -84,6 +84,7 @@ def shard(module: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, config: Sh
     is_direct = config.direct_collectives
     if is_direct is None:
         is_direct = dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo"
+    last_block = next((unit for unit in reversed(units) if unit.kind == "block"), None)
     groups: list[ParameterGroup | ScalarGroup] = []
     for unit in units:
         materialize(unit.modules, module, device)
@@ -91,7 +92,8 @@ def shard(module: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, config: Sh
             groups.append(ScalarGroup(module, unit.params, mesh))
             unit.params.clear()
             continue
-        stays_gathered = unit.kind in ("outer", "own")
+        # The last block's backward follows its forward: to free it would only be to gather it again.
+        stays_gathered = unit.kind in ("outer", "own") or (unit is last_block and config.reshard_after_forward is True)
         fully_shard(
             unit.modules if len(unit.modules) > 1 else unit.modules[0],
             mesh=mesh,
