@@ -2,10 +2,13 @@
 
 import argparse
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
 
 from lightning_dist.cli.errors import BAD_CONFIGURATION, closest, print_error
+
+DAMAGED = 1
 
 _OUTPUT_FORMATS = (".ckpt", ".safetensors")
 
@@ -25,7 +28,7 @@ def run(arguments: Sequence[str]) -> int:
         arguments: What follows ``checkpoint``.
 
     Returns:
-        The exit code: 0 done, 2 if the input cannot be used.
+        The exit code: 0 done, 1 if a checkpoint is damaged, 2 if the input cannot be used.
     """
     parser = _Parser(prog="lightning-dist checkpoint", description="Work with checkpoints.", allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=_Parser)
@@ -35,25 +38,71 @@ def run(arguments: Sequence[str]) -> int:
         description="Write a sharded checkpoint as one file: .ckpt for load_from_checkpoint, .safetensors for the "
         "weights alone.",
     )
-    consolidate.add_argument("source", metavar="DIR", type=Path, help="folder of a sharded checkpoint")
+    consolidate.add_argument("source", metavar="DIR", help="path or URL of a sharded checkpoint")
     consolidate.add_argument("destination", metavar="OUT", type=Path, help="file to write: .ckpt or .safetensors")
+    consolidate.add_argument(
+        "--trust", action="store_true", help="read objects of any class, which can run any code; for your own files"
+    )
+    listing = actions.add_parser("ls", help="list checkpoints", description="List checkpoints, the oldest first.")
+    listing.add_argument("folder", metavar="DIR", help="path or URL of a folder of checkpoints")
+    verifying = actions.add_parser(
+        "verify",
+        help="check that checkpoints are whole",
+        description="Read checkpoints and compare every file with the size and digest that it was written with.",
+    )
+    verifying.add_argument("paths", metavar="PATH", nargs="+", help="paths or URLs of sharded checkpoints")
     if arguments and not arguments[0].startswith("-") and arguments[0] not in actions.choices:
         parser.error(f"no action is named {arguments[0]!r}{closest(arguments[0], actions.choices)}")
     options = parser.parse_args(arguments)
     if options.action is None:
         parser.error("expected an action: " + ", ".join(actions.choices))
+    if options.action == "ls":
+        return _list(options.folder)
+    if options.action == "verify":
+        return _verify(options.paths)
     if options.destination.suffix not in _OUTPUT_FORMATS:
         consolidate.error(f"OUT={str(options.destination)!r} must end in {' or '.join(_OUTPUT_FORMATS)}.")
-    return _consolidate(options.source, options.destination)
+    return _consolidate(options.source, options.destination, options.trust)
 
 
-def _consolidate(source: Path, destination: Path) -> int:
+def _consolidate(source: str, destination: Path, trust: bool) -> int:
     from lightning_dist.checkpoint import CheckpointError, consolidate
 
     try:
-        consolidate(source, destination)
+        consolidate(source, destination, trust)
     except (CheckpointError, ValueError, OSError, ImportError) as error:
         print_error(str(error))
         return BAD_CONFIGURATION
     print(f"{destination} ({destination.stat().st_size:,} bytes)")
     return 0
+
+
+def _list(folder: str) -> int:
+    from lightning_dist.checkpoint import CheckpointError, find
+
+    found = find(folder)
+    if not found:
+        print_error(f"{folder} has no sharded checkpoints in it.")
+        return BAD_CONFIGURATION
+    for path, manifest in found:
+        if isinstance(manifest, CheckpointError):
+            print(f"{path}  damaged: {manifest}")
+            continue
+        about = "  ".join(f"{key} {value}" for key, value in manifest.about.items())
+        saved = datetime.fromtimestamp(manifest.saved_at).isoformat(" ", "seconds")
+        print(f"{path}  {saved}  {about}  {manifest.num_bytes / 2**20:,.1f} MiB  {manifest.world_size} ranks")
+    return 0
+
+
+def _verify(paths: Sequence[str]) -> int:
+    from lightning_dist.checkpoint import CheckpointError, verify
+
+    exit_code = 0
+    for path in paths:
+        try:
+            manifest = verify(path)
+            print(f"{path}  good: {len(manifest.files)} files, {manifest.num_bytes / 2**20:,.1f} MiB")
+        except (CheckpointError, OSError) as error:
+            print_error(str(error))
+            exit_code = DAMAGED
+    return exit_code

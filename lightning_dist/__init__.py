@@ -4,9 +4,22 @@ Importing this package registers the strategies, so that ``Trainer(strategy="hyb
 """
 
 from lightning_dist.layout import ParallelLayout
-from lightning_dist.plugins.strategies import FullShardStrategy, HybridShardStrategy, MeshStrategy, register
+from lightning_dist.plugins.strategies import (
+    CheckpointOptions,
+    FullShardStrategy,
+    HybridShardStrategy,
+    MeshStrategy,
+    register,
+)
 from lightning_dist.sharding import full_parameters
 
-__all__ = ["FullShardStrategy", "HybridShardStrategy", "MeshStrategy", "ParallelLayout", "full_parameters"]
+__all__ = [
+    "CheckpointOptions",
+    "FullShardStrategy",
+    "HybridShardStrategy",
+    "MeshStrategy",
+    "ParallelLayout",
+    "full_parameters",
+]
 
 register()

@@ -17,13 +17,14 @@ class OtherRankError(RuntimeError):
 
 
 @contextmanager
-def together(what: str) -> Iterator[None]:
-    """Run the body on all ranks; where it raises on any, raise on all. A collective over all processes.
+def together(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Run the body on all ranks; where it raises on any, raise on all. A collective over ``group``.
 
     The body itself must not hold collectives that a failing rank would leave the others waiting in.
 
     Args:
         what: What the ranks do, for the message: ``"reading the checkpoint"``.
+        group: The ranks; None: all processes.
 
     Raises:
         OtherRankError: On the ranks that were fine, where another was not. Failing ranks raise their own error.
@@ -33,9 +34,9 @@ def together(what: str) -> Iterator[None]:
         yield
     except Exception as raised:
         error = raised
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        texts: list[str | None] = [None] * dist.get_world_size()
-        dist.all_gather_object(texts, f"{type(error).__name__}: {error}" if error else None)
+    if dist.is_initialized() and dist.get_world_size(group) > 1:
+        texts: list[str | None] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(texts, f"{type(error).__name__}: {error}" if error else None, group)
         failed = [(rank, text) for rank, text in enumerate(texts) if text]
         if failed and error is None:
             rank, text = failed[0]

@@ -1,6 +1,35 @@
-"""Checkpoints: one directory, written by all ranks, that any layout can load."""
+"""Checkpoints: a directory that is whole or not there, proves itself, and that any layout can load."""
 
-from lightning_dist.checkpoint.format import CheckpointError, is_sharded_checkpoint, read, write
+from lightning_dist.checkpoint.format import (
+    Snapshot,
+    TensorInfo,
+    Verify,
+    find,
+    is_sharded_checkpoint,
+    read,
+    read_manifest,
+    take_snapshot,
+    verify,
+    write,
+)
+from lightning_dist.checkpoint.manifest import CheckpointError, Manifest
 from lightning_dist.checkpoint.single_file import consolidate
+from lightning_dist.checkpoint.writer import Save, Writer
 
-__all__ = ["CheckpointError", "consolidate", "is_sharded_checkpoint", "read", "write"]
+__all__ = [
+    "CheckpointError",
+    "Manifest",
+    "Save",
+    "Snapshot",
+    "TensorInfo",
+    "Verify",
+    "Writer",
+    "consolidate",
+    "find",
+    "is_sharded_checkpoint",
+    "read",
+    "read_manifest",
+    "take_snapshot",
+    "verify",
+    "write",
+]

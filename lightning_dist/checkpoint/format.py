@@ -1,44 +1,66 @@
-"""What a checkpoint is on disk. The only module that knows.
+"""What a checkpoint is: one directory, written by all ranks, that proves itself and that any layout can load.
 
-A directory::
+::
 
-    checkpoint.json     {"format": "lightning-dist", "version": 1}
-    state.pt            the checkpoint's dictionary, each tensor that is in the shards replaced by a reference to it
-    .metadata, *.distcp the shards, torch.distributed.checkpoint (DCP), each tensor under its path in the dictionary
+    manifest.json   all files with size and digest, and where every tensor is; written last
+    state.pt        the checkpoint's dictionary, each tensor replaced by a reference to it
+    rank_N.bin      the tensors' bytes, as many of them as rank N wrote
+    rank_N.pt       what is rank N's alone, if it has anything
 
 Every rank writes what it holds of a DTensor. Other tensors are rank 0's: DCP alone would take each from whichever rank
-it likes, and mix. The directory is written beside its place, in ``.tmp/``, and renamed into it.
+it likes, and mix.
 """
 
 from __future__ import annotations
 
-import json
-import shutil
+import collections
+import datetime
+import errno
+import io
+import os
+import pathlib
+import pickle
+import time
 import uuid
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.consensus import together
+from lightning_dist.checkpoint.manifest import MANIFEST, CheckpointError, FileEntry, Manifest, new_digest
+from lightning_dist.checkpoint.storage import Place, Reader, place_of
+from lightning_dist.checkpoint.tensors import TensorReader, TensorWriter
+from lightning_dist.consensus import OtherRankError, together
 
-__all__ = ["CheckpointError", "TensorInfo", "is_sharded_checkpoint", "read", "write"]
+__all__ = [
+    "Snapshot",
+    "TensorInfo",
+    "Verify",
+    "find",
+    "is_sharded_checkpoint",
+    "not_written",
+    "read",
+    "read_manifest",
+    "read_own",
+    "take_snapshot",
+    "verify",
+    "write",
+]
 
-_MARKER = "checkpoint.json"
+Path = str | os.PathLike[str]
+
+Verify = Literal["full", "size", "off"]
+"""How a checkpoint is checked: digests and sizes of all files; sizes; not at all but for its manifest."""
+
 _STATE = "state.pt"
-_FORMAT = {"format": "lightning-dist", "version": 1}
 _REFERENCE = "lightning_dist.tensor"
-
-
-class CheckpointError(RuntimeError):
-    """A checkpoint that is missing, damaged, of another kind, or that does not hold what is asked of it."""
+_PIECE = 8 * 2**20
 
 
 @dataclass(frozen=True)
@@ -56,150 +78,343 @@ class TensorInfo:
     dtype: torch.dtype
 
 
-def is_sharded_checkpoint(path: Path) -> bool:
-    """Whether ``path`` is a directory that :func:`write` made."""
-    return (path / _MARKER).is_file()
-
-
-def write(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Write ``checkpoint`` as the directory ``path``, in the place of what is there. A collective over all processes.
+@dataclass
+class Snapshot:
+    """What a rank will write.
 
     Args:
-        path: The same on all ranks, on a file system that all of them see.
-        checkpoint: Dictionaries, lists and tuples of anything that pickles; DTensors and tensors go to the shards.
+        tensors: Path in the dictionary to tensor: DTensors, and on rank 0 the others. These are the live ones.
+        state: The dictionary without them, pickled.
+        own: What is this rank's alone, pickled; empty if there is nothing.
+        about: For listings; plain JSON.
+    """
 
-    Raises:
-        CheckpointError: On all ranks, if a rank could not write its shards.
-        OSError: On rank 0, if the directory could not be made or put in its place; on the others
-            :class:`~lightning_dist.consensus.OtherRankError`. On any error what was at ``path`` stays.
+    tensors: dict[str, torch.Tensor]
+    state: bytes
+    own: bytes = b""
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole checkpoint, about: DTensors count whole."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values()) + len(self.state)
+
+
+def take_snapshot(
+    checkpoint: Mapping[str, Any], own: Mapping[str, Any] | None = None, about: Mapping[str, Any] | None = None
+) -> Snapshot:
+    """Split ``checkpoint`` into tensors and the rest, which is pickled at once and may change afterwards.
+
+    Args:
+        checkpoint: Dictionaries, lists and tuples of anything that pickles.
+        own: What every rank gives for itself.
+        about: For listings; plain JSON.
     """
     tensors: dict[str, torch.Tensor] = {}
     state = _take_out(checkpoint, (), tensors)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
-    temporary = path.parent / ".tmp" / f"{path.name}-{_agreed_suffix()}"
-    with together(f"creating {temporary}"):
-        if is_first:
-            temporary.mkdir(parents=True)
     mine = {key: tensor for key, tensor in tensors.items() if is_first or isinstance(tensor, DTensor)}
-    # thread_count > 1 loses writers' errors: a full disk would look like success (pytorch #191391).
-    writer = dcp.FileSystemWriter(temporary, single_file_per_rank=True, thread_count=1, overwrite=False)
+    return Snapshot(mine, _pickled(state), _pickled(own) if own else b"", about or {})
+
+
+def write(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Manifest:
+    """Write ``snapshot`` to ``path``, in the place of what is there. A collective over all processes.
+
+    Args:
+        path: The same on all ranks, where all of them see the same files.
+        snapshot: Each rank's own.
+        group: All processes; None: the default group.
+
+    Returns:
+        The checkpoint's manifest, on the first rank; an empty one on the others.
+
+    Raises:
+        CheckpointError: On all ranks, if any failed. Then what was at ``path`` is still there.
+    """
+    is_first = not dist.is_initialized() or dist.get_rank(group) == 0
+    place, save_id = place_of(path), _agreed_id(group)
     try:
-        dcp.save(mine, storage_writer=writer, no_dist=not dist.is_initialized())
-    except dcp.CheckpointException as error:
+        with together("creating it", group):
+            if is_first:
+                place.begin(save_id)
+                _check_space(place, snapshot)
+        files, tensors = _write_files(place, save_id, snapshot, group)
+        world_size = dist.get_world_size(group) if dist.is_initialized() else 1
+        manifest = Manifest(files, tensors, world_size, time.time(), dict(snapshot.about))
+        with together("putting it in place", group):
+            if is_first:
+                place.commit(save_id, manifest.encode())
+        return manifest
+    except (Exception, dcp.CheckpointException) as error:
         if is_first:
-            shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"The checkpoint {path} was not written: rank {', '.join(map(str, error.failures))} failed:"
-            f" {_cause(error)}."
-            " What was there before is unchanged."
-        ) from error
-    with together(f"writing {path}"):
-        if is_first:
-            torch.save(state, temporary / _STATE)
-            (temporary / _MARKER).write_text(json.dumps(_FORMAT))
-            _put_in_place(temporary, path)
+            with suppress(Exception):  # what cannot be removed now, the next run's lock removes
+                place.abort(save_id)
+        raise not_written(path, error) from error
+
+
+def not_written(path: Path, error: BaseException) -> CheckpointError:
+    """The error of a save that failed for ``error``."""
+    return CheckpointError(
+        f"The checkpoint {os.fspath(path)} was not written: {_reason(error)}. What was there before is unchanged."
+    )
+
+
+def _write_files(
+    place: Place, save_id: str, snapshot: Snapshot, group: dist.ProcessGroup | None
+) -> tuple[dict[str, FileEntry], dict[str, Any]]:
+    rank = dist.get_rank(group) if dist.is_initialized() else 0
+    prefix = place.prefix(save_id)
+    entries: dict[str, FileEntry] = {}
+    with together("opening its files", group):
+        file = place.create(save_id, f"{prefix}rank_{rank}.bin")
+    writer = TensorWriter(file)
+    try:
+        with _one_process_is_meant():
+            dcp.save(snapshot.tensors, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+    except BaseException:
+        file.abandon()
+        raise
+    with together("writing its files", group):
+        entries[file.name] = file.close()
+        rest = {f"{prefix}rank_{rank}.pt": snapshot.own, f"{prefix}{_STATE}": snapshot.state if rank == 0 else b""}
+        for name, content in rest.items():
+            if content:
+                file = place.create(save_id, name)
+                file.write(content)
+                entries[name] = file.close()
+    of_all: list[Any] = [entries]
+    if dist.is_initialized():
+        of_all = [None] * dist.get_world_size(group)
+        dist.all_gather_object(of_all, entries, group)
+    return {name: entry for entries in of_all for name, entry in entries.items()}, writer.tensors
+
+
+def _check_space(place: Place, snapshot: Snapshot) -> None:
+    free = place.free_bytes()
+    if free is not None and free < snapshot.num_bytes:
+        raise OSError(
+            errno.ENOSPC,
+            f"it needs {snapshot.num_bytes / 2**20:.0f} MiB, and there is space for {free / 2**20:.0f} MiB",
+        )
 
 
 def read(
     path: Path,
     template: Callable[[TensorInfo], torch.Tensor | None],
-    weights_only: bool = False,
+    weights_only: bool = True,
+    check: Verify = "full",
+    share: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:
-    """Read the directory ``path``; each rank reads only what its templates need. No collective.
+    """Read the checkpoint at ``path``; each rank reads only what its templates need. No collective.
 
     Args:
         path: What :func:`write` made.
-        template: For each tensor in the shards, the tensor to read it into: a DTensor of any placement, or a whole
-            tensor. None leaves it out of the result.
-        weights_only: Refuse pickled objects other than tensors and plain Python values.
+        template: For each tensor, the tensor to read it into: a DTensor of any placement, or a whole tensor. None
+            leaves it out of the result.
+        weights_only: Refuse pickled objects other than tensors, plain Python values and :data:`SAFE`.
+        check: How the files are checked first.
+        share: This rank and the number of ranks, each of which checks its part of the files: what is read is good if
+            no rank raises.
 
     Raises:
-        CheckpointError: If ``path`` is missing, is of another kind or version, or cannot be read.
+        CheckpointError: If ``path`` is missing, damaged, incomplete, or of another kind or version.
     """
-    _check_kind(path)
-    try:
-        state = torch.load(path / _STATE, map_location="cpu", weights_only=weights_only)
-        reader = dcp.FileSystemReader(path)
-        stored = reader.read_metadata().state_dict_metadata
+    with _opened(path) as (reader, manifest):
+        _check_files(reader, manifest, check, share)
+        state = _unpickled(_content(reader, manifest, _STATE), weights_only)
         wanted: dict[str, torch.Tensor] = {}
         for key, info in _references(state, ()):
-            storage = stored.get(key)
-            if not isinstance(storage, TensorStorageMetadata):
-                raise CheckpointError(f"{path} is incomplete: it has no {'/'.join(map(str, info))}.")
-            tensor = template(TensorInfo(info, storage.size, storage.properties.dtype))
+            entry = manifest.tensors.get(key)
+            if entry is None:
+                raise CheckpointError(f"it has no {key}")
+            tensor = template(TensorInfo(info, torch.Size(entry.shape), entry.torch_dtype))
             if tensor is not None:
                 wanted[key] = tensor
         if wanted:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # that is what is asked for
-                dcp.load(wanted, storage_reader=reader, no_dist=True)
-    except CheckpointError:
-        raise
-    except (Exception, dcp.CheckpointException) as error:
-        raise CheckpointError(f"The checkpoint {path} cannot be read: {_cause(error)}") from error
-    result: dict[str, Any] = _put_back(state, wanted)
-    return result
+            with _one_process_is_meant():
+                dcp.load(wanted, storage_reader=TensorReader(reader, manifest.tensors), no_dist=True)
+        result: dict[str, Any] = _put_back(state, wanted)
+        return result
 
 
-def _cause(error: BaseException) -> BaseException:
-    """The first rank's error in a DCP exception, which is no Exception and has a traceback for its text."""
-    if isinstance(error, dcp.CheckpointException) and error.failures:
-        first: BaseException = next(iter(error.failures.values()))[0]
-        return first
-    return error
+def read_own(path: Path, rank: int, weights_only: bool = True) -> dict[str, Any] | None:
+    """What rank ``rank`` of the run that wrote ``path`` gave for itself; None if there is no such rank."""
+    with _opened(path) as (reader, manifest):
+        name = f"rank_{rank}.pt"
+        if all(os.path.basename(file) != name for file in manifest.files):
+            return None
+        own: dict[str, Any] = _unpickled(_content(reader, manifest, name), weights_only)
+        return own
 
 
-def _check_kind(path: Path) -> None:
-    if not path.exists():
-        raise CheckpointError(f"There is no checkpoint at {path}.{_others(path)}")
-    if not is_sharded_checkpoint(path):
-        kind = "a directory" if path.is_dir() else "a file"
+def read_manifest(path: Path) -> Manifest:
+    """The manifest of the checkpoint at ``path``.
+
+    Raises:
+        CheckpointError: If there is none, or it is damaged, or of another format or version.
+    """
+    with _opened(path, hint=False) as (_, manifest):
+        return manifest
+
+
+def verify(path: Path, check: Verify = "full") -> Manifest:
+    """Check all files of the checkpoint at ``path``.
+
+    Raises:
+        CheckpointError: If one is missing, or not as it was written.
+    """
+    with _opened(path) as (reader, manifest):
+        _check_files(reader, manifest, check, (0, 1))
+        return manifest
+
+
+def find(folder: Path) -> list[tuple[str, Manifest | CheckpointError]]:
+    """The checkpoints in ``folder``, the oldest first, by path; those whose manifest is damaged come before.
+
+    Only manifests are read: whether the other files are as they say, :func:`verify` tells.
+    """
+    found: list[tuple[str, Manifest | CheckpointError]] = []
+    for path in sorted(place_of(folder).children()):
+        try:
+            found.append((path, read_manifest(path)))
+        except CheckpointError as error:
+            found.append((path, error))
+    return sorted(found, key=lambda item: item[1].saved_at if isinstance(item[1], Manifest) else 0.0)
+
+
+def is_sharded_checkpoint(path: Path) -> bool:
+    """Whether :func:`write` made what is at ``path``."""
+    return place_of(path).is_checkpoint()
+
+
+@contextmanager
+def _opened(path: Path, hint: bool = True) -> Iterator[tuple[Reader, Manifest]]:
+    """The files and the manifest of the checkpoint at ``path``; errors inside get its name, and those of others."""
+    place = place_of(path)
+    if not place.exists():
+        raise CheckpointError(f"There is no checkpoint at {path}.{_others(path) if hint else ''}")
+    if not place.is_checkpoint():
         raise CheckpointError(
-            f"{path} is {kind}, but not a lightning-dist checkpoint (it has no {_MARKER}).{_others(path)}"
+            f"{path} is not a lightning-dist checkpoint: it has no {MANIFEST}.{_others(path) if hint else ''}"
         )
-    found = json.loads((path / _MARKER).read_text())
-    if found != _FORMAT:
-        raise CheckpointError(f"{path} is a checkpoint of another version: {found}, where this reads {_FORMAT}.")
+    try:
+        with place.open() as reader:
+            manifest = Manifest.decode(bytes(_read_file(reader, MANIFEST, reader.size(MANIFEST))))
+            yield reader, manifest
+    except (Exception, dcp.CheckpointException) as error:
+        others = _others(path) if hint else ""
+        raise CheckpointError(f"The checkpoint {path} cannot be read: {_reason(error)}.{others}") from error
+
+
+@contextmanager
+def _one_process_is_meant() -> Iterator[None]:
+    """Without DCP's warning that it works without torch.distributed."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _check_files(reader: Reader, manifest: Manifest, check: Verify, share: tuple[int, int]) -> None:
+    if check == "off":
+        return
+    for name, entry in manifest.files.items():
+        try:
+            size = reader.size(name)
+        except FileNotFoundError:
+            raise CheckpointError(f"its file {name} is missing") from None
+        if size != entry.size:
+            raise CheckpointError(f"its file {name} has {size} bytes, and had {entry.size} when it was written")
+    if check == "size":
+        return
+    rank, num_ranks = share
+    buffer = memoryview(bytearray(_PIECE))
+    for name in sorted(manifest.files)[rank::num_ranks]:
+        entry, digest = manifest.files[name], new_digest()
+        for start in range(0, entry.size, _PIECE):
+            digest.update(buffer[: reader.read_into(name, start, buffer[: entry.size - start])])
+        if digest.hexdigest() != entry.digest:
+            raise CheckpointError(f"its file {name} is damaged: its content is not what was written")
+
+
+def _content(reader: Reader, manifest: Manifest, name: str) -> bytearray:
+    """Of the file ``name``, whatever the storage put before its name."""
+    full_name = next((file for file in manifest.files if os.path.basename(file) == name), None)
+    if full_name is None:
+        raise CheckpointError(f"it has no {name}")
+    return _read_file(reader, full_name, manifest.files[full_name].size)
+
+
+def _read_file(reader: Reader, name: str, size: int) -> bytearray:
+    content = bytearray(size)
+    if reader.read_into(name, 0, memoryview(content)) != size:
+        raise CheckpointError(f"its file {name} is too short")
+    return content
 
 
 def _others(path: Path) -> str:
-    """A hint that names the checkpoints beside (or inside) ``path``."""
-    folder = path if path.is_dir() else path.parent
-    try:
-        names = sorted(str(child) for child in folder.iterdir() if is_sharded_checkpoint(child))
-    except OSError:
-        return ""
-    return f" There are {', '.join(names[-3:])}." if names else ""
+    """A hint that names the newest checkpoints in or beside ``path``."""
+    text = os.fspath(path)
+    found = find(text) or find(os.path.dirname(text))
+    names = [name for name, manifest in found if isinstance(manifest, Manifest) and name != text]
+    return f" There is {' and '.join(names[-2:])}." if names else ""
 
 
-def _agreed_suffix() -> str:
-    suffix = [uuid.uuid4().hex[:8]]
+def _reason(error: BaseException) -> str:
+    """An error as a clause; of a DCP exception, which is no Exception and has a traceback for its text, the first."""
+    if isinstance(error, dcp.CheckpointException) and error.failures:
+        rank, (cause, _) = next(iter(error.failures.items()))
+        return f"rank {rank} failed: {_reason(cause)}"
+    if isinstance(error, CheckpointError | OtherRankError):
+        return str(error).rstrip(".")
+    return f"{type(error).__name__}: {error}".rstrip(".")
+
+
+def _agreed_id(group: dist.ProcessGroup | None) -> str:
+    save_id = [uuid.uuid4().hex[:8]]
     if dist.is_initialized():
-        dist.broadcast_object_list(suffix, src=0)
-    return suffix[0]
+        dist.broadcast_object_list(save_id, group=group, group_src=0)
+    return save_id[0]
 
 
-def _put_in_place(temporary: Path, path: Path) -> None:
-    """Rename ``temporary`` to ``path``; what was there is moved aside first and then removed."""
-    old = temporary.with_name(temporary.name + "-old")
-    if path.exists():
-        path.rename(old)
-    temporary.rename(path)
-    if old.is_dir():
-        shutil.rmtree(old)
-    elif old.exists():
-        old.unlink()
-    # Another save of this run may be using the folder of temporaries.
-    if not any(temporary.parent.iterdir()):
-        temporary.parent.rmdir()
+SAFE: tuple[Any, ...] = (
+    datetime.date,
+    datetime.datetime,
+    datetime.timedelta,
+    datetime.timezone,
+    pathlib.PosixPath,
+    pathlib.PurePosixPath,
+    collections.defaultdict,
+    collections.deque,
+)
+"""What ``weights_only`` lets through besides what torch does: making one of these runs nobody's code."""
+
+
+def _pickled(value: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def _unpickled(content: bytearray, weights_only: bool) -> Any:
+    try:
+        with torch.serialization.safe_globals(list(SAFE)):
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
+        raise CheckpointError(
+            f"it holds objects of {', '.join(names)}, and reading those can run any code. If you trust where it comes"
+            " from, pass weights_only=False"
+        ) from error
 
 
 def _take_out(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.Tensor]) -> Any:
     """``value`` with references in the place of tensors, which go into ``tensors``; scalars stay."""
     if isinstance(value, torch.Tensor):
-        if not isinstance(value, DTensor) and value.ndim == 0:
+        if not isinstance(value, DTensor) and (value.ndim == 0 or value.layout != torch.strided):
             return value.detach().cpu()
         key = "/".join(map(str, path))
+        if key in tensors:
+            raise ValueError(f"Two tensors of the checkpoint have the path {key}: a key must not contain '/'.")
         tensors[key] = value.detach()
         return {_REFERENCE: key}
     if type(value) in (dict, list, tuple) or hasattr(value, "_metadata"):  # a module's state_dict has _metadata

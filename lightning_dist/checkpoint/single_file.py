@@ -13,13 +13,14 @@ from lightning_dist.checkpoint.state import by_index
 __all__ = ["consolidate"]
 
 
-def consolidate(source: Path, destination: Path) -> None:
+def consolidate(source: str | Path, destination: Path, trust: bool = False) -> None:
     """Write the checkpoint directory ``source`` as one file. One process; needs memory for the whole checkpoint.
 
     Args:
         source: What a sharded run saved.
         destination: ``*.ckpt``: a Lightning checkpoint, for ``load_from_checkpoint`` and ``fit(ckpt_path=...)`` under
             any strategy. ``*.safetensors``: the weights alone.
+        trust: Read pickled objects of any class, which can run any code.
 
     Raises:
         CheckpointError: If ``source`` is not such a directory or cannot be read.
@@ -37,7 +38,7 @@ def consolidate(source: Path, destination: Path) -> None:
             return None
         return torch.empty(info.shape, dtype=info.dtype)
 
-    checkpoint = read(source, whole)
+    checkpoint = read(source, whole, weights_only=not trust)
     destination.parent.mkdir(parents=True, exist_ok=True)
     unfinished = destination.with_name(f".{destination.name}.tmp")
     if weights_alone:

@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_dist.checkpoint.format import CheckpointError
+from lightning_dist.checkpoint.manifest import CheckpointError
 
 __all__ = ["by_index", "by_name", "load_model", "load_optimizer", "shard_like"]
 

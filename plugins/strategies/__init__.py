@@ -2,11 +2,12 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
 from lightning_dist.plugins.strategies.full_shard import FullShardStrategy
 from lightning_dist.plugins.strategies.hybrid_shard import HybridShardStrategy
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 
-__all__ = ["FullShardStrategy", "HybridShardStrategy", "MeshStrategy", "register"]
+__all__ = ["CheckpointOptions", "FullShardStrategy", "HybridShardStrategy", "MeshStrategy", "register"]
 
 
 def register() -> None:

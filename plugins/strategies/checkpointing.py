@@ -1,23 +1,53 @@
-"""Between Lightning's checkpoint dictionary and the engine's sharded directory."""
+"""Saving: from Lightning's checkpoint dictionary to the engine's writer, and back what became of it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
-import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from torch.distributed.tensor import DTensor, distribute_tensor
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_dist.checkpoint import CheckpointError, read, write
-from lightning_dist.checkpoint.format import TensorInfo
-from lightning_dist.checkpoint.state import by_name, load_model, load_optimizer
-from lightning_dist.consensus import together
+from lightning_dist.checkpoint import CheckpointError, Save, Verify, Writer, take_snapshot
+from lightning_dist.checkpoint.state import by_name
+from lightning_dist.plugins.strategies.bookkeeping import Bookkeeping
 
-__all__ = ["load", "load_optimizers", "load_weights", "optimizer_state", "save"]
+__all__ = ["CheckpointOptions", "Checkpoints", "absolute", "optimizer_state"]
+
+
+@dataclass(frozen=True)
+class CheckpointOptions:
+    """How a strategy saves and loads.
+
+    Args:
+        asynchronous: Write in the background; a step waits until the weights are copied, and no longer. False: until
+            they are on the disk.
+        verify: How a checkpoint is checked before it is loaded: ``"full"`` (sizes and digests of all files),
+            ``"size"`` or ``"off"``.
+        weights_only: Refuse to load pickled objects other than tensors and plain values, as torch.load does.
+            ``fit(weights_only=...)`` goes before.
+    """
+
+    asynchronous: bool = True
+    verify: Verify = "full"
+    weights_only: bool = True
+
+    def __post_init__(self) -> None:
+        if self.verify not in ("full", "size", "off"):
+            raise ValueError(f"checkpoint.verify={self.verify!r} must be 'full', 'size' or 'off'.")
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """A path as any process can use it, whatever folder it works in; URLs stay."""
+    text = os.fspath(path)
+    return text if "://" in text else os.path.abspath(text)
 
 
 def optimizer_state(optimizer: Optimizer, module: LightningModule) -> dict[str, Any]:
@@ -25,82 +55,111 @@ def optimizer_state(optimizer: Optimizer, module: LightningModule) -> dict[str, 
     return by_name(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer, module)
 
 
-def save(checkpoint: dict[str, Any], path: str) -> None:
-    """Write Lightning's ``checkpoint`` to the directory ``path``. A collective over all processes."""
-    write(Path(path), checkpoint)
-
-
-def load(
-    path: str, module: LightningModule, optimizers: Sequence[Optimizer], weights_only: bool | None
-) -> dict[str, Any]:
-    """Read Lightning's checkpoint dictionary from ``path``. A collective over all processes.
-
-    Live weights are not touched: tensors are read into new ones, placed as this run's parameters are.
+class Checkpoints:
+    """Saves of a strategy.
 
     Args:
-        path: A directory of any layout, or a file that any strategy of Lightning saved.
-        module: The sharded module.
-        optimizers: Those of this run; without any, optimizer states are not read.
-        weights_only: Refuse pickled objects; None: trust the checkpoint, as Lightning does with local ones.
-
-    Raises:
-        CheckpointError: If ``path`` is missing, of another kind, damaged, or incomplete.
-        OtherRankError: On the ranks that could read it, if another could not.
+        options: How.
+        timeout: How long ranks wait for each other within a save.
     """
-    with together(f"reading the checkpoint {path}"):
-        if Path(path).is_file():
-            return _load_file(Path(path), bool(weights_only))
-        params = dict(module.named_parameters(remove_duplicate=False))
-        targets = {**params, **module.state_dict()}
 
-        def template(info: TensorInfo) -> torch.Tensor | None:
-            if info.path[0] == "optimizer_states":
-                if not optimizers:
-                    return None
-                # optimizer_states / index / "state" / full name / which state
-                return _empty_like(params.get(str(info.path[3])), info)
-            return _empty_like(targets.get(str(info.path[-1])), info)
+    def __init__(self, options: CheckpointOptions, timeout: timedelta | None) -> None:
+        self._options = options
+        self._writer = Writer(timeout)
+        self._bookkeeping = Bookkeeping()
+        self._trainer: Trainer | None = None
+        self._newest_error: CheckpointError | None = None
+        self._num_failed = 0
 
-        return read(Path(path), template, bool(weights_only))
+    def start(self, trainer: Trainer) -> None:
+        """Serve ``trainer`` from now on."""
+        self._trainer = trainer
+        self._newest_error = None
+        if trainer.state.fn == TrainerFn.FITTING:
+            self._bookkeeping.start(trainer)
 
+    def save(self, checkpoint: Mapping[str, Any], path: str) -> None:
+        """Save Lightning's ``checkpoint`` at ``path``. A collective over all processes.
 
-def load_weights(checkpoint: Mapping[str, Any], module: LightningModule, strict: bool) -> None:
-    """Load ``checkpoint["state_dict"]`` into the sharded ``module``; on an error its weights are unchanged."""
-    if "state_dict" not in checkpoint:
-        raise CheckpointError(f"The checkpoint has no 'state_dict', only {', '.join(map(str, checkpoint))}.")
-    load_model(module, checkpoint["state_dict"], strict)
+        Raises:
+            CheckpointError: If it could not be written, and it was not asked for in a fit, which would go on and raise
+                at its end.
+        """
+        start = time.perf_counter()
+        self.settle()
+        about = {"global_step": checkpoint.get("global_step"), "epoch": checkpoint.get("epoch")}
+        save = self._writer.save(path, take_snapshot(checkpoint, about=about))
+        self._bookkeeping.asked_to_save(path)
+        if not (self._is_fitting and self._options.asynchronous):
+            self._writer.wait()
+        save.stall_s = time.perf_counter() - start
+        if not self._is_fitting:
+            self.settle()
+            self._writer.close()
+            self._raise_newest_error()
 
+    @property
+    def _is_fitting(self) -> bool:
+        state = self._trainer.state if self._trainer is not None else None
+        return state is not None and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
 
-def load_optimizers(checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], module: LightningModule) -> None:
-    """Load ``checkpoint["optimizer_states"]``, one an optimizer."""
-    states = checkpoint["optimizer_states"]
-    if len(states) != len(optimizers):
-        raise CheckpointError(
-            f"The checkpoint has the states of {len(states)} optimizers, this run has {len(optimizers)}. Use the"
-            " configure_optimizers that it was saved with."
-        )
-    for optimizer, state in zip(optimizers, states, strict=True):
-        load_optimizer(optimizer, module, state)
+    def remove(self, path: str) -> None:
+        """Remove the checkpoint at ``path``, if the save before succeeds. To be called by all ranks alike."""
+        self._bookkeeping.asked_to_remove(path)
+        if self._trainer is None or self._trainer.is_global_zero:
+            self._writer.remove(path)
 
+    def before_step(self) -> None:
+        """Say what became of saves since; to be called between steps."""
+        for save in self._writer.finished():
+            self._report(save)
 
-def _load_file(path: Path, weights_only: bool) -> dict[str, Any]:
-    try:
-        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
-    except Exception as error:
-        raise CheckpointError(f"{path} is a file, but not one that torch.load can read: {error}") from error
-    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
-        kind = f"a dict of {', '.join(map(str, list(checkpoint)[:4]))}" if isinstance(checkpoint, dict) else "no dict"
-        raise CheckpointError(f"{path} is not a Lightning checkpoint: it has no 'state_dict' ({kind}).")
-    return checkpoint
+    def before_update(self) -> None:
+        """Wait until the weights may change."""
+        self._writer.wait_until_staged()
 
+    def settle(self) -> None:
+        """Wait for the last save, and say what became of it. To be called by all ranks alike."""
+        self._writer.wait()
+        self.before_step()
+        for path in self._bookkeeping.settle():
+            self.remove(path)
 
-def _empty_like(target: torch.Tensor | None, info: TensorInfo) -> torch.Tensor:
-    if isinstance(target, DTensor):
-        if target.shape == info.shape:
-            return torch.empty_like(target, dtype=info.dtype)
-        # An optimizer's factored statistics (Adafactor's rows and columns): split like the parameter where they can be.
-        whole = torch.empty(info.shape, dtype=info.dtype, device=target.device)
-        if info.path[0] == "optimizer_states":
-            return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
-        return whole
-    return torch.empty(info.shape, dtype=info.dtype, device=target.device if target is not None else None)
+    def finish(self) -> None:
+        """At the end of a fit: wait for the last save.
+
+        Raises:
+            CheckpointError: If it failed.
+        """
+        self.settle()
+        self._raise_newest_error()
+
+    def close(self) -> None:
+        """Wait for what was asked for, and end the writer's thread."""
+        self._writer.close()
+        self.before_step()
+        self._bookkeeping.close()
+        self._trainer = None
+
+    def _raise_newest_error(self) -> None:
+        error, self._newest_error = self._newest_error, None
+        if error is not None:
+            raise error
+
+    def _report(self, save: Save) -> None:
+        self._newest_error = save.error
+        self._bookkeeping.saved(save)
+        if save.error is not None:
+            self._num_failed += 1
+            rank_zero_warn(f"{save.error} Training goes on; if the last save fails too, it ends with this error.")
+        if self._trainer is None or not self._trainer.is_global_zero:
+            return
+        metrics: dict[str, float] = {"checkpoint/failed": self._num_failed, "checkpoint/stall_ms": 1000 * save.stall_s}
+        if save.error is None:
+            metrics |= {
+                "checkpoint/staging_ms": 1000 * save.staging_s,
+                "checkpoint/write_s": save.write_s,
+                "checkpoint/mib": save.num_bytes / 2**20,
+            }
+        for logger in self._trainer.loggers:
+            logger.log_metrics(metrics, save.about["global_step"])

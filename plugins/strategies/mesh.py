@@ -30,7 +30,8 @@ from lightning_dist.local_step import LocalStep
 from lightning_dist.parallelize import parallelize
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.precision import PrecisionPolicy, precision_policy
-from lightning_dist.plugins.strategies import checkpointing
+from lightning_dist.plugins.strategies import loading
+from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions, Checkpoints, absolute, optimizer_state
 from lightning_dist.plugins.strategies.checks import check_optimizers, refuse_what_cannot_work
 from lightning_dist.plugins.strategies.gradients import are_free_before_forward, free_gradients
 from lightning_dist.plugins.strategies.startup_table import startup_table
@@ -57,6 +58,8 @@ class MeshStrategy(ParallelStrategy):
             where the backend is gloo, whose own take more rounds or more bytes.
         check_replicas_every_n_steps: Compare the replicas' weights bit by bit every so many optimizer steps, and raise
             where they differ. None: never.
+        checkpoint: How checkpoints are saved and loaded: the arguments of
+            :class:`~lightning_dist.plugins.strategies.checkpointing.CheckpointOptions`.
         process_group_backend: ``"nccl"``, ``"gloo"``, ...; None: what fits the device.
         timeout: How long a collective may take.
     """
@@ -71,6 +74,7 @@ class MeshStrategy(ParallelStrategy):
         reduce_dtype: str | None = None,
         direct_collectives: bool | None = None,
         check_replicas_every_n_steps: int | None = None,
+        checkpoint: CheckpointOptions | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
@@ -87,6 +91,8 @@ class MeshStrategy(ParallelStrategy):
         self._check_replicas_every_n_steps = check_replicas_every_n_steps
         self._process_group_backend = process_group_backend
         self._timeout = timeout
+        self._checkpoint_options = checkpoint or CheckpointOptions()
+        self._checkpoints = Checkpoints(self._checkpoint_options, timeout)
         self._layout: ParallelLayout | None = None
         self._mesh: DeviceMesh | None = None
         self._sharded: ShardedModule | None = None
@@ -233,6 +239,7 @@ class MeshStrategy(ParallelStrategy):
         self.setup_precision_plugin()
         if is_fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
+        self._checkpoints.start(trainer)
         if is_new:
             rank_zero_info(startup_table(self, self._sharded))
 
@@ -282,6 +289,9 @@ class MeshStrategy(ParallelStrategy):
         """Run the module's ``training_step``; a collective, as all steps are."""
         assert self.lightning_module is not None
         automatic = self.lightning_module.automatic_optimization
+        self._checkpoints.before_step()
+        if not automatic:
+            self._checkpoints.before_update()
         if self._frees_gradients_first:
             free_gradients(self.lightning_module.trainer)
         with self.precision_plugin.train_step_context():
@@ -330,8 +340,14 @@ class MeshStrategy(ParallelStrategy):
     ) -> Any:
         """Step ``optimizer``, and compare replicas where that was asked for."""
         assert self._sharded is not None
+
+        def closure_then_wait() -> Any:
+            output = closure()
+            self._checkpoints.before_update()
+            return output
+
         try:
-            output = super().optimizer_step(optimizer, closure, model, **kwargs)
+            output = super().optimizer_step(optimizer, closure_then_wait, model, **kwargs)
         finally:
             for local_step in self._local_steps:
                 local_step.restore()
@@ -354,6 +370,14 @@ class MeshStrategy(ParallelStrategy):
             self._sharded.set_gradient_sync(True)
             self._syncs_gradients = True
 
+    def on_train_end(self) -> None:
+        """Wait for the last checkpoint.
+
+        Raises:
+            CheckpointError: If it could not be written.
+        """
+        self._checkpoints.finish()
+
     def on_validation_start(self) -> None:
         """Give every rank rank 0's buffers, as DDP does, so that all evaluate the same model."""
         self._agree_on_buffers()
@@ -367,6 +391,7 @@ class MeshStrategy(ParallelStrategy):
         self._agree_on_buffers()
 
     def _agree_on_buffers(self) -> None:
+        self._checkpoints.before_update()  # callbacks may swap weights for the evaluation
         assert self.lightning_module is not None
         broadcast_weights(self.lightning_module, buffers_only=True)
 
@@ -398,33 +423,48 @@ class MeshStrategy(ParallelStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state, parameters by full name; sharded state is DTensors."""
         assert self.lightning_module is not None
-        return checkpointing.optimizer_state(optimizer, self.lightning_module)
+        return optimizer_state(optimizer, self.lightning_module)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Write the checkpoint as a directory, every rank its part."""
+        """Save the checkpoint as a directory, every rank its part; in a fit it is written in the background."""
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__}.save_checkpoint takes no storage_options: it uses no CheckpointIO.")
-        checkpointing.save(checkpoint, self.broadcast(str(filepath)))
+        self._checkpoints.save(checkpoint, self.broadcast(absolute(filepath)))
+
+    def remove_checkpoint(self, filepath: str | Path) -> None:
+        """Remove a checkpoint, after the saves that are under way, and unless the last of them fails."""
+        self._checkpoints.remove(absolute(filepath))
+
+    def wait_for_checkpoints(self) -> None:
+        """Return when what was asked for is written: before a checkpoint that was just saved is read or copied."""
+        self._checkpoints.settle()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, a directory of any layout or a single file, into tensors placed as this run's are."""
         assert self.lightning_module is not None
-        return checkpointing.load(
-            self.broadcast(str(checkpoint_path)), self.lightning_module, self.optimizers, weights_only
+        self._checkpoints.settle()
+        options = self._checkpoint_options
+        return loading.load(
+            self.broadcast(absolute(checkpoint_path)),
+            self.lightning_module,
+            self.optimizers,
+            options.weights_only if weights_only is None else weights_only,
+            options.verify,
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of a checkpoint that :meth:`load_checkpoint` read."""
         assert self.lightning_module is not None
-        checkpointing.load_weights(checkpoint, self.lightning_module, strict)
+        loading.load_weights(checkpoint, self.lightning_module, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states of a checkpoint that :meth:`load_checkpoint` read."""
         assert self.lightning_module is not None
-        checkpointing.load_optimizers(checkpoint, self.optimizers, self.lightning_module)
+        loading.load_optimizers(checkpoint, self.optimizers, self.lightning_module)
 
     def teardown(self) -> None:
         """Free gathered parameters; the module stays sharded and on its device."""
+        self._checkpoints.close()
         for local_step in self._local_steps:
             local_step.remove()
         self._local_steps = []

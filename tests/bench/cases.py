@@ -121,8 +121,8 @@ class Settings:
         return cls(
             model=Workload(),
             large_model=Workload(dim=512, num_layers=10, num_heads=8, global_batch_size=4),
-            step=Pace(min_pairs=20, max_width=0.04, max_seconds=60 * minutes),
-            startup=Pace(min_pairs=10, max_width=0.2, max_seconds=60 * minutes),
+            step=Pace(min_pairs=40, max_width=0.04, max_seconds=60 * minutes),
+            startup=Pace(min_pairs=10, max_width=0.4, max_seconds=60 * minutes),
             memory=Pace(min_pairs=10, max_width=0.04, max_seconds=60 * minutes),
         )
 

@@ -74,8 +74,8 @@ class Pace:
     min_pairs: int
     max_width: float
     max_seconds: float
-    steps: int = 4
-    warmup_turns: int = 2
+    steps: int = 1
+    warmup_turns: int = 6
 
     def stop_rule(self) -> Callable[[Pairs], bool]:
         """Whether these pairs are enough, by a clock that starts now."""

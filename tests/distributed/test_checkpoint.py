@@ -11,9 +11,10 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+import xxhash
 from lightning.pytorch.callbacks import ModelCheckpoint
 
-from lightning_dist.checkpoint import CheckpointError, consolidate
+from lightning_dist.checkpoint import CheckpointError, consolidate, read_manifest
 from lightning_dist.parity import whole_parameters
 from tests.distributed.fit import make_trainer
 from tests.models import GPT
@@ -163,17 +164,28 @@ def test_bad_checkpoints(pool: WorkerPool, tmp_path: Path) -> None:
     whole = torch.load(tmp_path / "one.ckpt", weights_only=False)
     whole["state_dict"]["model.norm.weight"] = torch.ones(7)
     torch.save(whole, other_size := tmp_path / "other_size.ckpt")
-    shards = sorted(good.glob("*.distcp"))
-    shards[1].unlink()
+    (damaged := tmp_path / "damaged").mkdir()
+    for file in good.iterdir():
+        (damaged / file.name).write_bytes(file.read_bytes())
+    shard = bytearray((damaged / "rank_2.bin").read_bytes())
+    shard[len(shard) // 2] ^= 1
+    (damaged / "rank_2.bin").write_bytes(shard)
+    (future := tmp_path / "future").mkdir()
+    manifest = read_manifest(good)
+    encoded = manifest.encode().partition(b"\n")[0].replace(b'"version": 1', b'"version": 99')
+    (future / "manifest.json").write_bytes(encoded + b"\n" + xxhash.xxh3_128(encoded).hexdigest().encode())
+    (good / "rank_1.bin").unlink()
 
     for path, expected in [
-        (good.parent / "step=5.ckpt", f"There is no checkpoint at .* There are .*{good.name}"),
+        (good.parent / "step=5.ckpt", f"There is no checkpoint at .* There is .*{good.name}"),
         (text, "notes.txt is a file, but not one that torch.load can read"),
         (foreign, "foreign.ckpt is not a Lightning checkpoint: it has no 'state_dict'"),
-        (empty, "empty is a directory, but not a lightning-dist checkpoint"),
+        (empty, "empty is not a lightning-dist checkpoint: it has no manifest.json"),
         (lacking, r"The checkpoint does not fit Scheduled: it lacks 1 names \(model.norm.weight\)"),
         (other_size, r"The checkpoint's model.norm.weight has shape \(7,\), the model's \(20,\)"),
-        (good, f"The checkpoint {good} cannot be read"),
+        (good, f"The checkpoint {good} cannot be read: its file rank_1.bin is missing"),
+        (damaged, f"The checkpoint {damaged} cannot be read: its file rank_2.bin is damaged"),
+        (future, "it has format version 99; this lightning-dist reads version 1"),
     ]:
         errors = pool.run(resume, 4, str(path), timeout_s=30)
         for error in errors:  # every rank says so
@@ -185,32 +197,31 @@ def save_on_full_disk(folder: Path) -> tuple[str, list[str]]:
     """Save twice to one path, the second time with no space for rank 1's shard."""
     import os
 
-    from torch.distributed.checkpoint import filesystem
-
     model = GPT()
     trainer = make_trainer("2x2", max_steps=1)
     trainer.fit(model)
     trainer.save_checkpoint(folder / "run.ckpt")
-    if os.environ["RANK"] == "1":
+    error = "no error"
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
 
-        def no_space(*args: Any, **kwargs: Any) -> None:
-            raise OSError(28, "No space left on device")
+            def no_space(*args: Any) -> int:
+                raise OSError(28, "No space left on device")
 
-        filesystem._write_item, kept = no_space, filesystem._write_item
-    try:
-        trainer.save_checkpoint(folder / "run.ckpt")
-        error = "no error"
-    except CheckpointError as raised:
-        error = str(raised)
-    if os.environ["RANK"] == "1":
-        filesystem._write_item = kept
+            patch.setattr(os, "write", no_space)
+        try:
+            trainer.save_checkpoint(folder / "run.ckpt")
+        except CheckpointError as raised:
+            error = str(raised)
     trainer.strategy.load_checkpoint(folder / "run.ckpt")
     return error, sorted(path.name for path in folder.rglob("*") if path.is_dir())
 
 
 def test_a_rank_without_space_leaves_the_old_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
     for error, folders in pool.run(save_on_full_disk, 4, tmp_path):
-        assert "run.ckpt was not written: rank 1 failed: [Errno 28] No space left on device" in error
+        assert "run.ckpt was not written" in error
+        assert "rank 1" in error
+        assert "No space left on device" in error
         assert folders == [".tmp", "run.ckpt"]
 
 

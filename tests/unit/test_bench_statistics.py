@@ -69,7 +69,7 @@ def one_rank() -> Iterator[None]:
     dist.destroy_process_group()
 
 
-PACE = Pace(min_pairs=3, max_width=1e9, max_seconds=60, steps=2, warmup_turns=1)
+PACE = Pace(min_pairs=6, max_width=1e9, max_seconds=60, steps=2, warmup_turns=1)
 
 
 def test_runs_take_turns(one_rank: None) -> None:
@@ -86,8 +86,8 @@ def test_runs_take_turns(one_rank: None) -> None:
         moves.append(name.upper())
 
     pairs = compare_steps(lambda end: run("a", end), lambda end: run("b", end), PACE)
-    assert "".join(moves) == "AaaBbb" + "aabb" + "bbaa" + "aabb" + "AB"
-    assert len(pairs) == 3
+    assert "".join(moves) == "AaaBbb" + ("aabb" + "bbaa") * 3 + "AB"
+    assert len(pairs) == 6
     assert median(pairs.ours) > 0
     assert len(threads["a"] | threads["b"]) == 2
 
@@ -98,9 +98,9 @@ def test_runs_that_do_not_do_the_same_work_are_refused(one_rank: None) -> None:
             if not end_step(torch.tensor(loss)):
                 return
 
-    with pytest.raises(AssertionError, match=r"end at different losses, 1\.5.* and 1\.4"):
+    with pytest.raises(AssertionError, match=r"different losses at step 8, 1\.5.* and 1\.4"):
         compare_steps(lambda end: run([2.0, 1.5], end), lambda end: run([2.0, 1.4], end), PACE)
-    with pytest.raises(AssertionError, match="start at different losses"):
+    with pytest.raises(AssertionError, match="different losses at step 0"):
         compare_steps(lambda end: run([2.1, 1.5], end), lambda end: run([2.0, 1.5], end), PACE)
 
 

@@ -1,0 +1,217 @@
+"""Saves in the background: a step waits until the weights are copied, and for nothing else.
+
+Every rank has a writer with one thread, in which saves and removals happen in the order in which they were asked for. A
+save that fails, fails on all ranks and leaves what was there; and what was to be removed after it stays.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.tensor import DTensor
+
+from lightning_dist.checkpoint.format import Path, Snapshot, not_written, write
+from lightning_dist.checkpoint.manifest import CheckpointError
+from lightning_dist.checkpoint.storage import place_of
+from lightning_dist.consensus import together
+
+__all__ = ["Save", "Writer"]
+
+
+@dataclass
+class Save:
+    """A save that was asked for, and what became of it.
+
+    Args:
+        path: Where.
+        about: What its manifest says for listings.
+        num_bytes: Of the whole checkpoint.
+        stall_s: Seconds that training waited for it.
+        staging_s: Seconds that copying took, of which training waited for a part.
+        write_s: Seconds from then until it was in its place, or had failed.
+        error: Why it failed; None: it did not.
+    """
+
+    path: str
+    about: dict[str, Any] = field(default_factory=dict)
+    num_bytes: int = 0
+    stall_s: float = 0.0
+    staging_s: float = 0.0
+    write_s: float = 0.0
+    error: CheckpointError | None = None
+
+
+class Writer:
+    """Writes checkpoints in a thread of its own. All methods but :meth:`remove` are to be called by all ranks alike.
+
+    Args:
+        timeout: How long ranks wait for each other within a save; None: torch's default.
+    """
+
+    def __init__(self, timeout: timedelta | None = None) -> None:
+        self._timeout = timeout
+        self._group: dist.ProcessGroup | None = None
+        self._stager: DefaultStager | None = None
+        self._thread: threading.Thread | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._current: Save | None = None
+        self._staged = threading.Event()
+        self._done = threading.Event()
+        self._staged.set()
+        self._done.set()
+        self._finished: queue.SimpleQueue[Save] = queue.SimpleQueue()
+        # Of the thread alone:
+        self._newest_failed = False
+        self._locks: dict[str, Callable[[], None]] = {}
+
+    def save(self, path: Path, snapshot: Snapshot) -> Save:
+        """Begin to save, when the save before is done. Returns before the weights are copied.
+
+        Until :meth:`wait_until_staged` returns, nobody may change the DTensors of ``snapshot``; where somebody does,
+        the save fails.
+
+        Args:
+            path: As of :func:`~lightning_dist.checkpoint.format.write`.
+            snapshot: Tensors other than DTensors are copied at once.
+        """
+        start = time.perf_counter()
+        self.wait()
+        stager = self._start()
+        save = self._current = Save(str(path), dict(snapshot.about), snapshot.num_bytes)
+        live, rest = {}, {}
+        for key, tensor in snapshot.tensors.items():
+            if isinstance(tensor, DTensor):
+                live[key] = tensor
+            else:
+                rest[key] = tensor.to("cpu", copy=True)
+        with torch.no_grad():
+            versions = [(local, local._version) for local in (tensor.to_local() for tensor in live.values())]
+        self._staged.clear()
+        self._done.clear()
+        if torch.accelerator.is_available():
+            torch.accelerator.synchronize()  # the stager's stream does not wait for what computes the weights
+        staging = cast(Future[Any], stager.stage(live))
+        staging_start = time.perf_counter()
+
+        def job() -> None:
+            write_start = staging_start
+            try:
+                with together("copying the weights", self._group):
+                    try:
+                        staged = staging.result()
+                        if any(local._version != version for local, version in versions):
+                            raise RuntimeError(CHANGED)
+                    finally:
+                        self._staged.set()
+                        write_start = time.perf_counter()
+                        save.staging_s = write_start - staging_start
+                with together("locking the folder", self._group):
+                    self._lock(path)
+                write(path, replace(snapshot, tensors={**rest, **staged}), self._group)
+            except Exception as error:
+                save.error = error if isinstance(error, CheckpointError) else not_written(path, error)
+            self._newest_failed = save.error is not None
+            save.write_s = time.perf_counter() - write_start
+            self._finished.put(save)
+            self._done.set()
+
+        self._jobs.put(job)
+        save.stall_s = time.perf_counter() - start
+        return save
+
+    def remove(self, path: Path) -> None:
+        """Remove ``path``, if the save that was asked for before succeeds; to be called by one rank."""
+
+        def job() -> None:
+            if not self._newest_failed:
+                _remove(str(path))
+
+        if self._thread is None:
+            job()
+        else:
+            self._jobs.put(job)
+
+    def wait_until_staged(self) -> None:
+        """Return when the weights of the last save are copied, and may change."""
+        if not self._staged.is_set():
+            start = time.perf_counter()
+            self._staged.wait()
+            assert self._current is not None
+            self._current.stall_s += time.perf_counter() - start
+
+    def wait(self) -> None:
+        """Return when the last save is done, well or not."""
+        self._done.wait()
+
+    def finished(self) -> list[Save]:
+        """The saves that are done, each given once."""
+        saves = []
+        while not self._finished.empty():
+            saves.append(self._finished.get())
+        return saves
+
+    def close(self) -> None:
+        """Wait for what was asked for, and end the thread. The writer can be used again."""
+        if self._thread is None:
+            return
+        self._jobs.put(None)
+        self._thread.join()
+        assert self._stager is not None
+        self._stager.close()
+        if self._group is not None:
+            dist.destroy_process_group(self._group)
+        self._thread = self._stager = self._group = None
+
+    def _start(self) -> DefaultStager:
+        if self._stager is None:
+            on_accelerator = torch.accelerator.is_available()
+            self._stager = DefaultStager(
+                StagingOptions(
+                    use_pinned_memory=on_accelerator,
+                    use_shared_memory=False,
+                    use_async_staging=True,
+                    use_non_blocking_copy=on_accelerator,
+                )
+            )
+            if dist.is_initialized():
+                # Its own: training's collectives are under way at the same time.
+                self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+            self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)
+            self._thread.start()
+        return self._stager
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job()
+        for unlock in self._locks.values():
+            unlock()
+        self._locks = {}
+
+    def _lock(self, path: Path) -> None:
+        """Have the folder of ``path`` for this run alone, until the writer is closed."""
+        folder = os.path.dirname(os.fspath(path))
+        if folder not in self._locks and (self._group is None or dist.get_rank(self._group) == 0):
+            self._locks[folder] = place_of(path).lock()
+
+
+CHANGED = (
+    "weights changed meanwhile, so that it would mix two steps. Something other than an optimizer step changes them:"
+    " save with asynchronous=False"
+)
+
+
+def _remove(path: str) -> None:
+    place = place_of(path)
+    if place.exists():
+        place.remove()

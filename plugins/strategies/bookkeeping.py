@@ -1,0 +1,146 @@
+"""What Lightning believes of checkpoints, kept to what was committed.
+
+ModelCheckpoint takes a save to be done when it was asked for: it forgets and removes the checkpoint before, tells
+loggers of a directory that is not there yet, and gives two of them one name. With saves in the background that would be
+wrong, so here its instances, and the loggers, are told the truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from torch import Tensor
+
+from lightning_dist.checkpoint import Save
+
+__all__ = ["Bookkeeping"]
+
+
+class Bookkeeping:
+    """Of one fit at a time. All methods are called by all ranks alike."""
+
+    def __init__(self) -> None:
+        self._of: dict[ModelCheckpoint, _Known] = {}
+        self._loggers: list[Logger] = []
+        self._exists: dict[str, bool] = {}
+        self._newest = ""
+        self._removed_for: dict[str, list[str]] = {}  # save to what was to be removed after it
+        self._notices: list[Callable[[], None]] = []
+        self._failed: list[str] = []
+
+    def start(self, trainer: Trainer) -> None:
+        """Look after the callbacks and loggers of ``trainer``."""
+        for callback in trainer.checkpoint_callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                self._of[callback] = _Known(callback)
+                _override(callback, "file_exists", partial(self._file_exists, callback.file_exists))
+        self._loggers = list(trainer.loggers)
+        for logger in self._loggers:
+            _override(logger, "after_save_checkpoint", partial(self._notify_later, logger.after_save_checkpoint))
+
+    def close(self) -> None:
+        """Leave them as they were."""
+        for callback in self._of:
+            _restore(callback, "file_exists")
+        for logger in self._loggers:
+            _restore(logger, "after_save_checkpoint")
+        self._of, self._loggers, self._exists = {}, [], {}
+
+    def asked_to_save(self, path: str) -> None:
+        """A save of ``path`` has begun."""
+        self._newest = path
+        self._exists[path] = True
+        self._removed_for[path] = []
+        for known in self._of.values():
+            known.look()
+
+    def asked_to_remove(self, path: str) -> None:
+        """``path`` is to be removed, if the newest save succeeds."""
+        self._exists[path] = False
+        if self._newest:
+            self._removed_for[self._newest].append(path)
+
+    def saved(self, save: Save) -> None:
+        """A save has ended, on this rank: tell loggers."""
+        notices, self._notices = self._notices, []
+        if save.error is not None:
+            self._failed.append(save.path)
+            return
+        for known in self._of.values():
+            known.commit(save.path)
+        for notify in notices:
+            notify()
+
+    def settle(self) -> list[str]:
+        """Take back what failed; returns what is too many now, and to be removed."""
+        too_many = []
+        for path in self._failed:
+            self._exists.pop(path, None)
+            kept = self._removed_for[path]
+            self._exists.update(dict.fromkeys(kept, True))
+            for known in self._of.values():
+                too_many += known.take_back(path, kept)
+        self._failed = []
+        return too_many
+
+    def _file_exists(self, original: Callable[..., bool], filepath: Any, trainer: Trainer) -> bool:
+        on_disk = original(filepath, trainer)  # a collective: to be called in any case
+        return self._exists.get(str(filepath), on_disk)
+
+    def _notify_later(self, original: Callable[[Any], None], checkpoint_callback: Any) -> None:
+        self._notices.append(partial(original, checkpoint_callback))
+
+
+class _Known:
+    """What a ModelCheckpoint knew, and would forget."""
+
+    def __init__(self, callback: ModelCheckpoint) -> None:
+        self._callback = callback
+        self._scores: dict[str, Tensor] = dict(callback.best_k_models)
+        self._committed = {name: getattr(callback, name) for name in ("best_model_path", "last_model_path")}
+
+    def look(self) -> None:
+        self._scores |= self._callback.best_k_models
+
+    def commit(self, path: str) -> None:
+        for name in self._committed:
+            if getattr(self._callback, name) == path:
+                self._committed[name] = path
+
+    def take_back(self, path: str, kept: list[str]) -> list[str]:
+        callback, too_many = self._callback, []
+        for name, before in self._committed.items():
+            if getattr(callback, name) == path:
+                setattr(callback, name, before)
+        models = callback.best_k_models
+        if callback.monitor is None or (path not in models and path not in self._scores):
+            return []
+        models.pop(path, None)
+        models.update({old: self._scores[old] for old in kept if old in self._scores})
+        best, worst = (min, max) if callback.mode == "min" else (max, min)
+        while len(models) > callback.save_top_k > 0:
+            too_many.append(worst(models, key=models.__getitem__))
+            models.pop(too_many[-1])
+        if models:
+            callback.best_model_path = best(models, key=models.__getitem__)
+            callback.best_model_score = models[callback.best_model_path]
+        else:
+            callback.best_model_path, callback.best_model_score = "", None
+        is_full = len(models) == callback.save_top_k
+        callback.kth_best_model_path = worst(models, key=models.__getitem__) if is_full else ""
+        if is_full:
+            callback.kth_value = models[callback.kth_best_model_path]
+        return too_many
+
+
+def _override(instance: Any, name: str, function: Callable[..., Any]) -> None:
+    instance.__dict__[name] = function
+
+
+def _restore(instance: Any, name: str) -> None:
+    instance.__dict__.pop(name, None)

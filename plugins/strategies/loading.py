@@ -1,0 +1,97 @@
+"""Loading: from the engine's checkpoints, or a single file, to what Lightning restores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from lightning_dist.checkpoint import CheckpointError, TensorInfo, Verify, read
+from lightning_dist.checkpoint.state import load_model, load_optimizer
+from lightning_dist.consensus import together
+
+__all__ = ["load", "load_optimizers", "load_weights"]
+
+
+def load(
+    path: str, module: LightningModule, optimizers: Sequence[Optimizer], weights_only: bool, verify: Verify
+) -> dict[str, Any]:
+    """Read Lightning's checkpoint dictionary from ``path``. A collective over all processes.
+
+    Live weights are not touched: tensors are read into new ones, placed as this run's parameters are.
+
+    Args:
+        path: A directory of any layout, or a file that any strategy of Lightning saved.
+        module: The sharded module.
+        optimizers: Those of this run; without any, optimizer states are not read.
+        weights_only: Refuse pickled objects other than tensors and plain values.
+        verify: How a directory is checked; every rank checks its part of the files.
+
+    Raises:
+        CheckpointError: If ``path`` is missing, of another kind, damaged, or incomplete.
+        OtherRankError: On the ranks that could read it, if another could not.
+    """
+    with together(f"reading the checkpoint {path}"):
+        if Path(path).is_file():
+            return _load_file(Path(path), weights_only)
+        params = dict(module.named_parameters(remove_duplicate=False))
+        targets = {**params, **module.state_dict()}
+
+        def template(info: TensorInfo) -> torch.Tensor | None:
+            if info.path[0] == "optimizer_states":
+                if not optimizers:
+                    return None
+                # optimizer_states / index / "state" / full name / which state
+                return _empty_like(params.get(str(info.path[3])), info)
+            return _empty_like(targets.get(str(info.path[-1])), info)
+
+        share = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return read(path, template, weights_only, verify, share)
+
+
+def load_weights(checkpoint: Mapping[str, Any], module: LightningModule, strict: bool) -> None:
+    """Load ``checkpoint["state_dict"]`` into the sharded ``module``; on an error its weights are unchanged."""
+    if "state_dict" not in checkpoint:
+        raise CheckpointError(f"The checkpoint has no 'state_dict', only {', '.join(map(str, checkpoint))}.")
+    load_model(module, checkpoint["state_dict"], strict)
+
+
+def load_optimizers(checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], module: LightningModule) -> None:
+    """Load ``checkpoint["optimizer_states"]``, one an optimizer."""
+    states = checkpoint["optimizer_states"]
+    if len(states) != len(optimizers):
+        raise CheckpointError(
+            f"The checkpoint has the states of {len(states)} optimizers, this run has {len(optimizers)}. Use the"
+            " configure_optimizers that it was saved with."
+        )
+    for optimizer, state in zip(optimizers, states, strict=True):
+        load_optimizer(optimizer, module, state)
+
+
+def _load_file(path: Path, weights_only: bool) -> dict[str, Any]:
+    try:
+        checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+    except Exception as error:
+        raise CheckpointError(f"{path} is a file, but not one that torch.load can read: {error}") from error
+    if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
+        kind = f"a dict of {', '.join(map(str, list(checkpoint)[:4]))}" if isinstance(checkpoint, dict) else "no dict"
+        raise CheckpointError(f"{path} is not a Lightning checkpoint: it has no 'state_dict' ({kind}).")
+    return checkpoint
+
+
+def _empty_like(target: torch.Tensor | None, info: TensorInfo) -> torch.Tensor:
+    if isinstance(target, DTensor):
+        if target.shape == info.shape:
+            return torch.empty_like(target, dtype=info.dtype)
+        # An optimizer's factored statistics (Adafactor's rows and columns): split like the parameter where they can be.
+        whole = torch.empty(info.shape, dtype=info.dtype, device=target.device)
+        if info.path[0] == "optimizer_states":
+            return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+        return whole
+    return torch.empty(info.shape, dtype=info.dtype, device=target.device if target is not None else None)

@@ -1,0 +1,321 @@
+"""Saves in the background: what they wait for, what they write, and what happens when they fail."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers.logger import DummyLogger
+
+from lightning_dist.checkpoint import CheckpointError, find, storage, verify
+from lightning_dist.parity import whole_parameters
+from tests.distributed.fit import make_trainer
+from tests.models import GPT
+from tests.pool import WorkerPool
+
+
+class Slow:
+    """Makes every write of this process wait until ``release`` is set, or, given ``seconds``, for so long."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float | None = None) -> None:
+        self.release = threading.Event()
+        write = storage.NewFile.write
+
+        def slow(file: Any, data: Any) -> None:
+            self.release.wait(seconds or 60)
+            write(file, data)
+
+        monkeypatch.setattr(storage.NewFile, "write", slow)
+
+
+def fail_writes(monkeypatch: pytest.MonkeyPatch, which: set[str], rank: str = "1") -> None:
+    """Let rank ``rank`` have no space for the checkpoints of these names."""
+    create = storage._LocalPlace.create
+
+    def full(place: Any, save_id: str, name: str) -> Any:
+        file = create(place, save_id, name)
+        if place.path.name in which and os.environ["RANK"] == rank:
+
+            def no_space(data: Any) -> None:
+                raise OSError(28, "No space left on device")
+
+            file._write = no_space
+        return file
+
+    monkeypatch.setattr(storage._LocalPlace, "create", full)
+
+
+class AtSteps(pl.Callback):
+    """Calls a function after the optimizer steps that it is given."""
+
+    def __init__(self, actions: dict[int, Any]) -> None:
+        self.actions = actions
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        if trainer.global_step in self.actions:
+            self.actions[trainer.global_step](trainer, pl_module)
+
+
+def every_step(folder: Path, **kwargs: Any) -> ModelCheckpoint:
+    defaults = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
+    return ModelCheckpoint(folder, **{**defaults, **kwargs})
+
+
+def fit(callbacks: list[Any], layout: str = "2x2", strategy: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+    defaults: dict[str, Any] = {"max_steps": 6, "precision": "64-true", "enable_checkpointing": True}
+    torch.manual_seed(0)
+    model = GPT(optimizer="adamw")
+    trainer = make_trainer(layout, strategy, callbacks=callbacks, **{**defaults, **kwargs})
+    trainer.fit(model)
+    return trainer
+
+
+def goes_on(folder: Path) -> tuple[list[bool], dict[str, torch.Tensor], Any]:
+    """Save after step 2, hold the writes until step 5, and see what is there meanwhile and at the end."""
+    there: list[bool] = []
+    weights: dict[str, torch.Tensor] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        slow = Slow(patch)
+
+        def save(trainer: Any, module: Any) -> None:
+            weights.update(whole_parameters(module))
+            trainer.save_checkpoint(folder / "run.ckpt")
+
+        def look(trainer: Any, module: Any) -> None:
+            there.append((folder / "run.ckpt").exists())
+
+        def release(trainer: Any, module: Any) -> None:
+            slow.release.set()
+            trainer.strategy.wait_for_checkpoints()
+            look(trainer, module)
+
+        fit([AtSteps({2: save, 3: look, 4: look, 5: release})], enable_checkpointing=False)
+    whole: dict[str, torch.Tensor] = {}
+
+    def template(info: Any) -> torch.Tensor:
+        whole["/".join(map(str, info.path))] = torch.empty(info.shape, dtype=info.dtype)
+        return whole["/".join(map(str, info.path))]
+
+    from lightning_dist.checkpoint import read
+
+    saved = read(folder / "run.ckpt", template)
+    return there, weights, {"step": saved["global_step"], **saved["state_dict"]}
+
+
+def test_training_goes_on_while_the_weights_of_the_save_are_written(pool: WorkerPool, tmp_path: Path) -> None:
+    for there, weights, saved in pool.run(goes_on, 4, tmp_path):
+        assert there == [False, False, True]
+        assert saved["step"] == 2
+        for name, weight in weights.items():
+            assert torch.equal(saved[name], weight), name
+
+
+def run_with_failures(folder: Path, which: set[str], **kwargs: Any) -> tuple[list[str], str, str, str]:
+    error = ""
+    checkpoint = every_step(folder, **kwargs)
+    with pytest.MonkeyPatch.context() as patch:
+        fail_writes(patch, which)
+        try:
+            fit([checkpoint])
+        except CheckpointError as raised:
+            error = str(raised)
+    return (
+        sorted(Path(path).name for path, _ in find(folder)),
+        checkpoint.last_model_path,
+        checkpoint.best_model_path,
+        error,
+    )
+
+
+def test_training_goes_on_after_a_failed_save(pool: WorkerPool, tmp_path: Path) -> None:
+    for names, _, best, error in pool.run(run_with_failures, 4, tmp_path, {"step=2.ckpt", "step=4.ckpt"}):
+        assert names == [f"step={step}.ckpt" for step in (1, 3, 5, 6)]
+        assert Path(best).name == "step=6.ckpt"
+        assert error == ""
+    assert sorted(path.name for path in (tmp_path / ".tmp").iterdir()) == ["lock"]
+
+
+def test_fit_raises_where_the_newest_save_failed(pool: WorkerPool, tmp_path: Path) -> None:
+    for names, _, best, error in pool.run(run_with_failures, 4, tmp_path, {"step=6.ckpt"}):
+        assert names[-1] == Path(best).name == "step=5.ckpt"
+        assert "step=6.ckpt was not written" in error
+        assert "rank 1" in error
+        assert "No space left on device" in error
+
+
+def test_what_a_failed_save_would_have_replaced_stays(pool: WorkerPool, tmp_path: Path) -> None:
+    """ModelCheckpoint keeps one and removes it when the next is asked for."""
+    for names, _, best, _ in pool.run(run_with_failures, 4, tmp_path, {"step=6.ckpt"}, save_top_k=1):
+        assert names == ["step=5.ckpt"]
+        assert Path(best).name == "step=5.ckpt"
+    for path, _ in find(tmp_path):
+        verify(path)
+
+
+def scored(folder: Path, scores: list[float], failing: set[str], top_k: int) -> tuple[list[str], dict[str, float], str]:
+    """Save after every step, the metric as given; returns what is on the disk, and what ModelCheckpoint believes."""
+
+    class Score(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            pl_module.log("score", scores[trainer.global_step - 1])
+
+    checkpoint = every_step(folder, monitor="score", save_top_k=top_k)
+    with pytest.MonkeyPatch.context() as patch:
+        fail_writes(patch, failing)
+        fit([Score(), checkpoint], max_steps=len(scores))
+    models = {Path(path).name: round(float(score), 3) for path, score in checkpoint.best_k_models.items()}
+    return sorted(Path(path).name for path, _ in find(folder)), models, Path(checkpoint.best_model_path).name
+
+
+@pytest.mark.parametrize(
+    ("failing", "expected"),
+    [
+        (set(), {"step=3.ckpt": 0.5, "step=5.ckpt": 0.4}),
+        ({"step=5.ckpt"}, {"step=2.ckpt": 0.7, "step=3.ckpt": 0.5}),
+        ({"step=2.ckpt", "step=3.ckpt"}, {"step=1.ckpt": 0.9, "step=5.ckpt": 0.4}),
+    ],
+    ids=["none", "the best", "two in a row"],
+)
+def test_top_k_is_what_was_committed(
+    pool: WorkerPool, tmp_path: Path, failing: set[str], expected: dict[str, float]
+) -> None:
+    for names, models, best in pool.run(scored, 2, tmp_path, [0.9, 0.7, 0.5, 0.8, 0.4, 0.95], failing, 2):
+        assert names == sorted(expected)
+        assert models == expected
+        assert best == min(expected, key=expected.__getitem__)
+
+
+def test_saves_of_one_name_get_versions(pool: WorkerPool, tmp_path: Path) -> None:
+    """ModelCheckpoint looks whether a file is there; one that is being written is not, yet."""
+    names = pool.run(one_name, 2, tmp_path)[0]
+    assert names == ["best-v1.ckpt", "best.ckpt"]
+
+
+def one_name(folder: Path) -> list[str]:
+    class Score(pl.Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            pl_module.log("score", 1.0 / trainer.global_step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        Slow(patch, seconds=0.02)
+        fit([Score(), every_step(folder, filename="best", monitor="score", save_top_k=2)])
+    return sorted(Path(path).name for path, _ in find(folder))
+
+
+class Notes(DummyLogger):
+    """Notes what is there when it is told of a checkpoint."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[str, bool]] = []
+        self.metrics: list[dict[str, float]] = []
+
+    def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
+        path = Path(checkpoint_callback.best_model_path)
+        self.told.append((path.name, path.exists()))
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.metrics.append({**metrics, "at": step})
+
+
+def told(folder: Path) -> tuple[list[tuple[str, bool]], list[dict[str, float]]]:
+    logger = Notes()
+    with pytest.MonkeyPatch.context() as patch:
+        Slow(patch, seconds=0.02)
+        fail_writes(patch, {"step=4.ckpt"}, rank="0")
+        fit([every_step(folder, every_n_train_steps=2)], logger=logger)
+    assert "after_save_checkpoint" not in vars(logger)
+    return logger.told, [metrics for metrics in logger.metrics if "checkpoint/failed" in metrics]
+
+
+def test_loggers_are_told_of_what_is_there_and_what_it_cost(pool: WorkerPool, tmp_path: Path) -> None:
+    notices, metrics = pool.run(told, 2, tmp_path)[0]
+    assert [exists for _, exists in notices] == [True, True]
+    assert [(entry["at"], entry["checkpoint/failed"]) for entry in metrics] == [(2, 0), (4, 1), (6, 1)]
+    for entry in metrics:
+        assert entry["checkpoint/stall_ms"] > 0
+        if entry["at"] != 4:
+            assert entry["checkpoint/write_s"] > 0.02
+            assert entry["checkpoint/mib"] > 0
+
+
+def change_weights(folder: Path) -> str:
+    """Save, and change weights before they can have been copied."""
+
+    def save(trainer: Any, module: Any) -> None:
+        stager = type(trainer.strategy._checkpoints._writer._start())
+        stage = stager.stage
+
+        def late(self: Any, state: Any) -> Any:
+            time.sleep(0)
+            executor = self._staging_executor
+            executor.submit(time.sleep, 0.5)
+            return stage(self, state)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(stager, "stage", late)
+            trainer.save_checkpoint(folder / "run.ckpt")
+        with torch.no_grad():
+            next(module.parameters()).add_(1.0)
+
+    try:
+        fit([AtSteps({2: save})], enable_checkpointing=False)
+    except CheckpointError as error:
+        return str(error)
+    return "no error"
+
+
+def test_weights_that_change_under_the_copy_are_noticed(pool: WorkerPool, tmp_path: Path) -> None:
+    for error in pool.run(change_weights, 2, tmp_path):
+        assert "mix two steps" in error
+        assert "asynchronous=False" in error
+    assert find(tmp_path) == []
+
+
+def save_beside(folder: Path) -> list[str]:
+    """Two writers at once, as two runs have."""
+    errors = []
+    place = storage.place_of(folder / "other.ckpt")
+    unlock = place.lock() if os.environ["RANK"] == "0" else lambda: None
+    try:
+        fit([every_step(folder)], max_steps=1)
+    except CheckpointError as error:
+        errors.append(str(error))
+    unlock()
+    fit([every_step(folder)], max_steps=1)
+    return errors
+
+
+def test_two_runs_cannot_save_to_one_folder(pool: WorkerPool, tmp_path: Path) -> None:
+    for errors in pool.run(save_beside, 2, tmp_path):
+        assert len(errors) == 1
+        assert "another run (process " in errors[0]
+        assert f"saves to {tmp_path}" in errors[0]
+    assert len(find(tmp_path)) == 1
+
+
+def synchronous(folder: Path) -> list[bool]:
+    there: list[bool] = []
+
+    def save(trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(folder / "run.ckpt")
+        there.append((folder / "run.ckpt").exists())
+
+    from lightning_dist.plugins.strategies import CheckpointOptions
+
+    with pytest.MonkeyPatch.context() as patch:
+        Slow(patch, seconds=0.05)
+        strategy = {"checkpoint": CheckpointOptions(asynchronous=False)}
+        fit([AtSteps({2: save})], strategy=strategy, enable_checkpointing=False)
+    return there
+
+
+def test_synchronous_saves_are_there_at_once(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(synchronous, 4, tmp_path) == [[True]] * 4

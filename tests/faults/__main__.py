@@ -1,0 +1,55 @@
+"""``python -m tests.faults``: saves that are killed, damaged and cut off from power, many times."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from tests.faults import corruption, kill, power
+
+Campaign = Callable[[Path], Counter[str]]
+
+
+def campaigns(quick: bool) -> dict[str, Campaign]:
+    """By name; quick ones take a sample of the same points."""
+    return {
+        "kill, new, 1 rank": partial(kill.campaign, num_ranks=1, overwrites=False, stride=5 if quick else 1),
+        "kill, overwriting, 1 rank": partial(kill.campaign, num_ranks=1, overwrites=True, stride=5 if quick else 1),
+        "kill, overwriting, 2 ranks": partial(kill.campaign, num_ranks=2, overwrites=True, stride=10 if quick else 1),
+        "kill, overwriting, 4 ranks": partial(kill.campaign, num_ranks=4, overwrites=True, stride=40 if quick else 1),
+        "damage": partial(corruption.campaign, num_trials=60 if quick else 1000),
+        "power loss, new": partial(power.campaign, overwrites=False),
+        "power loss, overwriting": partial(power.campaign, overwrites=True),
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the campaigns, print what each found, and return 1 if one found what must not be."""
+    parser = argparse.ArgumentParser("python -m tests.faults", description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a sample of the points, in a minute")
+    options = parser.parse_args(argv)
+    failed = 0
+    for name, campaign in campaigns(options.quick).items():
+        start = time.monotonic()
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found = campaign(Path(folder) / "campaign")
+                result = f"{found.total():>5} trials: " + ", ".join(f"{kind} {n}" for kind, n in sorted(found.items()))
+            except AssertionError as error:
+                failed += 1
+                result = f"FAILED: {error}"
+        print(f"{name:<28} {result}  ({time.monotonic() - start:.0f} s)", flush=True)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

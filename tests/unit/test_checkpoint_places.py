@@ -1,0 +1,209 @@
+"""Checkpoints of one process: on file systems of all kinds, and as objects."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import pytest
+import torch
+
+from lightning_dist.checkpoint import CheckpointError, find, read, storage, take_snapshot, verify, write
+from lightning_dist.checkpoint.storage import place_of
+from tests.faults.saves import content, found, save
+
+
+@pytest.fixture
+def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file system that cannot exchange two directories, such as NFS."""
+
+    def refuse(source: Path, target: Path, flag: int) -> None:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(target))
+
+    monkeypatch.setattr(storage, "_rename", refuse)
+
+
+@pytest.fixture
+def memory() -> Iterator[str]:
+    yield "memory://runs"
+    fsspec.filesystem("memory").store.clear()
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_save_replaces_the_one_before(tmp_path: Path) -> None:
+    for number in (1, 2, 3):
+        save(tmp_path / "runs" / "run.ckpt", number)
+        assert found(tmp_path / "runs" / "run.ckpt") == number
+    assert names(tmp_path / "runs") == [".tmp", "run.ckpt"]
+    assert names(tmp_path / "runs" / ".tmp") == []
+
+
+def test_a_save_replaces_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run.ckpt").write_text("what another strategy saved")
+    save(tmp_path / "run.ckpt", 1)
+    assert found(tmp_path / "run.ckpt") == 1
+
+
+def test_where_nothing_can_be_exchanged_a_link_is_replaced(tmp_path: Path, no_exchange: None) -> None:
+    path = tmp_path / "run.ckpt"
+    for number in (1, 2, 3):
+        save(path, number)
+        assert found(path) == number
+        assert path.is_symlink()
+        assert not Path(os.readlink(path)).is_absolute(), "the folder could not be moved"
+        assert len(names(tmp_path / ".versions")) == 1
+    place_of(path).remove()
+    assert names(tmp_path) == [".tmp", ".versions"]
+    assert names(tmp_path / ".versions") == names(tmp_path / ".tmp") == []
+
+
+def test_where_nothing_can_be_exchanged_a_directory_is_not_replaced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    save(tmp_path / "run.ckpt", 1)
+    request.getfixturevalue("no_exchange")
+    with pytest.raises(CheckpointError, match="cannot be replaced in one step: it is no link"):
+        save(tmp_path / "run.ckpt", 2)
+    assert found(tmp_path / "run.ckpt") == 1
+
+
+def test_objects(memory: str) -> None:
+    path = f"{memory}/run.ckpt"
+    for number in (1, 2):
+        save(path, number)
+        checkpoint = read(path, lambda info: torch.empty(info.shape, dtype=info.dtype))
+        assert checkpoint["number"] == number
+        assert len(fsspec.filesystem("memory").find("/runs")) == 3, "the files of the save before are still there"
+    assert [place for place, _ in find(memory)] == [path.replace("memory://", "memory:///")]
+    verify(path)
+    fsspec.filesystem("memory").rm_file(fsspec.filesystem("memory").find("/runs/run.ckpt")[0])
+    with pytest.raises(CheckpointError, match=r"memory://runs/run.ckpt cannot be read: its file .* is missing"):
+        verify(path)
+    place_of(path).remove()
+    assert not place_of(path).exists()
+
+
+def test_an_object_store_that_fails_keeps_the_old(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = f"{memory}/run.ckpt"
+    save(path, 1)
+    pipe = fsspec.implementations.memory.MemoryFileSystem.pipe_file
+
+    def fail(filesystem: Any, name: str, value: bytes, **kwargs: Any) -> None:
+        raise OSError("503 Slow Down")
+
+    monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "pipe_file", fail)
+    with pytest.raises(CheckpointError, match="was not written: OSError: 503 Slow Down"):
+        save(path, 2)
+    monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "pipe_file", pipe)
+    assert read(path, lambda info: torch.empty(info.shape, dtype=info.dtype))["number"] == 1
+    assert len(fsspec.filesystem("memory").find("/runs")) == 3
+
+
+def test_a_reader_keeps_its_checkpoint_while_the_path_gets_another(tmp_path: Path) -> None:
+    path = tmp_path / "run.ckpt"
+    save(path, 1)
+    first = (path / "rank_0.bin").read_bytes()
+    with place_of(path).open() as reader:
+        reader.size("rank_0.bin")
+        save(path, 2)
+        content = bytearray(len(first))
+        assert reader.read_into("rank_0.bin", 0, memoryview(content)) == len(first)
+    assert content == first
+
+
+def test_no_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path / "run.ckpt", 1)
+    monkeypatch.setattr(storage._LocalPlace, "free_bytes", lambda self: 1000)
+    with pytest.raises(CheckpointError, match="it needs 0 MiB, and there is space for 0 MiB"):
+        save(tmp_path / "run.ckpt", 2)
+    assert found(tmp_path / "run.ckpt") == 1
+    assert names(tmp_path / ".tmp") == []
+
+
+def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Root may write everywhere; so a folder below a file stands for one that cannot be made."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match=r"was not written: NotADirectoryError.*file"):
+        save(tmp_path / "file" / "runs" / "run.ckpt", 1)
+
+
+class Config:
+    """A user's own class."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Config)
+
+
+def test_what_is_pickled_is_not_trusted(tmp_path: Path) -> None:
+    write(tmp_path / "plain.ckpt", take_snapshot({"every": timedelta(hours=1), "path": Path("data"), "lr": [1e-3]}))
+    plain = read(tmp_path / "plain.ckpt", lambda info: None)
+    assert plain == {"every": timedelta(hours=1), "path": Path("data"), "lr": [1e-3]}
+    write(tmp_path / "own.ckpt", take_snapshot({"config": Config()}))
+    with pytest.raises(CheckpointError, match=r"holds objects of .*Config.*weights_only=False"):
+        read(tmp_path / "own.ckpt", lambda info: None)
+    assert read(tmp_path / "own.ckpt", lambda info: None, weights_only=False) == {"config": Config()}
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(3, 4).t(),
+        torch.zeros(0, 5),
+        torch.tensor(3.5),
+        torch.arange(7, dtype=torch.int16),
+        torch.randn(5).to(torch.bfloat16),
+        torch.randn(5).to(torch.float8_e4m3fn),
+        torch.randn(4, dtype=torch.complex64),
+        torch.tensor([True, False]),
+        torch.eye(3).to_sparse(),
+    ],
+    ids=["transposed", "empty", "scalar", "int16", "bfloat16", "float8", "complex", "bool", "sparse"],
+)
+def test_tensors_of_every_kind(tmp_path: Path, tensor: torch.Tensor) -> None:
+    write(tmp_path / "one.ckpt", take_snapshot({"state": [tensor]}))
+    loaded = read(tmp_path / "one.ckpt", lambda info: torch.empty(info.shape, dtype=info.dtype))["state"][0]
+    assert loaded.dtype == tensor.dtype
+    assert loaded.shape == tensor.shape
+    assert torch.equal(loaded.to_dense().view(-1), tensor.to_dense().contiguous().view(-1)) or loaded.numel() == 0
+
+
+def test_files_outside_are_not_read(tmp_path: Path) -> None:
+    from lightning_dist.checkpoint.manifest import FileEntry, Manifest
+
+    (tmp_path / "run.ckpt").mkdir()
+    manifest = Manifest({"../secret": FileEntry(1, "")}, {}, 1, 0.0)
+    (tmp_path / "run.ckpt" / "manifest.json").write_bytes(manifest.encode())
+    with pytest.raises(CheckpointError, match="it names files outside of itself"):
+        read(tmp_path / "run.ckpt", lambda info: None)
+
+
+def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from lightning_dist.cli.checkpoint import run
+
+    for step in (10, 20):
+        write(tmp_path / f"step={step}.ckpt", take_snapshot(content(step), about={"global_step": step, "epoch": 0}))
+    paths = [str(tmp_path / f"step={step}.ckpt") for step in (10, 20)]
+    assert run(["ls", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("  ")[0] for line in lines] == paths
+    assert "global_step 20" in lines[1]
+    assert run(["verify", *paths]) == 0
+    assert capsys.readouterr().out.count("good: 2 files") == 2
+    (tmp_path / "step=20.ckpt" / "state.pt").write_bytes(b"")
+    (tmp_path / "step=10.ckpt" / "manifest.json").write_bytes(b"{}")
+    assert run(["verify", *paths]) == 1
+    told = capsys.readouterr().err
+    assert "its manifest.json is damaged" in told
+    assert "its file state.pt has 0 bytes" in told
+    assert run(["ls", str(tmp_path)]) == 0
+    assert f"{paths[0]}  damaged: " in capsys.readouterr().out
+    assert run(["ls", str(tmp_path / "empty")]) == 2
+    assert "has no sharded checkpoints in it" in capsys.readouterr().err
