@@ -415,7 +415,7 @@ def _take_out(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.
         key = "/".join(map(str, path))
         if key in tensors:
             raise ValueError(f"Two tensors of the checkpoint have the path {key}: a key must not contain '/'.")
-        tensors[key] = value.detach()
+        tensors[key] = value
         return {_REFERENCE: key}
     if type(value) in (dict, list, tuple) or hasattr(value, "_metadata"):  # a module's state_dict has _metadata
         items = value.items() if hasattr(value, "items") else enumerate(value)

@@ -90,13 +90,13 @@ class Writer:
         stager = self._start()
         save = self._current = Save(str(path), dict(snapshot.about), snapshot.num_bytes)
         live, rest = {}, {}
+        versions: list[tuple[torch.Tensor, int]] = []
         for key, tensor in snapshot.tensors.items():
             if isinstance(tensor, DTensor):
-                live[key] = tensor
+                live[key] = tensor.detach()
+                versions.append((tensor, tensor._version))
             else:
-                rest[key] = tensor.to("cpu", copy=True)
-        with torch.no_grad():
-            versions = [(local, local._version) for local in (tensor.to_local() for tensor in live.values())]
+                rest[key] = tensor.detach().to("cpu", copy=True)
         self._staged.clear()
         self._done.clear()
         if torch.accelerator.is_available():
@@ -110,7 +110,7 @@ class Writer:
                 with together("copying the weights", self._group):
                     try:
                         staged = staging.result()
-                        if any(local._version != version for local, version in versions):
+                        if any(tensor._version != version for tensor, version in versions):
                             raise RuntimeError(CHANGED)
                     finally:
                         self._staged.set()

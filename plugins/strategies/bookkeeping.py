@@ -7,6 +7,7 @@ wrong, so here its instances, and the loggers, are told the truth.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -30,7 +31,7 @@ class Bookkeeping:
         self._exists: dict[str, bool] = {}
         self._newest = ""
         self._removed_for: dict[str, list[str]] = {}  # save to what was to be removed after it
-        self._notices: list[Callable[[], None]] = []
+        self._notices: list[tuple[Callable[[Any], None], Any]] = []
         self._failed: list[str] = []
 
     def start(self, trainer: Trainer) -> None:
@@ -57,7 +58,7 @@ class Bookkeeping:
         self._exists[path] = True
         self._removed_for[path] = []
         for known in self._of.values():
-            known.look()
+            known.look(path)
 
     def asked_to_remove(self, path: str) -> None:
         """``path`` is to be removed, if the newest save succeeds."""
@@ -73,8 +74,9 @@ class Bookkeeping:
             return
         for known in self._of.values():
             known.commit(save.path)
-        for notify in notices:
-            notify()
+        for notify, callback in notices:
+            views = [known.committed() for known in self._of.values() if known.callback == callback]
+            notify(views[0] if views else callback)
 
     def settle(self) -> list[str]:
         """Take back what failed; returns what is too many now, and to be removed."""
@@ -93,27 +95,37 @@ class Bookkeeping:
         return self._exists.get(str(filepath), on_disk)
 
     def _notify_later(self, original: Callable[[Any], None], checkpoint_callback: Any) -> None:
-        self._notices.append(partial(original, checkpoint_callback))
+        self._notices.append((original, checkpoint_callback))
 
 
 class _Known:
     """What a ModelCheckpoint knew, and would forget."""
 
     def __init__(self, callback: ModelCheckpoint) -> None:
-        self._callback = callback
+        self.callback = callback
         self._scores: dict[str, Tensor] = dict(callback.best_k_models)
         self._committed = {name: getattr(callback, name) for name in ("best_model_path", "last_model_path")}
+        self._good = set(callback.best_k_models)
+        self._named: dict[str, list[str]] = {}  # save to the attributes that got its path
 
-    def look(self) -> None:
-        self._scores |= self._callback.best_k_models
+    def look(self, path: str) -> None:
+        self._scores |= self.callback.best_k_models
+        self._named[path] = [name for name in self._committed if getattr(self.callback, name) == path]
 
     def commit(self, path: str) -> None:
-        for name in self._committed:
-            if getattr(self._callback, name) == path:
-                self._committed[name] = path
+        self._good.add(path)
+        self._committed |= dict.fromkeys(self._named.pop(path, []), path)
+
+    def committed(self) -> ModelCheckpoint:
+        """The callback without the save that it may have been asked for by now, and knows by its name already."""
+        view = copy.copy(self.callback)
+        view.best_k_models = {path: score for path, score in view.best_k_models.items() if path in self._good}
+        for name, path in self._committed.items():
+            setattr(view, name, path)
+        return view
 
     def take_back(self, path: str, kept: list[str]) -> list[str]:
-        callback, too_many = self._callback, []
+        callback, too_many = self.callback, []
         for name, before in self._committed.items():
             if getattr(callback, name) == path:
                 setattr(callback, name, before)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -68,7 +69,7 @@ def every_step(folder: Path, **kwargs: Any) -> ModelCheckpoint:
     return ModelCheckpoint(folder, **{**defaults, **kwargs})
 
 
-def fit(callbacks: list[Any], layout: str = "2x2", strategy: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+def fit(callbacks: list[Any], layout: str = "full_shard", strategy: dict[str, Any] | None = None, **kwargs: Any) -> Any:
     defaults: dict[str, Any] = {"max_steps": 6, "precision": "64-true", "enable_checkpointing": True}
     torch.manual_seed(0)
     model = GPT(optimizer="adamw")
@@ -169,7 +170,8 @@ def scored(folder: Path, scores: list[float], failing: set[str], top_k: int) -> 
     checkpoint = every_step(folder, monitor="score", save_top_k=top_k)
     with pytest.MonkeyPatch.context() as patch:
         fail_writes(patch, failing)
-        fit([Score(), checkpoint], max_steps=len(scores))
+        with suppress(CheckpointError):  # where no save came after the one that failed
+            fit([Score(), checkpoint], max_steps=len(scores))
     models = {Path(path).name: round(float(score), 3) for path, score in checkpoint.best_k_models.items()}
     return sorted(Path(path).name for path, _ in find(folder)), models, Path(checkpoint.best_model_path).name
 
@@ -179,7 +181,7 @@ def scored(folder: Path, scores: list[float], failing: set[str], top_k: int) -> 
     [
         (set(), {"step=3.ckpt": 0.5, "step=5.ckpt": 0.4}),
         ({"step=5.ckpt"}, {"step=2.ckpt": 0.7, "step=3.ckpt": 0.5}),
-        ({"step=2.ckpt", "step=3.ckpt"}, {"step=1.ckpt": 0.9, "step=5.ckpt": 0.4}),
+        ({"step=2.ckpt", "step=3.ckpt"}, {"step=4.ckpt": 0.8, "step=5.ckpt": 0.4}),
     ],
     ids=["none", "the best", "two in a row"],
 )
