@@ -77,6 +77,7 @@ def deepspeed_zero_3(workload: Workload, end_step: EndStep) -> None:
     config = {
         "train_micro_batch_size_per_gpu": workload.global_batch_size // int(os.environ["WORLD_SIZE"]),
         "zero_optimization": {"stage": 3},
+        "gradient_clipping": 0.0,
     }
     with redirect_stdout(StringIO()):
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)
