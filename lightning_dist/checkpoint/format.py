@@ -5,7 +5,6 @@
     manifest.json   all files with size and digest, and where every tensor is; written last
     state.pt        the checkpoint's dictionary, each tensor replaced by a reference to it
     rank_N.bin      the tensors' bytes, as many of them as rank N wrote
-    rank_N.pt       what is rank N's alone, if it has anything
 
 Every rank writes what it holds of a DTensor. Other tensors are rank 0's: DCP alone would take each from whichever rank
 it likes, and mix.
@@ -13,33 +12,28 @@ it likes, and mix.
 
 from __future__ import annotations
 
-import collections
-import datetime
 import errno
-import io
 import os
-import pathlib
-import pickle
 import time
 import uuid
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.tensor import DTensor
 
 from lightning_dist.checkpoint.manifest import MANIFEST, CheckpointError, FileEntry, Manifest, new_digest
-from lightning_dist.checkpoint.storage import Place, Reader, place_of
+from lightning_dist.checkpoint.place import Place, Reader
+from lightning_dist.checkpoint.snapshot import Snapshot, put_back, references, unpickled
+from lightning_dist.checkpoint.storage import place_of
 from lightning_dist.checkpoint.tensors import TensorReader, TensorWriter
 from lightning_dist.consensus import OtherRankError, together
 
 __all__ = [
-    "Snapshot",
     "TensorInfo",
     "Verify",
     "find",
@@ -47,8 +41,6 @@ __all__ = [
     "not_written",
     "read",
     "read_manifest",
-    "read_own",
-    "take_snapshot",
     "verify",
     "write",
 ]
@@ -59,7 +51,6 @@ Verify = Literal["full", "size", "off"]
 """How a checkpoint is checked: digests and sizes of all files; sizes; not at all but for its manifest."""
 
 _STATE = "state.pt"
-_REFERENCE = "lightning_dist.tensor"
 _PIECE = 8 * 2**20
 
 
@@ -76,45 +67,6 @@ class TensorInfo:
     path: tuple[str | int, ...]
     shape: torch.Size
     dtype: torch.dtype
-
-
-@dataclass
-class Snapshot:
-    """What a rank will write.
-
-    Args:
-        tensors: Path in the dictionary to tensor: DTensors, and on rank 0 the others. These are the live ones.
-        state: The dictionary without them, pickled.
-        own: What is this rank's alone, pickled; empty if there is nothing.
-        about: For listings; plain JSON.
-    """
-
-    tensors: dict[str, torch.Tensor]
-    state: bytes
-    own: bytes = b""
-    about: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole checkpoint, about: DTensors count whole."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values()) + len(self.state)
-
-
-def take_snapshot(
-    checkpoint: Mapping[str, Any], own: Mapping[str, Any] | None = None, about: Mapping[str, Any] | None = None
-) -> Snapshot:
-    """Split ``checkpoint`` into tensors and the rest, which is pickled at once and may change afterwards.
-
-    Args:
-        checkpoint: Dictionaries, lists and tuples of anything that pickles.
-        own: What every rank gives for itself.
-        about: For listings; plain JSON.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    state = _take_out(checkpoint, (), tensors)
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    mine = {key: tensor for key, tensor in tensors.items() if is_first or isinstance(tensor, DTensor)}
-    return Snapshot(mine, _pickled(state), _pickled(own) if own else b"", about or {})
 
 
 def write(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Manifest:
@@ -176,12 +128,10 @@ def _write_files(
         raise
     with together("writing its files", group):
         entries[file.name] = file.close()
-        rest = {f"{prefix}rank_{rank}.pt": snapshot.own, f"{prefix}{_STATE}": snapshot.state if rank == 0 else b""}
-        for name, content in rest.items():
-            if content:
-                file = place.create(save_id, name)
-                file.write(content)
-                entries[name] = file.close()
+        if rank == 0:
+            file = place.create(save_id, f"{prefix}{_STATE}")
+            file.write(snapshot.state)
+            entries[file.name] = file.close()
     of_all: list[Any] = [entries]
     if dist.is_initialized():
         of_all = [None] * dist.get_world_size(group)
@@ -211,7 +161,8 @@ def read(
         path: What :func:`write` made.
         template: For each tensor, the tensor to read it into: a DTensor of any placement, or a whole tensor. None
             leaves it out of the result.
-        weights_only: Refuse pickled objects other than tensors, plain Python values and :data:`SAFE`.
+        weights_only: Refuse pickled objects other than tensors, plain Python values and
+            :data:`~lightning_dist.checkpoint.snapshot.SAFE`.
         check: How the files are checked first.
         share: This rank and the number of ranks, each of which checks its part of the files: what is read is good if
             no rank raises.
@@ -221,9 +172,9 @@ def read(
     """
     with _opened(path) as (reader, manifest):
         _check_files(reader, manifest, check, share)
-        state = _unpickled(_content(reader, manifest, _STATE), weights_only)
+        state = unpickled(_content(reader, manifest, _STATE), weights_only)
         wanted: dict[str, torch.Tensor] = {}
-        for key, info in _references(state, ()):
+        for key, info in references(state):
             entry = manifest.tensors.get(key)
             if entry is None:
                 raise CheckpointError(f"it has no {key}")
@@ -233,18 +184,8 @@ def read(
         if wanted:
             with _one_process_is_meant():
                 dcp.load(wanted, storage_reader=TensorReader(reader, manifest.tensors), no_dist=True)
-        result: dict[str, Any] = _put_back(state, wanted)
+        result: dict[str, Any] = put_back(state, wanted)
         return result
-
-
-def read_own(path: Path, rank: int, weights_only: bool = True) -> dict[str, Any] | None:
-    """What rank ``rank`` of the run that wrote ``path`` gave for itself; None if there is no such rank."""
-    with _opened(path) as (reader, manifest):
-        name = f"rank_{rank}.pt"
-        if all(os.path.basename(file) != name for file in manifest.files):
-            return None
-        own: dict[str, Any] = _unpickled(_content(reader, manifest, name), weights_only)
-        return own
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -374,76 +315,3 @@ def _agreed_id(group: dist.ProcessGroup | None) -> str:
     if dist.is_initialized():
         dist.broadcast_object_list(save_id, group=group, group_src=0)
     return save_id[0]
-
-
-SAFE: tuple[Any, ...] = (
-    datetime.date,
-    datetime.datetime,
-    datetime.timedelta,
-    datetime.timezone,
-    pathlib.PosixPath,
-    pathlib.PurePosixPath,
-    collections.defaultdict,
-    collections.deque,
-)
-"""What ``weights_only`` lets through besides what torch does: making one of these runs nobody's code."""
-
-
-def _pickled(value: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(value, file)
-    return file.getvalue()
-
-
-def _unpickled(content: bytearray, weights_only: bool) -> Any:
-    try:
-        with torch.serialization.safe_globals(list(SAFE)):
-            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=weights_only)
-    except pickle.UnpicklingError as error:
-        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
-        raise CheckpointError(
-            f"it holds objects of {', '.join(names)}, and reading those can run any code. If you trust where it comes"
-            " from, pass weights_only=False"
-        ) from error
-
-
-def _take_out(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.Tensor]) -> Any:
-    """``value`` with references in the place of tensors, which go into ``tensors``; scalars stay."""
-    if isinstance(value, torch.Tensor):
-        if not isinstance(value, DTensor) and (value.ndim == 0 or value.layout != torch.strided):
-            return value.detach().cpu()
-        key = "/".join(map(str, path))
-        if key in tensors:
-            raise ValueError(f"Two tensors of the checkpoint have the path {key}: a key must not contain '/'.")
-        tensors[key] = value
-        return {_REFERENCE: key}
-    if type(value) in (dict, list, tuple) or hasattr(value, "_metadata"):  # a module's state_dict has _metadata
-        items = value.items() if hasattr(value, "items") else enumerate(value)
-        taken = [(key, _take_out(item, (*path, key), tensors)) for key, item in items]
-        return dict(taken) if hasattr(value, "items") else type(value)(item for _, item in taken)
-    return value
-
-
-def _references(value: Any, path: tuple[str | int, ...]) -> list[tuple[str, tuple[str | int, ...]]]:
-    if isinstance(value, dict) and value.keys() == {_REFERENCE}:
-        return [(value[_REFERENCE], path)]
-    if type(value) in (dict, list, tuple):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [found for key, item in items for found in _references(item, (*path, key))]
-    return []
-
-
-def _put_back(value: Any, tensors: dict[str, torch.Tensor]) -> Any:
-    """The inverse of :func:`_take_out`; references that have no tensor are left out of dictionaries."""
-
-    def is_left_out(item: Any) -> bool:
-        return isinstance(item, dict) and item.keys() == {_REFERENCE} and item[_REFERENCE] not in tensors
-
-    if isinstance(value, dict):
-        if value.keys() == {_REFERENCE}:
-            return tensors.get(value[_REFERENCE])
-        if type(value) is dict:
-            return {key: _put_back(item, tensors) for key, item in value.items() if not is_left_out(item)}
-    if type(value) in (list, tuple):
-        return type(value)(_put_back(item, tensors) for item in value)
-    return value

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from lightning_dist.checkpoint.manifest import CheckpointError, Chunk, TensorEntry
-from lightning_dist.checkpoint.storage import NewFile, Reader
+from lightning_dist.checkpoint.place import NewFile, Reader
 
 __all__ = ["TensorReader", "TensorWriter"]
 

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.checkpoint.format import Path, Snapshot, not_written, write
+from lightning_dist.checkpoint.format import Path, not_written, write
 from lightning_dist.checkpoint.manifest import CheckpointError
+from lightning_dist.checkpoint.snapshot import Snapshot
 from lightning_dist.checkpoint.storage import place_of
 from lightning_dist.consensus import together
 

@@ -15,7 +15,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 
-from lightning_dist.checkpoint import CheckpointError, find, storage, verify
+from lightning_dist.checkpoint import CheckpointError, file_system, find, place, verify
+from lightning_dist.checkpoint.storage import place_of
 from lightning_dist.parity import whole_parameters
 from tests.distributed.fit import make_trainer
 from tests.models import GPT
@@ -27,22 +28,22 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float | None = None) -> None:
         self.release = threading.Event()
-        write = storage.NewFile.write
+        write = place.NewFile.write
 
         def slow(file: Any, data: Any) -> None:
             self.release.wait(seconds or 60)
             write(file, data)
 
-        monkeypatch.setattr(storage.NewFile, "write", slow)
+        monkeypatch.setattr(place.NewFile, "write", slow)
 
 
 def fail_writes(monkeypatch: pytest.MonkeyPatch, which: set[str], rank: str = "1") -> None:
     """Let rank ``rank`` have no space for the checkpoints of these names."""
-    create = storage._LocalPlace.create
+    create = file_system.LocalPlace.create
 
-    def full(place: Any, save_id: str, name: str) -> Any:
-        file = create(place, save_id, name)
-        if place.path.name in which and os.environ["RANK"] == rank:
+    def full(self: Any, save_id: str, name: str) -> Any:
+        file = create(self, save_id, name)
+        if self.path.name in which and os.environ["RANK"] == rank:
 
             def no_space(data: Any) -> None:
                 raise OSError(28, "No space left on device")
@@ -50,7 +51,7 @@ def fail_writes(monkeypatch: pytest.MonkeyPatch, which: set[str], rank: str = "1
             file._write = no_space
         return file
 
-    monkeypatch.setattr(storage._LocalPlace, "create", full)
+    monkeypatch.setattr(file_system.LocalPlace, "create", full)
 
 
 class AtSteps(pl.Callback):
@@ -284,8 +285,8 @@ def test_weights_that_change_under_the_copy_are_noticed(pool: WorkerPool, tmp_pa
 def save_beside(folder: Path) -> list[str]:
     """Two writers at once, as two runs have."""
     errors = []
-    place = storage.place_of(folder / "other.ckpt")
-    unlock = place.lock() if os.environ["RANK"] == "0" else lambda: None
+    other = place_of(folder / "other.ckpt")
+    unlock = other.lock() if os.environ["RANK"] == "0" else lambda: None
     try:
         fit([every_step(folder)], max_steps=1)
     except CheckpointError as error:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from lightning_dist.checkpoint import storage
+from lightning_dist.checkpoint import file_system
 
 __all__ = ["NAMES", "intercepted", "kill_at"]
 
@@ -49,16 +49,16 @@ def intercepted(
         return operation
 
     originals = {name: getattr(os, name) for name in NAMES}
-    rename = storage._rename
+    rename = file_system._rename
     for name, function in originals.items():
         setattr(os, name, wrap(name, function))
-    storage._rename = wrap("renameat2", rename)
+    file_system._rename = wrap("renameat2", rename)
     try:
         yield
     finally:
         for name, function in originals.items():
             setattr(os, name, function)
-        storage._rename = rename
+        file_system._rename = rename
 
 
 @contextmanager

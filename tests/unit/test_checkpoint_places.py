@@ -13,7 +13,7 @@ import fsspec
 import pytest
 import torch
 
-from lightning_dist.checkpoint import CheckpointError, find, read, storage, take_snapshot, verify, write
+from lightning_dist.checkpoint import CheckpointError, file_system, find, read, take_snapshot, verify, write
 from lightning_dist.checkpoint.storage import place_of
 from tests.faults.saves import content, found, save
 
@@ -25,7 +25,7 @@ def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(source: Path, target: Path, flag: int) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(target))
 
-    monkeypatch.setattr(storage, "_rename", refuse)
+    monkeypatch.setattr(file_system, "_rename", refuse)
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_a_reader_keeps_its_checkpoint_while_the_path_gets_another(tmp_path: Pat
 
 def test_no_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "run.ckpt", 1)
-    monkeypatch.setattr(storage._LocalPlace, "free_bytes", lambda self: 1000)
+    monkeypatch.setattr(file_system.LocalPlace, "free_bytes", lambda self: 1000)
     with pytest.raises(CheckpointError, match="it needs 0 MiB, and there is space for 0 MiB"):
         save(tmp_path / "run.ckpt", 2)
     assert found(tmp_path / "run.ckpt") == 1

@@ -1,0 +1,259 @@
+"""Checkpoints on a file system: how one appears whole or not at all.
+
+A checkpoint is written in ``.tmp/`` beside its place and takes it by one rename; what is there already changes places
+with it in one exchange. So whoever opens the path gets the old checkpoint or the new one. Files and folders are flushed
+to the disk in the order that keeps this true when the power fails (Pillai et al., All File Systems Are Not Created
+Equal, OSDI 2014). Where a file system cannot exchange (NFS), the path is a link into ``.versions/``, which is replaced
+by one rename.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+from typing_extensions import override
+
+from lightning_dist.checkpoint.manifest import MANIFEST, CheckpointError
+from lightning_dist.checkpoint.place import NewFile, Place, Reader
+
+__all__ = ["LocalPlace"]
+
+TEMPORARY = ".tmp"
+VERSIONS = ".versions"
+
+
+class LocalPlace(Place):
+    """A path on a file system."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._temporaries = path.parent / TEMPORARY
+
+    def __str__(self) -> str:
+        return str(self.path)
+
+    def _folder(self, save_id: str) -> Path:
+        return self._temporaries / f"{self.path.name}-{save_id}"
+
+    @override
+    def lock(self) -> Callable[[], None]:
+        _make_folders(self._temporaries)
+        file = os.open(self._temporaries / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            owner = os.read(file, 1000).decode(errors="replace")
+            os.close(file)
+            raise CheckpointError(
+                f"another run ({owner}) saves to {self.path.parent}. Give each run a folder of its own"
+            ) from None
+        except OSError:  # a file system without locks: then nothing tells a dead run's leftovers from a live one's
+            return partial(os.close, file)
+        os.truncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on {platform.node()}".encode(), 0)
+        for leftover in self._temporaries.iterdir():
+            if leftover.name != "lock":
+                _remove_tree(leftover)
+        return partial(os.close, file)
+
+    @override
+    def begin(self, save_id: str) -> None:
+        _make_folders(self._temporaries)
+        os.mkdir(self._folder(save_id))
+
+    @override
+    def prefix(self, save_id: str) -> str:
+        return ""
+
+    @override
+    def create(self, save_id: str, name: str) -> NewFile:
+        file = os.open(self._folder(save_id) / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+        def write(data: bytes | memoryview) -> None:
+            rest = memoryview(data).cast("B")
+            while rest:
+                rest = rest[os.write(file, rest[: 2**30]) :]
+
+        def finish() -> None:
+            os.fsync(file)
+            os.close(file)
+
+        return NewFile(name, write, finish, partial(os.close, file))
+
+    @override
+    def commit(self, save_id: str, manifest: bytes) -> None:
+        folder = self._folder(save_id)
+        file = self.create(save_id, MANIFEST)
+        file.write(manifest)
+        file.close()
+        _sync_folder(folder)
+        if _can_exchange(self._temporaries):
+            self._take_place(folder)
+        else:
+            self._link_in_place(folder)
+        _sync_folder(self.path.parent)
+        # What was at the path before, if anything was.
+        _remove_tree(folder)
+
+    def _take_place(self, folder: Path) -> None:
+        try:
+            _rename(folder, self.path, _NOREPLACE)
+        except FileExistsError:
+            _rename(folder, self.path, _EXCHANGE)
+
+    def _link_in_place(self, folder: Path) -> None:
+        if self.path.exists() and not self.path.is_symlink():
+            raise CheckpointError(
+                f"{self.path} cannot be replaced in one step: it is no link, and this file system cannot exchange"
+                " directories. Remove it, or save to another path."
+            )
+        version = self.path.parent / VERSIONS / folder.name
+        _make_folders(version.parent)
+        os.rename(folder, version)
+        _sync_folder(version.parent)
+        before = Path(os.readlink(self.path)).name if self.path.is_symlink() else None
+        link = folder.with_name(f"{folder.name}-link")
+        os.symlink(Path(VERSIONS) / version.name, link)
+        os.replace(link, self.path)
+        if before:
+            _sync_folder(self.path.parent)
+            os.rename(version.with_name(before), folder)
+
+    @override
+    def abort(self, save_id: str) -> None:
+        _remove_tree(self._folder(save_id))
+
+    @override
+    def exists(self) -> bool:
+        return os.path.lexists(self.path)
+
+    @override
+    def is_checkpoint(self) -> bool:
+        return (self.path / MANIFEST).is_file()
+
+    @override
+    @contextmanager
+    def open(self) -> Iterator[Reader]:
+        folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        reader = _LocalReader(folder)
+        try:
+            yield reader
+        finally:
+            reader.close()
+            os.close(folder)
+
+    @override
+    def remove(self) -> None:
+        _make_folders(self._temporaries)
+        gone = self._temporaries / f"{self.path.name}-removed-{os.urandom(4).hex()}"
+        target = self.path.resolve() if self.path.is_symlink() else None
+        os.rename(self.path, gone)
+        _sync_folder(self.path.parent)
+        for path in (gone, target):
+            if path is not None:
+                _remove_tree(path)
+
+    @override
+    def free_bytes(self) -> int | None:
+        return shutil.disk_usage(self._temporaries).free
+
+    @override
+    def children(self) -> list[str]:
+        try:
+            return [str(child) for child in self.path.iterdir() if (child / MANIFEST).is_file()]
+        except OSError:
+            return []
+
+
+class _LocalReader:
+    """Opens files by the folder's descriptor: its path may lead to another checkpoint at any time."""
+
+    def __init__(self, folder: int) -> None:
+        self._folder = folder
+        self._files: dict[str, int] = {}
+
+    def _open(self, name: str) -> int:
+        if name not in self._files:
+            self._files[name] = os.open(name, os.O_RDONLY, dir_fd=self._folder)
+        return self._files[name]
+
+    def size(self, name: str) -> int:
+        return os.fstat(self._open(name)).st_size
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
+        file, done = self._open(name), 0
+        while done < len(buffer) and (count := os.preadv(file, [buffer[done:]], start + done)):
+            done += count
+        return done
+
+    def close(self) -> None:
+        for file in self._files.values():
+            os.close(file)
+
+
+_NOREPLACE, _EXCHANGE = 1, 2  # renameat2(2)
+_AT_FDCWD = -100
+_renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sys.platform == "linux" else None
+
+
+def _rename(source: Path, target: Path, flag: int) -> None:
+    """Rename without ever replacing: fail where ``target`` exists, or exchange the two."""
+    if _renameat2 is None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(target))
+    if _renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flag):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), str(target))
+
+
+def _can_exchange(folder: Path) -> bool:
+    """Whether the file system of ``folder`` exchanges directories; tried, since its name does not tell."""
+    first, second = (folder / f"exchange-{os.urandom(4).hex()}" for _ in range(2))
+    os.mkdir(first)
+    os.mkdir(second)
+    try:
+        _rename(first, second, _EXCHANGE)
+    except OSError as error:
+        if error.errno in (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EXDEV):
+            return False
+        raise
+    finally:
+        os.rmdir(first)
+        os.rmdir(second)
+    return True
+
+
+def _make_folders(folder: Path) -> None:
+    """Make ``folder`` and those above it; each is durable in the one above."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make what was created in, renamed into or removed from ``folder`` durable."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # network file systems that sync folders by themselves
+            raise
+    finally:
+        os.close(file)
+
+
+def _remove_tree(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

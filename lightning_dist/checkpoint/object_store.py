@@ -1,0 +1,107 @@
+"""Checkpoints as objects, in a store that has no rename.
+
+Every save's files have names of their own, and the manifest, which names them, takes the place of the old one by one
+put. A put of one object is atomic in every store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import fsspec
+from typing_extensions import override
+
+from lightning_dist.checkpoint.manifest import MANIFEST
+from lightning_dist.checkpoint.place import NewFile, Place, Reader
+
+__all__ = ["ObjectPlace"]
+
+
+class ObjectPlace(Place):
+    """A URL in an object store."""
+
+    def __init__(self, filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> None:
+        self._filesystem = filesystem
+        self._path = path.rstrip("/")
+        self._url = url
+
+    def __str__(self) -> str:
+        return self._url
+
+    @override
+    def lock(self) -> Callable[[], None]:
+        return lambda: None
+
+    @override
+    def begin(self, save_id: str) -> None:
+        pass
+
+    @override
+    def prefix(self, save_id: str) -> str:
+        return f"{save_id}/"
+
+    @override
+    def create(self, save_id: str, name: str) -> NewFile:
+        file = self._filesystem.open(f"{self._path}/{name}", "wb")
+        return NewFile(name, file.write, file.close, getattr(file, "discard", file.close))
+
+    @override
+    def commit(self, save_id: str, manifest: bytes) -> None:
+        self._filesystem.pipe_file(f"{self._path}/{MANIFEST}", manifest)
+        for path in self._filesystem.find(self._path):
+            name = path.removeprefix(self._filesystem._strip_protocol(self._path)).lstrip("/")
+            if name != MANIFEST and not name.startswith(self.prefix(save_id)):
+                self._filesystem.rm_file(path)
+
+    @override
+    def abort(self, save_id: str) -> None:
+        with suppress(FileNotFoundError):
+            self._filesystem.rm(f"{self._path}/{save_id}", recursive=True)
+
+    @override
+    def exists(self) -> bool:
+        return bool(self._filesystem.exists(self._path))
+
+    @override
+    def is_checkpoint(self) -> bool:
+        return bool(self._filesystem.exists(f"{self._path}/{MANIFEST}"))
+
+    @override
+    @contextmanager
+    def open(self) -> Iterator[Reader]:
+        yield _ObjectReader(self._filesystem, self._path)
+
+    @override
+    def remove(self) -> None:
+        with suppress(FileNotFoundError):
+            self._filesystem.rm_file(f"{self._path}/{MANIFEST}")
+        self._filesystem.rm(self._path, recursive=True)
+
+    @override
+    def free_bytes(self) -> int | None:
+        return None
+
+    @override
+    def children(self) -> list[str]:
+        if not self._filesystem.isdir(self._path):
+            return []
+        return [
+            str(self._filesystem.unstrip_protocol(child))
+            for child in self._filesystem.ls(self._path, detail=False)
+            if self._filesystem.exists(f"{child}/{MANIFEST}")
+        ]
+
+
+class _ObjectReader:
+    def __init__(self, filesystem: fsspec.AbstractFileSystem, path: str) -> None:
+        self._filesystem = filesystem
+        self._path = path
+
+    def size(self, name: str) -> int:
+        return int(self._filesystem.size(f"{self._path}/{name}"))
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
+        data = self._filesystem.cat_file(f"{self._path}/{name}", start, start + len(buffer))
+        buffer[: len(data)] = data
+        return len(data)

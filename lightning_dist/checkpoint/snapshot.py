@@ -1,0 +1,136 @@
+"""Between a checkpoint's dictionary and what is stored: its tensors, and the rest without them, pickled."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+import io
+import pathlib
+import pickle
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from lightning_dist.checkpoint.manifest import CheckpointError
+
+__all__ = ["SAFE", "Snapshot", "pickled", "put_back", "references", "take_snapshot", "unpickled"]
+
+_REFERENCE = "lightning_dist.tensor"
+
+
+@dataclass
+class Snapshot:
+    """What a rank will write.
+
+    Args:
+        tensors: Path in the dictionary to tensor: DTensors, and on rank 0 the others. These are the live ones.
+        state: The dictionary without them, pickled.
+        about: For listings; plain JSON.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    state: bytes
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the whole checkpoint, about: DTensors count whole."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values()) + len(self.state)
+
+
+def take_snapshot(checkpoint: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> Snapshot:
+    """Split ``checkpoint`` into tensors and the rest, which is pickled at once and may change afterwards.
+
+    Args:
+        checkpoint: Dictionaries, lists and tuples of anything that pickles.
+        about: For listings; plain JSON.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    state = _take_out(checkpoint, (), tensors)
+    is_first = not dist.is_initialized() or dist.get_rank() == 0
+    mine = {key: tensor for key, tensor in tensors.items() if is_first or isinstance(tensor, DTensor)}
+    return Snapshot(mine, pickled(state), about or {})
+
+
+SAFE: tuple[Any, ...] = (
+    datetime.date,
+    datetime.datetime,
+    datetime.timedelta,
+    datetime.timezone,
+    pathlib.PosixPath,
+    pathlib.PurePosixPath,
+    collections.defaultdict,
+    collections.deque,
+)
+"""What ``weights_only`` lets through besides what torch does: making one of these runs nobody's code."""
+
+
+def pickled(value: Any) -> bytes:
+    """``value`` as ``torch.save`` writes it."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
+def unpickled(content: bytearray, weights_only: bool) -> Any:
+    """The inverse of :func:`pickled`.
+
+    Raises:
+        CheckpointError: If ``weights_only``, and there are objects other than tensors, plain values and :data:`SAFE`.
+    """
+    try:
+        with torch.serialization.safe_globals(list(SAFE)):
+            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=weights_only)
+    except pickle.UnpicklingError as error:
+        names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
+        raise CheckpointError(
+            f"it holds objects of {', '.join(names)}, and reading those can run any code. If you trust where it comes"
+            " from, pass weights_only=False"
+        ) from error
+
+
+def _take_out(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.Tensor]) -> Any:
+    """``value`` with references in the place of tensors, which go into ``tensors``; scalars stay."""
+    if isinstance(value, torch.Tensor):
+        if not isinstance(value, DTensor) and (value.ndim == 0 or value.layout != torch.strided):
+            return value.detach().cpu()
+        key = "/".join(map(str, path))
+        if key in tensors:
+            raise ValueError(f"Two tensors of the checkpoint have the path {key}: a key must not contain '/'.")
+        tensors[key] = value
+        return {_REFERENCE: key}
+    if type(value) in (dict, list, tuple) or hasattr(value, "_metadata"):  # a module's state_dict has _metadata
+        items = value.items() if hasattr(value, "items") else enumerate(value)
+        taken = [(key, _take_out(item, (*path, key), tensors)) for key, item in items]
+        return dict(taken) if hasattr(value, "items") else type(value)(item for _, item in taken)
+    return value
+
+
+def references(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str, tuple[str | int, ...]]]:
+    """Of each tensor that was taken out of ``value``, its key among the tensors and its path in the dictionary."""
+    if isinstance(value, dict) and value.keys() == {_REFERENCE}:
+        return [(value[_REFERENCE], path)]
+    if type(value) in (dict, list, tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
+        return [found for key, item in items for found in references(item, (*path, key))]
+    return []
+
+
+def put_back(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """``value`` with its tensors in it again; those that are not given are left out of dictionaries."""
+
+    def is_left_out(item: Any) -> bool:
+        return isinstance(item, dict) and item.keys() == {_REFERENCE} and item[_REFERENCE] not in tensors
+
+    if isinstance(value, dict):
+        if value.keys() == {_REFERENCE}:
+            return tensors.get(value[_REFERENCE])
+        if type(value) is dict:
+            return {key: put_back(item, tensors) for key, item in value.items() if not is_left_out(item)}
+    if type(value) in (list, tuple):
+        return type(value)(put_back(item, tensors) for item in value)
+    return value
