@@ -17,7 +17,7 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -47,24 +47,36 @@ class LocalPlace(Place):
 
     @override
     def lock(self) -> Callable[[], None]:
-        _make_folders(self._temporaries)
-        file = os.open(self._temporaries / "lock", os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            owner = os.read(file, 1000).decode(errors="replace")
-            os.close(file)
-            raise CheckpointError(
-                f"another run ({owner}) saves to {self.path.parent}. Give each run a folder of its own"
-            ) from None
-        except OSError:  # a file system without locks: then nothing tells a dead run's leftovers from a live one's
-            return partial(os.close, file)
+        path = self._temporaries / "lock"
+        while True:
+            _make_folders(self._temporaries)
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                owner = os.read(file, 1000).decode(errors="replace")
+                os.close(file)
+                raise CheckpointError(
+                    f"another run ({owner}) saves to {self.path.parent}. Give each run a folder of its own"
+                ) from None
+            except OSError:  # no locks here: then nothing tells a dead run's leftovers from a live one's
+                return partial(os.close, file)
+            if _is_same(path, file):
+                break
+            os.close(file)  # the run that had it has removed it meanwhile
         os.truncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {platform.node()}".encode(), 0)
         for leftover in self._temporaries.iterdir():
-            if leftover.name != "lock":
+            if leftover.name != path.name:
                 _remove_tree(leftover)
-        return partial(os.close, file)
+
+        def unlock() -> None:
+            with suppress(OSError):
+                path.unlink()
+                path.parent.rmdir()
+            os.close(file)
+
+        return unlock
 
     @override
     def begin(self, save_id: str) -> None:
@@ -230,6 +242,13 @@ def _can_exchange(folder: Path) -> bool:
         os.rmdir(first)
         os.rmdir(second)
     return True
+
+
+def _is_same(path: Path, file: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(file))
+    except FileNotFoundError:
+        return False
 
 
 def _make_folders(folder: Path) -> None:

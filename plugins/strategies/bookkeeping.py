@@ -8,6 +8,7 @@ wrong, so here its instances, and the loggers, are told the truth.
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,11 +20,17 @@ from torch import Tensor
 
 from lightning_dist.checkpoint import Save
 
-__all__ = ["Bookkeeping"]
+__all__ = ["Bookkeeping", "absolute"]
+
+
+def absolute(path: str | os.PathLike[str]) -> str:
+    """A path as any process can use it, whatever folder it works in; URLs stay."""
+    text = os.fspath(path)
+    return text if "://" in text else os.path.abspath(text)
 
 
 class Bookkeeping:
-    """Of one fit at a time. All methods are called by all ranks alike."""
+    """Of one fit at a time. All methods are called by all ranks alike, with absolute paths."""
 
     def __init__(self) -> None:
         self._of: dict[ModelCheckpoint, _Known] = {}
@@ -92,7 +99,7 @@ class Bookkeeping:
 
     def _file_exists(self, original: Callable[..., bool], filepath: Any, trainer: Trainer) -> bool:
         on_disk = original(filepath, trainer)  # a collective: to be called in any case
-        return self._exists.get(str(filepath), on_disk)
+        return self._exists.get(absolute(filepath), on_disk)
 
     def _notify_later(self, original: Callable[[Any], None], checkpoint_callback: Any) -> None:
         self._notices.append((original, checkpoint_callback))
@@ -105,21 +112,22 @@ class _Known:
         self.callback = callback
         self._scores: dict[str, Tensor] = dict(callback.best_k_models)
         self._committed = {name: getattr(callback, name) for name in ("best_model_path", "last_model_path")}
-        self._good = set(callback.best_k_models)
-        self._named: dict[str, list[str]] = {}  # save to the attributes that got its path
+        self._good = {absolute(path) for path in callback.best_k_models}
+        self._named: dict[str, dict[str, str]] = {}  # save to the attributes that got its path, as they spell it
 
     def look(self, path: str) -> None:
         self._scores |= self.callback.best_k_models
-        self._named[path] = [name for name in self._committed if getattr(self.callback, name) == path]
+        values = {name: getattr(self.callback, name) for name in self._committed}
+        self._named[path] = {name: value for name, value in values.items() if value and absolute(value) == path}
 
     def commit(self, path: str) -> None:
         self._good.add(path)
-        self._committed |= dict.fromkeys(self._named.pop(path, []), path)
+        self._committed |= self._named.pop(path, {})
 
     def committed(self) -> ModelCheckpoint:
         """The callback without the save that it may have been asked for by now, and knows by its name already."""
         view = copy.copy(self.callback)
-        view.best_k_models = {path: score for path, score in view.best_k_models.items() if path in self._good}
+        view.best_k_models = {path: score for path, score in view.best_k_models.items() if absolute(path) in self._good}
         for name, path in self._committed.items():
             setattr(view, name, path)
         return view
@@ -127,13 +135,15 @@ class _Known:
     def take_back(self, path: str, kept: list[str]) -> list[str]:
         callback, too_many = self.callback, []
         for name, before in self._committed.items():
-            if getattr(callback, name) == path:
+            value = getattr(callback, name)
+            if value and absolute(value) == path:
                 setattr(callback, name, before)
+        spelled = {absolute(key): key for key in self._scores}
         models = callback.best_k_models
-        if callback.monitor is None or (path not in models and path not in self._scores):
+        if callback.monitor is None or path not in spelled:
             return []
-        models.pop(path, None)
-        models.update({old: self._scores[old] for old in kept if old in self._scores})
+        models.pop(spelled[path], None)
+        models.update({spelled[old]: self._scores[spelled[old]] for old in kept if old in spelled})
         best, worst = (min, max) if callback.mode == "min" else (max, min)
         while len(models) > callback.save_top_k > 0:
             too_many.append(worst(models, key=models.__getitem__))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,9 +16,9 @@ from torch.optim import Optimizer
 
 from lightning_dist.checkpoint import CheckpointError, Save, Verify, Writer, take_snapshot
 from lightning_dist.checkpoint.state import by_name
-from lightning_dist.plugins.strategies.bookkeeping import Bookkeeping
+from lightning_dist.plugins.strategies.bookkeeping import Bookkeeping, absolute
 
-__all__ = ["CheckpointOptions", "Checkpoints", "absolute", "optimizer_state"]
+__all__ = ["CheckpointOptions", "Checkpoints", "optimizer_state"]
 
 
 @dataclass(frozen=True)
@@ -42,12 +41,6 @@ class CheckpointOptions:
     def __post_init__(self) -> None:
         if self.verify not in ("full", "size", "off"):
             raise ValueError(f"checkpoint.verify={self.verify!r} must be 'full', 'size' or 'off'.")
-
-
-def absolute(path: str | os.PathLike[str]) -> str:
-    """A path as any process can use it, whatever folder it works in; URLs stay."""
-    text = os.fspath(path)
-    return text if "://" in text else os.path.abspath(text)
 
 
 def optimizer_state(optimizer: Optimizer, module: LightningModule) -> dict[str, Any]:
@@ -123,7 +116,7 @@ class Checkpoints:
         self._writer.wait()
         self.before_step()
         for path in self._bookkeeping.settle():
-            self.remove(path)
+            self.remove(absolute(path))
 
     def finish(self) -> None:
         """At the end of a fit: wait for the last save.

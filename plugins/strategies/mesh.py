@@ -31,7 +31,8 @@ from lightning_dist.parallelize import parallelize
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.precision import PrecisionPolicy, precision_policy
 from lightning_dist.plugins.strategies import loading
-from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions, Checkpoints, absolute, optimizer_state
+from lightning_dist.plugins.strategies.bookkeeping import absolute
+from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions, Checkpoints, optimizer_state
 from lightning_dist.plugins.strategies.checks import check_optimizers, refuse_what_cannot_work
 from lightning_dist.plugins.strategies.gradients import are_free_before_forward, free_gradients
 from lightning_dist.plugins.strategies.startup_table import startup_table

@@ -340,7 +340,7 @@ def test_two_ranks_sharded_with_an_optimizer_from_flags(pool: Any, workplace: Pa
     assert {"memory/peak_mib_rank0", "memory/peak_mib_rank1"} <= set(run.data.metrics)
     uploaded = files(f"mlruns/lightning_logs/{run.info.run_id}/artifacts")
     assert "config.yaml" in uploaded
-    assert len([name for name in uploaded if name.endswith(".distcp")]) == 2
+    assert len([name for name in uploaded if name.endswith(".bin")]) == 2
     assert ranks[0]["weight"] == ranks[1]["weight"] == pytest.approx(_by_hand(), abs=1e-6)
 
 

@@ -254,11 +254,11 @@ def test_nothing_to_do_is_a_mistake(monkeypatch: pytest.MonkeyPatch, capfd: pyte
 def test_consolidate_hands_over_paths(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     calls: list[Any] = []
 
-    def consolidate(source: Path, destination: Path) -> None:
-        calls.append((source, destination))
+    def consolidate(source: str, destination: Path, trust: bool) -> None:
+        calls.append((source, destination, trust))
         destination.write_bytes(bytes(3 * 2**20))
 
     monkeypatch.setattr("lightning_dist.checkpoint.consolidate", consolidate)
     assert run(monkeypatch, "checkpoint", "consolidate", "in", "out.ckpt") == 0
-    assert calls == [(Path("in"), Path("out.ckpt"))]
+    assert calls == [("in", Path("out.ckpt"), False)]
     assert capfd.readouterr().out == "out.ckpt (3,145,728 bytes)\n"
