@@ -7,6 +7,7 @@ from lightning_dist.checkpoint.format import (
     is_sharded_checkpoint,
     read,
     read_manifest,
+    read_own,
     verify,
     write,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "is_sharded_checkpoint",
     "read",
     "read_manifest",
+    "read_own",
     "take_snapshot",
     "verify",
     "write",

@@ -97,17 +97,17 @@ class LocalPlace(Place):
                 rest = rest[os.write(file, rest[: 2**30]) :]
 
         def finish() -> None:
-            os.fsync(file)
-            os.close(file)
+            try:
+                os.fsync(file)
+            finally:
+                os.close(file)
 
         return NewFile(name, write, finish, partial(os.close, file))
 
     @override
     def commit(self, save_id: str, manifest: bytes) -> None:
         folder = self._folder(save_id)
-        file = self.create(save_id, MANIFEST)
-        file.write(manifest)
-        file.close()
+        self.create(save_id, MANIFEST).write_all(manifest)
         _sync_folder(folder)
         if _can_exchange(self._temporaries):
             self._take_place(folder)

@@ -5,6 +5,7 @@
     manifest.json   all files with size and digest, and where every tensor is; written last
     state.pt        the checkpoint's dictionary, each tensor replaced by a reference to it
     rank_N.bin      the tensors' bytes, as many of them as rank N wrote
+    rank_N.pt       what rank N alone has: its random number generators, its place in the data, its buffers
 
 Every rank writes what it holds of a DTensor. Other tensors are rank 0's: DCP alone would take each from whichever rank
 it likes, and mix.
@@ -41,6 +42,7 @@ __all__ = [
     "not_written",
     "read",
     "read_manifest",
+    "read_own",
     "verify",
     "write",
 ]
@@ -78,7 +80,7 @@ def write(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None
         group: All processes; None: the default group.
 
     Returns:
-        The checkpoint's manifest, on the first rank; an empty one on the others.
+        The checkpoint's manifest; only the first rank's says where its tensors are.
 
     Raises:
         CheckpointError: On all ranks, if any failed. Then what was at ``path`` is still there.
@@ -128,10 +130,10 @@ def _write_files(
         raise
     with together("writing its files", group):
         entries[file.name] = file.close()
-        if rank == 0:
-            file = place.create(save_id, f"{prefix}{_STATE}")
-            file.write(snapshot.state)
-            entries[file.name] = file.close()
+        for name, content in ((_STATE, snapshot.state if rank == 0 else b""), (f"rank_{rank}.pt", snapshot.own)):
+            if content:
+                file = place.create(save_id, f"{prefix}{name}")
+                entries[file.name] = file.write_all(content)
     of_all: list[Any] = [entries]
     if dist.is_initialized():
         of_all = [None] * dist.get_world_size(group)
@@ -188,6 +190,22 @@ def read(
         return result
 
 
+def read_own(path: Path, rank: int, weights_only: bool = True) -> dict[str, Any]:
+    """What ``rank`` alone had when the checkpoint at ``path`` was saved; empty, if there was no such rank.
+
+    Its file is not checked: :func:`read` has done that.
+
+    Raises:
+        CheckpointError: As of :func:`read`.
+    """
+    with _opened(path) as (reader, manifest):
+        name = f"rank_{rank}.pt"
+        if not any(os.path.basename(file) == name for file in manifest.files):
+            return {}
+        own: dict[str, Any] = unpickled(_content(reader, manifest, name), weights_only)
+        return own
+
+
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint at ``path``.
 
@@ -198,14 +216,19 @@ def read_manifest(path: Path) -> Manifest:
         return manifest
 
 
-def verify(path: Path, check: Verify = "full") -> Manifest:
-    """Check all files of the checkpoint at ``path``.
+def verify(path: Path, check: Verify = "full", share: tuple[int, int] = (0, 1)) -> Manifest:
+    """Check the files of the checkpoint at ``path``.
+
+    Args:
+        path: What :func:`write` made.
+        check: How.
+        share: As of :func:`read`.
 
     Raises:
         CheckpointError: If one is missing, or not as it was written.
     """
     with _opened(path) as (reader, manifest):
-        _check_files(reader, manifest, check, (0, 1))
+        _check_files(reader, manifest, check, share)
         return manifest
 
 

@@ -74,7 +74,7 @@ class NewFile:
     Args:
         name: As the manifest will have it.
         write: Appends all of what it is given.
-        finish: Makes what was written durable, and closes.
+        finish: Makes what was written durable, and closes, in any case.
         abandon: Closes only.
     """
 
@@ -102,6 +102,15 @@ class NewFile:
         self._write(data)
         self._digest.update(data)
         self._size += len(data)
+
+    def write_all(self, data: bytes | memoryview) -> FileEntry:
+        """Make ``data`` the file's content."""
+        try:
+            self.write(data)
+        except BaseException:
+            self.abandon()
+            raise
+        return self.close()
 
     def close(self) -> FileEntry:
         """Make the file durable, close it, and say what is in it."""

@@ -29,31 +29,40 @@ class Snapshot:
     Args:
         tensors: Path in the dictionary to tensor: DTensors, and on rank 0 the others. These are the live ones.
         state: The dictionary without them, pickled.
+        own: What only this rank will read, pickled.
         about: For listings; plain JSON.
     """
 
     tensors: dict[str, torch.Tensor]
     state: bytes
+    own: bytes = b""
     about: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
         """Of the whole checkpoint, about: DTensors count whole."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values()) + len(self.state)
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        size = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+        return size + len(self.state) + num_ranks * len(self.own)
 
 
-def take_snapshot(checkpoint: Mapping[str, Any], about: Mapping[str, Any] | None = None) -> Snapshot:
+def take_snapshot(
+    checkpoint: Mapping[str, Any],
+    own: Mapping[str, Any] | None = None,
+    about: Mapping[str, Any] | None = None,
+) -> Snapshot:
     """Split ``checkpoint`` into tensors and the rest, which is pickled at once and may change afterwards.
 
     Args:
         checkpoint: Dictionaries, lists and tuples of anything that pickles.
+        own: What this rank alone has, and the same rank of as many will read.
         about: For listings; plain JSON.
     """
     tensors: dict[str, torch.Tensor] = {}
     state = _take_out(checkpoint, (), tensors)
     is_first = not dist.is_initialized() or dist.get_rank() == 0
     mine = {key: tensor for key, tensor in tensors.items() if is_first or isinstance(tensor, DTensor)}
-    return Snapshot(mine, pickled(state), about or {})
+    return Snapshot(mine, pickled(state), pickled(own) if own else b"", about or {})
 
 
 SAFE: tuple[Any, ...] = (

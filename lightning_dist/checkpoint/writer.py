@@ -10,6 +10,7 @@ import os
 import queue
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
@@ -21,11 +22,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.checkpoint.format import Path, not_written, write
+from lightning_dist.checkpoint.format import Path, not_written, verify, write
 from lightning_dist.checkpoint.manifest import CheckpointError
 from lightning_dist.checkpoint.snapshot import Snapshot
 from lightning_dist.checkpoint.storage import place_of
-from lightning_dist.consensus import together
+from lightning_dist.consensus import OtherRankError, together
 
 __all__ = ["Save", "Writer"]
 
@@ -54,7 +55,7 @@ class Save:
 
 
 class Writer:
-    """Writes checkpoints in a thread of its own. All methods but :meth:`remove` are to be called by all ranks alike.
+    """Writes checkpoints in a thread of its own. All methods are to be called by all ranks alike.
 
     Args:
         timeout: How long ranks wait for each other within a save; None: torch's default.
@@ -65,19 +66,18 @@ class Writer:
         self._group: dist.ProcessGroup | None = None
         self._stager: DefaultStager | None = None
         self._thread: threading.Thread | None = None
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.Queue[Callable[[], None] | None] = queue.Queue()
         self._current: Save | None = None
         self._staged = threading.Event()
-        self._done = threading.Event()
         self._staged.set()
-        self._done.set()
         self._finished: queue.SimpleQueue[Save] = queue.SimpleQueue()
         # Of the thread alone:
-        self._newest_failed = False
+        self._newest: Save | None = None
+        self._is_proven = False
         self._locks: dict[str, Callable[[], None]] = {}
 
     def save(self, path: Path, snapshot: Snapshot) -> Save:
-        """Begin to save, when the save before is done. Returns before the weights are copied.
+        """Begin to save, when what was asked for before is done. Returns before the weights are copied.
 
         Until :meth:`wait_until_staged` returns, nobody may change the DTensors of ``snapshot``; where somebody does,
         the save fails.
@@ -99,49 +99,78 @@ class Writer:
             else:
                 rest[key] = tensor.detach().to("cpu", copy=True)
         self._staged.clear()
-        self._done.clear()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # the stager's stream does not wait for what computes the weights
         staging = cast(Future[Any], stager.stage(live))
         staging_start = time.perf_counter()
 
+        def staged() -> dict[str, Any]:
+            try:
+                copies: dict[str, Any] = staging.result()
+                if any(tensor._version != version for tensor, version in versions):
+                    raise RuntimeError(CHANGED)
+                return copies
+            finally:
+                save.staging_s = time.perf_counter() - staging_start
+                self._staged.set()
+
         def job() -> None:
-            write_start = staging_start
             try:
                 with together("copying the weights", self._group):
-                    try:
-                        staged = staging.result()
-                        if any(tensor._version != version for tensor, version in versions):
-                            raise RuntimeError(CHANGED)
-                    finally:
-                        self._staged.set()
-                        write_start = time.perf_counter()
-                        save.staging_s = write_start - staging_start
+                    tensors = {**rest, **staged()}
                 with together("locking the folder", self._group):
                     self._lock(path)
-                write(path, replace(snapshot, tensors={**rest, **staged}), self._group)
-            except Exception as error:
+                write(path, replace(snapshot, tensors=tensors), self._group)
+            except BaseException as error:
                 save.error = error if isinstance(error, CheckpointError) else not_written(path, error)
-            self._newest_failed = save.error is not None
-            save.write_s = time.perf_counter() - write_start
+            self._newest, self._is_proven = save, False
+            save.write_s = time.perf_counter() - staging_start - save.staging_s
             self._finished.put(save)
-            self._done.set()
 
         self._jobs.put(job)
         save.stall_s = time.perf_counter() - start
         return save
 
     def remove(self, path: Path) -> None:
-        """Remove ``path``, if the save that was asked for before succeeds; to be called by one rank."""
+        """Remove ``path``, if the save that was asked for before succeeded and reads back as it was written.
+
+        Where it does not, it is among the :meth:`finished` once more, with an error.
+        """
 
         def job() -> None:
-            if not self._newest_failed:
-                _remove(str(path))
+            try:
+                if self._prove_newest() and self._is_first:
+                    _remove(str(path))
+            except OSError as error:
+                warnings.warn(f"The checkpoint {path} could not be removed: {error}", stacklevel=1)
 
         if self._thread is None:
             job()
         else:
             self._jobs.put(job)
+
+    @property
+    def _is_first(self) -> bool:
+        return not dist.is_initialized() or dist.get_rank(self._group) == 0
+
+    def _prove_newest(self) -> bool:
+        """Whether what was saved last is good; its files are read once, each rank its share."""
+        save = self._newest
+        if save is None or self._is_proven:
+            return True
+        if save.error is not None:
+            return False
+        share = (dist.get_rank(self._group), dist.get_world_size(self._group)) if self._group else (0, 1)
+        try:
+            with together(f"reading the checkpoint {save.path} back", self._group):
+                verify(save.path, share=share)
+        except (CheckpointError, OtherRankError) as error:
+            error = CheckpointError(f"{error} It was written just now: nothing older is removed.")
+            self._newest = replace(save, error=error)
+            self._finished.put(self._newest)
+            return False
+        self._is_proven = True
+        return True
 
     def wait_until_staged(self) -> None:
         """Return when the weights of the last save are copied, and may change."""
@@ -152,8 +181,8 @@ class Writer:
             self._current.stall_s += time.perf_counter() - start
 
     def wait(self) -> None:
-        """Return when the last save is done, well or not."""
-        self._done.wait()
+        """Return when all that was asked for is done, well or not."""
+        self._jobs.join()
 
     def finished(self) -> list[Save]:
         """The saves that are done, each given once."""
@@ -194,15 +223,20 @@ class Writer:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            try:
+                job()
+            finally:
+                self._jobs.task_done()
         for unlock in self._locks.values():
             unlock()
         self._locks = {}
+        self._newest = None
+        self._jobs.task_done()
 
     def _lock(self, path: Path) -> None:
         """Have the folder of ``path`` for this run alone, until the writer is closed."""
         folder = os.path.dirname(os.fspath(path))
-        if folder not in self._locks and (self._group is None or dist.get_rank(self._group) == 0):
+        if folder not in self._locks and self._is_first:
             self._locks[folder] = place_of(path).lock()
 
 

@@ -71,8 +71,8 @@ class Checkpoints:
         if trainer.state.fn == TrainerFn.FITTING:
             self._bookkeeping.start(trainer)
 
-    def save(self, checkpoint: Mapping[str, Any], path: str) -> None:
-        """Save Lightning's ``checkpoint`` at ``path``. A collective over all processes.
+    def save(self, checkpoint: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
+        """Save Lightning's ``checkpoint``, and each rank's ``own``, at ``path``. A collective over all processes.
 
         Raises:
             CheckpointError: If it could not be written, and it was not asked for in a fit, which would go on and raise
@@ -81,7 +81,7 @@ class Checkpoints:
         start = time.perf_counter()
         self.settle()
         about = {"global_step": checkpoint.get("global_step"), "epoch": checkpoint.get("epoch")}
-        save = self._writer.save(path, take_snapshot(checkpoint, about=about))
+        save = self._writer.save(path, take_snapshot(checkpoint, own, about))
         self._bookkeeping.asked_to_save(path)
         if not (self._is_fitting and self._options.asynchronous):
             self._writer.wait()
@@ -99,8 +99,7 @@ class Checkpoints:
     def remove(self, path: str) -> None:
         """Remove the checkpoint at ``path``, if the save before succeeds. To be called by all ranks alike."""
         self._bookkeeping.asked_to_remove(path)
-        if self._trainer is None or self._trainer.is_global_zero:
-            self._writer.remove(path)
+        self._writer.remove(path)
 
     def before_step(self) -> None:
         """Say what became of saves since; to be called between steps."""

@@ -10,12 +10,10 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO, Precision, TorchCheckpointIO
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -34,7 +32,9 @@ from lightning_dist.plugins.strategies import loading
 from lightning_dist.plugins.strategies.bookkeeping import absolute
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions, Checkpoints, optimizer_state
 from lightning_dist.plugins.strategies.checks import check_optimizers, refuse_what_cannot_work
+from lightning_dist.plugins.strategies.exact_resume import ExactResume
 from lightning_dist.plugins.strategies.gradients import are_free_before_forward, free_gradients
+from lightning_dist.plugins.strategies.processes import ProcessStrategy
 from lightning_dist.plugins.strategies.startup_table import startup_table
 from lightning_dist.plugins.strategies.weighting import LossWeights
 from lightning_dist.replicas import check_replicas
@@ -44,7 +44,7 @@ from lightning_dist.units import MIN_NUM_PARAMS
 __all__ = ["MeshStrategy"]
 
 
-class MeshStrategy(ParallelStrategy):
+class MeshStrategy(ProcessStrategy):
     """Spreads an ordinary LightningModule over a device mesh; the named strategies only choose the mesh.
 
     Args:
@@ -79,7 +79,7 @@ class MeshStrategy(ParallelStrategy):
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        super().__init__()
+        super().__init__(process_group_backend, timeout)
         if check_replicas_every_n_steps is not None and check_replicas_every_n_steps < 1:
             raise ValueError(
                 f"check_replicas_every_n_steps={check_replicas_every_n_steps} must be at least 1, or None for never."
@@ -90,10 +90,9 @@ class MeshStrategy(ParallelStrategy):
         self._reduce_dtype = reduce_dtype
         self._direct_collectives = direct_collectives
         self._check_replicas_every_n_steps = check_replicas_every_n_steps
-        self._process_group_backend = process_group_backend
-        self._timeout = timeout
         self._checkpoint_options = checkpoint or CheckpointOptions()
         self._checkpoints = Checkpoints(self._checkpoint_options, timeout)
+        self._exact_resume = ExactResume()
         self._layout: ParallelLayout | None = None
         self._mesh: DeviceMesh | None = None
         self._sharded: ShardedModule | None = None
@@ -102,12 +101,6 @@ class MeshStrategy(ParallelStrategy):
         self._weights = LossWeights()
         self._syncs_gradients = True
         self._frees_gradients_first = False
-        self.num_nodes = 1
-
-    @property
-    def is_distributed(self) -> bool:
-        """Lightning gives a strategy without this property no distributed sampler."""
-        return True
 
     @property
     def layout(self) -> ParallelLayout:
@@ -115,6 +108,11 @@ class MeshStrategy(ParallelStrategy):
         if self._layout is None:
             raise RuntimeError("The layout is known once the Trainer has been made.")
         return self._layout
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
 
     @property
     def check_replicas_every_n_steps(self) -> int | None:
@@ -132,22 +130,6 @@ class MeshStrategy(ParallelStrategy):
         if self._mesh is None:
             raise RuntimeError("The mesh is there once the processes have been launched.")
         return self._mesh
-
-    @property
-    def root_device(self) -> torch.device:
-        """This rank's device."""
-        assert self.parallel_devices is not None
-        return self.parallel_devices[self.local_rank]
-
-    @property
-    def num_processes(self) -> int:
-        """Number of processes on this node."""
-        return len(self.parallel_devices) if self.parallel_devices is not None else 0
-
-    @property
-    def process_group_backend(self) -> str | None:
-        """The backend that was asked for, or, once launched, that is used."""
-        return self._process_group_backend
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
@@ -192,27 +174,13 @@ class MeshStrategy(ParallelStrategy):
         raise NotImplementedError(f"{type(self).__name__} chooses no mesh; use one of the named strategies.")
 
     def _configure_launcher(self) -> None:
-        assert self.cluster_environment is not None
+        super()._configure_launcher()
         # Here sizes that do not fit are found before any process is launched.
         self._layout = ParallelLayout.resolve(self.num_nodes * self.num_processes, **self._requested_sizes())
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _compat.subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
-
-    def set_world_ranks(self) -> None:
-        """Tell the environment, and everything that acts on rank 0 only, which rank this is."""
-        if self.cluster_environment is not None:
-            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
-            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        _compat.set_rank_zero(self.global_rank)
 
     def setup_environment(self) -> None:
         """Start the process group and build the mesh."""
         super().setup_environment()
-        self.set_world_ranks()
-        assert self.cluster_environment is not None
-        self._process_group_backend = _compat.init_process_group(
-            self.cluster_environment, self.root_device, self._process_group_backend, self._timeout
-        )
         self._mesh = self.layout.build_mesh(self.root_device.type)
 
     @contextmanager
@@ -353,6 +321,7 @@ class MeshStrategy(ParallelStrategy):
             for local_step in self._local_steps:
                 local_step.restore()
         self._sharded.after_optimizer_step()
+        self._exact_resume.after_update(self._trainer)
         self._num_optimizer_steps += 1
         every = self._check_replicas_every_n_steps
         if every and self._num_optimizer_steps % every == 0:
@@ -371,6 +340,15 @@ class MeshStrategy(ParallelStrategy):
             self._sharded.set_gradient_sync(True)
             self._syncs_gradients = True
 
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let a training loader be saved and entered where it is."""
+        self._exact_resume.process_loader(dataloader, self._trainer)
+        return dataloader
+
+    def on_train_start(self) -> None:
+        """Go on as the run did that was resumed."""
+        self._exact_resume.on_train_start(self._trainer)
+
     def on_train_end(self) -> None:
         """Wait for the last checkpoint.
 
@@ -381,7 +359,13 @@ class MeshStrategy(ParallelStrategy):
 
     def on_validation_start(self) -> None:
         """Give every rank rank 0's buffers, as DDP does, so that all evaluate the same model."""
-        self._agree_on_buffers()
+        self._exact_resume.before_validation(self._trainer)
+        if not self._trainer.sanity_checking:  # that of a resumed run would change what it goes on with
+            self._agree_on_buffers()
+
+    def on_validation_end(self) -> None:
+        """Go on with training's random numbers."""
+        self._exact_resume.after_validation()
 
     def on_test_start(self) -> None:
         """Give every rank rank 0's buffers."""
@@ -395,24 +379,6 @@ class MeshStrategy(ParallelStrategy):
         self._checkpoints.before_update()  # callbacks may swap weights for the evaluation
         assert self.lightning_module is not None
         broadcast_weights(self.lightning_module, buffers_only=True)
-
-    def barrier(self, name: str | None = None) -> None:
-        """Wait for all processes."""
-        if dist.is_initialized():
-            on_device = dist.get_backend() == "nccl"
-            dist.barrier(device_ids=[self.root_device.index] if on_device else None)
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank ``src``'s ``obj`` on all ranks."""
-        if not dist.is_initialized():
-            return obj
-        objects = [obj]
-        dist.broadcast_object_list(objects, src)
-        return objects[0]
-
-    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """Reduce a metric over the ranks that have a part of the batch: all of them."""
-        return _compat.reduce_across_processes(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state dict; sharded parameters are DTensors."""
@@ -430,7 +396,8 @@ class MeshStrategy(ParallelStrategy):
         """Save the checkpoint as a directory, every rank its part; in a fit it is written in the background."""
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__}.save_checkpoint takes no storage_options: it uses no CheckpointIO.")
-        self._checkpoints.save(checkpoint, self.broadcast(absolute(filepath)))
+        own = self._exact_resume.rank_state(checkpoint, self._trainer)
+        self._checkpoints.save(checkpoint, own, self.broadcast(absolute(filepath)))
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint, after the saves that are under way, and unless the last of them fails."""
@@ -451,6 +418,7 @@ class MeshStrategy(ParallelStrategy):
             self.optimizers,
             options.weights_only if weights_only is None else weights_only,
             options.verify,
+            self._exact_resume if self._trainer.state.fn == TrainerFn.FITTING else None,
         )
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -1,0 +1,38 @@
+"""The state of this process's random number generators, as plain values that load without pickle."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+__all__ = ["rng_state", "set_rng_state"]
+
+
+def rng_state() -> dict[str, Any]:
+    """Of Python, NumPy's global generator, torch, and this rank's accelerator if there is one."""
+    numpy_state = np.random.get_state(legacy=False)
+    assert isinstance(numpy_state, dict)
+    state: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
+        "torch": torch.get_rng_state(),
+    }
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None:
+        state[accelerator.type] = torch.get_device_module(accelerator).get_rng_state()
+    return state
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """Set what :func:`rng_state` returned; an accelerator's only where this machine has one of its kind."""
+    random.setstate(state["python"])
+    key = np.asarray(state["numpy"]["state"]["key"], dtype=np.uint32)
+    np.random.set_state({**state["numpy"], "state": {**state["numpy"]["state"], "key": key}})
+    torch.set_rng_state(state["torch"])
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and accelerator.type in state:
+        torch.get_device_module(accelerator).set_rng_state(state[accelerator.type])

@@ -1,0 +1,113 @@
+"""Where in the data a run is, so that it goes on there: mid-epoch, and on another number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sized
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from lightning_dist.plugins._progress import training_progress
+from lightning_dist.sampler import ResumableSampler
+
+__all__ = ["NUM_SEEN", "make_resumable", "with_its_own_seeds"]
+
+EPOCH, NUM_SEEN = "epoch", "num_seen"
+
+
+def make_resumable(loader: Any, trainer: Trainer) -> None:
+    """Let ``loader`` save and load where it is, in samples of the whole batch; Lightning asks it to.
+
+    That takes an order that can be entered: a ``DistributedSampler``, which Lightning gives every loader of a dataset
+    with indices and no sampler of the user's. Other loaders are left as they are; those with a ``state_dict`` of their
+    own (torchdata's StatefulDataLoader) only learn the epoch before they load it.
+
+    Args:
+        loader: Of training batches.
+        trainer: In a fit; its loops have been restored, and all ranks are here.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = _shared_order(getattr(batches, "sampler", None))
+    if not isinstance(loader, DataLoader) or batches is None or sampler is None:
+        return
+    sampler.seed = trainer.strategy.broadcast(sampler.seed)  # one order, whatever each rank was seeded with
+    sampler.set_epoch(training_progress(trainer).epoch)
+    if hasattr(loader, "state_dict"):
+        batches.sampler = sampler
+    elif type(batches) is BatchSampler:
+        resumable = batches.sampler = ResumableSampler.like(sampler)
+        if loader.generator is None:
+            loader.generator = resumable.worker_seeds
+        position = _Position(trainer, batches, resumable)
+        loader.state_dict, loader.load_state_dict = position.state_dict, position.load_state_dict
+
+
+def _shared_order(sampler: Any) -> DistributedSampler[Any] | None:
+    """The sampler, if all ranks split one order by it.
+
+    Around torchdata's own RandomSampler Lightning puts a wrapper, in which each rank splits an order of its own.
+    """
+    wrapped: Any = getattr(getattr(sampler, "dataset", None), "_sampler", None)
+    if type(wrapped).__module__.startswith("torchdata.") and type(wrapped).__name__ == "RandomSampler":
+        return DistributedSampler(
+            wrapped.data_source,
+            num_replicas=sampler.num_replicas,
+            rank=sampler.rank,
+            shuffle=sampler.shuffle,
+            seed=sampler.seed,
+            drop_last=sampler.drop_last,
+        )
+    return sampler if type(sampler) is DistributedSampler else None
+
+
+def with_its_own_seeds(loader: Any) -> None:
+    """Let ``loader`` draw its workers' seeds from a generator of its own instead of the one that training uses."""
+    if isinstance(loader, DataLoader) and loader.generator is None:
+        loader.generator = torch.Generator().manual_seed(torch.initial_seed())
+
+
+class _Position:
+    """Of a loader, from the trainer's count of batches."""
+
+    def __init__(self, trainer: Trainer, batches: BatchSampler, sampler: ResumableSampler) -> None:
+        self._trainer = trainer
+        self._batches = batches
+        self._sampler = sampler
+        self._entered_at = (0, 0, 0)  # epoch, samples, batches
+
+    def state_dict(self) -> dict[str, int]:
+        epoch, num_seen = self._now()
+        return {EPOCH: epoch, NUM_SEEN: num_seen, "seed": self._sampler.seed, "num_samples": self._num_samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if state["num_samples"] != self._num_samples:
+            rank_zero_warn(
+                f"The data had {state['num_samples']} samples when the checkpoint was saved, and have"
+                f" {self._num_samples} now: this epoch leaves out as many as were seen, but not the same."
+            )
+        num_batches = training_progress(self._trainer).num_batches
+        self._entered_at = (state[EPOCH], state[NUM_SEEN], num_batches)
+        self._sampler.seed = state["seed"]
+        self._sampler.enter(state[EPOCH], state[NUM_SEEN])
+
+    @property
+    def _num_samples(self) -> int:
+        return len(cast(Sized, self._sampler.dataset))
+
+    def _now(self) -> tuple[int, int]:
+        progress = training_progress(self._trainer)
+        if not progress.has_begun:
+            return progress.epoch, 0
+        epoch = self._sampler.running_epoch
+        if progress.is_done:
+            return epoch + 1, 0
+        entered_epoch, num_seen, batches_before = self._entered_at
+        if entered_epoch != epoch:
+            num_seen = batches_before = 0
+        row = self._batches.batch_size * self._sampler.num_replicas
+        num_seen += (progress.num_batches - progress.in_window - batches_before) * row
+        # Of several loaders the shorter ones begin anew within an epoch.
+        return epoch, num_seen % (len(self._batches) * row)

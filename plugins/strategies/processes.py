@@ -1,0 +1,116 @@
+"""The processes of a run: how they are started, who is who, and how they talk."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.pytorch.plugins.environments import TorchElasticEnvironment
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_dist.plugins import _compat
+
+__all__ = ["ProcessStrategy"]
+
+
+class ProcessStrategy(ParallelStrategy):
+    """One process a device.
+
+    Args:
+        process_group_backend: ``"nccl"``, ``"gloo"``, ...; None: what fits the device.
+        timeout: How long a collective may take.
+    """
+
+    def __init__(
+        self, process_group_backend: str | None = None, timeout: timedelta | None = default_pg_timeout
+    ) -> None:
+        super().__init__()
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+        self.num_nodes = 1
+
+    @property
+    def is_distributed(self) -> bool:
+        """Lightning gives a strategy without this property no distributed sampler."""
+        return True
+
+    @property
+    def root_device(self) -> torch.device:
+        """This rank's device."""
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Number of processes on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """The backend that was asked for, or, once launched, that is used."""
+        return self._process_group_backend
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if isinstance(self.cluster_environment, TorchElasticEnvironment):
+            self._follow_torchrun()
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = _compat.subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def _follow_torchrun(self) -> None:
+        """Take as many nodes as torchrun found, which may be any number between those that it was given.
+
+        Raises:
+            MisconfigurationException: If it started another number of processes on this node than ``devices`` says.
+        """
+        per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_processes))
+        if per_node != self.num_processes:
+            raise MisconfigurationException(
+                f"Trainer(devices={self.num_processes}), but torchrun started {per_node} processes on this node. Give"
+                f" the same number to both: devices={per_node}, or torchrun --nproc-per-node={self.num_processes}."
+            )
+        num_nodes = int(os.environ["WORLD_SIZE"]) // per_node
+        if num_nodes != self.num_nodes:
+            rank_zero_info(f"torchrun has {num_nodes} nodes, so that num_nodes={self.num_nodes} is {num_nodes} now.")
+            self.num_nodes = num_nodes
+
+    def set_world_ranks(self) -> None:
+        """Tell the environment, and everything that acts on rank 0 only, which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        _compat.set_rank_zero(self.global_rank)
+
+    def setup_environment(self) -> None:
+        """Start the process group."""
+        super().setup_environment()
+        self.set_world_ranks()
+        assert self.cluster_environment is not None
+        self._process_group_backend = _compat.init_process_group(
+            self.cluster_environment, self.root_device, self._process_group_backend, self._timeout
+        )
+
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes."""
+        if dist.is_initialized():
+            on_device = dist.get_backend() == "nccl"
+            dist.barrier(device_ids=[self.root_device.index] if on_device else None)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return rank ``src``'s ``obj`` on all ranks."""
+        if not dist.is_initialized():
+            return obj
+        objects = [obj]
+        dist.broadcast_object_list(objects, src)
+        return objects[0]
+
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """Reduce a metric over the ranks that have a part of the batch: all of them."""
+        return _compat.reduce_across_processes(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor

@@ -1,0 +1,263 @@
+"""A run that is resumed, anywhere, is bit by bit the one that was not interrupted."""
+
+from __future__ import annotations
+
+import multiprocessing
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dist.parity import whole_parameters
+from tests.distributed.fit import make_trainer
+from tests.pool import RankFailed, WorkerPool
+
+NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 27, 3, 3
+"""On two ranks 5 batches an epoch, the last one shorter and filled up."""
+
+
+class Noisy(Dataset[Any]):
+    """Samples by their index, and an augmentation from every generator that people use."""
+
+    def __init__(self, length: int = NUM_SAMPLES) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        generator = torch.Generator().manual_seed(index)
+        noise = random.random() + float(np.random.rand()) + torch.rand(6)
+        return index, torch.randn(6, generator=generator) + 0.1 * noise
+
+
+class Regression(pl.LightningModule):
+    """Dropout, BatchNorm, a schedule by step and one by epoch, and a validation that draws random numbers."""
+
+    def __init__(self, num_workers: int = 0, stateful: bool = False) -> None:
+        super().__init__()
+        self.num_workers, self.stateful = num_workers, stateful
+        self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 1))
+        self.record: dict[str, Any] = {}
+        self.ends: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        index, x = batch
+        loss = functional.mse_loss(self.net(x)[:, 0], x.sum(1))
+        self.record[f"train {self.trainer.fit_loop.total_batch_idx}"] = (batch_idx, index.tolist(), loss.item())
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        _, x = batch
+        torch.rand(1)
+        loss = functional.mse_loss(self.net(x)[:, 0], x.sum(1))
+        self.log("val/loss", loss, sync_dist=True)
+
+    def on_validation_epoch_end(self) -> None:
+        if not self.trainer.sanity_checking:
+            step = self.trainer.fit_loop.total_batch_idx
+            self.record[f"val {step}"] = float(self.trainer.callback_metrics["val/loss"])
+
+    def on_train_epoch_end(self) -> None:
+        self.ends.append(self.current_epoch)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        return [optimizer], [
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.9), "interval": "step"},
+            {"scheduler": torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.7), "interval": "epoch"},
+        ]
+
+    def train_dataloader(self) -> Any:
+        if self.stateful:
+            from torchdata.stateful_dataloader import StatefulDataLoader
+
+            return StatefulDataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True, num_workers=self.num_workers)
+        workers = {"num_workers": self.num_workers, "multiprocessing_context": "fork"} if self.num_workers else {}
+        return DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True, **workers)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Noisy(8), batch_size=2)
+
+
+class Everywhere(pl.Callback):
+    """Saves wherever a callback may: after a batch, a validation, an epoch."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def save(self, trainer: pl.Trainer, where: str) -> None:
+        trainer.save_checkpoint(self.folder / f"{where}={trainer.fit_loop.total_batch_idx}.ckpt")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.save(trainer, "batch")
+
+    def on_validation_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if not trainer.sanity_checking:
+            self.save(trainer, "validation")
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.save(trainer, "epoch")
+
+
+def fit(callbacks: list[Any], ckpt_path: Any = None, seed: int = 0, model: Any = None, **kwargs: Any) -> Any:
+    pl.seed_everything(seed, verbose=False)
+    model = model or Regression()
+    torch.manual_seed(1000 * seed + int(torch.distributed.is_initialized() and torch.distributed.get_rank()))
+    trainer = make_trainer(
+        "full_shard", callbacks=callbacks, use_distributed_sampler=True, limit_val_batches=1.0,
+        **{"max_epochs": NUM_EPOCHS, "check_val_every_n_epoch": 1, **kwargs},
+    )  # fmt: skip
+    trainer.fit(model, ckpt_path=ckpt_path)
+    weights = {name: weight.numpy() for name, weight in whole_parameters(model).items()}
+    buffers = {name: buffer.numpy().copy() for name, buffer in model.named_buffers()}
+    return model.record, weights, buffers, model.ends, [group["lr"] for group in trainer.optimizers[0].param_groups]
+
+
+def uninterrupted(folder: Path, **kwargs: Any) -> Any:
+    return fit([Everywhere(folder)], **kwargs)
+
+
+def resumed(path: Path, **kwargs: Any) -> Any:
+    return fit([], path, seed=7, **kwargs)
+
+
+HOW = [
+    {},
+    {"val_check_interval": 2},
+    {"accumulate_grad_batches": 2, "val_check_interval": 3},
+    {"max_epochs": -1, "max_steps": 13},
+]
+
+
+@pytest.mark.parametrize("kwargs", HOW, ids=str)
+def test_a_resumed_run_is_the_uninterrupted_one(pool: WorkerPool, tmp_path: Path, kwargs: dict[str, Any]) -> None:
+    whole = pool.run(uninterrupted, 2, tmp_path, **kwargs)
+    saved = sorted(tmp_path.glob("*.ckpt"), key=lambda path: (int(path.stem.split("=")[1]), path.stem))
+    assert len(saved) >= 18
+    steps = [int(key.split()[1]) for key in whole[0][0]]
+    for path in saved[:: 1 if not kwargs else 2]:
+        for rank, (record, weights, buffers, ends, lrs) in enumerate(pool.run(resumed, 2, path, **kwargs)):
+            expected = whole[rank]
+            at = int(path.stem.split("=")[1])
+            missing = {key for key in expected[0] if int(key.split()[1]) > at} - set(record)
+            assert not missing, (path.name, missing)
+            for key, value in record.items():
+                assert value == expected[0][key], (path.name, rank, key)
+            for ours, theirs in ((weights, expected[1]), (buffers, expected[2])):
+                for name, value in ours.items():
+                    np.testing.assert_array_equal(value, theirs[name], f"{path.name} {name}")
+            assert lrs == expected[4], path.name
+            is_epoch_done = path.stem.startswith("epoch") or ("max_steps" in kwargs and at == max(steps))
+            assert ends == expected[3][at // 5 + is_epoch_done :], path.name
+
+
+def indices(path: Path | None, **kwargs: Any) -> dict[str, list[int]]:
+    """Which samples came at which step, with workers or a stateful loader."""
+    callbacks = [] if path is None else [Everywhere(path)]
+    multiprocessing.current_process()._config["daemon"] = False  # or loaders could have no workers
+    record = fit(callbacks, model=Regression(**kwargs))[0]
+    return {key: value[1] for key, value in record.items() if key.startswith("train")}
+
+
+def indices_resumed(path: Path, **kwargs: Any) -> dict[str, list[int]]:
+    multiprocessing.current_process()._config["daemon"] = False
+    record = fit([], path, model=Regression(**kwargs))[0]
+    return {key: value[1] for key, value in record.items() if key.startswith("train")}
+
+
+@pytest.mark.parametrize("kwargs", [{"num_workers": 1}, {"stateful": True}], ids=str)
+def test_workers_and_stateful_loaders_go_on_at_their_place(
+    pool: WorkerPool, tmp_path: Path, kwargs: dict[str, Any]
+) -> None:
+    whole = pool.run(indices, 2, tmp_path, **kwargs)
+    for name in ("batch=2", "batch=6", "batch=9", "epoch=9"):
+        for rank, seen in enumerate(pool.run(indices_resumed, 2, tmp_path / f"{name}.ckpt", **kwargs)):
+            at = int(name.split("=")[1])
+            assert seen == {key: value for key, value in whole[rank].items() if int(key.split()[1]) > at}, name
+            assert seen
+
+
+def test_a_stateful_loader_takes_as_many_ranks(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(indices, 2, tmp_path, stateful=True)
+    with pytest.raises(RankFailed, match="cannot be split otherwise"):
+        pool.run(indices_resumed, 1, tmp_path / "batch=6.ckpt", stateful=True)
+
+
+GLOBAL_BATCH, NUM_STEPS = 12, 8
+
+
+class Counted(pl.LightningModule):
+    """No chance in it: the same on any number of ranks, but for rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
+        self.seen: dict[int, list[int]] = {}
+        self.at_start: Any = None
+
+    def train_dataloader(self) -> Any:
+        batch_size = GLOBAL_BATCH // self.trainer.distributed_sampler_kwargs["num_replicas"]
+        return DataLoader(Noisy(GLOBAL_BATCH * NUM_STEPS), batch_size=batch_size, shuffle=True)
+
+    def on_train_start(self) -> None:
+        self.at_start = whole_state(self)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        index, _ = batch
+        x = torch.sin(index[:, None] * torch.arange(1.0, 7.0, dtype=torch.float64))
+        self.seen[self.global_step] = index.tolist()
+        return functional.mse_loss(self.net(x)[:, 0], x.sum(1))
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+
+def whole_state(module: pl.LightningModule) -> dict[str, np.ndarray]:
+    """Weights and the optimizer's state, whole."""
+    state = {name: weight.numpy().copy() for name, weight in whole_parameters(module).items()}
+    optimizer = module.optimizers().optimizer
+    for name, param in module.named_parameters():
+        for key, value in optimizer.state[param].items():
+            whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+            state[f"{name}.{key}"] = whole.detach().numpy().copy()
+    return state
+
+
+def some_steps(num_steps: int, save_to: Path | None = None, ckpt_path: Path | None = None) -> Any:
+    torch.manual_seed(0)
+    model = Counted()
+    trainer = make_trainer("full_shard", use_distributed_sampler=True, max_steps=num_steps, precision="64-true")
+    trainer.fit(model, ckpt_path=ckpt_path)
+    if save_to is not None:
+        trainer.save_checkpoint(save_to)
+    return model.seen, model.at_start, whole_state(model)
+
+
+def test_every_sample_once_while_ranks_come_and_go(pool: WorkerPool, tmp_path: Path) -> None:
+    seen: dict[int, list[int]] = {}
+    before, path = None, None
+    for step, num_ranks in ((2, 4), (4, 2), (6, 3), (8, 1)):
+        results = pool.run(some_steps, num_ranks, step, tmp_path / f"{step}.ckpt", path)
+        path = tmp_path / f"{step}.ckpt"
+        for rank_seen, at_start, _ in results:
+            for key, indices in rank_seen.items():
+                seen.setdefault(key, []).extend(indices)
+            if before is not None:
+                assert before.keys() == at_start.keys()
+                for name, value in before.items():
+                    np.testing.assert_array_equal(at_start[name], value, name)
+        before = results[0][2]
+    assert all(len(indices) == GLOBAL_BATCH for indices in seen.values())
+    assert sorted(index for indices in seen.values() for index in indices) == list(range(GLOBAL_BATCH * NUM_STEPS))
+    one_seen, _, one = pool.run(some_steps, 1, NUM_STEPS)[0]
+    assert {key: sorted(indices) for key, indices in seen.items()} == {k: sorted(v) for k, v in one_seen.items()}
+    for name, value in one.items():
+        np.testing.assert_allclose(before[name], value, rtol=1e-10, atol=1e-14)
