@@ -1,9 +1,13 @@
 """The private corners of Lightning that the plugins stand on, each with what would replace it. Tried with 2.6."""
 
+import math
 from collections.abc import Callable
 from datetime import timedelta
+from functools import wraps
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
@@ -14,8 +18,11 @@ from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, WeightAveraging
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as _utils_rank_zero_only
 from torch.optim.swa_utils import AveragedModel
@@ -85,3 +92,106 @@ def set_rank_zero(global_rank: int) -> None:
 def average_model(callback: Callback) -> AveragedModel | None:
     """Return the average that a ``WeightAveraging`` callback keeps; replaced by a public property of the callback."""
     return callback._average_model if isinstance(callback, WeightAveraging) else None
+
+
+def leave_signals_alone(trainer: Trainer) -> None:
+    """Keep Lightning from handling signals in this run: told to one rank alone, its handler of SIGTERM deadlocks.
+
+    Replaced by: a way to give a Trainer another handler.
+    """
+    vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
+    vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
+
+
+def requeue_signal(trainer: Trainer) -> int | None:
+    """Return the signal after which SLURM is to queue this job again, where Lightning would do so."""
+    environment = trainer._accelerator_connector.cluster_environment
+    if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
+        return environment.requeue_signal
+    return None
+
+
+def path_after_requeue(trainer: Trainer) -> str:
+    """Return where Lightning looks for a checkpoint when SLURM has started a job again."""
+    return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
+
+
+def before_every_batch(trainer: Trainer, function: Callable[[], None]) -> None:
+    """Call ``function`` before every training batch is fetched, until the next call of this for ``trainer``.
+
+    Replaced by: a hook there; ``on_train_batch_start`` comes when the batch has drawn its random numbers.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def advance(data_fetcher: Any) -> None:
+        function()
+        type(loop).advance(loop, data_fetcher)
+
+    vars(loop)["advance"] = advance
+
+
+def validates_alike(trainer: Trainer) -> bool:
+    """Return whether all ranks have the same number of validation batches; a collective."""
+    batches = [float(number) for number in trainer.fit_loop.epoch_loop.val_loop.max_batches]
+    extremes = torch.tensor([*batches, *(-number for number in batches)], device=trainer.strategy.root_device)
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    return bool((extremes[: len(batches)] == -extremes[len(batches) :]).all()) and all(map(math.isfinite, batches))
+
+
+def put_training_weights_back(trainer: Trainer) -> None:
+    """Within a validation, undo what averaging callbacks have done to the weights for it."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging):
+            callback.on_validation_epoch_end(trainer, trainer.lightning_module)
+
+
+def let_children_exit(trainer: Trainer) -> None:
+    """Keep Lightning's launcher from killing this process because those that it has launched exit with a code.
+
+    Replaced by: a launcher that can be told so.
+    """
+    launcher = trainer.strategy.launcher
+    if isinstance(launcher, _SubprocessScriptLauncher):
+        launcher.procs.clear()
+
+
+def intercept_checkpoint_paths(
+    strategy: type,
+    choose: Callable[[Trainer, Any, Callable[[], Any]], Any],
+    resume: Callable[[Trainer, Any, Callable[[Any], None]], None],
+) -> None:
+    """Have a word in what ``ckpt_path`` means, in Trainers with a ``strategy`` of this class. Safe to call again.
+
+    Replaced by: telling a strategy what was asked for, and not only what Lightning has made of it.
+
+    Args:
+        strategy: Where ``choose`` and ``resume`` apply; with others, ``ckpt_path="auto"`` is refused.
+        choose: Gets what the user asked for, and a function that gives what Lightning makes of it.
+        resume: Gets what ``choose`` returned, and a function that reads it, or nothing for None.
+    """
+    connector = _CheckpointConnector
+    if hasattr(connector._parse_ckpt_path, "__wrapped__"):
+        return
+    parse_ckpt_path, resume_start = connector._parse_ckpt_path, connector.resume_start
+
+    @wraps(parse_ckpt_path)
+    def parse(self: Any, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self.trainer.strategy, strategy):
+            return choose(self.trainer, ckpt_path, lambda: parse_ckpt_path(self, state_fn, ckpt_path, *args, **kwargs))
+        if ckpt_path == "auto":
+            raise MisconfigurationException(
+                "ckpt_path='auto' is for lightning-dist's strategies, and this is "
+                f"{type(self.trainer.strategy).__name__}: use 'last'."
+            )
+        return parse_ckpt_path(self, state_fn, ckpt_path, *args, **kwargs)
+
+    @wraps(resume_start)
+    def start(self: Any, checkpoint_path: Any = None, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self.trainer.strategy, strategy):
+            resume(self.trainer, checkpoint_path, lambda path: resume_start(self, path, *args, **kwargs))
+        else:
+            resume_start(self, checkpoint_path, *args, **kwargs)
+
+    connector._parse_ckpt_path = parse  # type: ignore[method-assign]
+    connector.resume_start = start  # type: ignore[method-assign]

@@ -10,14 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-__all__ = [
-    "TrainingProgress",
-    "finish_batch_on_resume",
-    "finish_epoch",
-    "go_back_to_last_update",
-    "leave_finished_epoch",
-    "training_progress",
-]
+__all__ = ["TrainingProgress", "leave_finished_epoch", "prepare_resume", "training_progress"]
 
 
 @dataclass
@@ -50,81 +43,89 @@ def training_progress(trainer: Trainer) -> TrainingProgress:
     return TrainingProgress(epochs.processed, epochs.started == epochs.ready, batches.processed, in_window, is_done)
 
 
-def go_back_to_last_update(trainer: Trainer, loops: dict[str, Any]) -> None:
-    """Change what the fit loop saves in the middle of an accumulation, so that a resume accumulates from its start.
+def prepare_resume(trainer: Trainer, loops: dict[str, Any]) -> None:
+    """Change what a fit's loops save, so that what is due after it is done on a resume, and once.
 
-    The gradients so far are in no checkpoint.
+    As it is, Lightning leaves out the validation that is due after a batch, the part of one that is done already, and
+    the end of an epoch after its last batch; it goes on in the middle of an accumulation without the gradients so far,
+    and counts an epoch or an update twice.
+
+    Args:
+        trainer: In a fit, whose ``loops`` these are.
+        loops: Of the checkpoint dictionary.
     """
-    batches = loops["fit_loop"]["epoch_loop.batch_progress"]
+    loop, progress = trainer.fit_loop.epoch_loop, loops["fit_loop"]
+    epochs, batches = progress["epoch_progress"]["total"], progress["epoch_loop.batch_progress"]["total"]
+    if training_progress(trainer).in_window:
+        _go_back_to_last_update(trainer, progress)
+    elif trainer.validating:
+        validation = progress["epoch_loop.val_loop.batch_progress"]
+        current = validation["current"]
+        if not (validation["is_last_batch"] and current["processed"] == current["ready"]):
+            _run_validation(progress)
+    elif epochs["completed"] == epochs["processed"] - 1:
+        _begin_next_epoch(trainer, progress)
+    elif epochs["processed"] == epochs["started"] - 1 and trainer.fit_loop._data_fetcher is not None:
+        if batches["completed"] == batches["processed"] - 1:
+            _finish_batch(trainer, progress)
+        elif not loop.restarting:
+            _count_update_once(trainer, progress)
+
+
+def _go_back_to_last_update(trainer: Trainer, progress: dict[str, Any]) -> None:
+    batches = progress["epoch_loop.batch_progress"]
     in_window = training_progress(trainer).in_window
     for name in ("total", "current"):
         batches[name] = dict.fromkeys(batches[name], batches[name]["processed"] - in_window)
-    _count_update_once(trainer, loops)
+    _count_update_once(trainer, progress)
 
 
-def finish_epoch(trainer: Trainer, loops: dict[str, Any]) -> None:
-    """Change what the fit loop saves at an epoch's end, so that a resume begins with the next one.
-
-    Lightning would count the epoch twice where ``max_steps`` is set.
-    """
-    progress = loops["fit_loop"]
-    epochs, batches = progress["epoch_progress"], progress["epoch_loop.batch_progress"]
-    total = epochs["total"]
-    if total["completed"] != total["processed"] - 1 or not total["processed"] == total["started"] == total["ready"]:
-        return
+def _begin_next_epoch(trainer: Trainer, progress: dict[str, Any]) -> None:
+    batches = progress["epoch_loop.batch_progress"]
     for name in ("total", "current"):
-        epochs[name]["completed"] += 1
+        progress["epoch_progress"][name]["completed"] += 1
     batches["current"] = dict.fromkeys(batches["current"], 0)
     batches["is_last_batch"] = False
     if trainer.max_steps != -1:
-        _count_update_once(trainer, loops)
+        _count_update_once(trainer, progress)
 
 
-def _count_update_once(trainer: Trainer, loops: dict[str, Any]) -> None:
-    """Where a validation was due after the last batch of ``loops``, Lightning will skip it, but count its update again.
-
-    ``_batches_that_stepped`` is the step under which metrics are logged.
-    """
+def _finish_batch(trainer: Trainer, progress: dict[str, Any]) -> None:
+    """Saved after a batch, of which Lightning has not counted the end."""
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
-    saved = loops["fit_loop"]["epoch_loop.batch_progress"]
-    total, current = loop.batch_progress.total, loop.batch_progress.current
-    before = total.ready, current.ready, loop.batch_progress.is_last_batch
-    total.ready, current.ready = saved["total"]["ready"], saved["current"]["ready"]
-    loop.batch_progress.is_last_batch = saved["is_last_batch"]
-    if fetcher is not None and loop._should_check_val_fx(fetcher):
-        loops["fit_loop"]["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
-    total.ready, current.ready, loop.batch_progress.is_last_batch = before
-
-
-def finish_batch_on_resume(trainer: Trainer, loops: dict[str, Any]) -> None:
-    """Change what the fit loop saves after a batch, so that what is due after it is done on a resume.
-
-    Lightning leaves out the validation that is due after the batch, and the end of the epoch after its last batch.
-
-    Args:
-        trainer: In a fit.
-        loops: Of the checkpoint.
-    """
-    loop, fetcher, progress = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher, loops["fit_loop"]
-    batches = progress["epoch_loop.batch_progress"]
-    if fetcher is None or batches["total"]["completed"] != batches["total"]["processed"] - 1:
-        return
+    assert fetcher is not None
     if trainer.enable_validation and loop._should_check_val_fx(fetcher):
-        _run_validation_on_resume(progress)
+        _run_validation(progress)
     elif loop._num_ready_batches_reached():
         progress["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
     else:
         return
-    for count in ("total", "current"):
-        batches[count]["completed"] += 1
+    for name in ("total", "current"):
+        progress["epoch_loop.batch_progress"][name]["completed"] += 1
 
 
-def _run_validation_on_resume(progress: dict[str, Any]) -> None:
+def _run_validation(progress: dict[str, Any]) -> None:
     """Let it look as if the validation's first batch had been begun: then Lightning goes back to it."""
     batches = progress["epoch_loop.val_loop.batch_progress"]
     done = batches["total"]["completed"]
     batches["total"] = {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}
     batches["current"] = {"ready": 1, "started": 1, "processed": 0, "completed": 0}
+
+
+def _count_update_once(trainer: Trainer, progress: dict[str, Any]) -> None:
+    """Where a validation was due after the last batch, Lightning will skip it, but count the batch's update again.
+
+    ``_batches_that_stepped`` is the step under which metrics are logged.
+    """
+    loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
+    saved = progress["epoch_loop.batch_progress"]
+    total, current = loop.batch_progress.total, loop.batch_progress.current
+    before = total.ready, current.ready, loop.batch_progress.is_last_batch
+    total.ready, current.ready = saved["total"]["ready"], saved["current"]["ready"]
+    loop.batch_progress.is_last_batch = saved["is_last_batch"]
+    if fetcher is not None and loop._should_check_val_fx(fetcher):
+        progress["epoch_loop.state_dict"]["_batches_that_stepped"] -= 1
+    total.ready, current.ready, loop.batch_progress.is_last_batch = before
 
 
 def leave_finished_epoch(trainer: Trainer) -> None:

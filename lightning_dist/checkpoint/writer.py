@@ -216,7 +216,9 @@ class Writer:
             )
             if dist.is_initialized():
                 # Its own: training's collectives are under way at the same time.
-                self._group = dist.new_group(backend="gloo", timeout=self._timeout)
+                self._group = dist.new_group(
+                    backend="gloo", timeout=self._timeout, group_desc="background: checkpoint writer"
+                )
             self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)
             self._thread.start()
         return self._stager

@@ -1,5 +1,6 @@
 """Callbacks for runs on any strategy, ours or Lightning's."""
 
+from lightning_dist.plugins.callbacks.fault_tolerance import FaultTolerance
 from lightning_dist.plugins.callbacks.telemetry import StepTelemetry
 
-__all__ = ["StepTelemetry"]
+__all__ = ["FaultTolerance", "StepTelemetry"]

@@ -229,6 +229,11 @@ class MLflowLogger(MLFlowLogger):
         self.log_hyperparams(dict(config))
         self._writer.run(partial(self.experiment.log_text, self._run_id, text, "config.yaml"))
 
+    @rank_zero_only
+    def log_folder(self, folder: Path, name: str) -> None:
+        """Upload a local folder as the artifacts under ``name``, at once."""
+        self.experiment.log_artifacts(str(self._run_id), str(folder), name)
+
     @override
     @rank_zero_only
     def log_graph(self, model: nn.Module, input_array: Tensor | None = None) -> None:
@@ -380,4 +385,4 @@ def _terminal_status(status: str) -> str:
     if status != "failed":
         return "FINISHED"
     # Lightning finalizes loggers while it handles the exception, and says "failed" of every kind.
-    return "KILLED" if isinstance(sys.exc_info()[1], (KeyboardInterrupt, SIGTERMException)) else "FAILED"
+    return "KILLED" if isinstance(sys.exc_info()[1], (KeyboardInterrupt, SIGTERMException, SystemExit)) else "FAILED"

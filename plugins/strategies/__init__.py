@@ -2,6 +2,8 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_dist.plugins import _compat
+from lightning_dist.plugins.strategies import newest
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
 from lightning_dist.plugins.strategies.full_shard import FullShardStrategy
 from lightning_dist.plugins.strategies.hybrid_shard import HybridShardStrategy
@@ -16,3 +18,4 @@ def register() -> None:
         name = strategy.strategy_name
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])
+    _compat.intercept_checkpoint_paths(MeshStrategy, newest.choose, newest.resume)

@@ -58,6 +58,13 @@ class Bookkeeping:
         for logger in self._loggers:
             _restore(logger, "after_save_checkpoint")
         self._of, self._loggers, self._exists = {}, [], {}
+        self._newest, self._removed_for, self._notices, self._failed = "", {}, [], []
+
+    @property
+    def wanted(self) -> list[str]:
+        """What the callbacks have among their best, or call their last."""
+        paths = [path for callback in self._of for path in [*callback.best_k_models, callback.last_model_path]]
+        return [absolute(path) for path in [*paths, *(callback.best_model_path for callback in self._of)] if path]
 
     def asked_to_save(self, path: str) -> None:
         """A save of ``path`` has begun."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,9 +16,20 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_dist.checkpoint import CheckpointError, Save, Verify, Writer, take_snapshot
+from lightning_dist.checkpoint import (
+    CheckpointError,
+    Manifest,
+    Save,
+    Verify,
+    Writer,
+    find,
+    is_sharded_checkpoint,
+    read_manifest,
+    take_snapshot,
+)
 from lightning_dist.checkpoint.state import by_name
 from lightning_dist.plugins.strategies.bookkeeping import Bookkeeping, absolute
+from lightning_dist.plugins.strategies.retention import Retention
 
 __all__ = ["CheckpointOptions", "Checkpoints", "optimizer_state"]
 
@@ -32,15 +45,21 @@ class CheckpointOptions:
             ``"size"`` or ``"off"``.
         weights_only: Refuse to load pickled objects other than tensors and plain values, as torch.load does.
             ``fit(weights_only=...)`` goes before.
+        keep_last: How many of the run's newest checkpoints stay, also of those that no ModelCheckpoint wants any more;
+            older ones go, unless one has them among its best or calls them its last. None: callbacks alone decide.
+        keep_every_n_steps: Checkpoints at a multiple of so many steps stay in any case. None: none does.
     """
 
     asynchronous: bool = True
     verify: Verify = "full"
     weights_only: bool = True
+    keep_last: int | None = None
+    keep_every_n_steps: int | None = None
 
     def __post_init__(self) -> None:
         if self.verify not in ("full", "size", "off"):
             raise ValueError(f"checkpoint.verify={self.verify!r} must be 'full', 'size' or 'off'.")
+        Retention(self.keep_last, self.keep_every_n_steps)
 
 
 def optimizer_state(optimizer: Optimizer, module: LightningModule) -> dict[str, Any]:
@@ -60,9 +79,13 @@ class Checkpoints:
         self._options = options
         self._writer = Writer(timeout)
         self._bookkeeping = Bookkeeping()
+        self._retention = Retention(options.keep_last, options.keep_every_n_steps)
+        self._folders: set[str] = set()
+        self._run = uuid.uuid4().hex
         self._trainer: Trainer | None = None
         self._newest_error: CheckpointError | None = None
         self._num_failed = 0
+        self._failed: list[str] = []  # not taken back yet
 
     def start(self, trainer: Trainer) -> None:
         """Serve ``trainer`` from now on."""
@@ -80,9 +103,11 @@ class Checkpoints:
         """
         start = time.perf_counter()
         self.settle()
-        about = {"global_step": checkpoint.get("global_step"), "epoch": checkpoint.get("epoch")}
+        step = int(checkpoint.get("global_step", 0))
+        about = {"global_step": step, "epoch": checkpoint.get("epoch"), "run": self._run}
         save = self._writer.save(path, take_snapshot(checkpoint, own, about))
         self._bookkeeping.asked_to_save(path)
+        self._retain(path, step)
         if not (self._is_fitting and self._options.asynchronous):
             self._writer.wait()
         save.stall_s = time.perf_counter() - start
@@ -96,10 +121,44 @@ class Checkpoints:
         state = self._trainer.state if self._trainer is not None else None
         return state is not None and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
 
+    def goes_on(self, path: str) -> None:
+        """The run is that of the checkpoint at ``path``: those that were saved then are its own."""
+        if is_sharded_checkpoint(path):
+            self._run = read_manifest(path).about.get("run", self._run)
+
     def remove(self, path: str) -> None:
-        """Remove the checkpoint at ``path``, if the save before succeeds. To be called by all ranks alike."""
+        """Remove the checkpoint at ``path``, if the save before succeeds and it is not to be kept.
+
+        To be called by all ranks alike.
+        """
+        if not self._retention.keeps(path):
+            self._remove(path)
+
+    def _remove(self, path: str) -> None:
         self._bookkeeping.asked_to_remove(path)
+        self._retention.asked_to_remove(path)
         self._writer.remove(path)
+
+    def _retain(self, path: str, step: int) -> None:
+        """Remove what is too much with the save of ``path``."""
+        if not self._retention.is_on or self._trainer is None:
+            return
+        folder = os.path.dirname(path)
+        if folder not in self._folders:
+            self._folders.add(folder)
+            before = self._saved_before(folder) if self._trainer.is_global_zero else {}
+            self._retention.found(self._trainer.strategy.broadcast(before))
+        self._retention.asked_to_save(path, step)
+        for surplus in self._retention.surplus({path, *self._bookkeeping.wanted}):
+            self._remove(surplus)
+
+    def _saved_before(self, folder: str) -> dict[str, int]:
+        """The steps of the checkpoints in ``folder`` that are this run's, by path."""
+        steps = {}
+        for path, manifest in find(folder):
+            if isinstance(manifest, Manifest) and manifest.about.get("run") == self._run:
+                steps[absolute(path)] = int(manifest.about.get("global_step") or 0)
+        return steps
 
     def before_step(self) -> None:
         """Say what became of saves since; to be called between steps."""
@@ -114,6 +173,9 @@ class Checkpoints:
         """Wait for the last save, and say what became of it. To be called by all ranks alike."""
         self._writer.wait()
         self.before_step()
+        for path in self._failed:
+            self._retention.failed(path)
+        self._failed = []
         for path in self._bookkeeping.settle():
             self.remove(absolute(path))
 
@@ -142,6 +204,7 @@ class Checkpoints:
         self._newest_error = save.error
         self._bookkeeping.saved(save)
         if save.error is not None:
+            self._failed.append(save.path)
             self._num_failed += 1
             rank_zero_warn(f"{save.error} Training goes on; if the last save fails too, it ends with this error.")
         if self._trainer is None or not self._trainer.is_global_zero:

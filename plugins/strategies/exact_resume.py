@@ -70,13 +70,10 @@ class ExactResume:
             return {}
         weights = _weights(checkpoint)
         rng = self._rng_before_validation or rng_state()
+        _progress.prepare_resume(trainer, checkpoint["loops"])
         if _progress.training_progress(trainer).in_window:
-            _progress.go_back_to_last_update(trainer, checkpoint["loops"])
             rng = self._rng_at_update or rng
             weights.update({name: value for name, value in self._buffers_at_update.items() if name in weights})
-        else:
-            _progress.finish_batch_on_resume(trainer, checkpoint["loops"])
-            _progress.finish_epoch(trainer, checkpoint["loops"])
         return {
             "rng": rng,
             "loaders": _loader_states(checkpoint),

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, cast
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO, Precision, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -27,6 +27,7 @@ from lightning_dist.layout import ParallelLayout
 from lightning_dist.local_step import LocalStep
 from lightning_dist.parallelize import parallelize
 from lightning_dist.plugins import _compat
+from lightning_dist.plugins.callbacks import FaultTolerance
 from lightning_dist.plugins.precision import PrecisionPolicy, precision_policy
 from lightning_dist.plugins.strategies import loading
 from lightning_dist.plugins.strategies.bookkeeping import absolute
@@ -179,8 +180,11 @@ class MeshStrategy(ProcessStrategy):
         self._layout = ParallelLayout.resolve(self.num_nodes * self.num_processes, **self._requested_sizes())
 
     def setup_environment(self) -> None:
-        """Start the process group and build the mesh."""
+        """Start the process group and build the mesh; see to it that a fit can be stopped."""
         super().setup_environment()
+        callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, FaultTolerance) for callback in callbacks):
+            callbacks.append(FaultTolerance())
         self._mesh = self.layout.build_mesh(self.root_device.type)
 
     @contextmanager
@@ -404,22 +408,30 @@ class MeshStrategy(ProcessStrategy):
         self._checkpoints.remove(absolute(filepath))
 
     def wait_for_checkpoints(self) -> None:
-        """Return when what was asked for is written: before a checkpoint that was just saved is read or copied."""
-        self._checkpoints.settle()
+        """Return when what was asked for is written: before a checkpoint that was just saved is read or copied.
+
+        Raises:
+            CheckpointError: If the newest could not be written.
+        """
+        self._checkpoints.finish()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint, a directory of any layout or a single file, into tensors placed as this run's are."""
         assert self.lightning_module is not None
         self._checkpoints.settle()
-        options = self._checkpoint_options
-        return loading.load(
-            self.broadcast(absolute(checkpoint_path)),
+        options, path = self._checkpoint_options, self.broadcast(absolute(checkpoint_path))
+        is_fitting = self._trainer.state.fn == TrainerFn.FITTING
+        checkpoint = loading.load(
+            path,
             self.lightning_module,
             self.optimizers,
             options.weights_only if weights_only is None else weights_only,
             options.verify,
-            self._exact_resume if self._trainer.state.fn == TrainerFn.FITTING else None,
+            self._exact_resume if is_fitting else None,
         )
+        if is_fitting:
+            self._checkpoints.goes_on(path)
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of a checkpoint that :meth:`load_checkpoint` read."""

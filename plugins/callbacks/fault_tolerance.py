@@ -1,0 +1,211 @@
+"""Runs that stop when they are asked to, and end when they hang."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import uuid
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+from typing_extensions import override
+
+from lightning_dist.plugins import _compat
+from lightning_dist.plugins.loggers import MLflowLogger
+from lightning_dist.preemption import StopRequest, TrainingStopped
+from lightning_dist.watchdog import Watchdog
+
+__all__ = ["STOPPED", "FaultTolerance"]
+
+STOPPED = "last-stopped.ckpt"
+"""The checkpoint of a run that was asked to stop, beside those of its first ModelCheckpoint."""
+
+
+class FaultTolerance(Callback):
+    """Saves and stops on SIGTERM or SIGUSR1, and ends runs that hang.
+
+    A signal to any process, or to all, is noted and agreed upon between two batches, of training or of validation. Then
+    the run saves ``last-stopped.ckpt`` beside the checkpoints of its first ModelCheckpoint, and all processes exit with
+    code 75. ``ckpt_path="auto"`` or ``"last"`` goes on from there: within the epoch, and with a validation that was
+    left begun anew. Under SLURM, the requeue signal saves where Lightning looks after a requeue, and requeues the job.
+
+    One of these is added to every fit of this project's strategies that has none.
+
+    Args:
+        grace_seconds: How long after the signal the checkpoint may take. A run that needs longer exits with code 1, and
+            what was saved before is what there is.
+        hang_timeout: Seconds without a batch after which a run is ended: a process on every node says which rank hangs
+            and in which collective the others wait for it, puts every rank's stacks and collectives into the logger's
+            artifacts and ``<default_root_dir>/watchdog``, and ends the node's processes with code 76, so that torchrun
+            starts them again. More than the longest step, compilation, validation batch or synchronous save. None: no
+            watchdog; then the strategy's ``timeout`` ends what waits in a collective, without a report.
+
+    Raises:
+        MisconfigurationException: If a number is not positive.
+    """
+
+    def __init__(self, grace_seconds: float = 30.0, hang_timeout: float | None = None) -> None:
+        if not grace_seconds > 0:
+            raise MisconfigurationException(f"FaultTolerance(grace_seconds={grace_seconds}): expected more than 0.")
+        if hang_timeout is not None and not hang_timeout > 0:
+            raise MisconfigurationException(
+                f"FaultTolerance(hang_timeout={hang_timeout}): expected more than 0 seconds, or None for no watchdog."
+            )
+        self.grace_seconds = grace_seconds
+        self.hang_timeout = hang_timeout
+        self._stop = StopRequest()
+        self._watchdog: Watchdog | None = None
+        self._num_beats = 0
+        self._looks_within_validation = False
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        _compat.leave_signals_alone(trainer)
+        if stage == "fit":
+            requeue = _compat.requeue_signal(trainer)
+            self._stop = StopRequest({signal.SIGTERM, signal.SIGUSR1} | ({requeue} if requeue else set()))
+            self._stop.listen()
+
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        _compat.before_every_batch(trainer, lambda: self._between_batches(trainer))
+        if self.hang_timeout is not None:
+            self._watch(trainer, self.hang_timeout)
+        self._beat()
+
+    @override
+    def on_train_batch_end(self, *args: Any) -> None:
+        self._beat()
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        # A rank with more batches than others would agree on what they have not come to.
+        self._looks_within_validation = not trainer.sanity_checking and _compat.validates_alike(trainer)
+
+    @override
+    def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:
+        self._beat()
+        if self._looks_within_validation:
+            self._stop_if_asked(trainer)
+
+    @override
+    def on_validation_end(self, *args: Any) -> None:
+        self._beat()
+
+    @override
+    def on_train_end(self, *args: Any) -> None:
+        if self._watchdog is not None:
+            self._watchdog.disarm()  # the last save takes what it takes
+
+    @override
+    def on_exception(self, *args: Any) -> None:
+        self._close()
+
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._close()
+
+    def _between_batches(self, trainer: Trainer) -> None:
+        self._beat()
+        self._stop_if_asked(trainer)
+
+    def _stop_if_asked(self, trainer: Trainer) -> None:
+        number = self._stop.agreed()
+        if number:
+            self._save_and_stop(trainer, number)
+
+    def _save_and_stop(self, trainer: Trainer, number: int) -> None:
+        left = max(self.grace_seconds - self._stop.seconds_since, 0.0)
+        timer = threading.Timer(left, self._give_up)
+        timer.daemon = True
+        timer.start()
+        if self._watchdog is not None:
+            self._watchdog.disarm()
+        must_requeue = number == _compat.requeue_signal(trainer)
+        path = _compat.path_after_requeue(trainer) if must_requeue else str(stop_path(trainer))
+        if trainer.validating:
+            _compat.put_training_weights_back(trainer)
+        trainer.save_checkpoint(path)
+        wait = getattr(trainer.strategy, "wait_for_checkpoints", None)
+        if wait is not None:
+            wait()
+        timer.cancel()
+        rank_zero_info(
+            f"Stopped by {signal.Signals(number).name} after step {trainer.global_step}; saved {os.path.relpath(path)}."
+        )
+        if must_requeue and trainer.is_global_zero:
+            _requeue()
+        _compat.let_children_exit(trainer)
+        trainer.strategy.barrier("stopped")
+        raise TrainingStopped(path)
+
+    def _give_up(self) -> None:
+        print(
+            f"lightning-dist: the checkpoint was not written within grace_seconds={self.grace_seconds:g} after the"
+            " signal. Those from before are unchanged.",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+    def _beat(self) -> None:
+        if self._watchdog is not None:
+            self._num_beats += 1
+            self._watchdog.beat(self._num_beats)
+
+    def _watch(self, trainer: Trainer, timeout_s: float) -> None:
+        name = trainer.strategy.broadcast(uuid.uuid4().hex)
+        folder = Path(trainer.default_root_dir) / "watchdog" / name[:8]
+        strategy: Any = trainer.strategy
+        self._watchdog = Watchdog(
+            folder,
+            timeout_s,
+            trainer.global_rank,
+            trainer.local_rank,
+            strategy.num_processes,
+            f"{name}-{trainer.node_rank}",
+            on_hang=lambda report: _upload(trainer, folder),
+        )
+        self._watchdog.start()
+
+    def _close(self) -> None:
+        self._stop.close()
+        self._looks_within_validation = False
+        if self._watchdog is not None:
+            self._watchdog.close()
+            self._watchdog = None
+
+
+def stop_path(trainer: Trainer) -> Path:
+    """Where a run that is asked to stop saves."""
+    folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    return Path(folders[0] if folders and folders[0] else trainer.default_root_dir) / STOPPED
+
+
+def _upload(trainer: Trainer, folder: Path) -> None:
+    for logger in trainer.loggers:
+        if isinstance(logger, MLflowLogger) and trainer.is_global_zero:
+            logger.log_folder(folder, "watchdog")
+
+
+def _requeue() -> None:
+    """Ask SLURM to queue this job again."""
+    array = os.environ.get("SLURM_ARRAY_JOB_ID")
+    job = f"{array}_{os.environ['SLURM_ARRAY_TASK_ID']}" if array else os.environ.get("SLURM_JOB_ID", "")
+    scontrol = shutil.which("scontrol")
+    if scontrol is None:
+        rank_zero_warn(f"The job {job} is not requeued: there is no scontrol here. Requeue it by hand.")
+        return
+    result = subprocess.run([scontrol, "requeue", job], capture_output=True, text=True, check=False)
+    if result.returncode:
+        rank_zero_warn(f"The job {job} is not requeued: scontrol says {result.stderr.strip()}")
+    else:
+        rank_zero_info(f"Requeued the job {job}.")

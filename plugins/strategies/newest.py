@@ -1,0 +1,105 @@
+"""``ckpt_path="last"`` and ``"auto"``: the newest checkpoint that is good."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_dist.checkpoint import CheckpointError, find
+from lightning_dist.consensus import OtherRankError
+from lightning_dist.plugins import _compat
+from lightning_dist.plugins.strategies.bookkeeping import absolute
+
+__all__ = ["AUTO", "Newest", "choose", "resume"]
+
+AUTO = "auto"
+
+
+class Newest(str):
+    """A path that was not asked for by its name: where it is damaged, the newest good one will do.
+
+    Args:
+        path: What is tried first; :data:`AUTO`: the newest.
+        folders: Where others are.
+    """
+
+    def __new__(cls, path: str, folders: list[str]) -> Newest:  # noqa: D102 - as the class
+        self = super().__new__(cls, path)
+        self.folders = folders
+        return self
+
+    folders: list[str]
+
+
+def choose(trainer: Trainer, asked: Any, found: Callable[[], Any]) -> Any:
+    """Turn the ``ckpt_path`` that was asked for into a path, or a :class:`Newest`.
+
+    Args:
+        trainer: With one of this project's strategies.
+        asked: By the user.
+        found: What Lightning makes of it.
+
+    Raises:
+        MisconfigurationException: If it is :data:`AUTO`, and every start would save to another folder.
+    """
+    if asked == AUTO:
+        return Newest(AUTO, _folders(trainer))
+    path = found()
+    return Newest(path, [os.path.dirname(absolute(path))]) if asked == "last" and path is not None else path
+
+
+def resume(trainer: Trainer, path: Any, load: Callable[[Any], None]) -> None:
+    """Call ``load`` with the first good checkpoint. A collective over all processes.
+
+    Args:
+        trainer: As of :func:`choose`.
+        path: From :func:`choose`.
+        load: Reads a checkpoint; given None it lets training start afresh.
+
+    Raises:
+        CheckpointError: If there are checkpoints, but none of them can be read.
+    """
+    if not isinstance(path, Newest):
+        load(path)
+        return
+    candidates: list[str] = trainer.strategy.broadcast(_candidates(path) if trainer.is_global_zero else [])
+    for candidate in candidates:
+        try:
+            load(candidate)
+        except (CheckpointError, OtherRankError) as error:
+            rank_zero_warn(f"{error} Trying the one before.")
+        else:
+            return
+    if candidates:
+        raise CheckpointError(
+            f"None of the {len(candidates)} checkpoints in {' and '.join(path.folders)} can be read; the reasons are"
+            " above. To start afresh, move them away."
+        )
+    rank_zero_info(f"There is no checkpoint in {' or '.join(path.folders)} yet: training starts afresh.")
+    load(None)
+
+
+def _candidates(path: Newest) -> list[str]:
+    newest_first = [found for folder in path.folders for found in find(folder)]
+    newest_first.sort(key=lambda found: getattr(found[1], "saved_at", 0.0), reverse=True)
+    first = [] if path == AUTO else [absolute(path)]
+    return list(dict.fromkeys(first + [name for name, _ in newest_first]))
+
+
+def _folders(trainer: Trainer) -> list[str]:
+    callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
+    folders = [str(callback.dirpath) for callback in callbacks if callback.dirpath]
+    if callbacks and not folders:
+        raise MisconfigurationException(
+            f"ckpt_path={AUTO!r} needs a folder that is the same at every start: give ModelCheckpoint a dirpath."
+            " Without one, each run saves to a folder of its own."
+        )
+    if not folders or _compat.requeue_signal(trainer) is not None:
+        folders.append(str(trainer.default_root_dir))
+    return list(dict.fromkeys(map(absolute, folders)))

@@ -1,0 +1,175 @@
+"""Runs that are asked to stop: they save, exit with their code, and go on as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
+
+from lightning_dist.checkpoint import find
+from lightning_dist.plugins.callbacks import FaultTolerance
+from lightning_dist.preemption import EXIT_STOPPED, TrainingStopped
+from tests.distributed.test_exact_resume import Regression, fit
+from tests.distributed.test_saving import Slow
+from tests.pool import WorkerPool
+
+
+class Signal(pl.Callback):
+    """Sends a signal to these ranks' own processes, in batch 6: in its step, in its save, or in its validation."""
+
+    def __init__(self, where: str, ranks: list[int], number: int = signal.SIGTERM) -> None:
+        self.where, self.ranks, self.number = where, ranks, number
+
+    def send(self, trainer: pl.Trainer, where: str) -> None:
+        is_here = trainer.fit_loop.total_batch_idx == 6 and not trainer.sanity_checking
+        if is_here and where == self.where and trainer.global_rank in self.ranks:
+            os.kill(os.getpid(), self.number)
+
+    def on_before_backward(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.send(trainer, "step")
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.send(trainer, "save")
+
+    def on_validation_batch_start(
+        self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int, *args: Any
+    ) -> None:
+        if batch_idx == 0:
+            self.send(trainer, "validation")
+
+
+HOW = {"val_check_interval": 2}
+
+
+def whole() -> Any:
+    return fit([], **HOW)
+
+
+def stopped(folder: Path, signals: Signal, slow_saves: bool) -> tuple[str, int, dict[str, Any]]:
+    pl.seed_everything(0, verbose=False)
+    model = Regression()
+    checkpoint = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=7, save_top_k=-1)
+    with pytest.MonkeyPatch.context() as patch:
+        if slow_saves:
+            Slow(patch, seconds=0.05)
+        try:
+            fit([checkpoint, signals], model=model, enable_checkpointing=True, **HOW)
+        except TrainingStopped as stop:
+            return stop.path, stop.code, model.record
+    raise AssertionError("it did not stop")
+
+
+def resumed(path: str) -> Any:
+    return fit([], path, seed=7, **HOW)
+
+
+@pytest.mark.parametrize(
+    ("where", "ranks", "number"),
+    [
+        ("step", [0], signal.SIGTERM),
+        ("step", [1], signal.SIGTERM),
+        ("step", [0, 1], signal.SIGUSR1),
+        ("save", [1], signal.SIGUSR1),
+        ("save", [0, 1], signal.SIGTERM),
+        ("validation", [1], signal.SIGTERM),
+    ],
+)
+def test_a_stopped_run_goes_on_as_if_it_had_not(
+    pool: WorkerPool, tmp_path: Path, where: str, ranks: list[int], number: int
+) -> None:
+    expected = pool.run(whole, 2)
+    stops = pool.run(stopped, 2, tmp_path, Signal(where, ranks, number), where == "save")
+    assert {(path, code) for path, code, _ in stops} == {(str(tmp_path / "last-stopped.ckpt"), EXIT_STOPPED)}
+    after = pool.run(resumed, 2, stops[0][0])
+    for rank in range(2):
+        before, (record, weights, buffers, ends, _) = stops[rank][2], after[rank]
+        assert max(int(key.split()[1]) for key in before) <= 8
+        assert {**before, **record} == expected[rank][0]
+        assert not {key for key in before if key.startswith("train")} & set(record)
+        assert ends == expected[rank][3][1:]
+        for ours, theirs in ((weights, expected[rank][1]), (buffers, expected[rank][2])):
+            for name, value in ours.items():
+                np.testing.assert_array_equal(value, theirs[name], name)
+
+
+SCRIPT = """
+import sys, time
+import lightning.pytorch as pl, torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+import lightning_dist
+from lightning_dist.plugins.callbacks import FaultTolerance
+from tests.models import GPT
+
+grace_seconds = float(sys.argv[2])
+if grace_seconds < 1:
+    from lightning_dist.checkpoint import place
+    place.NewFile.write = lambda *args: time.sleep(30)
+
+class Slowly(pl.Callback):
+    def on_train_batch_start(self, trainer, *args):
+        time.sleep(0.05)
+        if trainer.global_step == 2:
+            print("rank", trainer.global_rank, flush=True)
+
+trainer = pl.Trainer(
+    accelerator="cpu", devices=2, strategy="full_shard", max_steps=400, logger=False, enable_progress_bar=False,
+    enable_model_summary=False, limit_val_batches=0, use_distributed_sampler=False, default_root_dir=sys.argv[1],
+    callbacks=[Slowly(), ModelCheckpoint(sys.argv[1] + "/checkpoints"), FaultTolerance(grace_seconds)],
+)
+trainer.fit(GPT())
+"""
+
+
+def wait_for(process: subprocess.Popen[str], text: str, count: int) -> str:
+    seen = ""
+    for line in process.stdout:
+        seen += line
+        if seen.count(text) >= count:
+            return seen
+    raise AssertionError(seen)
+
+
+def stop_launched_job(folder: Path, grace_seconds: float) -> tuple[int, str]:
+    """The signal comes from outside, to the process that was launched last. Returns the exit code and the output."""
+    (folder / "train.py").write_text(SCRIPT)
+    process = subprocess.Popen(
+        [sys.executable, folder / "train.py", str(folder), str(grace_seconds)],
+        text=True, cwd=Path(__file__).parents[2],
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": "."},
+    )  # fmt: skip
+    wait_for(process, "rank", 2)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    ranks = [int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    os.kill(ranks[-1], signal.SIGTERM)
+    output, _ = process.communicate(timeout=25)
+    return process.returncode, output
+
+
+def test_a_launched_job_exits_with_its_code(tmp_path: Path) -> None:
+    code, output = stop_launched_job(tmp_path, 20.0)
+    assert code == EXIT_STOPPED, output
+    assert re.search(r"Stopped by SIGTERM after step \d+; saved .*checkpoints/last-stopped.ckpt", output), output
+    assert [Path(path).name for path, _ in find(tmp_path / "checkpoints")] == ["last-stopped.ckpt"]
+
+
+def test_a_save_beyond_the_grace_period_ends_the_run(tmp_path: Path) -> None:
+    code, output = stop_launched_job(tmp_path, 0.5)
+    assert code == 1, output
+    assert "was not written within grace_seconds=0.5" in output
+    assert find(tmp_path / "checkpoints") == []
+
+
+@pytest.mark.parametrize("kwargs", [{"grace_seconds": 0}, {"hang_timeout": -1.0}], ids=str)
+def test_what_cannot_be_is_refused(kwargs: dict[str, float]) -> None:
+    name, value = next(iter(kwargs.items()))
+    with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match=f"{name}={value}"):
+        FaultTolerance(**kwargs)
