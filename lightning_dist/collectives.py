@@ -36,17 +36,21 @@ class DirectAllGather(AllGather):
         if async_op:
             work: dist.Work = dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op=True)
             return work
-        rank, world_size = group.rank(), group.size()
-        chunks = output_tensor.view(world_size, -1)
-        others = [(rank + distance) % world_size for distance in range(1, world_size)]
-        transfers = [dist.irecv(chunks[other], group=group, group_src=other) for other in reversed(others)]
-        transfers += [dist.isend(input_tensor, group=group, group_dst=other) for other in others]
-        if chunks[rank].data_ptr() != input_tensor.data_ptr():
-            chunks[rank].copy_(input_tensor)
-        for transfer in transfers:
-            assert transfer is not None
-            transfer.wait()
+        direct_all_gather(output_tensor.view(group.size(), -1), input_tensor, group)
         return None
+
+
+def direct_all_gather(chunks: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Send ``mine`` to all other ranks, and receive theirs into the rows of ``chunks``; a function for stack traces."""
+    rank, world_size = group.rank(), group.size()
+    others = [(rank + distance) % world_size for distance in range(1, world_size)]
+    transfers = [dist.irecv(chunks[other], group=group, group_src=other) for other in reversed(others)]
+    transfers += [dist.isend(mine, group=group, group_dst=other) for other in others]
+    if chunks[rank].data_ptr() != mine.data_ptr():
+        chunks[rank].copy_(mine)
+    for transfer in transfers:
+        assert transfer is not None
+        transfer.wait()
 
 
 class TwoShotReduceScatter(ReduceScatter):

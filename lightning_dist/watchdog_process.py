@@ -37,6 +37,8 @@ _LIBRARIES = re.compile(
     "|".join(("<", *(re.escape(str(Path(file).absolute().parent)) + "/" for file in (os.__file__, __file__))))
     + "|.*/(site|dist)-packages/"
 )
+_EXCHANGES = ("lightning_dist/collectives.py", "torch/distributed/distributed_c10d.py")
+"""Files whose lines wait for other ranks."""
 _STOPPED = {"T": "is stopped (SIGSTOP)", "t": "is held by a debugger"}
 
 
@@ -140,14 +142,25 @@ class Rank:
         return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
 
     @property
-    def place(self) -> str:
-        """Where the main thread is: the innermost line that is not a library's, if there is one."""
+    def _frames(self) -> list[tuple[str, str, str]]:
+        """File, line and function of the main thread's frames, innermost first."""
         for thread in self.stacks.split("\n\n"):
             if f"0x{self._main_thread:016x}" in thread:
-                frames = re.findall(r'File "(.*)", line (\d+) in (.*)', thread)
-                own = [frame for frame in frames if not _LIBRARIES.match(frame[0])]
-                for file, line, function in own or frames:
-                    return f"{file}:{line} in {function}"
+                return re.findall(r'File "(.*)", line (\d+) in (.*)', thread)
+        return []
+
+    @property
+    def place(self) -> str:
+        """Where the main thread is: the innermost line that is not a library's, if there is one."""
+        own = [frame for frame in self._frames if not _LIBRARIES.match(frame[0])]
+        return next((_at(frame) for frame in own or self._frames), "")
+
+    @property
+    def exchange(self) -> str:
+        """Where the main thread waits for other ranks, though the recorder knows of no collective: gloo's sends."""
+        for file, line, function in self._frames[:1]:
+            if file.endswith(_EXCHANGES):
+                return f"{function} ({file}:{line})"
         return ""
 
     @property
@@ -162,6 +175,11 @@ class Rank:
     def entry(self, like: dict[str, Any]) -> dict[str, Any] | None:
         """This rank's entry of the same group and number, if it has one."""
         return next((entry for entry in self.entries or [] if _key(entry) == _key(like)), None)
+
+
+def _at(frame: tuple[str, str, str]) -> str:
+    file, line, function = frame
+    return f"{file}:{line} in {function}"
 
 
 def _key(entry: dict[str, Any]) -> tuple[str, str, int, bool]:
@@ -201,7 +219,7 @@ class Diagnosis:
             broken = silent
         if broken:
             return broken, self._whats(broken)
-        free = [rank for rank in self.ranks if rank not in self._waits]
+        free = [rank for rank in self.ranks if rank not in self._waits and not rank.exchange]
         late = [rank for rank in free if self._is_behind(rank)] or [
             rank for rank in free if rank.waited_s > self._timeout_s
         ]
@@ -286,6 +304,8 @@ class Diagnosis:
             missing = [other.number for other in self._missing(rank)]
             has_not = f", which {_listed(missing)} {'has' if len(missing) == 1 else 'have'} not entered" * bool(missing)
             return f"waits in {self._name(entry)} of {self._group(rank, entry)}{has_not}; it is in {place}"
+        if rank.exchange:
+            return f"waits in {rank.exchange}; it is in {place}"
         if rank.groups is None:
             return f"does not answer, a call into C holds the GIL; it is in {place}"
         disk = " (its main thread waits for a disk or a network file system)" if self._states[rank] == "D" else ""
@@ -300,6 +320,9 @@ class Diagnosis:
         for rank, entry in self._waits.items():
             if rank not in self.culprits:
                 waits.setdefault(f"{self._name(entry)} of {self._group(rank, entry)}", []).append(rank.number)
+        for rank in self.ranks:
+            if rank not in self.culprits and rank not in self._waits and rank.exchange:
+                waits.setdefault(rank.exchange, []).append(rank.number)
         for entry_text, waiting in waits.items():
             text += f"; {_listed(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in {entry_text}"
         return text

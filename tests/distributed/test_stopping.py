@@ -118,7 +118,7 @@ class Slowly(pl.Callback):
     def on_train_batch_start(self, trainer, *args):
         time.sleep(0.05)
         if trainer.global_step == 2:
-            print("rank", trainer.global_rank, flush=True)
+            print("READY", trainer.global_rank, flush=True)
 
 trainer = pl.Trainer(
     accelerator="cpu", devices=2, strategy="full_shard", max_steps=400, logger=False, enable_progress_bar=False,
@@ -146,7 +146,7 @@ def stop_launched_job(folder: Path, grace_seconds: float) -> tuple[int, str]:
         text=True, cwd=Path(__file__).parents[2],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": "."},
     )  # fmt: skip
-    wait_for(process, "rank", 2)
+    wait_for(process, "READY", 2)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     ranks = [int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
     os.kill(ranks[-1], signal.SIGTERM)
