@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-__all__ = ["TrainingProgress", "leave_finished_epoch", "prepare_resume", "training_progress"]
+__all__ = ["TrainingProgress", "count_batches", "leave_finished_epoch", "prepare_resume", "training_progress"]
 
 
 @dataclass
@@ -41,6 +41,15 @@ def training_progress(trainer: Trainer) -> TrainingProgress:
     is_done = batches.processed == batches.ready and loop._num_ready_batches_reached()
     in_window = 0 if is_done else batches.processed % trainer.accumulate_grad_batches
     return TrainingProgress(epochs.processed, epochs.started == epochs.ready, batches.processed, in_window, is_done)
+
+
+def count_batches(trainer: Trainer, num_batches: int) -> None:
+    """Before a resumed fit: of the epoch so far, ``num_batches`` are done, as many as they are of their size now."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+    change = num_batches - progress.current.processed
+    for count in (progress.total, progress.current):
+        for name in ("ready", "started", "processed", "completed"):
+            setattr(count, name, getattr(count, name) + change)
 
 
 def prepare_resume(trainer: Trainer, loops: dict[str, Any]) -> None:

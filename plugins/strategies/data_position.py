@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sized
+from dataclasses import asdict, fields
 from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_dist.plugins._progress import training_progress
+from lightning_dist.plugins._progress import count_batches, training_progress
+from lightning_dist.plugins.strategies.global_batch import Batch, kept
 from lightning_dist.sampler import ResumableSampler
 
 __all__ = ["NUM_SEEN", "make_resumable", "with_its_own_seeds"]
@@ -35,7 +38,7 @@ def make_resumable(loader: Any, trainer: Trainer) -> None:
         return
     sampler.seed = trainer.strategy.broadcast(sampler.seed)  # one order, whatever each rank was seeded with
     sampler.set_epoch(training_progress(trainer).epoch)
-    if hasattr(loader, "state_dict"):
+    if hasattr(type(loader), "state_dict"):
         batches.sampler = sampler
     elif type(batches) is BatchSampler:
         resumable = batches.sampler = ResumableSampler.like(sampler)
@@ -60,7 +63,7 @@ def _shared_order(sampler: Any) -> DistributedSampler[Any] | None:
             seed=sampler.seed,
             drop_last=sampler.drop_last,
         )
-    return sampler if type(sampler) is DistributedSampler else None
+    return sampler if type(sampler) in (DistributedSampler, ResumableSampler) else None
 
 
 def with_its_own_seeds(loader: Any) -> None:
@@ -77,10 +80,20 @@ class _Position:
         self._batches = batches
         self._sampler = sampler
         self._entered_at = (0, 0, 0)  # epoch, samples, batches
+        self._given = self._batch
 
     def state_dict(self) -> dict[str, int]:
-        epoch, num_seen = self._now()
-        return {EPOCH: epoch, NUM_SEEN: num_seen, "seed": self._sampler.seed, "num_samples": self._num_samples}
+        epoch, num_seen, num_batches = self._now()
+        return {
+            EPOCH: epoch,
+            NUM_SEEN: num_seen,
+            "num_batches": num_batches,
+            "row": self._row,
+            "seed": self._sampler.seed,
+            "num_samples": self._num_samples,
+            "step": self._batch.total,
+            **asdict(self._given),
+        }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         if state["num_samples"] != self._num_samples:
@@ -88,26 +101,51 @@ class _Position:
                 f"The data had {state['num_samples']} samples when the checkpoint was saved, and have"
                 f" {self._num_samples} now: this epoch leaves out as many as were seen, but not the same."
             )
-        num_batches = training_progress(self._trainer).num_batches
+        self._keep_global_batch(state["step"], Batch(**{field.name: state[field.name] for field in fields(Batch)}))
+        num_batches = state["num_batches"] * state["row"] // self._row
+        if num_batches != state["num_batches"]:
+            count_batches(self._trainer, num_batches)
         self._entered_at = (state[EPOCH], state[NUM_SEEN], num_batches)
         self._sampler.seed = state["seed"]
         self._sampler.enter(state[EPOCH], state[NUM_SEEN])
 
     @property
+    def _batch(self) -> Batch:
+        return Batch(self._batches.batch_size, self._trainer.accumulate_grad_batches, self._sampler.num_replicas)
+
+    def _keep_global_batch(self, total: int, configured: Batch) -> None:
+        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
+        is_scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
+        is_automatic = self._trainer.lightning_module.automatic_optimization
+        batch = kept(total, configured, self._given, is_automatic and not is_scheduled)
+        if batch != self._batch:
+            self._batches.batch_size, self._trainer.accumulate_grad_batches = batch.per_rank, batch.accumulate
+            rank_zero_info(
+                f"A step takes {total} samples as before, on {batch.num_ranks} ranks: {batch.per_rank} a batch,"
+                f" accumulate_grad_batches={batch.accumulate}."
+            )
+
+    @property
     def _num_samples(self) -> int:
         return len(cast(Sized, self._sampler.dataset))
 
-    def _now(self) -> tuple[int, int]:
+    @property
+    def _row(self) -> int:
+        """Samples of a batch over all ranks."""
+        return self._batch.per_rank * self._batch.num_ranks
+
+    def _now(self) -> tuple[int, int, int]:
+        """Epoch; samples and batches of it that are done."""
         progress = training_progress(self._trainer)
         if not progress.has_begun:
-            return progress.epoch, 0
+            return progress.epoch, 0, 0
         epoch = self._sampler.running_epoch
         if progress.is_done:
-            return epoch + 1, 0
+            return epoch + 1, 0, 0
         entered_epoch, num_seen, batches_before = self._entered_at
         if entered_epoch != epoch:
             num_seen = batches_before = 0
-        row = self._batches.batch_size * self._sampler.num_replicas
-        num_seen += (progress.num_batches - progress.in_window - batches_before) * row
+        num_batches = progress.num_batches - progress.in_window
+        num_seen += (num_batches - batches_before) * self._row
         # Of several loaders the shorter ones begin anew within an epoch.
-        return epoch, num_seen % (len(self._batches) * row)
+        return epoch, num_seen % (len(self._batches) * self._row), num_batches

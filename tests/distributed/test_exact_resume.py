@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
 from pathlib import Path
 from typing import Any
@@ -197,15 +198,15 @@ GLOBAL_BATCH, NUM_STEPS = 12, 8
 class Counted(pl.LightningModule):
     """No chance in it: the same on any number of ranks, but for rounding."""
 
-    def __init__(self) -> None:
+    def __init__(self, batch_size: int) -> None:
         super().__init__()
         self.net = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 1))
+        self.batch_size = batch_size
         self.seen: dict[int, list[int]] = {}
         self.at_start: Any = None
 
     def train_dataloader(self) -> Any:
-        batch_size = GLOBAL_BATCH // self.trainer.distributed_sampler_kwargs["num_replicas"]
-        return DataLoader(Noisy(GLOBAL_BATCH * NUM_STEPS), batch_size=batch_size, shuffle=True)
+        return DataLoader(Noisy(GLOBAL_BATCH * NUM_STEPS), batch_size=self.batch_size, shuffle=True)
 
     def on_train_start(self) -> None:
         self.at_start = whole_state(self)
@@ -213,7 +214,7 @@ class Counted(pl.LightningModule):
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         index, _ = batch
         x = torch.sin(index[:, None] * torch.arange(1.0, 7.0, dtype=torch.float64))
-        self.seen[self.global_step] = index.tolist()
+        self.seen.setdefault(self.global_step, []).extend(index.tolist())
         return functional.mse_loss(self.net(x)[:, 0], x.sum(1))
 
     def configure_optimizers(self) -> Any:
@@ -231,9 +232,11 @@ def whole_state(module: pl.LightningModule) -> dict[str, np.ndarray]:
     return state
 
 
-def some_steps(num_steps: int, save_to: Path | None = None, ckpt_path: Path | None = None) -> Any:
+def some_steps(
+    num_steps: int, save_to: Path | None = None, ckpt_path: Path | None = None, batch_size: int | None = None
+) -> Any:
     torch.manual_seed(0)
-    model = Counted()
+    model = Counted(batch_size or GLOBAL_BATCH // int(os.environ["WORLD_SIZE"]))
     trainer = make_trainer("full_shard", use_distributed_sampler=True, max_steps=num_steps, precision="64-true")
     trainer.fit(model, ckpt_path=ckpt_path)
     if save_to is not None:
@@ -241,11 +244,12 @@ def some_steps(num_steps: int, save_to: Path | None = None, ckpt_path: Path | No
     return model.seen, model.at_start, whole_state(model)
 
 
-def test_every_sample_once_while_ranks_come_and_go(pool: WorkerPool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("batch_size", [None, 3], ids=["divided by the user", "given for each rank"])
+def test_every_sample_once_while_ranks_come_and_go(pool: WorkerPool, tmp_path: Path, batch_size: int | None) -> None:
     seen: dict[int, list[int]] = {}
     before, path = None, None
     for step, num_ranks in ((2, 4), (4, 2), (6, 3), (8, 1)):
-        results = pool.run(some_steps, num_ranks, step, tmp_path / f"{step}.ckpt", path)
+        results = pool.run(some_steps, num_ranks, step, tmp_path / f"{step}.ckpt", path, batch_size)
         path = tmp_path / f"{step}.ckpt"
         for rank_seen, at_start, _ in results:
             for key, indices in rank_seen.items():
@@ -261,3 +265,9 @@ def test_every_sample_once_while_ranks_come_and_go(pool: WorkerPool, tmp_path: P
     assert {key: sorted(indices) for key, indices in seen.items()} == {k: sorted(v) for k, v in one_seen.items()}
     for name, value in one.items():
         np.testing.assert_allclose(before[name], value, rtol=1e-10, atol=1e-14)
+
+
+def test_a_step_that_ranks_cannot_share_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+    pool.run(some_steps, 2, 2, tmp_path / "2.ckpt", None, 5)
+    with pytest.raises(RankFailed, match="takes 10 samples, which 3 ranks cannot share"):
+        pool.run(some_steps, 3, 4, None, tmp_path / "2.ckpt", 5)
