@@ -1,6 +1,7 @@
 """The private corners of Lightning that the plugins stand on, each with what would replace it. Tried with 2.6."""
 
 import math
+import os
 from collections.abc import Callable
 from datetime import timedelta
 from functools import wraps
@@ -9,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
@@ -26,6 +28,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as _utils_rank_zero_only
 from torch.optim.swa_utils import AveragedModel
+
+from lightning_dist.rendezvous import fresh_store
 
 
 def logging_step(trainer: Trainer) -> int:
@@ -73,8 +77,15 @@ def init_process_group(
     """
     reset_seed()
     backend = backend or _get_default_process_group_backend_for_device(device)
-    device_id = device if device.type != "cpu" else None
-    _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
+    rank, world_size = environment.global_rank(), environment.world_size()
+    how: dict[str, Any] = {"timeout": timeout, "device_id": device if device.type != "cpu" else None}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        patience = timeout or default_pg_timeout
+        shared = dist.TCPStore(
+            environment.main_address, environment.main_port, world_size, is_master=False, timeout=patience
+        )
+        how["store"] = fresh_store(shared, rank, world_size, patience)
+    _init_dist_connection(environment, backend, rank, world_size, **how)
     return backend
 
 

@@ -1,0 +1,125 @@
+"""One training under torchrun, with ranks killed again and again: its loss curve must be the undisturbed one."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = ["campaign"]
+
+_STEPS_PER_KILL = 14
+"""More than are lost: a life takes up to 20 steps, from a checkpoint that is up to 10 old."""
+
+
+@dataclass
+class Life:
+    """Of a rank's process, from one kill to the next.
+
+    Args:
+        pid: Its process.
+        start: The step that it went on from.
+        losses: By step.
+        times: When each step was done; in seconds.
+    """
+
+    pid: int
+    start: int
+    losses: dict[int, str]
+    times: dict[int, float]
+
+
+def lives(folder: Path, rank: int) -> list[Life]:
+    """What a rank noted so far."""
+    path = folder / f"rank{rank}.txt"
+    found: list[Life] = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        kind, *rest = line.split()
+        if kind == "process":
+            found.append(Life(int(rest[0]), int(rest[1]), {}, {}))
+        elif len(rest) == 3:
+            found[-1].losses[int(rest[0])] = rest[1]
+            found[-1].times[int(rest[0])] = float(rest[2])
+    return found
+
+
+def start(folder: Path, num_steps: int, num_ranks: int, num_restarts: int) -> subprocess.Popen[bytes]:
+    folder.mkdir(parents=True)
+    with open(folder / "output.txt", "wb") as output:
+        return subprocess.Popen(
+            [
+                *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"),
+                *(f"--max-restarts={num_restarts}", "--monitor-interval=0.1", "-m", "tests.faults.soak_rank"),
+                *(str(folder), str(num_steps)),
+            ],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            cwd=Path(__file__).parents[2],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+
+def disturb(process: subprocess.Popen[bytes], folder: Path, num_kills: int, num_ranks: int, seed: int) -> list[float]:
+    """Kill a rank, some steps after the last start, so many times; returns when, in seconds."""
+    chance = random.Random(seed)
+    killed: list[float] = []
+    while len(killed) < num_kills:
+        victim, num_steps, delay_s = chance.randrange(num_ranks), chance.randint(1, 20), chance.random() * 0.05
+        deadline = time.monotonic() + 120
+        while True:
+            now = lives(folder, victim)
+            if len(now) > len(killed) and len(now[-1].losses) >= num_steps:
+                break
+            assert process.poll() is None, f"torchrun ended with {process.returncode}: see {folder}/output.txt"
+            assert time.monotonic() < deadline, f"no step for two minutes after kill {len(killed)}: see {folder}"
+            time.sleep(0.01)
+        time.sleep(delay_s)
+        killed.append(time.monotonic())
+        os.kill(now[-1].pid, signal.SIGKILL)
+    return killed
+
+
+def campaign(folder: Path, num_kills: int, num_ranks: int = 2, seed: int = 1) -> Counter[str]:
+    """Train twice, once with kills, and compare every step of every life, bit by bit.
+
+    Returns:
+        What it cost: steps lost, and seconds to the next step, in the median and at most.
+    """
+    num_steps = max(_STEPS_PER_KILL * num_kills, 40)
+    undisturbed = start(folder / "undisturbed", num_steps, num_ranks, 0)
+    assert undisturbed.wait() == 0, (folder / "undisturbed" / "output.txt").read_text()[-3000:]
+    process = start(folder / "killed", num_steps, num_ranks, num_kills)
+    try:
+        killed = disturb(process, folder / "killed", num_kills, num_ranks, seed)
+        assert process.wait() == 0, (folder / "killed" / "output.txt").read_text()[-3000:]
+    finally:
+        process.kill()
+    for rank in range(num_ranks):
+        (whole,) = lives(folder / "undisturbed", rank)
+        curve: dict[int, str] = {}
+        for life in lives(folder / "killed", rank):
+            for step, loss in life.losses.items():
+                assert loss == whole.losses[step], f"rank {rank}, step {step}: {loss}, undisturbed {whole.losses[step]}"
+            curve |= life.losses
+        assert curve == whole.losses, f"rank {rank} left out {whole.losses.keys() - curve.keys()}"
+    all_lives = lives(folder / "killed", 0)
+    lost = [max(before.losses) - after.start for before, after in itertools.pairwise(all_lives)]
+    back_s = [life.times[min(life.losses)] - when for when, life in zip(killed, all_lives[1:], strict=False)]
+    return Counter(
+        {
+            "kills": len(killed),
+            "steps compared": num_ranks * sum(len(life.losses) for life in all_lives),
+            "median steps lost": round(statistics.median(lost)),
+            "most steps lost": max(lost),
+            "median s to the next step": round(statistics.median(back_s)),
+            "most s to the next step": round(max(back_s)),
+        }
+    )
