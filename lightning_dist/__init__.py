@@ -4,6 +4,7 @@ Importing this package registers the strategies, so that ``Trainer(strategy="hyb
 """
 
 from lightning_dist.layout import ParallelLayout
+from lightning_dist.plugins.callbacks import FaultTolerance
 from lightning_dist.plugins.strategies import (
     CheckpointOptions,
     FullShardStrategy,
@@ -15,6 +16,7 @@ from lightning_dist.sharding import full_parameters
 
 __all__ = [
     "CheckpointOptions",
+    "FaultTolerance",
     "FullShardStrategy",
     "HybridShardStrategy",
     "MeshStrategy",

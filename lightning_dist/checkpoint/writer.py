@@ -76,7 +76,7 @@ class Writer:
         self._is_proven = False
         self._locks: dict[str, Callable[[], None]] = {}
 
-    def save(self, path: Path, snapshot: Snapshot) -> Save:
+    def save(self, path: Path, snapshot: Snapshot, asynchronous: bool = True) -> Save:
         """Begin to save, when what was asked for before is done. Returns before the weights are copied.
 
         Until :meth:`wait_until_staged` returns, nobody may change the DTensors of ``snapshot``; where somebody does,
@@ -85,6 +85,7 @@ class Writer:
         Args:
             path: As of :func:`~lightning_dist.checkpoint.format.write`.
             snapshot: Tensors other than DTensors are copied at once.
+            asynchronous: False: return when it is done. Then nothing is copied.
         """
         start = time.perf_counter()
         self.wait()
@@ -101,12 +102,12 @@ class Writer:
         self._staged.clear()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # the stager's stream does not wait for what computes the weights
-        staging = cast(Future[Any], stager.stage(live))
         staging_start = time.perf_counter()
+        staging = cast(Future[Any], stager.stage(live)) if asynchronous else None
 
         def staged() -> dict[str, Any]:
             try:
-                copies: dict[str, Any] = staging.result()
+                copies: dict[str, Any] = live if staging is None else staging.result()
                 if any(tensor._version != version for tensor, version in versions):
                     raise RuntimeError(CHANGED)
                 return copies
@@ -128,6 +129,8 @@ class Writer:
             self._finished.put(save)
 
         self._jobs.put(job)
+        if not asynchronous:
+            self.wait()
         save.stall_s = time.perf_counter() - start
         return save
 

@@ -105,11 +105,10 @@ class Checkpoints:
         self.settle()
         step = int(checkpoint.get("global_step", 0))
         about = {"global_step": step, "epoch": checkpoint.get("epoch"), "run": self._run}
-        save = self._writer.save(path, take_snapshot(checkpoint, own, about))
+        asynchronous = self._is_fitting and self._options.asynchronous
+        save = self._writer.save(path, take_snapshot(checkpoint, own, about), asynchronous)
         self._bookkeeping.asked_to_save(path)
         self._retain(path, step)
-        if not (self._is_fitting and self._options.asynchronous):
-            self._writer.wait()
         save.stall_s = time.perf_counter() - start
         if not self._is_fitting:
             self.settle()

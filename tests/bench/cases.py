@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lightning_dist.telemetry import peak_memory_mib
 from tests.bench.harness import Pace, Pairs, alternate, compare_steps
+from tests.bench.saves import compare_stalls, compare_transfers
 from tests.bench.sides import SIDES, missing_package, startup_seconds
 from tests.bench.workload import Workload
 from tests.pool import WorkerPool
@@ -36,12 +37,14 @@ class Case:
             goes back to the system, so that the peak is what was alive at once; under ``heap`` glibc keeps some of it,
             as it does by default: more or less by a tenth from run to run.
         num_ranks: Number of processes.
-        ours: What is measured, a name in ``SIDES``.
+            ``stall`` compares seconds that training waits for a save, in the background and not; ``write`` and ``load``
+            seconds of a checkpoint's way to and from the disk; all three by their ratio.
+        ours: What is measured, a name in ``SIDES``; of ``write`` and ``load``, in ``TRANSFERS``.
         theirs: What it is compared with; the same name is the control, which shows what the method itself adds.
         bound: The most that ours / theirs (ours - theirs) may be; None: it is only shown.
     """
 
-    kind: Literal["step", "startup", "memory", "heap"]
+    kind: Literal["step", "startup", "memory", "heap", "stall", "write", "load"]
     num_ranks: int
     ours: str
     theirs: str
@@ -55,7 +58,7 @@ class Case:
     @property
     def unit(self) -> str:
         """Of each side's figure."""
-        return {"step": "ms", "startup": "s"}.get(self.kind, "MiB")
+        return "MiB" if self.kind in ("memory", "heap") else "s" if self.kind == "startup" else "ms"
 
 
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
@@ -64,6 +67,8 @@ FASTER_REDUCE_SCATTER = 0.95
 MODEL_PARALLEL = 0.97
 STARTUP_S = 1.5
 MEMORY = 1.02
+STALL = 0.02
+OF_RAW_BANDWIDTH = 1.25  # 80% of the bytes a second
 
 CASES = [
     Case("step", 2, "full_shard", "full_shard"),
@@ -93,6 +98,12 @@ CASES = [
     Case("memory", 2, "full_shard", "model_parallel"),
     Case("memory", 2, "full_shard", "ddp"),
     Case("heap", 2, "full_shard", "by_hand"),
+    Case("stall", 2, "asynchronous", "synchronous", STALL),
+    *(
+        Case(kind, 2, "full_shard", theirs, OF_RAW_BANDWIDTH if theirs == "raw" else None)
+        for kind in ("write", "load")
+        for theirs in ("raw", "dcp", "model_parallel")
+    ),
 ]
 
 
@@ -107,13 +118,17 @@ class Settings:
         step: The pace of comparisons of step time.
         startup: The pace of comparisons of start-up; its width is in seconds.
         memory: The pace of comparisons of memory.
+        saves: The pace of comparisons of checkpoints.
+        saved_model: What is saved: 512 MiB of weights and optimizer state.
     """
 
     model: Workload
     large_model: Workload
+    saved_model: Workload
     step: Pace
     startup: Pace
     memory: Pace
+    saves: Pace
 
     @classmethod
     def full(cls, minutes: float) -> Settings:
@@ -121,9 +136,11 @@ class Settings:
         return cls(
             model=Workload(),
             large_model=Workload(dim=512, num_layers=10, num_heads=8, global_batch_size=4),
+            saved_model=Workload(dim=576, num_layers=11, num_heads=8, global_batch_size=4),
             step=Pace(min_pairs=40, max_width=0.04, max_seconds=60 * minutes),
             startup=Pace(min_pairs=10, max_width=0.4, max_seconds=60 * minutes),
             memory=Pace(min_pairs=10, max_width=0.04, max_seconds=60 * minutes),
+            saves=Pace(min_pairs=20, max_width=0.2, max_seconds=60 * minutes),
         )
 
     @classmethod
@@ -132,7 +149,9 @@ class Settings:
         tiny = Workload(dim=32, num_layers=2, num_heads=2, context=32, global_batch_size=8)
         few = Pace(min_pairs=6, max_width=1e9, max_seconds=60, steps=1, warmup_turns=1)
         one = replace(few, max_seconds=0)
-        return cls(model=tiny, large_model=tiny, step=few, startup=one, memory=one)
+        return cls(
+            model=tiny, large_model=tiny, saved_model=tiny, step=few, startup=one, memory=one, saves=replace(one)
+        )
 
 
 @dataclass(frozen=True)
@@ -167,8 +186,8 @@ def measure(case: Case, settings: Settings) -> Result:
     """
     if missing := missing_package(case.theirs):
         raise NotMeasuredError(f'{missing} is not installed: pip install "lightning-dist[bench]"')
-    by_kind = {"step": _measure_steps, "startup": _measure_startup}
-    return by_kind.get(case.kind, _measure_memory)(case, settings)
+    by_kind = {"step": _measure_steps, "startup": _measure_startup, "memory": _measure_memory, "heap": _measure_memory}
+    return by_kind.get(case.kind, _measure_saves)(case, settings)
 
 
 def _measure_steps(case: Case, settings: Settings) -> Result:
@@ -183,6 +202,17 @@ def _measure_steps(case: Case, settings: Settings) -> Result:
 def _steps(ours: str, theirs: str, workload: Workload, pace: Pace) -> Pairs:
     dist.init_process_group("gloo")
     return compare_steps(partial(SIDES[ours], workload), partial(SIDES[theirs], workload), pace)
+
+
+def _measure_saves(case: Case, settings: Settings) -> Result:
+    pace = settings.saves
+    if case.kind == "stall":
+        what: Callable[..., Pairs] = partial(compare_stalls, settings.saved_model, pace)
+    else:
+        what = partial(compare_transfers, case.kind, case.ours, case.theirs, settings.saved_model, pace)
+    pairs = _on_new_workers(case.num_ranks, what, timeout_s=pace.max_seconds + 300)[0]
+    pairs.ours, pairs.theirs = ([1000 * seconds for seconds in side] for side in (pairs.ours, pairs.theirs))
+    return Result(case, pairs, pace.is_narrow(pairs.interval))
 
 
 def _measure_startup(case: Case, settings: Settings) -> Result:

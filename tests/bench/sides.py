@@ -23,7 +23,7 @@ from tests.bench import handwritten
 from tests.bench.harness import EndStep
 from tests.bench.workload import Workload
 
-__all__ = ["SIDES", "missing_package", "startup_seconds"]
+__all__ = ["SIDES", "STRATEGIES", "make_module", "make_trainer", "missing_package", "startup_seconds"]
 
 
 class SelfShardingGPT(GPTModule):
@@ -60,7 +60,7 @@ def with_trainer(name: str, workload: Workload, end_step: EndStep) -> None:
             trainer.should_stop = not end_step(outputs["loss"])
 
     strategy, cls = STRATEGIES[name]
-    _trainer(strategy(), workload, EndOfStep()).fit(_module(cls, workload), workload.loader())
+    make_trainer(strategy(), workload, EndOfStep()).fit(make_module(cls, workload), workload.loader())
 
 
 def deepspeed_zero_3(workload: Workload, end_step: EndStep) -> None:
@@ -116,23 +116,25 @@ def startup_seconds(name: str, workload: Workload) -> float:
             return -1  # skips the epoch, this step included
 
     strategy, cls = STRATEGIES[name]
-    module, loader = _module(cls, workload), workload.loader()
+    module, loader = make_module(cls, workload), workload.loader()
     start = time.perf_counter()
-    _trainer(strategy(), workload, FirstStep()).fit(module, loader)
+    make_trainer(strategy(), workload, FirstStep()).fit(module, loader)
     return begun[0] - start
 
 
-def _module(cls: type[GPTModule], workload: Workload) -> GPTModule:
+def make_module(cls: type[GPTModule], workload: Workload) -> GPTModule:
+    """The module, its weights drawn from the workload's seed."""
     torch.manual_seed(workload.seed)
     return cls(**workload.model)
 
 
-def _trainer(strategy: Strategy, workload: Workload, callback: Callback) -> Trainer:
+def make_trainer(strategy: Strategy, workload: Workload, callback: Callback, max_steps: int | None = None) -> Trainer:
+    """A Trainer with nothing but the strategy and ``callback``."""
     return Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=strategy,
-        max_steps=workload.num_steps,
+        max_steps=max_steps or workload.num_steps,
         use_distributed_sampler=False,
         callbacks=[callback],
         logger=False,

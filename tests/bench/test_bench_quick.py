@@ -19,6 +19,10 @@ QUICK = [
     "step-2-full_shard-model_parallel",
     "startup-2-hybrid_1x2-ddp",
     "memory-2-full_shard-by_hand",
+    "stall-2-asynchronous-synchronous",
+    "write-2-full_shard-model_parallel",
+    "load-2-full_shard-dcp",
+    "load-2-full_shard-raw",
 ]
 
 

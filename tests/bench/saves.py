@@ -1,0 +1,211 @@
+"""Checkpoints measured: what steps wait for, and how fast they are written and read, beside plain files and others."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.distributed.tensor import DTensor
+
+from tests.bench.harness import Pace, Pairs, alternate
+from tests.bench.sides import STRATEGIES, make_module, make_trainer
+from tests.bench.workload import Workload
+
+__all__ = ["compare_stalls", "compare_transfers"]
+
+
+def compare_stalls(workload: Workload, pace: Pace) -> Pairs:
+    """Seconds that training waits for a save: written in the background, and before the next step.
+
+    Both within one fit, a save every few steps, in turn. To be called on every rank.
+    """
+    dist.init_process_group("gloo")
+    with _shared_folder() as folder:
+        saves = _Saves(folder, Pairs(), _agreed(pace.stop_rule()))
+        _fit(workload, "full_shard", saves)
+    return saves.pairs
+
+
+class _Saves(Callback):
+    """Alternates the two kinds; of the first pair, which makes threads and buffers, nothing is counted."""
+
+    def __init__(self, folder: Path, pairs: Pairs, is_enough: Callable[[Pairs], bool]) -> None:
+        self._folder = folder
+        self.pairs = pairs
+        self._is_enough = is_enough
+        self._num_saves = 0
+        self._stalls: list[Any] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        if trainer.global_step % 2:
+            return
+        checkpoints = trainer.strategy._checkpoints  # type: ignore[attr-defined]
+        # The optimizer's update of the step after the save has waited for the copy.
+        checkpoints.settle()
+        if self._stalls and self._num_saves % 2 == 1:
+            self._note("ours", self._stalls.pop().stall_s)
+        is_asynchronous = self._num_saves % 2 == 0
+        checkpoints._options = replace(checkpoints._options, asynchronous=is_asynchronous)
+        dist.barrier()
+        start = time.perf_counter()
+        trainer.save_checkpoint(self._folder / "run.ckpt")
+        if is_asynchronous:
+            self._stalls.append(checkpoints._writer._current)
+        else:
+            self._note("theirs", time.perf_counter() - start)
+        self._num_saves += 1
+        if len(self.pairs.ours) == len(self.pairs.theirs) and self._is_enough(self.pairs):
+            trainer.should_stop = True
+
+    def _note(self, side: str, seconds: float) -> None:
+        slowest = torch.tensor(seconds, dtype=torch.float64)
+        dist.all_reduce(slowest, dist.ReduceOp.MAX)
+        if self._num_saves > 2:
+            getattr(self.pairs, side).append(float(slowest))
+
+
+def compare_transfers(kind: str, ours: str, theirs: str, workload: Workload, pace: Pace) -> Pairs:
+    """Seconds to write, or to read, the same checkpoint in two ways, in turn. To be called on every rank.
+
+    Args:
+        kind: ``"write"``, to the disk itself; ``"load"``, from the disk where this may empty the page cache.
+        ours: A key of ``TRANSFERS``.
+        theirs: Another one.
+        workload: Whose weights and optimizer state are saved.
+        pace: How long.
+    """
+    dist.init_process_group("gloo")
+    with _shared_folder() as folder:
+        sides = [partial(_seconds, kind, TRANSFERS[side](workload, folder / side)) for side in (ours, theirs)]
+        for side in sides:
+            side()
+        return alternate(sides[0], sides[1], Pairs(), _agreed(pace.stop_rule()))
+
+
+def _seconds(kind: str, transfer: tuple[Callable[[], Any], Callable[[], Any]]) -> float:
+    write, load = transfer
+    if kind == "load" and dist.get_rank() == 0:
+        os.sync()
+        with suppress(PermissionError):
+            Path("/proc/sys/vm/drop_caches").write_text("3")
+    dist.barrier()
+    start = time.perf_counter()
+    (write if kind == "write" else load)()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+def _full_shard(workload: Workload, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    trainer = _fit(workload, "full_shard", Callback(), max_steps=1)
+    save = partial(trainer.save_checkpoint, folder / "run.ckpt")
+    save()
+    return save, partial(trainer.strategy.load_checkpoint, folder / "run.ckpt")
+
+
+def _model_parallel(workload: Workload, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    trainer = _fit(workload, "model_parallel", Callback(), max_steps=1)
+    save = partial(trainer.save_checkpoint, folder / "run.ckpt")
+    save()
+    return save, partial(trainer.strategy.load_checkpoint, folder / "run.ckpt")
+
+
+def _plain_dcp(workload: Workload, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    state = _state(workload)
+
+    def save() -> None:
+        dcp.save(state, checkpoint_id=folder / "run")
+
+    def load() -> None:
+        empty = {key: torch.empty_like(tensor) for key, tensor in state.items()}
+        dcp.load(empty, checkpoint_id=folder / "run")
+
+    save()
+    return save, load
+
+
+def _raw(workload: Workload, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """One plain file a rank: its bytes written and flushed to the disk, and read into new memory."""
+    tensors = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in _state(workload).values()]
+    mine = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{dist.get_rank()}.bin"
+
+    def save() -> None:
+        with suppress(FileNotFoundError):
+            path.unlink()
+        with open(path, "wb", buffering=0) as file:
+            rest = memoryview(mine.numpy())  # type: ignore[arg-type]
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+
+    def load() -> None:
+        buffer = memoryview(torch.empty_like(mine).numpy())  # type: ignore[arg-type]
+        with open(path, "rb", buffering=0) as file:
+            while buffer:
+                buffer = buffer[file.readinto(buffer) :]
+
+    save()
+    return save, load
+
+
+TRANSFERS: dict[str, Callable[[Workload, Path], tuple[Callable[[], Any], Callable[[], Any]]]] = {
+    "full_shard": _full_shard,
+    "model_parallel": _model_parallel,
+    "dcp": _plain_dcp,
+    "raw": _raw,
+}
+"""By name: makes a checkpoint, and returns what writes it again and what reads it."""
+
+
+def _fit(workload: Workload, name: str, callback: Callback, max_steps: int | None = None) -> Trainer:
+    strategy, cls = STRATEGIES[name]
+    trainer = make_trainer(strategy(), workload, callback, max_steps)
+    trainer.fit(make_module(cls, workload), workload.loader())
+    return trainer
+
+
+def _state(workload: Workload) -> dict[str, torch.Tensor]:
+    """Sharded weights and optimizer state."""
+    trainer = _fit(workload, "full_shard", Callback(), max_steps=1)
+    names = {param: name for name, param in trainer.lightning_module.named_parameters()}
+    state = {name: param.detach() for param, name in names.items()}
+    for param, values in trainer.optimizers[0].state.items():
+        state |= {f"{names[param]}.{key}": value for key, value in values.items() if isinstance(value, DTensor)}
+    return state
+
+
+def _agreed(is_enough: Callable[[Pairs], bool]) -> Callable[[Pairs], bool]:
+    """Rank 0 says when it is enough: the ranks' clocks differ."""
+
+    def rank_zero_has_enough(pairs: Pairs) -> bool:
+        answer = torch.tensor([is_enough(pairs)])
+        dist.broadcast(answer, src=0)
+        return bool(answer)
+
+    return rank_zero_has_enough
+
+
+@contextmanager
+def _shared_folder() -> Iterator[Path]:
+    """A folder on this machine's disk, the same on all ranks."""
+    folder = [tempfile.mkdtemp(dir="/var/tmp") if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(folder)
+    try:
+        yield Path(folder[0])
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(folder[0])
