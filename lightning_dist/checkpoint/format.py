@@ -120,7 +120,13 @@ def _write_files(
     prefix = place.prefix(save_id)
     entries: dict[str, FileEntry] = {}
     with together("opening its files", group):
-        file = place.create(save_id, f"{prefix}rank_{rank}.bin")
+        try:
+            file = place.create(save_id, f"{prefix}rank_{rank}.bin")
+        except FileNotFoundError as error:
+            raise CheckpointError(
+                f"rank {rank} does not see what rank 0 has made for it ({error.filename}). Save to a file system that"
+                " all ranks share"
+            ) from error
     writer = TensorWriter(file)
     try:
         with _one_process_is_meant():

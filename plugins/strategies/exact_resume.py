@@ -17,6 +17,10 @@ from lightning_dist.randomness import rng_state, set_rng_state
 
 __all__ = ["ExactResume"]
 
+_MODELS = ("current_model_state", "state_dict")
+"""Where a checkpoint has the weights that are trained: the first, where WeightAveraging has put its average in the
+second."""
+
 
 class ExactResume:
     """What each rank alone has: its random numbers, its place in the data, its buffers.
@@ -68,20 +72,16 @@ class ExactResume:
         """This rank's own, of the ``checkpoint`` dictionary that it has made, and which is set to what is resumed."""
         if trainer.state.fn != TrainerFn.FITTING:
             return {}
-        weights = _weights(checkpoint)
         rng = self._rng_before_validation or rng_state()
         _progress.prepare_resume(trainer, checkpoint["loops"])
         if _progress.training_progress(trainer).in_window:
             rng = self._rng_at_update or rng
+            weights = checkpoint[next(key for key in _MODELS if key in checkpoint)]
             weights.update({name: value for name, value in self._buffers_at_update.items() if name in weights})
         return {
             "rng": rng,
             "loaders": _loader_states(checkpoint),
-            "buffers": {
-                name: value
-                for name, value in weights.items()
-                if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
-            },
+            "buffers": {key: _buffers(checkpoint[key]) for key in _MODELS if key in checkpoint},
         }
 
     def restore(self, checkpoint: dict[str, Any], own: Mapping[str, Any], has_as_many_ranks: bool) -> None:
@@ -98,7 +98,8 @@ class ExactResume:
         states = _loader_states(checkpoint)
         if has_as_many_ranks and own:
             states[:] = own["loaders"]
-            _weights(checkpoint).update(own["buffers"])
+            for key, buffers in own["buffers"].items():
+                checkpoint[key].update(buffers)
         elif any(NUM_SEEN not in state for state in states):
             raise CheckpointError(
                 "The checkpoint was saved by another number of ranks, each with the place of its own stateful data"
@@ -118,10 +119,12 @@ class ExactResume:
         _progress.leave_finished_epoch(trainer)
 
 
-def _weights(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """Those that are trained: WeightAveraging puts its average into their place."""
-    weights: dict[str, Any] = checkpoint.get("current_model_state") or checkpoint["state_dict"]
-    return weights
+def _buffers(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    return {
+        name: value
+        for name, value in state_dict.items()
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+    }
 
 
 def _loader_states(checkpoint: Mapping[str, Any]) -> list[Any]:

@@ -12,6 +12,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -271,3 +272,53 @@ def test_a_step_that_ranks_cannot_share_is_refused(pool: WorkerPool, tmp_path: P
     pool.run(some_steps, 2, 2, tmp_path / "2.ckpt", None, 5)
     with pytest.raises(RankFailed, match="takes 10 samples, which 3 ranks cannot share"):
         pool.run(some_steps, 3, 4, None, tmp_path / "2.ckpt", 5)
+
+
+class TwoOptimizers(Regression):
+    """Manual optimization, of two halves in turn, one without momentum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        self.optimizers()[batch_idx % 2].step()
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.AdamW(self.net[0].parameters(), lr=0.01),
+            torch.optim.SGD(self.net[4].parameters(), lr=0.01),
+        ]
+
+
+def averaged() -> Any:
+    return EMAWeightAveraging(decay=0.8)
+
+
+def special(folder: Path | None, name: str, path: Path | None = None) -> Any:
+    """A run with an average of its weights, or with two optimizers; saves everywhere, or resumes."""
+    pl.seed_everything(0, verbose=False)
+    model = TwoOptimizers() if name == "two optimizers" else Regression()
+    callbacks = [averaged()] if name == "average" else []
+    if folder is not None:
+        callbacks.append(Everywhere(folder))
+    return fit(callbacks, path, seed=7 if path else 0, model=model, val_check_interval=2)
+
+
+@pytest.mark.parametrize("name", ["average", "two optimizers"])
+def test_what_else_a_run_has_is_resumed(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    whole = pool.run(special, 2, tmp_path, name)
+    for where in ("batch=2", "batch=6", "validation=8", "batch=9", "epoch=9"):
+        for rank, (record, weights, buffers, _, _) in enumerate(
+            pool.run(special, 2, None, name, tmp_path / f"{where}.ckpt")
+        ):
+            assert record == {key: value for key, value in whole[rank][0].items() if key in record}, where
+            assert {key for key in whole[rank][0] if int(key.split()[1]) > int(where.split("=")[1])} <= set(record)
+            for ours, theirs in ((weights, whole[rank][1]), (buffers, whole[rank][2])):
+                for key, value in ours.items():
+                    np.testing.assert_array_equal(value, theirs[key], f"{where} {key}")

@@ -322,3 +322,28 @@ def synchronous(folder: Path) -> list[bool]:
 
 def test_synchronous_saves_are_there_at_once(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run(synchronous, 4, tmp_path) == [[True]] * 4
+
+
+def alone(folder: Path) -> str:
+    """Rank 1 works in another folder, and its disk is its own: it does not see what rank 0 makes there."""
+    (folder / os.environ["RANK"]).mkdir()
+    before = os.getcwd()
+    os.chdir(folder / os.environ["RANK"])
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            if os.environ["RANK"] == "1":
+                own = file_system.LocalPlace._folder
+                patch.setattr(file_system.LocalPlace, "_folder", lambda self, save_id: own(self, save_id) / "elsewhere")
+            fit([AtSteps({2: lambda trainer, _: trainer.save_checkpoint("run.ckpt")})], enable_checkpointing=False)
+    except CheckpointError as error:
+        return str(error)
+    finally:
+        os.chdir(before)
+    return "no error"
+
+
+def test_ranks_that_do_not_share_a_disk_are_told(pool: WorkerPool, tmp_path: Path) -> None:
+    for error in pool.run(alone, 2, tmp_path):
+        assert "rank 1 does not see what rank 0 has made" in error and "all ranks share" in error
+        assert str(tmp_path / "0" / "run.ckpt") in error
+    assert not (tmp_path / "0" / "run.ckpt").exists()
