@@ -14,11 +14,14 @@ __all__ = ["rng_state", "set_rng_state"]
 
 def rng_state() -> dict[str, Any]:
     """Of Python, NumPy's global generator, torch, and this rank's accelerator if there is one."""
+    version, numbers, gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
+    key = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
     state: dict[str, Any] = {
-        "python": random.getstate(),
-        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": numpy_state["state"]["key"].tolist()}},
+        # Tensors, since they are pickled at once and not number by number.
+        "python": {"version": version, "numbers": torch.tensor(numbers), "gauss": gauss},
+        "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": key}},
         "torch": torch.get_rng_state(),
     }
     accelerator = torch.accelerator.current_accelerator()
@@ -29,9 +32,10 @@ def rng_state() -> dict[str, Any]:
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
     """Set what :func:`rng_state` returned; an accelerator's only where this machine has one of its kind."""
-    random.setstate(state["python"])
-    key = np.asarray(state["numpy"]["state"]["key"], dtype=np.uint32)
-    np.random.set_state({**state["numpy"], "state": {**state["numpy"]["state"], "key": key}})
+    python, numpy_state = state["python"], state["numpy"]
+    random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
+    key = numpy_state["state"]["key"].numpy().astype(np.uint32)
+    np.random.set_state({**numpy_state, "state": {**numpy_state["state"], "key": key}})
     torch.set_rng_state(state["torch"])
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and accelerator.type in state:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import time
 import uuid
 import warnings
@@ -179,7 +180,7 @@ def read(
         CheckpointError: If ``path`` is missing, damaged, incomplete, or of another kind or version.
     """
     with _opened(path) as (reader, manifest):
-        _check_files(reader, manifest, check, share)
+        mine = _check_small_files(reader, manifest, check, share)
         state = unpickled(_content(reader, manifest, _STATE), weights_only)
         wanted: dict[str, torch.Tensor] = {}
         for key, info in references(state):
@@ -189,9 +190,12 @@ def read(
             tensor = template(TensorInfo(info, torch.Size(entry.shape), entry.torch_dtype))
             if tensor is not None:
                 wanted[key] = tensor
+        tensors = TensorReader(reader, manifest, mine)
         if wanted:
             with _one_process_is_meant():
-                dcp.load(wanted, storage_reader=TensorReader(reader, manifest.tensors), no_dist=True)
+                dcp.load(wanted, storage_reader=tensors, no_dist=True)
+        for name in tensors.unchecked:
+            _check_digest(reader, manifest, name)
         result: dict[str, Any] = put_back(state, wanted)
         return result
 
@@ -285,25 +289,44 @@ def _one_process_is_meant() -> Iterator[None]:
 
 
 def _check_files(reader: Reader, manifest: Manifest, check: Verify, share: tuple[int, int]) -> None:
-    if check == "off":
-        return
-    for name, entry in manifest.files.items():
+    for name in _check_small_files(reader, manifest, check, share):
+        _check_digest(reader, manifest, name)
+
+
+def _check_small_files(reader: Reader, manifest: Manifest, check: Verify, share: tuple[int, int]) -> list[str]:
+    """Check all but the tensors' files; returns those that this rank is to check."""
+    _check_sizes(reader, manifest, check)
+    mine = _share_of(manifest, share) if check == "full" else []
+    for name in mine:
+        if not name.endswith(".bin"):
+            _check_digest(reader, manifest, name)
+    return [name for name in mine if name.endswith(".bin")]
+
+
+def _share_of(manifest: Manifest, share: tuple[int, int]) -> list[str]:
+    """The files that a rank checks: those of the rank that it was, which it is likely to read, and every nth after."""
+    rank, num_ranks = share
+    number = re.compile(r"rank_(\d+)\.")
+    writers = {name: int(found[1]) if (found := number.search(name)) else 0 for name in manifest.files}
+    return sorted(name for name, writer in writers.items() if writer % num_ranks == rank)
+
+
+def _check_sizes(reader: Reader, manifest: Manifest, check: Verify) -> None:
+    for name, entry in manifest.files.items() if check != "off" else ():
         try:
             size = reader.size(name)
         except FileNotFoundError:
             raise CheckpointError(f"its file {name} is missing") from None
         if size != entry.size:
             raise CheckpointError(f"its file {name} has {size} bytes, and had {entry.size} when it was written")
-    if check == "size":
-        return
-    rank, num_ranks = share
-    buffer = memoryview(bytearray(_PIECE))
-    for name in sorted(manifest.files)[rank::num_ranks]:
-        entry, digest = manifest.files[name], new_digest()
-        for start in range(0, entry.size, _PIECE):
-            digest.update(buffer[: reader.read_into(name, start, buffer[: entry.size - start])])
-        if digest.hexdigest() != entry.digest:
-            raise CheckpointError(f"its file {name} is damaged: its content is not what was written")
+
+
+def _check_digest(reader: Reader, manifest: Manifest, name: str) -> None:
+    entry, digest, buffer = manifest.files[name], new_digest(), memoryview(bytearray(_PIECE))
+    for start in range(0, entry.size, _PIECE):
+        digest.update(buffer[: reader.read_into(name, start, buffer[: entry.size - start])])
+    if digest.hexdigest() != entry.digest:
+        raise CheckpointError(f"its file {name} is damaged: its content is not what was written")
 
 
 def _content(reader: Reader, manifest: Manifest, name: str) -> bytearray:
@@ -333,7 +356,8 @@ def _reason(error: BaseException) -> str:
     """An error as a clause; of a DCP exception, which is no Exception and has a traceback for its text, the first."""
     if isinstance(error, dcp.CheckpointException) and error.failures:
         rank, (cause, _) = next(iter(error.failures.items()))
-        return f"rank {rank} failed: {_reason(cause)}"
+        # Of a load, which is each rank's own, DCP says rank 0.
+        return _reason(cause) if isinstance(cause, CheckpointError) else f"rank {rank} failed: {_reason(cause)}"
     if isinstance(error, CheckpointError | OtherRankError):
         return str(error).rstrip(".")
     return f"{type(error).__name__}: {error}".rstrip(".")

@@ -12,7 +12,10 @@ __all__ = ["NewFile", "Place", "Reader"]
 
 
 class Reader(Protocol):
-    """The files of a checkpoint, all of the same one, also when the path gets another one in the meantime."""
+    """The files of a checkpoint, all of the same one, also when the path gets another one in the meantime.
+
+    To be used by several threads.
+    """
 
     def size(self, name: str) -> int:
         """Of the file, in bytes. Raises FileNotFoundError."""

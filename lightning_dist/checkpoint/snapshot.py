@@ -20,6 +20,9 @@ from lightning_dist.checkpoint.manifest import CheckpointError
 __all__ = ["SAFE", "Snapshot", "pickled", "put_back", "references", "take_snapshot", "unpickled"]
 
 _REFERENCE = "lightning_dist.tensor"
+_SCALAR = "lightning_dist.scalar"
+_SCALAR_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
+"""Those that are written as numbers: an optimizer has one for each parameter, and pickling a tensor takes long."""
 
 
 @dataclass
@@ -105,6 +108,8 @@ def unpickled(content: bytearray, weights_only: bool) -> Any:
 def _take_out(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.Tensor]) -> Any:
     """``value`` with references in the place of tensors, which go into ``tensors``; scalars stay."""
     if isinstance(value, torch.Tensor):
+        if not isinstance(value, DTensor) and value.ndim == 0 and value.dtype in _SCALAR_DTYPES:
+            return {_SCALAR: [value.item(), str(value.dtype).removeprefix("torch.")]}
         if not isinstance(value, DTensor) and (value.ndim == 0 or value.layout != torch.strided):
             return value.detach().cpu()
         key = "/".join(map(str, path))
@@ -138,6 +143,9 @@ def put_back(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if isinstance(value, dict):
         if value.keys() == {_REFERENCE}:
             return tensors.get(value[_REFERENCE])
+        if value.keys() == {_SCALAR}:
+            number, dtype = value[_SCALAR]
+            return torch.tensor(number, dtype=getattr(torch, dtype))
         if type(value) is dict:
             return {key: put_back(item, tensors) for key, item in value.items() if not is_left_out(item)}
     if type(value) in (list, tuple):

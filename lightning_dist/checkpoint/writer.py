@@ -92,13 +92,14 @@ class Writer:
         stager = self._start()
         save = self._current = Save(str(path), dict(snapshot.about), snapshot.num_bytes)
         live, rest = {}, {}
-        versions: list[tuple[torch.Tensor, int]] = []
-        for key, tensor in snapshot.tensors.items():
-            if isinstance(tensor, DTensor):
-                live[key] = tensor.detach()
-                versions.append((tensor, tensor._version))
-            else:
-                rest[key] = tensor.detach().to("cpu", copy=True)
+        sharded: dict[str, tuple[DTensor, int]] = {}
+        with torch.no_grad():
+            for key, tensor in snapshot.tensors.items():
+                if isinstance(tensor, DTensor):
+                    live[key] = tensor.to_local()
+                    sharded[key] = (tensor, tensor._version)
+                else:
+                    rest[key] = tensor.detach().to("cpu", copy=True)
         self._staged.clear()
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()  # the stager's stream does not wait for what computes the weights
@@ -107,10 +108,10 @@ class Writer:
 
         def staged() -> dict[str, Any]:
             try:
-                copies: dict[str, Any] = live if staging is None else staging.result()
-                if any(tensor._version != version for tensor, version in versions):
+                copies: dict[str, torch.Tensor] = live if staging is None else staging.result()
+                if any(tensor._version != version for tensor, version in sharded.values()):
                     raise RuntimeError(CHANGED)
-                return copies
+                return {key: _placed_like(sharded[key][0], copy) for key, copy in copies.items()}
             finally:
                 save.staging_s = time.perf_counter() - staging_start
                 self._staged.set()
@@ -243,6 +244,18 @@ class Writer:
         folder = os.path.dirname(os.fspath(path))
         if folder not in self._locks and self._is_first:
             self._locks[folder] = place_of(path).lock()
+
+
+def _placed_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """A copy of a DTensor, of the copy of its local part."""
+    return DTensor.from_local(
+        local.detach(),
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 CHANGED = (

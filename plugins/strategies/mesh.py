@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -401,7 +402,10 @@ class MeshStrategy(ProcessStrategy):
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__}.save_checkpoint takes no storage_options: it uses no CheckpointIO.")
         own = self._exact_resume.rank_state(checkpoint, self._trainer)
-        self._checkpoints.save(checkpoint, own, self.broadcast(absolute(filepath)))
+        path = absolute(filepath)
+        if path != os.fspath(filepath):  # each rank may work in a folder of its own
+            path = self.broadcast(path)
+        self._checkpoints.save(checkpoint, own, path)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint, after the saves that are under way, and unless the last of them fails."""

@@ -19,11 +19,15 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.checkpoint import Save
 from tests.bench.harness import Pace, Pairs, alternate
 from tests.bench.sides import STRATEGIES, make_module, make_trainer
 from tests.bench.workload import Workload
 
 __all__ = ["compare_stalls", "compare_transfers"]
+
+Transfer = tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]
+"""Removes the checkpoint, writes it, and reads it."""
 
 
 def compare_stalls(workload: Workload, pace: Pace) -> Pairs:
@@ -46,28 +50,34 @@ class _Saves(Callback):
         self.pairs = pairs
         self._is_enough = is_enough
         self._num_saves = 0
-        self._stalls: list[Any] = []
+        self._asynchronous: tuple[float, Save] | None = None  # seconds of the call, without those that the save counts
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
-        if trainer.global_step % 2:
-            return
         checkpoints = trainer.strategy._checkpoints  # type: ignore[attr-defined]
-        # The optimizer's update of the step after the save has waited for the copy.
         checkpoints.settle()
-        if self._stalls and self._num_saves % 2 == 1:
-            self._note("ours", self._stalls.pop().stall_s)
-        is_asynchronous = self._num_saves % 2 == 0
-        checkpoints._options = replace(checkpoints._options, asynchronous=is_asynchronous)
-        dist.barrier()
-        start = time.perf_counter()
-        trainer.save_checkpoint(self._folder / "run.ckpt")
-        if is_asynchronous:
-            self._stalls.append(checkpoints._writer._current)
-        else:
-            self._note("theirs", time.perf_counter() - start)
-        self._num_saves += 1
+        if self._asynchronous is not None:  # the step's update has waited for the copy, by now
+            seconds, save = self._asynchronous
+            self._note("ours", seconds + save.stall_s)
+            self._asynchronous = None
         if len(self.pairs.ours) == len(self.pairs.theirs) and self._is_enough(self.pairs):
             trainer.should_stop = True
+            return
+        is_asynchronous = self._num_saves % 2 == 0
+        checkpoints._options = replace(checkpoints._options, asynchronous=is_asynchronous)
+        path, before = self._folder / f"{self._num_saves}.ckpt", self._folder / f"{self._num_saves - 1}.ckpt"
+        if dist.get_rank() == 0:
+            shutil.rmtree(before, ignore_errors=True)
+            os.sync()
+        dist.barrier()
+        start = time.perf_counter()
+        trainer.save_checkpoint(path)
+        seconds = time.perf_counter() - start
+        if is_asynchronous:
+            save = checkpoints._writer._current
+            self._asynchronous = (seconds - save.stall_s, save)
+        else:
+            self._note("theirs", seconds)
+        self._num_saves += 1
 
     def _note(self, side: str, seconds: float) -> None:
         slowest = torch.tensor(seconds, dtype=torch.float64)
@@ -94,12 +104,14 @@ def compare_transfers(kind: str, ours: str, theirs: str, workload: Workload, pac
         return alternate(sides[0], sides[1], Pairs(), _agreed(pace.stop_rule()))
 
 
-def _seconds(kind: str, transfer: tuple[Callable[[], Any], Callable[[], Any]]) -> float:
-    write, load = transfer
-    if kind == "load" and dist.get_rank() == 0:
+def _seconds(kind: str, transfer: Transfer) -> float:
+    clear, write, load = transfer
+    if dist.get_rank() == 0:
+        if kind == "write":
+            clear()
         os.sync()
         with suppress(PermissionError):
-            Path("/proc/sys/vm/drop_caches").write_text("3")
+            Path("/proc/sys/vm/drop_caches").write_text("3" if kind == "load" else "1")
     dist.barrier()
     start = time.perf_counter()
     (write if kind == "write" else load)()
@@ -107,21 +119,35 @@ def _seconds(kind: str, transfer: tuple[Callable[[], Any], Callable[[], Any]]) -
     return time.perf_counter() - start
 
 
-def _full_shard(workload: Workload, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _full_shard(workload: Workload, folder: Path) -> Transfer:
     trainer = _fit(workload, "full_shard", Callback(), max_steps=1)
     save = partial(trainer.save_checkpoint, folder / "run.ckpt")
     save()
-    return save, partial(trainer.strategy.load_checkpoint, folder / "run.ckpt")
+    return (
+        partial(shutil.rmtree, folder / "run.ckpt"),
+        save,
+        partial(trainer.strategy.load_checkpoint, folder / "run.ckpt"),
+    )
 
 
-def _model_parallel(workload: Workload, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _model_parallel(workload: Workload, folder: Path) -> Transfer:
     trainer = _fit(workload, "model_parallel", Callback(), max_steps=1)
     save = partial(trainer.save_checkpoint, folder / "run.ckpt")
     save()
-    return save, partial(trainer.strategy.load_checkpoint, folder / "run.ckpt")
+    return (
+        partial(shutil.rmtree, folder / "run.ckpt"),
+        save,
+        partial(trainer.strategy.load_checkpoint, folder / "run.ckpt"),
+    )
 
 
-def _plain_dcp(workload: Workload, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _by_trainer(trainer: Trainer, path: Path) -> Transfer:
+    trainer.save_checkpoint(path)
+    load = partial(trainer.strategy.load_checkpoint, path)
+    return partial(shutil.rmtree, path), partial(trainer.save_checkpoint, path), load
+
+
+def _plain_dcp(workload: Workload, folder: Path) -> Transfer:
     state = _state(workload)
 
     def save() -> None:
@@ -132,19 +158,21 @@ def _plain_dcp(workload: Workload, folder: Path) -> tuple[Callable[[], Any], Cal
         dcp.load(empty, checkpoint_id=folder / "run")
 
     save()
-    return save, load
+    return partial(shutil.rmtree, folder / "run"), save, load
 
 
-def _raw(workload: Workload, folder: Path) -> tuple[Callable[[], Any], Callable[[], Any]]:
+def _raw(workload: Workload, folder: Path) -> Transfer:
     """One plain file a rank: its bytes written and flushed to the disk, and read into new memory."""
     tensors = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in _state(workload).values()]
     mine = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{dist.get_rank()}.bin"
 
+    def clear() -> None:
+        for file in folder.iterdir():
+            file.unlink()
+
     def save() -> None:
-        with suppress(FileNotFoundError):
-            path.unlink()
         with open(path, "wb", buffering=0) as file:
             rest = memoryview(mine.numpy())  # type: ignore[arg-type]
             while rest:
@@ -158,16 +186,16 @@ def _raw(workload: Workload, folder: Path) -> tuple[Callable[[], Any], Callable[
                 buffer = buffer[file.readinto(buffer) :]
 
     save()
-    return save, load
+    return clear, save, load
 
 
-TRANSFERS: dict[str, Callable[[Workload, Path], tuple[Callable[[], Any], Callable[[], Any]]]] = {
+TRANSFERS: dict[str, Callable[[Workload, Path], Transfer]] = {
     "full_shard": _full_shard,
     "model_parallel": _model_parallel,
     "dcp": _plain_dcp,
     "raw": _raw,
 }
-"""By name: makes a checkpoint, and returns what writes it again and what reads it."""
+"""By name: makes a checkpoint, and returns what removes it, writes it again and reads it."""
 
 
 def _fit(workload: Workload, name: str, callback: Callback, max_steps: int | None = None) -> Trainer:

@@ -28,7 +28,7 @@ def campaign(folder: Path, num_trials: int, num_ranks: int = 2, seed: int = 0) -
     good, damaged = folder / "good.ckpt", folder / "damaged.ckpt"
     with_ranks(num_ranks, folder / "store", lambda rank: save(good, 1))
     files = sorted(path.name for path in good.iterdir())
-    assert len(files) == num_ranks + 2
+    assert len(files) == 2 * num_ranks + 2, files
     generator = random.Random(seed)
     noticed: Counter[str] = Counter()
     for trial in range(num_trials):

@@ -81,7 +81,7 @@ def test_objects(memory: str) -> None:
         save(path, number)
         checkpoint = read(path, lambda info: torch.empty(info.shape, dtype=info.dtype))
         assert checkpoint["number"] == number
-        assert len(fsspec.filesystem("memory").find("/runs")) == 3, "the files of the save before are still there"
+        assert len(fsspec.filesystem("memory").find("/runs")) == 4, "the files of the save before are still there"
     assert [place for place, _ in find(memory)] == [path.replace("memory://", "memory:///")]
     verify(path)
     fsspec.filesystem("memory").rm_file(fsspec.filesystem("memory").find("/runs/run.ckpt")[0])
@@ -104,7 +104,7 @@ def test_an_object_store_that_fails_keeps_the_old(memory: str, monkeypatch: pyte
         save(path, 2)
     monkeypatch.setattr(fsspec.implementations.memory.MemoryFileSystem, "pipe_file", pipe)
     assert read(path, lambda info: torch.empty(info.shape, dtype=info.dtype))["number"] == 1
-    assert len(fsspec.filesystem("memory").find("/runs")) == 3
+    assert len(fsspec.filesystem("memory").find("/runs")) == 4
 
 
 def test_a_reader_keeps_its_checkpoint_while_the_path_gets_another(tmp_path: Path) -> None:
