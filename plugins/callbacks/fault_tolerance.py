@@ -139,7 +139,8 @@ class FaultTolerance(Callback):
             wait()
         timer.cancel()
         rank_zero_info(
-            f"Stopped by {signal.Signals(number).name} after step {trainer.global_step}; saved {os.path.relpath(path)}."
+            f"Stopped by {signal.Signals(number).name} after step {trainer.global_step}; saved {os.path.relpath(path)},"
+            " from which ckpt_path=last goes on."
         )
         if must_requeue and trainer.is_global_zero:
             _requeue()

@@ -15,7 +15,7 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import CheckpointIO, Precision, TorchCheckpointIO
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning.pytorch.utilities.types import STEP_OUTPUT
@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_dist.consensus import arrive
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.local_step import LocalStep
@@ -44,6 +45,9 @@ from lightning_dist.sharding import ShardedModule, ShardingConfig, sharded
 from lightning_dist.units import MIN_NUM_PARAMS
 
 __all__ = ["MeshStrategy"]
+
+AFTER_ERROR_S = 30.0
+"""How long a rank that saves after an error waits for the others, which may be waiting for it elsewhere."""
 
 
 class MeshStrategy(ProcessStrategy):
@@ -401,6 +405,10 @@ class MeshStrategy(ProcessStrategy):
         """Save the checkpoint as a directory, every rank its part; in a fit it is written in the background."""
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__}.save_checkpoint takes no storage_options: it uses no CheckpointIO.")
+        if (
+            self._trainer.state.status == TrainerStatus.INTERRUPTED
+        ):  # a callback saves after an error, of this rank alone?
+            arrive("Saving a checkpoint after an error", AFTER_ERROR_S)
         own = self._exact_resume.rank_state(checkpoint, self._trainer)
         path = absolute(filepath)
         if path != os.fspath(filepath):  # each rank may work in a folder of its own

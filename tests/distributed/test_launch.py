@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.distributed.fit import make_trainer
+from tests.pool import RankFailed, WorkerPool
+
 SCRIPT = """
 import sys
 import lightning as L
@@ -137,3 +140,17 @@ def test_a_rank_that_fails_ends_the_run(script: Path, rank: int) -> None:
     )
     assert done.returncode != 0
     assert f"RuntimeError: rank {rank} fails" in done.stderr
+
+
+def other_devices() -> None:
+    make_trainer("full_shard", devices=1, num_nodes=1)
+
+
+def more_nodes() -> int:
+    return make_trainer("full_shard", num_nodes=3).num_nodes
+
+
+def test_torchrun_says_how_many_processes_and_nodes_there_are(pool: WorkerPool) -> None:
+    with pytest.raises(RankFailed, match="torchrun started 2 processes on this node"):
+        pool.run(other_devices, 2)
+    assert pool.run(more_nodes, 2, num_nodes=2) == [2, 2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -12,15 +13,16 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 
 from lightning_dist.checkpoint import CheckpointError, file_system, find, place, verify
 from lightning_dist.checkpoint.storage import place_of
 from lightning_dist.parity import whole_parameters
+from lightning_dist.plugins.strategies import mesh
 from tests.distributed.fit import make_trainer
 from tests.models import GPT
-from tests.pool import WorkerPool
+from tests.pool import RankFailed, WorkerPool
 
 
 class Slow:
@@ -347,3 +349,34 @@ def test_ranks_that_do_not_share_a_disk_are_told(pool: WorkerPool, tmp_path: Pat
         assert "rank 1 does not see what rank 0 has made" in error and "all ranks share" in error
         assert str(tmp_path / "0" / "run.ckpt") in error
     assert not (tmp_path / "0" / "run.ckpt").exists()
+
+
+def error_on_one_rank(folder: Path) -> None:
+    """A callback that saves on errors, on the only rank that has one."""
+
+    class Raises(GPT):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if batch_idx == 2 and self.global_rank == 1:
+                raise ValueError("rank 1 alone")
+            return super().training_step(batch, batch_idx)
+
+    start = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(mesh, "AFTER_ERROR_S", 2.0)
+        try:
+            callbacks = [OnExceptionCheckpoint(folder)]
+            trainer = make_trainer("full_shard", callbacks=callbacks, max_steps=5, enable_checkpointing=True)
+            trainer.fit(Raises())
+        except Exception as error:
+            if os.environ["RANK"] == "1":
+                (folder / "shown").write_text("".join(traceback.format_exception(error)))
+                (folder / "seconds").write_text(f"{time.monotonic() - start}")
+            raise
+
+
+def test_a_save_after_an_error_of_one_rank_does_not_hang(pool: WorkerPool, tmp_path: Path) -> None:
+    with pytest.raises(RankFailed):
+        pool.run(error_on_one_rank, 2, tmp_path, timeout_s=60)
+    shown = (tmp_path / "shown").read_text()
+    assert 0 < shown.find("ValueError: rank 1 alone") < shown.find("rank 0 did not arrive within 2 s")
+    assert float((tmp_path / "seconds").read_text()) < 10

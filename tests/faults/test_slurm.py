@@ -1,0 +1,77 @@
+"""SLURM's requeue: the job saves where Lightning looks, asks to be queued again, and goes on from there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+from lightning_dist.preemption import EXIT_STOPPED
+from tests.distributed.test_stopping import wait_for
+
+SCRIPT = """
+import sys, time
+import lightning.pytorch as pl
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+import lightning_dist
+from tests.models import GPT
+
+class Slowly(pl.Callback):
+    def on_train_start(self, trainer, *args):
+        print("FROM", trainer.global_step, flush=True)
+    def on_train_batch_start(self, trainer, *args):
+        time.sleep(0.05)
+        if trainer.global_step == 3:
+            print("READY", flush=True)
+
+folder, max_steps = sys.argv[1], int(sys.argv[2])
+pl.Trainer(
+    accelerator="cpu", devices=2, num_nodes=1, strategy="full_shard", max_steps=max_steps, logger=False,
+    enable_progress_bar=False, enable_model_summary=False, limit_val_batches=0, use_distributed_sampler=False,
+    default_root_dir=folder, enable_checkpointing=False, callbacks=[Slowly()],
+    plugins=[SLURMEnvironment(requeue_signal=10)],
+).fit(GPT())
+"""
+
+
+def start(folder: Path, max_steps: int) -> list[subprocess.Popen[str]]:
+    """The job's two tasks, as srun starts them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    (folder / "train.py").write_text(SCRIPT)
+    slurm = {
+        "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
+        "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": ".",
+    }  # fmt: skip
+    return [
+        subprocess.Popen(
+            [sys.executable, folder / "train.py", str(folder), str(max_steps)],
+            text=True, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            env={**os.environ, **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+
+
+def test_a_requeued_job_goes_on(tmp_path: Path) -> None:
+    scontrol = tmp_path / "scontrol"
+    scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked.txt\n')
+    scontrol.chmod(0o755)
+    tasks = start(tmp_path, 1000)
+    for task in tasks:
+        wait_for(task, "READY", 1)
+    for task in tasks:
+        task.send_signal(signal.SIGUSR1)
+    outputs = [task.communicate(timeout=60)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [EXIT_STOPPED] * 2, outputs
+    assert (tmp_path / "asked.txt").read_text() == "requeue 77\n"
+    assert (tmp_path / "hpc_ckpt_1.ckpt" / "manifest.json").exists()
+    tasks = start(tmp_path, 8)
+    outputs = [task.communicate(timeout=60)[0] for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0], outputs
+    assert all("FROM 0" not in output and "FROM" in output for output in outputs)
