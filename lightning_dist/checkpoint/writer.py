@@ -142,10 +142,13 @@ class Writer:
         """
 
         def job() -> None:
+            if not self._prove_newest():
+                return
             try:
-                if self._prove_newest() and self._is_first:
-                    _remove(str(path))
-            except OSError as error:
+                with together(f"removing {path}", self._group):  # when this rank goes on, it is gone for all
+                    if self._is_first:
+                        _remove(str(path))
+            except (OSError, OtherRankError) as error:
                 warnings.warn(f"The checkpoint {path} could not be removed: {error}", stacklevel=1)
 
         if self._thread is None:

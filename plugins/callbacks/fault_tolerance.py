@@ -165,13 +165,13 @@ class FaultTolerance(Callback):
     def _watch(self, trainer: Trainer, timeout_s: float) -> None:
         name = trainer.strategy.broadcast(uuid.uuid4().hex)
         folder = Path(trainer.default_root_dir) / "watchdog" / name[:8]
-        strategy: Any = trainer.strategy
+        num_processes: int = getattr(trainer.strategy, "num_processes", 1)
         self._watchdog = Watchdog(
             folder,
             timeout_s,
             trainer.global_rank,
             trainer.local_rank,
-            strategy.num_processes,
+            num_processes,
             f"{name}-{trainer.node_rank}",
             on_hang=lambda report: _upload(trainer, folder),
         )

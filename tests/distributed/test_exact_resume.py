@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 from pathlib import Path
@@ -43,9 +42,9 @@ class Noisy(Dataset[Any]):
 class Regression(pl.LightningModule):
     """Dropout, BatchNorm, a schedule by step and one by epoch, and a validation that draws random numbers."""
 
-    def __init__(self, num_workers: int = 0, stateful: bool = False) -> None:
+    def __init__(self, stateful: bool = False) -> None:
         super().__init__()
-        self.num_workers, self.stateful = num_workers, stateful
+        self.stateful = stateful
         self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 1))
         self.record: dict[str, Any] = {}
         self.ends: list[int] = []
@@ -81,9 +80,8 @@ class Regression(pl.LightningModule):
         if self.stateful:
             from torchdata.stateful_dataloader import StatefulDataLoader
 
-            return StatefulDataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True, num_workers=self.num_workers)
-        workers = {"num_workers": self.num_workers, "multiprocessing_context": "fork"} if self.num_workers else {}
-        return DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True, **workers)
+            return StatefulDataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True)
+        return DataLoader(Noisy(), batch_size=BATCH_SIZE, shuffle=True)
 
     def val_dataloader(self) -> Any:
         return DataLoader(Noisy(8), batch_size=2)
@@ -161,36 +159,30 @@ def test_a_resumed_run_is_the_uninterrupted_one(pool: WorkerPool, tmp_path: Path
             assert ends == expected[3][at // 5 + is_epoch_done :], path.name
 
 
-def indices(path: Path | None, **kwargs: Any) -> dict[str, list[int]]:
-    """Which samples came at which step, with workers or a stateful loader."""
-    callbacks = [] if path is None else [Everywhere(path)]
-    multiprocessing.current_process()._config["daemon"] = False  # or loaders could have no workers
-    record = fit(callbacks, model=Regression(**kwargs))[0]
+def indices(path: Path) -> dict[str, list[int]]:
+    """Which samples came at which step from a stateful loader; saves everywhere."""
+    record = fit([Everywhere(path)], model=Regression(stateful=True))[0]
     return {key: value[1] for key, value in record.items() if key.startswith("train")}
 
 
-def indices_resumed(path: Path, **kwargs: Any) -> dict[str, list[int]]:
-    multiprocessing.current_process()._config["daemon"] = False
-    record = fit([], path, model=Regression(**kwargs))[0]
+def indices_resumed(path: Path) -> dict[str, list[int]]:
+    record = fit([], path, model=Regression(stateful=True))[0]
     return {key: value[1] for key, value in record.items() if key.startswith("train")}
 
 
-@pytest.mark.parametrize("kwargs", [{"num_workers": 1}, {"stateful": True}], ids=str)
-def test_workers_and_stateful_loaders_go_on_at_their_place(
-    pool: WorkerPool, tmp_path: Path, kwargs: dict[str, Any]
-) -> None:
-    whole = pool.run(indices, 2, tmp_path, **kwargs)
+def test_stateful_loaders_go_on_at_their_place(pool: WorkerPool, tmp_path: Path) -> None:
+    whole = pool.run(indices, 2, tmp_path)
     for name in ("batch=2", "batch=6", "batch=9", "epoch=9"):
-        for rank, seen in enumerate(pool.run(indices_resumed, 2, tmp_path / f"{name}.ckpt", **kwargs)):
+        for rank, seen in enumerate(pool.run(indices_resumed, 2, tmp_path / f"{name}.ckpt")):
             at = int(name.split("=")[1])
             assert seen == {key: value for key, value in whole[rank].items() if int(key.split()[1]) > at}, name
             assert seen
 
 
 def test_a_stateful_loader_takes_as_many_ranks(pool: WorkerPool, tmp_path: Path) -> None:
-    pool.run(indices, 2, tmp_path, stateful=True)
+    pool.run(indices, 2, tmp_path)
     with pytest.raises(RankFailed, match="cannot be split otherwise"):
-        pool.run(indices_resumed, 1, tmp_path / "batch=6.ckpt", stateful=True)
+        pool.run(indices_resumed, 1, tmp_path / "batch=6.ckpt")
 
 
 GLOBAL_BATCH, NUM_STEPS = 12, 8
