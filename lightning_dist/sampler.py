@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.utils.data import DistributedSampler
@@ -32,10 +32,10 @@ class ResumableSampler(DistributedSampler[Any]):
         self.set_epoch(0)
 
     @classmethod
-    def like(cls, sampler: DistributedSampler[Any]) -> ResumableSampler:
-        """One that gives what ``sampler`` gives."""
+    def like(cls, sampler: DistributedSampler[Any], dataset: Any = None) -> Self:
+        """One that splits ``dataset``, by default the same, as ``sampler`` does."""
         new = cls(
-            sampler.dataset,
+            sampler.dataset if dataset is None else dataset,
             num_replicas=sampler.num_replicas,
             rank=sampler.rank,
             shuffle=sampler.shuffle,

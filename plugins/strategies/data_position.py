@@ -55,14 +55,7 @@ def _shared_order(sampler: Any) -> DistributedSampler[Any] | None:
     """
     wrapped: Any = getattr(getattr(sampler, "dataset", None), "_sampler", None)
     if type(wrapped).__module__.startswith("torchdata.") and type(wrapped).__name__ == "RandomSampler":
-        return DistributedSampler(
-            wrapped.data_source,
-            num_replicas=sampler.num_replicas,
-            rank=sampler.rank,
-            shuffle=sampler.shuffle,
-            seed=sampler.seed,
-            drop_last=sampler.drop_last,
-        )
+        return ResumableSampler.like(sampler, wrapped.data_source)
     return sampler if type(sampler) in (DistributedSampler, ResumableSampler) else None
 
 

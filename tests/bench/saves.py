@@ -119,29 +119,8 @@ def _seconds(kind: str, transfer: Transfer) -> float:
     return time.perf_counter() - start
 
 
-def _full_shard(workload: Workload, folder: Path) -> Transfer:
-    trainer = _fit(workload, "full_shard", Callback(), max_steps=1)
-    save = partial(trainer.save_checkpoint, folder / "run.ckpt")
-    save()
-    return (
-        partial(shutil.rmtree, folder / "run.ckpt"),
-        save,
-        partial(trainer.strategy.load_checkpoint, folder / "run.ckpt"),
-    )
-
-
-def _model_parallel(workload: Workload, folder: Path) -> Transfer:
-    trainer = _fit(workload, "model_parallel", Callback(), max_steps=1)
-    save = partial(trainer.save_checkpoint, folder / "run.ckpt")
-    save()
-    return (
-        partial(shutil.rmtree, folder / "run.ckpt"),
-        save,
-        partial(trainer.strategy.load_checkpoint, folder / "run.ckpt"),
-    )
-
-
-def _by_trainer(trainer: Trainer, path: Path) -> Transfer:
+def _by_trainer(name: str, workload: Workload, folder: Path) -> Transfer:
+    trainer, path = _fit(workload, name, Callback(), max_steps=1), folder / "run.ckpt"
     trainer.save_checkpoint(path)
     load = partial(trainer.strategy.load_checkpoint, path)
     return partial(shutil.rmtree, path), partial(trainer.save_checkpoint, path), load
@@ -190,8 +169,8 @@ def _raw(workload: Workload, folder: Path) -> Transfer:
 
 
 TRANSFERS: dict[str, Callable[[Workload, Path], Transfer]] = {
-    "full_shard": _full_shard,
-    "model_parallel": _model_parallel,
+    "full_shard": partial(_by_trainer, "full_shard"),
+    "model_parallel": partial(_by_trainer, "model_parallel"),
     "dcp": _plain_dcp,
     "raw": _raw,
 }

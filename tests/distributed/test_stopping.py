@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from lightning_dist.plugins.callbacks import FaultTolerance
 from lightning_dist.preemption import EXIT_STOPPED, TrainingStopped
 from tests.distributed.test_exact_resume import Regression, fit
 from tests.distributed.test_saving import Slow
+from tests.launched import launch
 from tests.pool import WorkerPool
 
 
@@ -129,27 +128,10 @@ trainer.fit(GPT())
 """
 
 
-def wait_for(process: subprocess.Popen[str], text: str, count: int) -> str:
-    seen = ""
-    for line in process.stdout:
-        seen += line
-        if seen.count(text) >= count:
-            return seen
-    raise AssertionError(seen)
-
-
 def stop_launched_job(folder: Path, grace_seconds: float) -> tuple[int, str]:
     """The signal comes from outside, to the process that was launched last. Returns the exit code and the output."""
-    (folder / "train.py").write_text(SCRIPT)
-    process = subprocess.Popen(
-        [sys.executable, folder / "train.py", str(folder), str(grace_seconds)],
-        text=True, cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": "."},
-    )  # fmt: skip
-    wait_for(process, "READY", 2)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = [int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(ranks[-1], signal.SIGTERM)
+    process, last = launch(SCRIPT, folder, str(grace_seconds))
+    os.kill(last, signal.SIGTERM)
     output, _ = process.communicate(timeout=25)
     return process.returncode, output
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 from lightning_dist.watchdog import EXIT_HANG
-from tests.distributed.test_stopping import wait_for
+from tests.launched import launch
 
 SCRIPT = """
 import sys, time
@@ -44,16 +42,8 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_stopped_rank_is_named_and_the_run_ends(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(SCRIPT)
-    process = subprocess.Popen(
-        [sys.executable, tmp_path / "train.py", str(tmp_path)],
-        text=True, cwd=Path(__file__).parents[2],
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env={**os.environ, "PYTHONPATH": "."},
-    )  # fmt: skip
-    wait_for(process, "READY", 2)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    ranks = [int(pid) for pid in children if b"train.py" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    os.kill(ranks[-1], signal.SIGSTOP)
+    process, last = launch(SCRIPT, tmp_path)
+    os.kill(last, signal.SIGSTOP)
     start = time.monotonic()
     output, _ = process.communicate(timeout=60)
     assert time.monotonic() - start < 20
@@ -61,6 +51,6 @@ def test_a_stopped_rank_is_named_and_the_run_ends(tmp_path: Path) -> None:
     assert "rank 1 hangs: it is stopped (SIGSTOP)" in output
     first = next(line for line in output.splitlines() if line.startswith("lightning-dist: "))
     assert "rank 0 waits in" in first and "background" not in first
-    assert not is_running(ranks[-1])
+    assert not is_running(last)
     names = {path.name for path in tmp_path.rglob("artifacts/watchdog/*")}
     assert {"watchdog.txt", "stacks-rank0.txt", "flight_recorder-rank0.json"} <= names

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from lightning_dist.preemption import EXIT_STOPPED
-from tests.distributed.test_stopping import wait_for
+from tests.launched import wait_for
 
 SCRIPT = """
 import sys, time
