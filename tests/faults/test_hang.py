@@ -51,6 +51,9 @@ def test_a_stopped_rank_is_named_and_the_run_ends(tmp_path: Path) -> None:
     assert "rank 1 hangs: it is stopped (SIGSTOP)" in output
     first = next(line for line in output.splitlines() if line.startswith("lightning-dist: "))
     assert "rank 0 waits in" in first and "background" not in first
-    assert not is_running(last)
+    deadline = time.monotonic() + 10  # those that do not answer are killed after those that do have left
+    while is_running(last):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
     names = {path.name for path in tmp_path.rglob("artifacts/watchdog/*")}
     assert {"watchdog.txt", "stacks-rank0.txt", "flight_recorder-rank0.json"} <= names
