@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -21,8 +23,11 @@ __all__ = [
     "flush_gradients",
     "initialize_root",
     "keep_gathered",
+    "num_collectives",
     "parameter_group",
     "prepend_step_post_hook",
+    "process_groups",
+    "recorded_collectives",
     "remove_forward_hooks",
     "reset_after_error",
     "restore_class",
@@ -142,3 +147,23 @@ def restore_class(module: nn.Module) -> None:
     """Undo ``fully_shard``'s change of the class of ``module``; replaced by a ``fully_shard`` that leaves it alone."""
     fsdp_class = type(module)
     module.__class__ = fsdp_class.__mro__[fsdp_class._orig_cls_mro_index]  # type: ignore[attr-defined]
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """All process groups that this rank is in; torch tells only of the default one."""
+    return list(dist.distributed_c10d._world.pg_map)
+
+
+def num_collectives(group: dist.ProcessGroup) -> int:
+    """How many collectives of ``group`` this rank has entered; RuntimeError for a backend that does not count."""
+    number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # the stub leaves it out
+    return number
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """What the flight recorder has; CUDA builds have a second one, for NCCL. Only its pickled dump is documented."""
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if dump := getattr(torch._C._distributed_c10d, name, None):
+            entries += json.loads(dump(True, False)).get("entries", [])
+    return entries

@@ -1,6 +1,6 @@
 """Hangs: when a rank makes no step for a while, a process of its own says which and why, and ends the node's ranks.
 
-One process watches the ranks of a node (``watchdog_process.py``), started by the first of them. A rank that beats
+One process watches the ranks of a node (``watchdog_process``), started by the first of them. A rank that beats
 writes the time into memory which both share. When beats are missing, the process asks every rank for its stacks, by a
 signal that faulthandler answers even while C code holds the GIL, and for the collectives it is in, by a socket that a
 thread listens to; both work while the main thread waits in a collective.
@@ -25,15 +25,19 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from lightning_dist import watchdog_process
+from lightning_dist import _compat, watchdog_process
 
 __all__ = ["EXIT_HANG", "Watchdog"]
 
 EXIT_HANG = 76
 """The exit code of ranks that were ended because one hangs. Those that could not answer are killed."""
+
+_RUN_PACKAGE = (  # as -m does, without importing the packages around it, and torch with them
+    "import runpy, sys; folder, name = sys.argv[1:3]; del sys.argv[1:3]; sys.path.append(folder);"
+    " runpy.run_module(name, run_name='__main__')"
+)
 
 
 class Watchdog:
@@ -162,10 +166,10 @@ class Watchdog:
             else:
                 raise RuntimeError(f"a watchdog with name={self._name!r} runs on this node: give each run its own name")
             listener.listen(self._local_world_size)
-            script = os.path.abspath(watchdog_process.__file__)
+            package = Path(watchdog_process.__file__).absolute().parent
             self._process = subprocess.Popen(
                 [
-                    *(sys.executable, "-I", "-S", script),
+                    *(sys.executable, "-I", "-S", "-c", _RUN_PACKAGE, str(package.parent), package.name),
                     *(str(listener.fileno()), str(self._folder), str(self._timeout_s), str(self._local_world_size)),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -257,25 +261,21 @@ def _groups() -> list[dict[str, Any]]:
     if not (dist.is_available() and dist.is_initialized()):
         return []
     groups = []
-    for group in list(dist.distributed_c10d._world.pg_map):
+    for group in _compat.process_groups():
         with suppress(RuntimeError, ValueError):  # backends that do not count
             groups.append(
                 {
                     "name": group.group_name,
                     "description": group.group_desc,
                     "ranks": dist.get_process_group_ranks(group),
-                    "entered": group._get_sequence_number_for_group(),  # type: ignore[attr-defined]
+                    "entered": _compat.num_collectives(group),
                 }
             )
     return groups
 
 
 def _entries() -> list[dict[str, Any]]:
-    """The last collectives, as the flight recorder has them; CUDA builds have a second recorder, for NCCL."""
+    """The last collectives, as the flight recorder has them."""
     if not dist.is_available():
         return []
-    entries: list[dict[str, Any]] = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if dump := getattr(torch._C._distributed_c10d, name, None):
-            entries += json.loads(dump(True, False)).get("entries", [])
-    return sorted(entries, key=lambda entry: entry["time_created_ns"])
+    return sorted(_compat.recorded_collectives(), key=lambda entry: entry["time_created_ns"])

@@ -1,13 +1,14 @@
 """Checkpoints: a directory that is whole or not there, proves itself, and that any layout can load."""
 
 from lightning_dist.checkpoint.format import (
+    Part,
     TensorInfo,
     Verify,
     find,
     is_sharded_checkpoint,
     read,
     read_manifest,
-    read_own,
+    read_part,
     verify,
     write,
 )
@@ -19,6 +20,7 @@ from lightning_dist.checkpoint.writer import Save, Writer
 __all__ = [
     "CheckpointError",
     "Manifest",
+    "Part",
     "Save",
     "Snapshot",
     "TensorInfo",
@@ -29,7 +31,7 @@ __all__ = [
     "is_sharded_checkpoint",
     "read",
     "read_manifest",
-    "read_own",
+    "read_part",
     "take_snapshot",
     "verify",
     "write",

@@ -36,6 +36,7 @@ from lightning_dist.checkpoint.tensors import TensorReader, TensorWriter
 from lightning_dist.consensus import OtherRankError, together
 
 __all__ = [
+    "Part",
     "TensorInfo",
     "Verify",
     "find",
@@ -43,7 +44,7 @@ __all__ = [
     "not_written",
     "read",
     "read_manifest",
-    "read_own",
+    "read_part",
     "verify",
     "write",
 ]
@@ -162,9 +163,8 @@ def read(
     template: Callable[[TensorInfo], torch.Tensor | None],
     weights_only: bool = True,
     check: Verify = "full",
-    share: tuple[int, int] = (0, 1),
 ) -> dict[str, Any]:
-    """Read the checkpoint at ``path``; each rank reads only what its templates need. No collective.
+    """Read the checkpoint at ``path``, in one process.
 
     Args:
         path: What :func:`write` made.
@@ -172,15 +172,45 @@ def read(
             leaves it out of the result.
         weights_only: Refuse pickled objects other than tensors, plain Python values and
             :data:`~lightning_dist.checkpoint.snapshot.SAFE`.
-        check: How the files are checked first.
-        share: This rank and the number of ranks, each of which checks its part of the files: what is read is good if
-            no rank raises.
+        check: How the files are checked.
 
     Raises:
         CheckpointError: If ``path`` is missing, damaged, incomplete, or of another kind or version.
     """
+    return read_part(path, 0, 1, template, weights_only, check).state
+
+
+@dataclass(frozen=True)
+class Part:
+    """What a rank has read.
+
+    Args:
+        state: The checkpoint's dictionary, with the tensors for which there were templates.
+        own: What the rank of the same number alone had when it was saved; empty, if there was none.
+        manifest: The checkpoint's.
+    """
+
+    state: dict[str, Any]
+    own: dict[str, Any]
+    manifest: Manifest
+
+
+def read_part(
+    path: Path,
+    rank: int,
+    num_ranks: int,
+    template: Callable[[TensorInfo], torch.Tensor | None],
+    weights_only: bool = True,
+    check: Verify = "full",
+) -> Part:
+    """Read what one of ``num_ranks`` ranks needs, and check its part of all files. No collective.
+
+    What was read is good if no rank raises.
+
+    Args and errors are those of :func:`read`.
+    """
     with _opened(path) as (reader, manifest):
-        mine = _check_small_files(reader, manifest, check, share)
+        mine = _check_small_files(reader, manifest, check, (rank, num_ranks))
         state = unpickled(_content(reader, manifest, _STATE), weights_only)
         wanted: dict[str, torch.Tensor] = {}
         for key, info in references(state):
@@ -196,24 +226,8 @@ def read(
                 dcp.load(wanted, storage_reader=tensors, no_dist=True)
         for name in tensors.unchecked:
             _check_digest(reader, manifest, name)
-        result: dict[str, Any] = put_back(state, wanted)
-        return result
-
-
-def read_own(path: Path, rank: int, weights_only: bool = True) -> dict[str, Any]:
-    """What ``rank`` alone had when the checkpoint at ``path`` was saved; empty, if there was no such rank.
-
-    Its file is not checked: :func:`read` has done that.
-
-    Raises:
-        CheckpointError: As of :func:`read`.
-    """
-    with _opened(path) as (reader, manifest):
-        name = f"rank_{rank}.pt"
-        if not any(os.path.basename(file) == name for file in manifest.files):
-            return {}
-        own: dict[str, Any] = unpickled(_content(reader, manifest, name), weights_only)
-        return own
+        own = _content(reader, manifest, f"rank_{rank}.pt", optional=True)
+        return Part(put_back(state, wanted), unpickled(own, weights_only) if own else {}, manifest)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -232,7 +246,7 @@ def verify(path: Path, check: Verify = "full", share: tuple[int, int] = (0, 1)) 
     Args:
         path: What :func:`write` made.
         check: How.
-        share: As of :func:`read`.
+        share: This rank and the number of ranks, each of which checks its part of the files.
 
     Raises:
         CheckpointError: If one is missing, or not as it was written.
@@ -329,9 +343,11 @@ def _check_digest(reader: Reader, manifest: Manifest, name: str) -> None:
         raise CheckpointError(f"its file {name} is damaged: its content is not what was written")
 
 
-def _content(reader: Reader, manifest: Manifest, name: str) -> bytearray:
-    """Of the file ``name``, whatever the storage put before its name."""
+def _content(reader: Reader, manifest: Manifest, name: str, optional: bool = False) -> bytearray:
+    """Of the file ``name``, whatever the storage put before its name; empty, if it may be missing."""
     full_name = next((file for file in manifest.files if os.path.basename(file) == name), None)
+    if full_name is None and optional:
+        return bytearray()
     if full_name is None:
         raise CheckpointError(f"it has no {name}")
     return _read_file(reader, full_name, manifest.files[full_name].size)

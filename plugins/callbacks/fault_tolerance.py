@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
+from lightning_dist.consensus import together
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.loggers import MLflowLogger
 from lightning_dist.preemption import StopRequest, TrainingStopped
@@ -130,7 +131,10 @@ class FaultTolerance(Callback):
         if self._watchdog is not None:
             self._watchdog.disarm()
         must_requeue = number == _compat.requeue_signal(trainer)
-        path = _compat.path_after_requeue(trainer) if must_requeue else str(stop_path(trainer))
+        # Ranks may see other files: Lightning numbers its own by what is in the folder.
+        path = trainer.strategy.broadcast(
+            _compat.path_after_requeue(trainer) if must_requeue else str(stop_path(trainer))
+        )
         if trainer.validating:
             _compat.put_training_weights_back(trainer)
         trainer.save_checkpoint(path)
@@ -175,7 +179,8 @@ class FaultTolerance(Callback):
             f"{name}-{trainer.node_rank}",
             on_hang=lambda report: _upload(trainer, folder),
         )
-        self._watchdog.start()
+        with together("starting the watchdog"):
+            self._watchdog.start()
 
     def _close(self) -> None:
         self._stop.close()

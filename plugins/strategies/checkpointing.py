@@ -16,18 +16,9 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_dist.checkpoint import (
-    CheckpointError,
-    Manifest,
-    Save,
-    Verify,
-    Writer,
-    find,
-    is_sharded_checkpoint,
-    read_manifest,
-    take_snapshot,
-)
+from lightning_dist.checkpoint import CheckpointError, Manifest, Save, Verify, Writer, find, take_snapshot
 from lightning_dist.checkpoint.state import by_name
+from lightning_dist.consensus import together
 from lightning_dist.plugins.strategies.bookkeeping import Bookkeeping, absolute
 from lightning_dist.plugins.strategies.retention import Retention
 
@@ -120,10 +111,9 @@ class Checkpoints:
         state = self._trainer.state if self._trainer is not None else None
         return state is not None and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
 
-    def goes_on(self, path: str) -> None:
-        """The run is that of the checkpoint at ``path``: those that were saved then are its own."""
-        if is_sharded_checkpoint(path):
-            self._run = read_manifest(path).about.get("run", self._run)
+    def go_on_from(self, manifest: Manifest) -> None:
+        """The run is that of a checkpoint: those that were saved then are its own."""
+        self._run = manifest.about.get("run", self._run)
 
     def remove(self, path: str) -> None:
         """Remove the checkpoint at ``path``, if the save before succeeds and it is not to be kept.
@@ -145,7 +135,10 @@ class Checkpoints:
         folder = os.path.dirname(path)
         if folder not in self._folders:
             self._folders.add(folder)
-            before = self._saved_before(folder) if self._trainer.is_global_zero else {}
+            before: dict[str, int] = {}
+            with together(f"looking for checkpoints in {folder}"):
+                if self._trainer.is_global_zero:
+                    before = self._saved_before(folder)
             self._retention.found(self._trainer.strategy.broadcast(before))
         self._retention.asked_to_save(path, step)
         for surplus in self._retention.surplus({path, *self._bookkeeping.wanted}):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,9 @@ from lightning.pytorch import LightningModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_dist.checkpoint import CheckpointError, TensorInfo, Verify, read, read_manifest, read_own
+from lightning_dist.checkpoint import CheckpointError, Part, TensorInfo, Verify, read_part
 from lightning_dist.checkpoint.state import load_model, load_optimizer
 from lightning_dist.consensus import together
-from lightning_dist.plugins.strategies.exact_resume import ExactResume
 
 __all__ = ["load", "load_optimizers", "load_weights"]
 
@@ -26,7 +25,7 @@ def load(
     optimizers: Sequence[Optimizer],
     weights_only: bool,
     verify: Verify,
-    exact_resume: ExactResume | None = None,
+    go_on: Callable[[Part], None] | None = None,
 ) -> dict[str, Any]:
     """Read Lightning's checkpoint dictionary from ``path``. A collective over all processes.
 
@@ -38,7 +37,7 @@ def load(
         optimizers: Those of this run; without any, optimizer states are not read.
         weights_only: Refuse pickled objects other than tensors and plain values.
         verify: How a directory is checked; every rank checks its part of the files.
-        exact_resume: Gets what each rank alone had; None: nobody goes on with training.
+        go_on: Called with what was read of a directory, for what training goes on with; its errors are raised as well.
 
     Raises:
         CheckpointError: If ``path`` is missing, of another kind, damaged, or incomplete.
@@ -59,11 +58,10 @@ def load(
             return _empty_like(targets.get(str(info.path[-1])), info)
 
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        checkpoint = read(path, template, weights_only, verify, (rank, num_ranks))
-        if exact_resume is not None:
-            own = read_own(path, rank, weights_only)
-            exact_resume.restore(checkpoint, own, read_manifest(path).world_size == num_ranks)
-        return checkpoint
+        part = read_part(path, rank, num_ranks, template, weights_only, verify)
+        if go_on is not None:
+            go_on(part)
+        return part.state
 
 
 def load_weights(checkpoint: Mapping[str, Any], module: LightningModule, strict: bool) -> None:

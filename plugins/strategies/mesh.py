@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -23,6 +22,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
+from lightning_dist.checkpoint import Part
 from lightning_dist.consensus import arrive
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import ParallelLayout
@@ -410,9 +410,7 @@ class MeshStrategy(ProcessStrategy):
         ):  # a callback saves after an error, of this rank alone?
             arrive("Saving a checkpoint after an error", AFTER_ERROR_S)
         own = self._exact_resume.rank_state(checkpoint, self._trainer)
-        path = absolute(filepath)
-        if path != os.fspath(filepath):  # each rank may work in a folder of its own
-            path = self.broadcast(path)
+        path = self.broadcast(absolute(filepath))  # a name with the time in it, or a relative one, may differ
         self._checkpoints.save(checkpoint, own, path)
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
@@ -433,17 +431,18 @@ class MeshStrategy(ProcessStrategy):
         self._checkpoints.settle()
         options, path = self._checkpoint_options, self.broadcast(absolute(checkpoint_path))
         is_fitting = self._trainer.state.fn == TrainerFn.FITTING
-        checkpoint = loading.load(
+        return loading.load(
             path,
             self.lightning_module,
             self.optimizers,
             options.weights_only if weights_only is None else weights_only,
             options.verify,
-            self._exact_resume if is_fitting else None,
+            self._go_on_from if is_fitting else None,
         )
-        if is_fitting:
-            self._checkpoints.goes_on(path)
-        return checkpoint
+
+    def _go_on_from(self, part: Part) -> None:
+        self._exact_resume.restore(part.state, part.own, part.manifest.world_size == self.world_size)
+        self._checkpoints.go_on_from(part.manifest)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of a checkpoint that :meth:`load_checkpoint` read."""

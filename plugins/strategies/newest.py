@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dist.checkpoint import CheckpointError, find
-from lightning_dist.consensus import OtherRankError
+from lightning_dist.consensus import OtherRankError, together
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.bookkeeping import absolute
 
@@ -68,7 +68,11 @@ def resume(trainer: Trainer, path: Any, load: Callable[[Any], None]) -> None:
     if not isinstance(path, Newest):
         load(path)
         return
-    candidates: list[str] = trainer.strategy.broadcast(_candidates(path) if trainer.is_global_zero else [])
+    candidates: list[str] = []
+    with together(f"looking for checkpoints in {' and '.join(path.folders)}"):
+        if trainer.is_global_zero:
+            candidates = _candidates(path)
+    candidates = trainer.strategy.broadcast(candidates)
     for candidate in candidates:
         try:
             load(candidate)

@@ -65,7 +65,7 @@ class Ranks:
                 command = path.read_bytes()
             except OSError:
                 continue
-            if b"watchdog_process.py" in command and os.fsencode(self.folder) in command:
+            if b"watchdog_process" in command and os.fsencode(self.folder) in command:
                 pids.append(int(path.parent.name))
         return pids
 

@@ -1,0 +1,171 @@
+"""What a hang comes from."""
+
+from __future__ import annotations
+
+from itertools import combinations
+from typing import Any
+
+from .rank import STOPPED, Rank, key_of
+
+__all__ = ["Diagnosis"]
+
+
+class Diagnosis:
+    """Who is the cause, and what each rank does.
+
+    A rank that is stopped, has died or does not answer is. Otherwise a rank is that waits in no collective itself and
+    has not entered one that others wait in. Otherwise those are that disagree on what a group's next collective is.
+    """
+
+    def __init__(self, ranks: list[Rank], timeout_s: float) -> None:
+        self.ranks = ranks
+        self._timeout_s = timeout_s
+        self._states = {rank: rank.state for rank in ranks}
+        self._waits = {rank: rank.pending[0] for rank in ranks if rank.pending}
+        self.culprits, self.cause = self._find()
+
+    def _find(self) -> tuple[list[Rank], str]:
+        broken = [rank for rank in self.ranks if self._breakdown(rank)]
+        silent = [rank for rank in self.ranks if rank.groups is None and not rank.is_closed and rank not in broken]
+        if not broken and len(silent) < len(self.ranks):
+            broken = silent
+        if broken:
+            return broken, self._whats(broken)
+        free = [rank for rank in self.ranks if rank not in self._waits and not rank.exchange]
+        late = [rank for rank in free if self._is_behind(rank)] or [
+            rank for rank in free if rank.waited_s > self._timeout_s
+        ]
+        if late:
+            return late, self._whats(late)
+        for (first, entry), (second, other) in combinations(self._waits.items(), 2):
+            if key_of(entry) == key_of(other) and _shape(entry) != _shape(other):
+                return self._minority(entry), (
+                    f"rank {first.number} is in {self._name(entry)} {entry['input_sizes']} of"
+                    f" {self._group(first, entry)}, and rank {second.number} in {self._name(other)}"
+                    f" {other['input_sizes']}: the ranks call different collectives"
+                )
+            if first in self._missing(second) and second in self._missing(first):
+                return [first, second], (
+                    f"rank {first.number} is in {self._name(entry)} of {self._group(first, entry)}, and rank"
+                    f" {second.number} in {self._name(other)} of {self._group(second, other)}: each waits for the"
+                    " other, as they call them in another order"
+                )
+        return [], "no rank of this node is the cause, but one of another node, or what connects them"
+
+    def _whats(self, ranks: list[Rank]) -> str:
+        whats = list(dict.fromkeys(self.what(rank) for rank in ranks))
+        subject = "it" if len(ranks) == 1 else "each" if len(whats) == 1 else "one"
+        return "; ".join(f"{subject} {what}" for what in whats)
+
+    def _breakdown(self, rank: Rank) -> str:
+        if rank.has_ended:
+            return "" if rank.said_goodbye else "has died"
+        return STOPPED.get(self._states[rank], "")
+
+    def _is_behind(self, rank: Rank) -> bool:
+        if any(rank in self._missing(other) for other in self._waits):
+            return True
+        counts = {name: group["entered"] for name, group in (rank.groups or {}).items()}
+        return not self._waits and any(
+            name in counts and counts[name] < group["entered"]
+            for other in self.ranks
+            for name, group in (other.groups or {}).items()
+        )
+
+    def _missing(self, rank: Rank) -> list[Rank]:
+        """The ranks of this node which are known not to be in what ``rank`` waits in."""
+        entry = self._waits[rank]
+        if entry["is_p2p"]:
+            return []
+        members = (rank.groups or {}).get(entry["process_group"][0], {}).get("ranks", [])
+        return [
+            other
+            for other in self.ranks
+            if other.number in members
+            and other.entry(entry) is None
+            and (other.entries is not None or (other.is_closed and not other.has_ended))
+        ]
+
+    def _minority(self, entry: dict[str, Any]) -> list[Rank]:
+        shapes: dict[str, list[Rank]] = {}
+        for rank in self.ranks:
+            if found := rank.entry(entry):
+                shapes.setdefault(str(_shape(found)), []).append(rank)
+        fewest = min(map(len, shapes.values()))
+        return [rank for ranks in shapes.values() if len(ranks) == fewest for rank in ranks]
+
+    def _name(self, entry: dict[str, Any]) -> str:
+        number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+        return f"{entry['profiling_name'].partition(':')[2]} #{number}"
+
+    def _group(self, rank: Rank, entry: dict[str, Any]) -> str:
+        name, description = entry["process_group"]
+        members = (rank.groups or {}).get(name, {}).get("ranks", [])
+        label = description if description and description != "undefined" else name
+        return f"group {label} ({_listed(members)})"
+
+    def what(self, rank: Rank) -> str:
+        """What a rank does, to stand after its name."""
+        place = rank.place or "a place that could not be found out"
+        if self._breakdown(rank):
+            return self._breakdown(rank)
+        if rank.is_closed:
+            return "has left the loop"
+        if rank in self._waits:
+            entry = self._waits[rank]
+            missing = [other.number for other in self._missing(rank)]
+            has_not = f", which {_listed(missing)} {'has' if len(missing) == 1 else 'have'} not entered" * bool(missing)
+            return f"waits in {self._name(entry)} of {self._group(rank, entry)}{has_not}; it is in {place}"
+        if rank.exchange:
+            return f"waits in {rank.exchange}; it is in {place}"
+        if rank.groups is None:
+            return f"does not answer, a call into C holds the GIL; it is in {place}"
+        disk = " (its main thread waits for a disk or a network file system)" if self._states[rank] == "D" else ""
+        return f"is in {place}{disk}"
+
+    def headline(self) -> str:
+        """One sentence: who, why, and what the others wait in."""
+        numbers = [rank.number for rank in self.culprits]
+        who = f"{_listed(numbers)} {'hangs' if len(numbers) == 1 else 'hang'}" if numbers else "the training hangs"
+        text = f"{who}: {self.cause}"
+        waits: dict[str, list[int]] = {}
+        for rank, entry in self._waits.items():
+            if rank not in self.culprits:
+                waits.setdefault(f"{self._name(entry)} of {self._group(rank, entry)}", []).append(rank.number)
+        for rank in self.ranks:
+            if rank not in self.culprits and rank not in self._waits and rank.exchange:
+                waits.setdefault(rank.exchange, []).append(rank.number)
+        for entry_text, waiting in waits.items():
+            text += f"; {_listed(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in {entry_text}"
+        return text
+
+    def lines(self) -> list[str]:
+        """One a rank; of many that do the same, only the first."""
+        shown: dict[str, list[int]] = {}
+        for rank in self.ranks:
+            shown.setdefault(self.what(rank), []).append(rank.number)
+        return [f"{_listed(numbers)}: {what}" for what, numbers in shown.items()]
+
+    def details(self) -> list[str]:
+        """The rest of the report."""
+        lines = []
+        for rank in self.ranks:
+            lines.append(f"rank {rank.number} (process {rank.pid}): {rank.last_beat}")
+            for group in (rank.groups or {}).values():
+                entered = f"{group['entered']} collectives entered"
+                lines.append(f"  group {group['name']} {group['description']}, {_listed(group['ranks'])}: {entered}")
+            lines += [f"  not completed: {self._name(entry)} of {self._group(rank, entry)}" for entry in rank.pending]
+            if rank.entries == [] and any(group["entered"] for group in (rank.groups or {}).values()):
+                lines.append("  the flight recorder is off: unset TORCH_FR_BUFFER_SIZE to see the collectives")
+        return lines
+
+
+def _shape(entry: dict[str, Any]) -> tuple[str, Any]:
+    """What must be the same on all ranks that enter a collective."""
+    name = entry["profiling_name"]
+    return name, entry["input_sizes"] if name.endswith("all_reduce") else None
+
+
+def _listed(ranks: list[int]) -> str:
+    word = "rank" if len(ranks) == 1 else "ranks"
+    return f"{word} {', '.join(map(str, sorted(ranks)))}"

@@ -1,0 +1,176 @@
+"""One rank, as the process that watches it sees it."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import re
+import signal
+import socket
+import struct
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+__all__ = ["ANSWER_S", "STOPPED", "Rank", "key_of"]
+
+ANSWER_S = 5.0
+"""How long ranks have to say which collectives they are in."""
+STOPPED = {"T": "is stopped (SIGSTOP)", "t": "is held by a debugger"}
+"""What the letters of states in which a process cannot run mean."""
+
+_OWN_FOLDER = Path(__file__).absolute().parent.parent
+_LIBRARIES = re.compile(
+    "|".join(("<", *(re.escape(str(folder)) + "/" for folder in (Path(os.__file__).absolute().parent, _OWN_FOLDER))))
+    + "|.*/(site|dist)-packages/"
+)
+_EXCHANGES = ("lightning_dist/collectives.py", "torch/distributed/distributed_c10d.py")
+"""Files whose lines wait for other ranks."""
+
+
+class Rank:
+    """One rank of this node, as far as it can be seen from here."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if uid != os.getuid():
+            raise PermissionError(f"process {pid} is another user's")
+        connection.settimeout(ANSWER_S)
+        hello, files, _, _ = socket.recv_fds(connection, 4096, 2)
+        beats, self._stacks = files
+        connection.setblocking(False)
+        about = json.loads(hello)
+        self.number: int = about["rank"]
+        self._signal: int = about["signal"]
+        self._main_thread: int = about["main_thread"]
+        self.pid = pid
+        self.process = os.pidfd_open(pid)
+        self.connection = connection
+        self._received = b""
+        self._cells = memoryview(mmap.mmap(beats, 16, prot=mmap.PROT_READ)).cast("q")
+        os.close(beats)
+        self._beat = 0
+        self.waited_s = 0.0
+        self.said_goodbye = False
+        self.is_closed = False
+        self.has_ended = False
+        self.is_done = False
+        self.groups: dict[str, dict[str, Any]] | None = None
+        self.entries: list[dict[str, Any]] | None = None
+
+    def follow(self, elapsed_s: float) -> None:
+        """Count the time without a beat while armed."""
+        beat = self._cells[0]
+        self.waited_s = self.waited_s + elapsed_s if beat and beat == self._beat else 0.0
+        self._beat = beat
+
+    def send(self, **message: Any) -> None:
+        """Send a message, if the rank can take it."""
+        with suppress(OSError):
+            self.connection.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> None:
+        """Read what the rank has sent."""
+        try:
+            while data := self.connection.recv(2**20):
+                self._received += data
+            self.is_closed = True
+        except BlockingIOError:
+            pass
+        except OSError:
+            self.is_closed = True
+        *lines, self._received = self._received.split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            self.said_goodbye |= "closed" in message
+            self.is_done |= "done" in message
+            if "groups" in message:
+                self.groups = {group["name"]: group for group in message["groups"]}
+            if "entries" in message:
+                self.entries = message["entries"]
+        self.is_closed |= self.said_goodbye
+
+    def kill(self, number: int) -> None:
+        """Send a signal."""
+        with suppress(OSError):
+            signal.pidfd_send_signal(self.process, number)
+
+    def ask(self) -> None:
+        """Ask for the stacks and the collectives. A rank that has closed has no handler left for the signal."""
+        if not self.is_closed and not self.has_ended:
+            self.kill(self._signal)
+            self.send(do="look")
+
+    @property
+    def can_answer(self) -> bool:
+        """Whether it is alive, watched and running."""
+        return not (self.is_closed or self.has_ended or self.state in STOPPED)
+
+    @property
+    def state(self) -> str:
+        """The letter in /proc that says whether its main thread runs, sleeps or is stopped; empty if it has ended."""
+        try:
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:
+            return ""
+
+    @property
+    def last_beat(self) -> str:
+        """When it last beat."""
+        beat, step = self._cells
+        if not beat:
+            return "not in the loop"
+        return f"last beat {(time.monotonic_ns() - beat) / 1e9:.1f} s ago, at step {step}"
+
+    @property
+    def stacks(self) -> str:
+        """What faulthandler wrote."""
+        return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
+
+    @property
+    def _frames(self) -> list[tuple[str, str, str]]:
+        """File, line and function of the main thread's frames, innermost first."""
+        for thread in self.stacks.split("\n\n"):
+            if f"0x{self._main_thread:016x}" in thread:
+                return re.findall(r'File "(.*)", line (\d+) in (.*)', thread)
+        return []
+
+    @property
+    def place(self) -> str:
+        """Where the main thread is: the innermost line that is not a library's, if there is one."""
+        own = [frame for frame in self._frames if not _LIBRARIES.match(frame[0])]
+        return next((_at(frame) for frame in own or self._frames), "")
+
+    @property
+    def exchange(self) -> str:
+        """Where the main thread waits for other ranks, though the recorder knows of no collective: gloo's sends."""
+        for file, line, function in self._frames[:1]:
+            if file.endswith(_EXCHANGES):
+                return f"{function} ({file}:{line})"
+        return ""
+
+    @property
+    def pending(self) -> list[dict[str, Any]]:
+        """The flight recorder's entries of collectives that are not completed, oldest first.
+
+        Those of groups that call themselves background come last: nobody waits for them in a step.
+        """
+        entries = [entry for entry in self.entries or [] if not entry["retired"] and entry["state"] != "completed"]
+        return sorted(entries, key=lambda entry: entry["process_group"][1].startswith("background"))
+
+    def entry(self, like: dict[str, Any]) -> dict[str, Any] | None:
+        """This rank's entry of the same group and number, if it has one."""
+        return next((entry for entry in self.entries or [] if key_of(entry) == key_of(like)), None)
+
+
+def key_of(entry: dict[str, Any]) -> tuple[str, str, int, bool]:
+    """What tells a collective from others on all ranks: group, backend, number, and whether it is point to point."""
+    backend = entry["profiling_name"].partition(":")[0]
+    return entry["process_group"][0], backend, entry["collective_seq_id"], entry["is_p2p"]
+
+
+def _at(frame: tuple[str, str, str]) -> str:
+    file, line, function = frame
+    return f"{file}:{line} in {function}"
