@@ -7,8 +7,7 @@
     rank_N.bin      the tensors' bytes, as many of them as rank N wrote
     rank_N.pt       what rank N alone has: its random number generators, its place in the data, its buffers
 
-Every rank writes what it holds of a DTensor. Other tensors are rank 0's: DCP alone would take each from whichever rank
-it likes, and mix.
+Every rank writes what it holds of a DTensor. Other tensors are rank 0's.
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ import os
 import re
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -26,13 +24,12 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 
-from lightning_dist.checkpoint.manifest import MANIFEST, CheckpointError, FileEntry, Manifest, new_digest
+from lightning_dist.checkpoint.manifest import MANIFEST, CheckpointError, FileEntry, Manifest, TensorEntry, new_digest
 from lightning_dist.checkpoint.place import Place, Reader
 from lightning_dist.checkpoint.snapshot import Snapshot, put_back, references, unpickled
 from lightning_dist.checkpoint.storage import place_of
-from lightning_dist.checkpoint.tensors import TensorReader, TensorWriter
+from lightning_dist.checkpoint.tensors import merged, read_tensors, write_tensors
 from lightning_dist.consensus import OtherRankError, together
 
 __all__ = [
@@ -73,7 +70,7 @@ class TensorInfo:
     dtype: torch.dtype
 
 
-def write(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Manifest:
+def write(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> None:
     """Write ``snapshot`` to ``path``, in the place of what is there. A collective over all processes.
 
     Args:
@@ -81,27 +78,27 @@ def write(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None
         snapshot: Each rank's own.
         group: All processes; None: the default group.
 
-    Returns:
-        The checkpoint's manifest; only the first rank's says where its tensors are.
-
     Raises:
         CheckpointError: On all ranks, if any failed. Then what was at ``path`` is still there.
     """
-    is_first = not dist.is_initialized() or dist.get_rank(group) == 0
+    rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
+    is_first = rank == 0
     place, save_id = place_of(path), _agreed_id(group)
     try:
         with together("creating it", group):
             if is_first:
                 place.begin(save_id)
                 _check_space(place, snapshot)
-        files, tensors = _write_files(place, save_id, snapshot, group)
-        world_size = dist.get_world_size(group) if dist.is_initialized() else 1
-        manifest = Manifest(files, tensors, world_size, time.time(), dict(snapshot.about))
+        with together("writing its files", group):
+            written = _write_files(place, save_id, snapshot, rank)
+        of_all = _gathered(written, num_ranks, group)
         with together("putting it in place", group):
             if is_first:
+                files = {name: entry for files, _ in of_all for name, entry in files.items()}
+                tensors = merged(tensors for _, tensors in of_all)
+                manifest = Manifest(files, tensors, num_ranks, time.time(), dict(snapshot.about))
                 place.commit(save_id, manifest.encode())
-        return manifest
-    except (Exception, dcp.CheckpointException) as error:
+    except Exception as error:
         if is_first:
             with suppress(Exception):  # what cannot be removed now, the next run's lock removes
                 place.abort(save_id)
@@ -110,43 +107,48 @@ def write(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None
 
 def not_written(path: Path, error: BaseException) -> CheckpointError:
     """The error of a save that failed for ``error``."""
+    who = ""
+    if dist.is_initialized() and not isinstance(error, CheckpointError | OtherRankError):
+        who = f"rank {dist.get_rank()} failed: "
     return CheckpointError(
-        f"The checkpoint {os.fspath(path)} was not written: {_reason(error)}. What was there before is unchanged."
+        f"The checkpoint {os.fspath(path)} was not written: {who}{_reason(error)}. What was there before is unchanged."
     )
 
 
-def _write_files(
-    place: Place, save_id: str, snapshot: Snapshot, group: dist.ProcessGroup | None
-) -> tuple[dict[str, FileEntry], dict[str, Any]]:
-    rank = dist.get_rank(group) if dist.is_initialized() else 0
+_Written = tuple[dict[str, FileEntry], dict[str, TensorEntry]]
+
+
+def _write_files(place: Place, save_id: str, snapshot: Snapshot, rank: int) -> _Written:
+    """Write this rank's files; what they are, and where in them its tensors."""
     prefix = place.prefix(save_id)
-    entries: dict[str, FileEntry] = {}
-    with together("opening its files", group):
-        try:
-            file = place.create(save_id, f"{prefix}rank_{rank}.bin")
-        except FileNotFoundError as error:
-            raise CheckpointError(
-                f"rank {rank} does not see what rank 0 has made for it ({error.filename}). Save to a file system that"
-                " all ranks share"
-            ) from error
-    writer = TensorWriter(file)
     try:
-        with _one_process_is_meant():
-            dcp.save(snapshot.tensors, storage_writer=writer, process_group=group, no_dist=not dist.is_initialized())
+        file = place.create(save_id, f"{prefix}rank_{rank}.bin")
+    except FileNotFoundError as error:
+        raise CheckpointError(
+            f"rank {rank} does not see what rank 0 has made for it ({error.filename}). Save to a file system that"
+            " all ranks share"
+        ) from error
+    try:
+        tensors = write_tensors(file, snapshot.tensors, snapshot.parts)
     except BaseException:
         file.abandon()
         raise
-    with together("writing its files", group):
-        entries[file.name] = file.close()
-        for name, content in ((_STATE, snapshot.state if rank == 0 else b""), (f"rank_{rank}.pt", snapshot.own)):
-            if content:
-                file = place.create(save_id, f"{prefix}{name}")
-                entries[file.name] = file.write_all(content)
-    of_all: list[Any] = [entries]
-    if dist.is_initialized():
-        of_all = [None] * dist.get_world_size(group)
-        dist.all_gather_object(of_all, entries, group)
-    return {name: entry for entries in of_all for name, entry in entries.items()}, writer.tensors
+    files = {file.name: file.close()}
+    for name, content in ((_STATE, snapshot.state if rank == 0 else b""), (f"rank_{rank}.pt", snapshot.own)):
+        if content:
+            file = place.create(save_id, f"{prefix}{name}")
+            files[file.name] = file.write_all(content)
+    return files, tensors
+
+
+def _gathered(written: _Written, num_ranks: int, group: dist.ProcessGroup | None) -> list[_Written]:
+    """What all ranks have written, on the first; elsewhere nothing."""
+    if not dist.is_initialized():
+        return [written]
+    of_all: list[Any] = [None] * num_ranks
+    is_first = dist.get_rank(group) == 0
+    dist.gather_object(written, of_all if is_first else None, group=group, group_dst=0)
+    return of_all if is_first else []
 
 
 def _check_space(place: Place, snapshot: Snapshot) -> None:
@@ -220,11 +222,7 @@ def read_part(
             tensor = template(TensorInfo(info, torch.Size(entry.shape), entry.torch_dtype))
             if tensor is not None:
                 wanted[key] = tensor
-        tensors = TensorReader(reader, manifest, mine)
-        if wanted:
-            with _one_process_is_meant():
-                dcp.load(wanted, storage_reader=tensors, no_dist=True)
-        for name in tensors.unchecked:
+        for name in read_tensors(reader, manifest, wanted, mine):
             _check_digest(reader, manifest, name)
         own = _content(reader, manifest, f"rank_{rank}.pt", optional=True)
         return Part(put_back(state, wanted), unpickled(own, weights_only) if own else {}, manifest)
@@ -289,17 +287,9 @@ def _opened(path: Path, hint: bool = True) -> Iterator[tuple[Reader, Manifest]]:
         with place.open() as reader:
             manifest = Manifest.decode(bytes(_read_file(reader, MANIFEST, reader.size(MANIFEST))))
             yield reader, manifest
-    except (Exception, dcp.CheckpointException) as error:
+    except Exception as error:
         others = _others(path) if hint else ""
         raise CheckpointError(f"The checkpoint {path} cannot be read: {_reason(error)}.{others}") from error
-
-
-@contextmanager
-def _one_process_is_meant() -> Iterator[None]:
-    """Without DCP's warning that it works without torch.distributed."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
 
 
 def _check_files(reader: Reader, manifest: Manifest, check: Verify, share: tuple[int, int]) -> None:
@@ -336,7 +326,8 @@ def _check_sizes(reader: Reader, manifest: Manifest, check: Verify) -> None:
 
 
 def _check_digest(reader: Reader, manifest: Manifest, name: str) -> None:
-    entry, digest, buffer = manifest.files[name], new_digest(), memoryview(bytearray(_PIECE))
+    entry, digest = manifest.files[name], new_digest()
+    buffer = memoryview(bytearray(min(entry.size, _PIECE)))
     for start in range(0, entry.size, _PIECE):
         digest.update(buffer[: reader.read_into(name, start, buffer[: entry.size - start])])
     if digest.hexdigest() != entry.digest:
@@ -369,11 +360,7 @@ def _others(path: Path) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """An error as a clause; of a DCP exception, which is no Exception and has a traceback for its text, the first."""
-    if isinstance(error, dcp.CheckpointException) and error.failures:
-        rank, (cause, _) = next(iter(error.failures.items()))
-        # Of a load, which is each rank's own, DCP says rank 0.
-        return _reason(cause) if isinstance(cause, CheckpointError) else f"rank {rank} failed: {_reason(cause)}"
+    """An error as a clause."""
     if isinstance(error, CheckpointError | OtherRankError):
         return str(error).rstrip(".")
     return f"{type(error).__name__}: {error}".rstrip(".")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.checkpoint.manifest import CheckpointError
+from lightning_dist.checkpoint.tensors import local_part, own_tensors
 
 __all__ = ["SAFE", "Snapshot", "pickled", "put_back", "references", "take_snapshot", "unpickled"]
 
@@ -30,23 +31,20 @@ class Snapshot:
     """What a rank will write.
 
     Args:
-        tensors: Path in the dictionary to tensor: DTensors, and on rank 0 the others. These are the live ones.
+        tensors: Path in the dictionary to tensor, of those that this rank writes its part of.
+        parts: What this rank has of them: the live weights, or copies.
         state: The dictionary without them, pickled.
         own: What only this rank will read, pickled.
+        num_bytes: Of the whole checkpoint, about.
         about: For listings; plain JSON.
     """
 
     tensors: dict[str, torch.Tensor]
+    parts: dict[str, torch.Tensor]
     state: bytes
     own: bytes = b""
+    num_bytes: int = 0
     about: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def num_bytes(self) -> int:
-        """Of the whole checkpoint, about: DTensors count whole."""
-        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
-        size = sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
-        return size + len(self.state) + num_ranks * len(self.own)
 
 
 def take_snapshot(
@@ -63,9 +61,13 @@ def take_snapshot(
     """
     tensors: dict[str, torch.Tensor] = {}
     state = _take_out(checkpoint, (), tensors)
-    is_first = not dist.is_initialized() or dist.get_rank() == 0
-    mine = {key: tensor for key, tensor in tensors.items() if is_first or isinstance(tensor, DTensor)}
-    return Snapshot(mine, pickled(state), pickled(own) if own else b"", about or {})
+    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    mine = own_tensors(tensors, is_first=rank == 0)
+    parts = {key: local_part(tensor) for key, tensor in mine.items()}
+    state_bytes, own_bytes = pickled(state), pickled(own) if own else b""
+    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    num_bytes += len(state_bytes) + num_ranks * len(own_bytes)
+    return Snapshot(mine, parts, state_bytes, own_bytes, num_bytes, about or {})
 
 
 SAFE: tuple[Any, ...] = (

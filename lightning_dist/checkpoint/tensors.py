@@ -1,200 +1,224 @@
-"""The tensors of a checkpoint: torch.distributed.checkpoint (DCP) decides who writes and reads what, this does it.
+"""The tensors of a checkpoint: which rank writes which part of them, and which parts a rank of another layout reads.
 
-DCP plans: which rank writes which part of a DTensor, and which parts a rank of another layout has to read. Of its own
-storage nothing is used, since it pickles, and does not notice a damaged file. Here each rank appends the bytes of its
-parts to one file, and the manifest has the rest as JSON.
+A rank writes its parts one after another to one file, and the manifest says where they are. Which parts are its own
+follows from its DTensors alone. torch.distributed.checkpoint, whose protocol of DTensors this uses, gathers all ranks'
+plans on one and sends them back: 0.1 s of each save for 300 tensors on two ranks, and more with more of either.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import StorageReader, StorageWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
+from torch.distributed.tensor import DTensor
 
 from lightning_dist.checkpoint.manifest import CheckpointError, Chunk, Manifest, TensorEntry, new_digest
 from lightning_dist.checkpoint.place import NewFile, Reader
 
-__all__ = ["TensorReader", "TensorWriter"]
+__all__ = ["local_part", "merged", "own_tensors", "read_tensors", "write_tensors"]
 
 ALIGNMENT = 64
 
 
-class TensorWriter(StorageWriter):
-    """Appends a rank's parts to ``file``.
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of ``tensor``, not a copy."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def own_tensors(tensors: Mapping[str, Tensor], is_first: bool) -> dict[str, Tensor]:
+    """Those of ``tensors`` of which this rank writes its part; to be called with the same names on all ranks.
+
+    Where several ranks have the same part of a DTensor, one of them writes it, and each of them about as many bytes.
+    Tensors that are not distributed are the first rank's.
+    """
+    own = {}
+    num_bytes: dict[int, list[int]] = {}  # of each replica, by their number
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        if not isinstance(tensor, DTensor):
+            if is_first:
+                own[name] = tensor
+            continue
+        coordinate = tensor.device_mesh.get_coordinate()
+        if coordinate is None:
+            continue
+        replica, num_replicas = 0, 1
+        for size, position, placement in zip(tensor.device_mesh.shape, coordinate, tensor.placements, strict=True):
+            if placement.is_replicate():
+                replica, num_replicas = replica * size + position, num_replicas * size
+        written = num_bytes.setdefault(num_replicas, [0] * num_replicas)
+        writer = written.index(min(written))
+        written[writer] += tensor.numel() * tensor.element_size()
+        if writer == replica:
+            own[name] = tensor
+    return own
+
+
+def write_tensors(file: NewFile, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
+    """Append to ``file`` the bytes of ``parts``, and say where they are.
 
     Args:
         file: This rank's. Left open.
+        tensors: The whole tensors.
+        parts: What this rank has of each: :func:`local_part`, or a copy of it.
     """
-
-    def __init__(self, file: NewFile) -> None:
-        self._file = file
-        self.tensors: dict[str, TensorEntry] = {}  # of all ranks, on the coordinator, when all have written
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do: a writer writes once."""
-
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
-
-    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """As it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As they are."""
-        return plans
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Append the bytes of all items; a result's ``storage_data`` is the :class:`Chunk`."""
-        results = []
-        for item in plan.items:
-            tensor = planner.resolve_data(item)
-            assert isinstance(tensor, Tensor)
-            self._file.write(bytes(-self._file.size % ALIGNMENT))
-            assert item.tensor_data is not None
-            chunk = item.tensor_data.chunk
-            start = self._file.size
-            self._file.write(_bytes_of(tensor.detach().contiguous().cpu()))
-            results.append(
-                WriteResult(
-                    item.index,
-                    self._file.size - start,
-                    Chunk(self._file.name, start, tuple(chunk.offsets), tuple(chunk.sizes)),
-                )
-            )
-        return _done(results)
-
-    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Put together where all tensors are."""
-        chunks: dict[str, list[Chunk]] = {}
-        for result in (result for rank in results for result in rank):
-            chunks.setdefault(result.index.fqn, []).append(result.storage_data)
-        for key, stored in metadata.state_dict_metadata.items():
-            assert isinstance(stored, TensorStorageMetadata)
-            dtype = str(stored.properties.dtype).removeprefix("torch.")
-            self.tensors[key] = TensorEntry(tuple(stored.size), dtype, tuple(chunks[key]))
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Never chosen by DCP itself."""
-        return False
+    entries, origins = {}, _Origins()
+    for name, part in parts.items():
+        tensor, chunks = tensors[name], []
+        if part.numel():
+            file.write(bytes(-file.size % ALIGNMENT))
+            chunks.append(Chunk(file.name, file.size, origins.of(tensor), tuple(part.shape)))
+            file.write(_bytes_of(part.detach().contiguous().cpu()))
+        entries[name] = TensorEntry(tuple(tensor.shape), str(part.dtype).removeprefix("torch."), tuple(chunks))
+    return entries
 
 
-class TensorReader(StorageReader):
-    """Reads the parts that a rank needs, and checks on the way the files of which it needs all.
+def merged(entries_of_all: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
+    """Put together what all ranks have written.
+
+    Raises:
+        CheckpointError: If a part of a tensor is missing.
+    """
+    by_name: dict[str, list[TensorEntry]] = defaultdict(list)
+    for entries in entries_of_all:
+        for name, entry in entries.items():
+            by_name[name].append(entry)
+    result = {}
+    for name, of_ranks in by_name.items():
+        # By place: replicas that share no mesh know nothing of each other, and each has written its own.
+        chunks = {chunk.offsets: chunk for entry in of_ranks for chunk in entry.chunks}
+        result[name] = TensorEntry(of_ranks[0].shape, of_ranks[0].dtype, tuple(chunks.values()))
+        written, needed = sum(math.prod(chunk.sizes) for chunk in chunks.values()), math.prod(of_ranks[0].shape)
+        if written != needed:
+            raise CheckpointError(f"the ranks have written {written} of the {needed} elements of {name}")
+    return result
+
+
+def read_tensors(
+    reader: Reader, manifest: Manifest, targets: Mapping[str, Tensor], to_check: Collection[str]
+) -> set[str]:
+    """Fill ``targets``, each rank its parts of them. Each file is read once, from its begin to its end.
 
     Args:
         reader: The checkpoint's files.
         manifest: Where in them the tensors are, and their digests.
-        to_check: The files to check.
+        targets: By name; DTensors of any placement, or whole tensors.
+        to_check: The files to check on the way.
+
+    Returns:
+        Those of ``to_check`` of which not everything was read, and which are not checked therefore.
+
+    Raises:
+        CheckpointError: If a file is not what was written, or a tensor is not what is asked for.
+    """
+    by_file: dict[str, list[_Overlap]] = defaultdict(list)
+    origins = _Origins()
+    for name, target in targets.items():
+        for overlap in _overlaps(name, manifest.tensors[name], target, origins):
+            by_file[overlap.chunk.file].append(overlap)
+    unchecked = set(to_check)
+    for file, overlaps in by_file.items():
+        check = _WholeFile(reader, file) if file in unchecked else None
+        for overlap in sorted(overlaps, key=lambda overlap: overlap.chunk.start):
+            start, content = overlap.read(reader, whole=check is not None)
+            if check is not None:
+                check.follow(start, content)
+        if check is not None and check.is_at(manifest.files[file].size):
+            if check.hexdigest() != manifest.files[file].digest:
+                raise CheckpointError(f"its file {file} is damaged: its content is not what was written")
+            unchecked.remove(file)
+    return unchecked
+
+
+@dataclass(frozen=True)
+class _Overlap:
+    """What a chunk of a stored tensor and a rank's part of a target have in common.
+
+    Args:
+        chunk: In its file.
+        in_chunk: The box, in the chunk.
+        target: The same box of the rank's part: where the bytes go.
     """
 
-    def __init__(self, reader: Reader, manifest: Manifest, to_check: Collection[str]) -> None:
-        self._reader = reader
-        self._files = manifest.files
-        self._tensors = manifest.tensors
-        self.unchecked = set(to_check)
-        """Those of which only a part was read."""
+    chunk: Chunk
+    in_chunk: tuple[slice, ...]
+    target: Tensor
 
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Nothing to do."""
+    def read(self, reader: Reader, whole: bool) -> tuple[int, memoryview]:
+        """Fill the target; returns which bytes of the file were read, from where on.
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What DCP plans with."""
-        return Metadata(
-            {
-                key: TensorStorageMetadata(
-                    TensorProperties(entry.torch_dtype),
-                    torch.Size(entry.shape),
-                    [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks],
-                )
-                for key, entry in self._tensors.items()
-            }
-        )
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Nothing to do."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """As it is."""
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """As they are."""
-        return plans
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read each chunk once, in their order in the files, and copy the boxes of it that are wanted.
-
-        Raises:
-            CheckpointError: If a file is not what was written.
+        Args:
+            reader: The files.
+            whole: Read the whole chunk, though less is needed.
         """
-        wanted: dict[MetadataIndex, list[Any]] = {}
-        for item in plan.items:
-            wanted.setdefault(item.storage_index, []).append(item)
-        by_file: dict[str, list[tuple[Chunk, TensorEntry, list[Any]]]] = {}
-        for index, items in wanted.items():
-            entry = self._tensors[index.fqn]
-            offsets = tuple(index.offset) if index.offset is not None else (0,) * len(entry.shape)
-            chunk = next(chunk for chunk in entry.chunks if chunk.offsets == offsets)
-            by_file.setdefault(chunk.file, []).append((chunk, entry, items))
-        for name, parts in by_file.items():
-            whole = _WholeFile(self._reader, name) if name in self.unchecked else None
-            for chunk, entry, items in sorted(parts, key=lambda part: part[0].start):
-                content = self._read_chunk(chunk, entry, items, planner)
-                if whole is not None:
-                    whole.follow(chunk.start, content)
-            if whole is not None and whole.is_at(self._files[name].size):
-                if whole.hexdigest() != self._files[name].digest:
-                    raise CheckpointError(f"its file {name} is damaged: its content is not what was written")
-                self.unchecked.remove(name)
-        return _done(None)
+        is_all = self.target.shape == torch.Size(self.chunk.sizes)
+        if is_all and self.target.is_contiguous() and self.target.device.type == "cpu":
+            return self.chunk.start, _filled(reader, self.chunk, 0, self.target)
+        if whole or not self.in_chunk:
+            first, box, sizes = 0, self.in_chunk, self.chunk.sizes
+        else:  # its rows are one after another in the file
+            first, end = self.in_chunk[0].start, self.in_chunk[0].stop
+            box, sizes = (slice(None), *self.in_chunk[1:]), (end - first, *self.chunk.sizes[1:])
+        buffer = torch.empty(sizes, dtype=self.target.dtype)
+        start = first * math.prod(self.chunk.sizes[1:]) * buffer.element_size()
+        content = _filled(reader, self.chunk, start, buffer)
+        self.target.copy_(buffer[box])
+        return self.chunk.start + start, content
 
-    def _read_chunk(self, chunk: Chunk, entry: TensorEntry, items: list[Any], planner: LoadPlanner) -> memoryview:
-        """Fill the tensors that want a part of a chunk; returns the chunk's bytes."""
-        targets = [planner.resolve_tensor(item).detach() for item in items]
-        is_whole = len(items) == 1 and tuple(items[0].lengths) == chunk.sizes
-        if is_whole and targets[0].is_contiguous() and targets[0].device.type == "cpu":
-            read = targets[0]
-            self._fill(read, entry, chunk)
-        else:
-            read = torch.empty(chunk.sizes, dtype=entry.torch_dtype)
-            self._fill(read, entry, chunk)
-            for item, target in zip(items, targets, strict=True):
-                box = tuple(
-                    slice(start, start + length)
-                    for start, length in zip(item.storage_offsets, item.lengths, strict=True)
-                )
-                target.copy_(read[box])
-        for item, target in zip(items, targets, strict=True):
-            planner.commit_tensor(item, target)
-        return _bytes_of(read)
 
-    def _fill(self, tensor: Tensor, entry: TensorEntry, chunk: Chunk) -> None:
-        if tensor.dtype != entry.torch_dtype:
-            raise CheckpointError(f"a tensor is stored as {entry.dtype} and cannot be read as {tensor.dtype}")
-        buffer = _bytes_of(tensor)
-        if self._reader.read_into(chunk.file, chunk.start, buffer) != len(buffer):
-            raise CheckpointError(f"its file {chunk.file} is too short")
+def _overlaps(name: str, entry: TensorEntry, target: Tensor, origins: _Origins) -> list[_Overlap]:
+    if tuple(target.shape) != entry.shape or target.dtype != entry.torch_dtype:
+        raise CheckpointError(
+            f"{name} is stored as {entry.dtype} {list(entry.shape)} and cannot be read as"
+            f" {str(target.dtype).removeprefix('torch.')} {list(target.shape)}"
+        )
+    part = local_part(target)
+    offsets = origins.of(target) if part.numel() else ()
+    overlaps = []
+    for chunk in entry.chunks if part.numel() else ():
+        starts = [max(pair) for pair in zip(offsets, chunk.offsets, strict=True)]
+        ends = [
+            min(offset + size, chunk_offset + chunk_size)
+            for offset, size, chunk_offset, chunk_size in zip(
+                offsets, part.shape, chunk.offsets, chunk.sizes, strict=True
+            )
+        ]
+        if all(start < end for start, end in zip(starts, ends, strict=True)):
+            in_chunk, in_part = (
+                tuple(slice(start - zero, end - zero) for start, end, zero in zip(starts, ends, origin, strict=True))
+                for origin in (chunk.offsets, offsets)
+            )
+            overlaps.append(_Overlap(chunk, in_chunk, part[in_part]))
+    if sum(overlap.target.numel() for overlap in overlaps) != part.numel():
+        raise CheckpointError(f"it has not all of {name}")
+    return overlaps
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Never chosen by DCP itself."""
-        return False
+
+class _Origins(dict[Any, tuple[int, ...]]):
+    """Where in a tensor this rank's part of it begins. A model has many of the same shape, and torch takes its time."""
+
+    def of(self, tensor: Tensor) -> tuple[int, ...]:
+        if not isinstance(tensor, DTensor):
+            return (0,) * tensor.ndim
+        key = tensor.shape, tensor.device_mesh, tensor.placements
+        if key not in self:
+            (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # torch gives it no types
+            self[key] = tuple(chunk.offsets)
+        return self[key]
+
+
+def _filled(reader: Reader, chunk: Chunk, start: int, tensor: Tensor) -> memoryview:
+    """The bytes of ``tensor``, which is filled with those of ``chunk`` from ``start`` on."""
+    buffer = _bytes_of(tensor)
+    if reader.read_into(chunk.file, chunk.start + start, buffer) != len(buffer):
+        raise CheckpointError(f"its file {chunk.file} is too short")
+    return buffer
 
 
 class _WholeFile:
@@ -227,10 +251,4 @@ class _WholeFile:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """The memory of a contiguous tensor on the CPU, not a copy."""
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-def _done(value: Any) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # NumPy's stub: no buffer

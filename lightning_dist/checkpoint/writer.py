@@ -89,29 +89,23 @@ class Writer:
         """
         start = time.perf_counter()
         self.wait()
-        stager = self._start()
+        self._start()
         save = self._current = Save(str(path), dict(snapshot.about), snapshot.num_bytes)
-        live, rest = {}, {}
-        sharded: dict[str, tuple[DTensor, int]] = {}
-        with torch.no_grad():
-            for key, tensor in snapshot.tensors.items():
-                if isinstance(tensor, DTensor):
-                    live[key] = tensor.to_local()
-                    sharded[key] = (tensor, tensor._version)
-                else:
-                    rest[key] = tensor.detach().to("cpu", copy=True)
+        sharded = {key: tensor for key, tensor in snapshot.tensors.items() if isinstance(tensor, DTensor)}
+        versions = [tensor._version for tensor in sharded.values()]
+        live = {key: snapshot.parts[key] for key in sharded}
+        rest = snapshot.parts.keys() - live.keys() if asynchronous else ()
+        copies = {key: snapshot.parts[key].to("cpu", copy=True) for key in rest}
         self._staged.clear()
-        if torch.accelerator.is_available():
-            torch.accelerator.synchronize()  # the stager's stream does not wait for what computes the weights
         staging_start = time.perf_counter()
-        staging = cast(Future[Any], stager.stage(live)) if asynchronous else None
+        staging = self._stage(live) if asynchronous else None
 
-        def staged() -> dict[str, Any]:
+        def staged() -> dict[str, torch.Tensor]:
             try:
-                copies: dict[str, torch.Tensor] = live if staging is None else staging.result()
-                if any(tensor._version != version for tensor, version in sharded.values()):
+                parts = snapshot.parts if staging is None else {**copies, **staging.result()}
+                if versions != [tensor._version for tensor in sharded.values()]:
                     raise RuntimeError(CHANGED)
-                return {key: _placed_like(sharded[key][0], copy) for key, copy in copies.items()}
+                return parts
             finally:
                 save.staging_s = time.perf_counter() - staging_start
                 self._staged.set()
@@ -119,10 +113,10 @@ class Writer:
         def job() -> None:
             try:
                 with together("copying the weights", self._group):
-                    tensors = {**rest, **staged()}
+                    parts = staged()
                 with together("locking the folder", self._group):
                     self._lock(path)
-                write(path, replace(snapshot, tensors=tensors), self._group)
+                write(path, replace(snapshot, parts=parts), self._group)
             except BaseException as error:
                 save.error = error if isinstance(error, CheckpointError) else not_written(path, error)
             self._newest, self._is_proven = save, False
@@ -204,15 +198,27 @@ class Writer:
             return
         self._jobs.put(None)
         self._thread.join()
-        assert self._stager is not None
-        self._stager.close()
+        if self._stager is not None:
+            self._stager.close()
         if self._group is not None:
             dist.destroy_process_group(self._group)
         self._thread = self._stager = self._group = None
 
-    def _start(self) -> DefaultStager:
+    def _start(self) -> None:
+        if self._thread is not None:
+            return
+        if dist.is_initialized():
+            # Its own: training's collectives are under way at the same time.
+            self._group = dist.new_group(
+                backend="gloo", timeout=self._timeout, group_desc="background: checkpoint writer"
+            )
+        self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)
+        self._thread.start()
+
+    def _stage(self, parts: dict[str, torch.Tensor]) -> Future[Any]:
+        """Copy ``parts`` to this host's memory, in the background."""
+        on_accelerator = torch.accelerator.is_available()
         if self._stager is None:
-            on_accelerator = torch.accelerator.is_available()
             self._stager = DefaultStager(
                 StagingOptions(
                     use_pinned_memory=on_accelerator,
@@ -221,14 +227,9 @@ class Writer:
                     use_non_blocking_copy=on_accelerator,
                 )
             )
-            if dist.is_initialized():
-                # Its own: training's collectives are under way at the same time.
-                self._group = dist.new_group(
-                    backend="gloo", timeout=self._timeout, group_desc="background: checkpoint writer"
-                )
-            self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)
-            self._thread.start()
-        return self._stager
+        if on_accelerator:
+            torch.accelerator.synchronize()  # the stager's stream does not wait for what computes the weights
+        return cast(Future[Any], self._stager.stage(parts))
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -247,18 +248,6 @@ class Writer:
         folder = os.path.dirname(os.fspath(path))
         if folder not in self._locks and self._is_first:
             self._locks[folder] = place_of(path).lock()
-
-
-def _placed_like(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """A copy of a DTensor, of the copy of its local part."""
-    return DTensor.from_local(
-        local.detach(),
-        tensor.device_mesh,
-        tensor.placements,
-        run_check=False,
-        shape=tensor.shape,
-        stride=tensor.stride(),
-    )
 
 
 CHANGED = (

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
+from torch.distributed.checkpoint.staging import DefaultStager
 
 from lightning_dist.checkpoint import CheckpointError, file_system, find, place, verify
 from lightning_dist.checkpoint.storage import place_of
@@ -255,17 +256,14 @@ def change_weights(folder: Path) -> str:
     """Save, and change weights before they can have been copied."""
 
     def save(trainer: Any, module: Any) -> None:
-        stager = type(trainer.strategy._checkpoints._writer._start())
-        stage = stager.stage
+        stage = DefaultStager.stage
 
         def late(self: Any, state: Any) -> Any:
-            time.sleep(0)
-            executor = self._staging_executor
-            executor.submit(time.sleep, 0.5)
+            self._staging_executor.submit(time.sleep, 0.5)
             return stage(self, state)
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(stager, "stage", late)
+            patch.setattr(DefaultStager, "stage", late)
             trainer.save_checkpoint(folder / "run.ckpt")
         with torch.no_grad():
             next(module.parameters()).add_(1.0)
