@@ -211,10 +211,14 @@ class _LocalReader:
     def size(self, name: str) -> int:
         return os.fstat(self._open(name)).st_size
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
-        file, done = self._open(name), 0
-        while done < len(buffer) and (count := os.preadv(file, [buffer[done:]], start + done)):
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+        file, rest, done = self._open(name), list(buffers), 0
+        while rest and (count := os.preadv(file, rest, start + done)):
             done += count
+            while rest and count >= len(rest[0]):
+                count -= len(rest.pop(0))
+            if count:
+                rest[0] = rest[0][count:]
         return done
 
     def close(self) -> None:

@@ -101,7 +101,11 @@ class _ObjectReader:
     def size(self, name: str) -> int:
         return int(self._filesystem.size(f"{self._path}/{name}"))
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
-        data = self._filesystem.cat_file(f"{self._path}/{name}", start, start + len(buffer))
-        buffer[: len(data)] = data
-        return len(data)
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+        data = memoryview(self._filesystem.cat_file(f"{self._path}/{name}", start, start + sum(map(len, buffers))))
+        done = 0
+        for buffer in buffers:
+            content = data[done : done + len(buffer)]
+            buffer[: len(content)] = content
+            done += len(content)
+        return done

@@ -20,8 +20,8 @@ class Reader(Protocol):
     def size(self, name: str) -> int:
         """Of the file, in bytes. Raises FileNotFoundError."""
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
-        """Fill ``buffer`` with the file's bytes from ``start`` on; returns how many there were."""
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+        """Fill one buffer after another with the file's bytes from ``start`` on; returns how many there were."""
 
 
 class Place(Protocol):

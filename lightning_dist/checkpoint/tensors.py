@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -124,12 +126,12 @@ def read_tensors(
             by_file[overlap.chunk.file].append(overlap)
     unchecked = set(to_check)
     for file, overlaps in by_file.items():
-        check = _WholeFile(reader, file) if file in unchecked else None
-        for overlap in sorted(overlaps, key=lambda overlap: overlap.chunk.start):
-            start, content = overlap.read(reader, whole=check is not None)
-            if check is not None:
-                check.follow(start, content)
-        if check is not None and check.is_at(manifest.files[file].size):
+        check = _WholeFile()
+        for piece in _read_ahead(reader, file, _groups(overlaps, whole=file in unchecked)):
+            if file in unchecked:
+                check.follow(piece)
+            piece.deliver()
+        if file in unchecked and check.is_at(manifest.files[file].size):
             if check.hexdigest() != manifest.files[file].digest:
                 raise CheckpointError(f"its file {file} is damaged: its content is not what was written")
             unchecked.remove(file)
@@ -150,16 +152,11 @@ class _Overlap:
     in_chunk: tuple[slice, ...]
     target: Tensor
 
-    def read(self, reader: Reader, whole: bool) -> tuple[int, memoryview]:
-        """Fill the target; returns which bytes of the file were read, from where on.
-
-        Args:
-            reader: The files.
-            whole: Read the whole chunk, though less is needed.
-        """
+    def piece(self, whole: bool) -> _Piece:
+        """What to read for it; with ``whole`` all of the chunk, though less is needed."""
         is_all = self.target.shape == torch.Size(self.chunk.sizes)
         if is_all and self.target.is_contiguous() and self.target.device.type == "cpu":
-            return self.chunk.start, _filled(reader, self.chunk, 0, self.target)
+            return _Piece(self.chunk.start, _bytes_of(self.target))
         if whole or not self.in_chunk:
             first, box, sizes = 0, self.in_chunk, self.chunk.sizes
         else:  # its rows are one after another in the file
@@ -167,9 +164,67 @@ class _Overlap:
             box, sizes = (slice(None), *self.in_chunk[1:]), (end - first, *self.chunk.sizes[1:])
         buffer = torch.empty(sizes, dtype=self.target.dtype)
         start = first * math.prod(self.chunk.sizes[1:]) * buffer.element_size()
-        content = _filled(reader, self.chunk, start, buffer)
-        self.target.copy_(buffer[box])
-        return self.chunk.start + start, content
+        return _Piece(self.chunk.start + start, _bytes_of(buffer), lambda: self.target.copy_(buffer[box]))
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Bytes of a file.
+
+    Args:
+        start: Where in it.
+        buffer: What is to be filled with them.
+        deliver: Puts them where they belong.
+    """
+
+    start: int
+    buffer: memoryview
+    deliver: Callable[[], object] = lambda: None
+
+    @property
+    def end(self) -> int:
+        """Of the bytes, in the file."""
+        return self.start + len(self.buffer)
+
+
+_GROUP_BYTES = 32 * 2**20
+_GROUP_PIECES = 500  # preadv(2) takes 1024
+
+
+def _groups(overlaps: Iterable[_Overlap], whole: bool) -> Iterator[list[_Piece]]:
+    """Pieces to be read at once: each begins where the one before ends, for padding is a piece, too."""
+    group: list[_Piece] = []
+    end = 0
+    for overlap in sorted(overlaps, key=lambda overlap: overlap.chunk.start):
+        piece = overlap.piece(whole)
+        is_next = 0 <= piece.start - end < ALIGNMENT
+        is_full = end - group[0].start > _GROUP_BYTES or len(group) > _GROUP_PIECES if group else False
+        if group and (is_full or not is_next):
+            yield group
+            group = []
+        if is_next and piece.start > end:
+            group.append(_Piece(end, memoryview(bytearray(piece.start - end))))
+        group.append(piece)
+        end = piece.end
+    if group:
+        yield group
+
+
+def _read_ahead(reader: Reader, file: str, groups: Iterator[list[_Piece]]) -> Iterator[_Piece]:
+    """The pieces, filled; while they are used, the next group is being read."""
+
+    def read(group: list[_Piece]) -> list[_Piece]:
+        start, end = group[0].start, group[-1].end
+        if reader.read_into(file, start, *(piece.buffer for piece in group)) != end - start:
+            raise CheckpointError(f"its file {file} is too short")
+        return group
+
+    with ThreadPoolExecutor(1, "checkpoint reader") as thread:
+        ahead = [thread.submit(read, group) for group in islice(groups, 1)]
+        while ahead:
+            group = ahead.pop().result()
+            ahead = [thread.submit(read, following) for following in islice(groups, 1)]
+            yield from group
 
 
 def _overlaps(name: str, entry: TensorEntry, target: Tensor, origins: _Origins) -> list[_Overlap]:
@@ -213,36 +268,24 @@ class _Origins(dict[Any, tuple[int, ...]]):
         return self[key]
 
 
-def _filled(reader: Reader, chunk: Chunk, start: int, tensor: Tensor) -> memoryview:
-    """The bytes of ``tensor``, which is filled with those of ``chunk`` from ``start`` on."""
-    buffer = _bytes_of(tensor)
-    if reader.read_into(chunk.file, chunk.start + start, buffer) != len(buffer):
-        raise CheckpointError(f"its file {chunk.file} is too short")
-    return buffer
-
-
 class _WholeFile:
-    """The digest of a file of which all parts are read, in their order; those between them are padding."""
+    """The digest of a file of which all parts are read, in their order."""
 
-    def __init__(self, reader: Reader, name: str) -> None:
-        self._reader = reader
-        self._name = name
+    def __init__(self) -> None:
         self._digest = new_digest()
-        self._position = 0
+        self._end = 0
         self._is_whole = True
 
-    def follow(self, start: int, content: memoryview) -> None:
-        """The next part is ``content``, from ``start`` on."""
-        self._is_whole &= 0 <= start - self._position < ALIGNMENT
+    def follow(self, piece: _Piece) -> None:
+        """The next part."""
+        self._is_whole &= piece.start == self._end
         if self._is_whole:
-            gap = memoryview(bytearray(start - self._position))
-            self._digest.update(gap[: self._reader.read_into(self._name, self._position, gap)])
-            self._digest.update(content)
-            self._position = start + len(content)
+            self._digest.update(piece.buffer)
+            self._end = piece.end
 
     def is_at(self, size: int) -> bool:
         """Whether nothing was left out of a file of ``size`` bytes."""
-        return self._is_whole and self._position == size
+        return self._is_whole and self._end == size
 
     def hexdigest(self) -> str:
         """Of what was read."""
