@@ -17,7 +17,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -29,7 +29,7 @@ from lightning_dist.checkpoint.manifest import MANIFEST, CheckpointError, FileEn
 from lightning_dist.checkpoint.place import Place, Reader
 from lightning_dist.checkpoint.snapshot import Snapshot, put_back, references, unpickled
 from lightning_dist.checkpoint.storage import place_of
-from lightning_dist.checkpoint.tensors import merged, read_tensors, write_tensors
+from lightning_dist.checkpoint.tensors import merged, own_parts, read_tensors, write_tensors
 from lightning_dist.consensus import OtherRankError, together
 
 __all__ = [
@@ -70,13 +70,19 @@ class TensorInfo:
     dtype: torch.dtype
 
 
-def write(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> None:
+def write(
+    path: Path,
+    snapshot: Snapshot,
+    group: dist.ProcessGroup | None = None,
+    parts: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Write ``snapshot`` to ``path``, in the place of what is there. A collective over all processes.
 
     Args:
         path: The same on all ranks, where all of them see the same files.
         snapshot: Each rank's own.
         group: All processes; None: the default group.
+        parts: Copies of this rank's :func:`~lightning_dist.checkpoint.tensors.own_parts`; None: the live ones.
 
     Raises:
         CheckpointError: On all ranks, if any failed. Then what was at ``path`` is still there.
@@ -88,9 +94,9 @@ def write(path: Path, snapshot: Snapshot, group: dist.ProcessGroup | None = None
         with together("creating it", group):
             if is_first:
                 place.begin(save_id)
-                _check_space(place, snapshot)
+                _check_space(place, snapshot, num_ranks)
         with together("writing its files", group):
-            written = _write_files(place, save_id, snapshot, rank)
+            written = _write_files(place, save_id, snapshot, parts, rank)
         of_all = _gathered(written, num_ranks, group)
         with together("putting it in place", group):
             if is_first:
@@ -118,7 +124,9 @@ def not_written(path: Path, error: BaseException) -> CheckpointError:
 _Written = tuple[dict[str, FileEntry], dict[str, TensorEntry]]
 
 
-def _write_files(place: Place, save_id: str, snapshot: Snapshot, rank: int) -> _Written:
+def _write_files(
+    place: Place, save_id: str, snapshot: Snapshot, parts: Mapping[str, torch.Tensor] | None, rank: int
+) -> _Written:
     """Write this rank's files; what they are, and where in them its tensors."""
     prefix = place.prefix(save_id)
     try:
@@ -129,12 +137,14 @@ def _write_files(place: Place, save_id: str, snapshot: Snapshot, rank: int) -> _
             " all ranks share"
         ) from error
     try:
-        tensors = write_tensors(file, snapshot.tensors, snapshot.parts)
+        tensors = write_tensors(
+            file, snapshot.tensors, own_parts(snapshot.tensors, is_first=rank == 0) if parts is None else parts
+        )
     except BaseException:
         file.abandon()
         raise
     files = {file.name: file.close()}
-    for name, content in ((_STATE, snapshot.state if rank == 0 else b""), (f"rank_{rank}.pt", snapshot.own)):
+    for name, content in ((_STATE, snapshot.state() if rank == 0 else b""), (f"rank_{rank}.pt", snapshot.own)):
         if content:
             file = place.create(save_id, f"{prefix}{name}")
             files[file.name] = file.write_all(content)
@@ -151,13 +161,10 @@ def _gathered(written: _Written, num_ranks: int, group: dist.ProcessGroup | None
     return of_all if is_first else []
 
 
-def _check_space(place: Place, snapshot: Snapshot) -> None:
-    free = place.free_bytes()
-    if free is not None and free < snapshot.num_bytes:
-        raise OSError(
-            errno.ENOSPC,
-            f"it needs {snapshot.num_bytes / 2**20:.0f} MiB, and there is space for {free / 2**20:.0f} MiB",
-        )
+def _check_space(place: Place, snapshot: Snapshot, num_ranks: int) -> None:
+    free, needed = place.free_bytes(), snapshot.num_bytes + num_ranks * len(snapshot.own)
+    if free is not None and free < needed:
+        raise OSError(errno.ENOSPC, f"it needs {needed / 2**20:.0f} MiB, and there is space for {free / 2**20:.0f} MiB")
 
 
 def read(

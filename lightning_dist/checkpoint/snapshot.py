@@ -7,16 +7,15 @@ import datetime
 import io
 import pathlib
 import pickle
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.checkpoint.manifest import CheckpointError
-from lightning_dist.checkpoint.tensors import local_part, own_tensors
 
 __all__ = ["SAFE", "Snapshot", "pickled", "put_back", "references", "take_snapshot", "unpickled"]
 
@@ -24,27 +23,30 @@ _REFERENCE = "lightning_dist.tensor"
 _SCALAR = "lightning_dist.scalar"
 _SCALAR_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 """Those that are written as numbers: an optimizer has one for each parameter, and pickling a tensor takes long."""
+_FIXED = (type(None), bool, int, float, str, bytes, torch.dtype, torch.Size)
+"""Values that cannot change."""
 
 
-@dataclass
+@dataclass(frozen=True)
 class Snapshot:
-    """What a rank will write.
+    """What a rank has of a checkpoint.
 
     Args:
-        tensors: Path in the dictionary to tensor, of those that this rank writes its part of.
-        parts: What this rank has of them: the live weights, or copies.
-        state: The dictionary without them, pickled.
+        tensors: Path in the dictionary to tensor; the live ones.
+        state: Pickles the dictionary without them, as it was.
         own: What only this rank will read, pickled.
-        num_bytes: Of the whole checkpoint, about.
         about: For listings; plain JSON.
     """
 
     tensors: dict[str, torch.Tensor]
-    parts: dict[str, torch.Tensor]
-    state: bytes
+    state: Callable[[], bytes]
     own: bytes = b""
-    num_bytes: int = 0
     about: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the tensors; DTensors count whole."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
 def take_snapshot(
@@ -52,7 +54,7 @@ def take_snapshot(
     own: Mapping[str, Any] | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Snapshot:
-    """Split ``checkpoint`` into tensors and the rest, which is pickled at once and may change afterwards.
+    """Split ``checkpoint`` into tensors and the rest, which may change afterwards.
 
     Args:
         checkpoint: Dictionaries, lists and tuples of anything that pickles.
@@ -60,14 +62,13 @@ def take_snapshot(
         about: For listings; plain JSON.
     """
     tensors: dict[str, torch.Tensor] = {}
-    state = _take_out(checkpoint, (), tensors)
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    mine = own_tensors(tensors, is_first=rank == 0)
-    parts = {key: local_part(tensor) for key, tensor in mine.items()}
-    state_bytes, own_bytes = pickled(state), pickled(own) if own else b""
-    num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-    num_bytes += len(state_bytes) + num_ranks * len(own_bytes)
-    return Snapshot(mine, parts, state_bytes, own_bytes, num_bytes, about or {})
+    changeable: list[Any] = []
+    rest = _take_out(checkpoint, (), tensors, changeable)
+    state = partial(pickled, rest)  # later: it takes a while, and only one rank's is written
+    if changeable:
+        content = state()
+        state = partial(bytes, content)
+    return Snapshot(tensors, state, pickled(own) if own else b"", about or {})
 
 
 SAFE: tuple[Any, ...] = (
@@ -107,12 +108,16 @@ def unpickled(content: bytearray, weights_only: bool) -> Any:
         ) from error
 
 
-def _take_out(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.Tensor]) -> Any:
-    """``value`` with references in the place of tensors, which go into ``tensors``; scalars stay."""
+def _take_out(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.Tensor], changeable: list[Any]) -> Any:
+    """A copy of ``value`` with references in the place of tensors, which go into ``tensors``; scalars stay.
+
+    What is in it that cannot be copied goes into ``changeable``.
+    """
     if isinstance(value, torch.Tensor):
         if not isinstance(value, DTensor) and value.ndim == 0 and value.dtype in _SCALAR_DTYPES:
             return {_SCALAR: [value.item(), str(value.dtype).removeprefix("torch.")]}
         if not isinstance(value, DTensor) and (value.ndim == 0 or value.layout != torch.strided):
+            changeable.append(value)
             return value.detach().cpu()
         key = "/".join(map(str, path))
         if key in tensors:
@@ -121,8 +126,10 @@ def _take_out(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.
         return {_REFERENCE: key}
     if type(value) in (dict, list, tuple) or hasattr(value, "_metadata"):  # a module's state_dict has _metadata
         items = value.items() if hasattr(value, "items") else enumerate(value)
-        taken = [(key, _take_out(item, (*path, key), tensors)) for key, item in items]
+        taken = [(key, _take_out(item, (*path, key), tensors, changeable)) for key, item in items]
         return dict(taken) if hasattr(value, "items") else type(value)(item for _, item in taken)
+    if type(value) not in _FIXED:
+        changeable.append(value)
     return value
 
 

@@ -22,30 +22,24 @@ from torch.distributed.tensor import DTensor
 from lightning_dist.checkpoint.manifest import CheckpointError, Chunk, Manifest, TensorEntry, new_digest
 from lightning_dist.checkpoint.place import NewFile, Reader
 
-__all__ = ["local_part", "merged", "own_tensors", "read_tensors", "write_tensors"]
+__all__ = ["merged", "own_parts", "read_tensors", "write_tensors"]
 
 ALIGNMENT = 64
 
 
-def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of ``tensor``, not a copy."""
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def own_tensors(tensors: Mapping[str, Tensor], is_first: bool) -> dict[str, Tensor]:
-    """Those of ``tensors`` of which this rank writes its part; to be called with the same names on all ranks.
+def own_parts(tensors: Mapping[str, Tensor], is_first: bool) -> dict[str, Tensor]:
+    """What this rank writes of ``tensors``, by name; to be called with the same names on all ranks.
 
     Where several ranks have the same part of a DTensor, one of them writes it, and each of them about as many bytes.
     Tensors that are not distributed are the first rank's.
     """
-    own = {}
+    own = []
     num_bytes: dict[int, list[int]] = {}  # of each replica, by their number
     for name in sorted(tensors):
         tensor = tensors[name]
         if not isinstance(tensor, DTensor):
             if is_first:
-                own[name] = tensor
+                own.append(name)
             continue
         coordinate = tensor.device_mesh.get_coordinate()
         if coordinate is None:
@@ -58,8 +52,8 @@ def own_tensors(tensors: Mapping[str, Tensor], is_first: bool) -> dict[str, Tens
         writer = written.index(min(written))
         written[writer] += tensor.numel() * tensor.element_size()
         if writer == replica:
-            own[name] = tensor
-    return own
+            own.append(name)
+    return {name: _local_part(tensors[name]) for name in own}
 
 
 def write_tensors(file: NewFile, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
@@ -68,7 +62,7 @@ def write_tensors(file: NewFile, tensors: Mapping[str, Tensor], parts: Mapping[s
     Args:
         file: This rank's. Left open.
         tensors: The whole tensors.
-        parts: What this rank has of each: :func:`local_part`, or a copy of it.
+        parts: Those of :func:`own_parts`, or copies.
     """
     entries, origins = {}, _Origins()
     for name, part in parts.items():
@@ -233,7 +227,7 @@ def _overlaps(name: str, entry: TensorEntry, target: Tensor, origins: _Origins) 
             f"{name} is stored as {entry.dtype} {list(entry.shape)} and cannot be read as"
             f" {str(target.dtype).removeprefix('torch.')} {list(target.shape)}"
         )
-    part = local_part(target)
+    part = _local_part(target)
     offsets = origins.of(target) if part.numel() else ()
     overlaps = []
     for chunk in entry.chunks if part.numel() else ():
@@ -253,6 +247,12 @@ def _overlaps(name: str, entry: TensorEntry, target: Tensor, origins: _Origins) 
     if sum(overlap.target.numel() for overlap in overlaps) != part.numel():
         raise CheckpointError(f"it has not all of {name}")
     return overlaps
+
+
+def _local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of ``tensor``, not a copy."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class _Origins(dict[Any, tuple[int, ...]]):

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -26,6 +26,7 @@ from lightning_dist.checkpoint.format import Path, not_written, verify, write
 from lightning_dist.checkpoint.manifest import CheckpointError
 from lightning_dist.checkpoint.snapshot import Snapshot
 from lightning_dist.checkpoint.storage import place_of
+from lightning_dist.checkpoint.tensors import own_parts
 from lightning_dist.consensus import OtherRankError, together
 
 __all__ = ["Save", "Writer"]
@@ -91,19 +92,20 @@ class Writer:
         self.wait()
         self._start()
         save = self._current = Save(str(path), dict(snapshot.about), snapshot.num_bytes)
-        sharded = {key: tensor for key, tensor in snapshot.tensors.items() if isinstance(tensor, DTensor)}
-        versions = [tensor._version for tensor in sharded.values()]
-        live = {key: snapshot.parts[key] for key in sharded}
-        rest = snapshot.parts.keys() - live.keys() if asynchronous else ()
-        copies = {key: snapshot.parts[key].to("cpu", copy=True) for key in rest}
+        if asynchronous:
+            snapshot = replace(snapshot, tensors=_with_copies(snapshot.tensors, self._is_first))
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()  # the stager's stream does not wait for what computes the weights
+        versions = _versions(snapshot.tensors)
         self._staged.clear()
         staging_start = time.perf_counter()
-        staging = self._stage(live) if asynchronous else None
 
         def staged() -> dict[str, torch.Tensor]:
             try:
-                parts = snapshot.parts if staging is None else {**copies, **staging.result()}
-                if versions != [tensor._version for tensor in sharded.values()]:
+                parts = own_parts(snapshot.tensors, self._is_first)
+                if asynchronous:
+                    parts = self._copies(parts)
+                if versions != _versions(snapshot.tensors):
                     raise RuntimeError(CHANGED)
                 return parts
             finally:
@@ -116,7 +118,7 @@ class Writer:
                     parts = staged()
                 with together("locking the folder", self._group):
                     self._lock(path)
-                write(path, replace(snapshot, parts=parts), self._group)
+                write(path, snapshot, self._group, parts)
             except BaseException as error:
                 save.error = error if isinstance(error, CheckpointError) else not_written(path, error)
             self._newest, self._is_proven = save, False
@@ -215,8 +217,8 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)
         self._thread.start()
 
-    def _stage(self, parts: dict[str, torch.Tensor]) -> Future[Any]:
-        """Copy ``parts`` to this host's memory, in the background."""
+    def _copies(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Copy ``parts`` to this host's memory, beside what the device computes."""
         on_accelerator = torch.accelerator.is_available()
         if self._stager is None:
             self._stager = DefaultStager(
@@ -227,9 +229,7 @@ class Writer:
                     use_non_blocking_copy=on_accelerator,
                 )
             )
-        if on_accelerator:
-            torch.accelerator.synchronize()  # the stager's stream does not wait for what computes the weights
-        return cast(Future[Any], self._stager.stage(parts))
+        return cast("Future[dict[str, torch.Tensor]]", self._stager.stage(parts)).result()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -248,6 +248,19 @@ class Writer:
         folder = os.path.dirname(os.fspath(path))
         if folder not in self._locks and self._is_first:
             self._locks[folder] = place_of(path).lock()
+
+
+def _with_copies(tensors: Mapping[str, torch.Tensor], is_first: bool) -> dict[str, torch.Tensor]:
+    """Copies of what the next forward may change, buffers for one, on the rank that writes it; DTensors as they are."""
+    return {
+        name: tensor if isinstance(tensor, DTensor) else tensor.detach().to("cpu", copy=True)
+        for name, tensor in tensors.items()
+        if is_first or isinstance(tensor, DTensor)
+    }
+
+
+def _versions(tensors: Mapping[str, torch.Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors.values() if isinstance(tensor, DTensor)]
 
 
 CHANGED = (

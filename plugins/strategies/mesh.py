@@ -413,6 +413,11 @@ class MeshStrategy(ProcessStrategy):
         path = self.broadcast(absolute(filepath))  # a name with the time in it, or a relative one, may differ
         self._checkpoints.save(checkpoint, own, path)
 
+    def barrier(self, name: str | None = None) -> None:
+        """Wait for all processes; not after a save, which all have begun, and which ends for all or for none."""
+        if name != "Trainer.save_checkpoint":
+            super().barrier(name)
+
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint, after the saves that are under way, and unless the last of them fails."""
         self._checkpoints.remove(absolute(filepath))
