@@ -19,7 +19,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import Callback, WeightAveraging
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, WeightAveraging
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -103,6 +103,12 @@ def set_rank_zero(global_rank: int) -> None:
 def average_model(callback: Callback) -> AveragedModel | None:
     """Return the average that a ``WeightAveraging`` callback keeps; replaced by a public property of the callback."""
     return callback._average_model if isinstance(callback, WeightAveraging) else None
+
+
+def changes_accumulation(trainer: Trainer) -> bool:
+    """Return whether ``accumulate_grad_batches`` changes during the fit; replaced by a question to the Trainer."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
 
 
 def leave_signals_alone(trainer: Trainer) -> None:

@@ -1,4 +1,15 @@
-"""Checkpoints: a directory that is whole or not there, proves itself, and that any layout can load."""
+"""Checkpoints: a directory that is whole or not there, proves itself, and that any layout can load.
+
+From the ground up:
+
+- ``manifest``: what a checkpoint says of itself.
+- ``place``, ``file_system``, ``object_store``: how one appears at once; ``storage``: which of them a path means.
+- ``tensors``: which rank writes, and reads, which part of the tensors.
+- ``snapshot``: a dictionary without its tensors.
+- ``format``: writing, verifying, reading.
+- ``writer``: writing in the background.
+- ``state``: what is saved of a module and its optimizers, by full name; ``single_file``: one file for others to read.
+"""
 
 from lightning_dist.checkpoint.format import (
     Part,

@@ -17,6 +17,7 @@ import platform
 import shutil
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -67,8 +68,8 @@ class LocalPlace(Place):
             os.close(file)  # the run that had it has removed it meanwhile
         os.truncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {platform.node()}".encode(), 0)
-        for leftover in self._temporaries.iterdir():
-            if leftover.name != path.name:
+        for leftover in [*self._temporaries.iterdir(), *self._nameless_versions()]:
+            if leftover != path:
                 _remove_tree(leftover)
 
         def unlock() -> None:
@@ -78,6 +79,14 @@ class LocalPlace(Place):
             os.close(file)
 
         return unlock
+
+    def _nameless_versions(self) -> list[Path]:
+        """Those that no link leads to."""
+        folder = self.path.parent / VERSIONS
+        if not folder.is_dir():
+            return []
+        named = {LocalPlace(child)._version() for child in self.path.parent.iterdir()}
+        return [version for version in folder.iterdir() if version not in named]
 
     @override
     def begin(self, save_id: str) -> None:
@@ -116,21 +125,27 @@ class LocalPlace(Place):
         folder = self._folder(save_id)
         self.create(save_id, MANIFEST).write_all(manifest)
         _sync_folder(folder)
-        if _can_exchange(self._temporaries):
-            self._take_place(folder)
+        before = self._take_place(folder) if _can_exchange(self._temporaries) else self._link_in_place(folder)
+        # From here on the save is what is there, whatever else goes wrong.
+        try:
+            _sync_folder(self.path.parent)
+            if before is not None and before != folder:
+                os.rename(before, folder)
+        except OSError as error:
+            warnings.warn(f"{self} is there, but what was there before is not removed: {error}", stacklevel=1)
         else:
-            self._link_in_place(folder)
-        _sync_folder(self.path.parent)
-        # What was at the path before, if anything was.
-        _remove_tree(folder)
+            _remove_tree(folder)
 
-    def _take_place(self, folder: Path) -> None:
+    def _take_place(self, folder: Path) -> Path:
+        """Put ``folder`` at the path; returns where it has put what was there, if anything was."""
         try:
             _rename(folder, self.path, _NOREPLACE)
         except FileExistsError:
             _rename(folder, self.path, _EXCHANGE)
+        return folder
 
-    def _link_in_place(self, folder: Path) -> None:
+    def _link_in_place(self, folder: Path) -> Path | None:
+        """Put a link to ``folder`` at the path; returns what the link that was there led to."""
         if self.path.exists() and not self.path.is_symlink():
             raise CheckpointError(
                 f"{self.path} cannot be replaced in one step: it is no link, and this file system cannot exchange"
@@ -140,13 +155,18 @@ class LocalPlace(Place):
         _make_folders(version.parent)
         os.rename(folder, version)
         _sync_folder(version.parent)
-        before = Path(os.readlink(self.path)).name if self.path.is_symlink() else None
+        before = self._version()
         link = folder.with_name(f"{folder.name}-link")
         os.symlink(Path(VERSIONS) / version.name, link)
         os.replace(link, self.path)
-        if before:
-            _sync_folder(self.path.parent)
-            os.rename(version.with_name(before), folder)
+        return before
+
+    def _version(self) -> Path | None:
+        """What the path is a link to, if this class has made it; others' links lead to what is not theirs to remove."""
+        if not self.path.is_symlink():
+            return None
+        target = Path(os.readlink(self.path))
+        return self.path.parent / target if target.parent == Path(VERSIONS) else None
 
     @override
     def abort(self, save_id: str) -> None:
@@ -175,7 +195,7 @@ class LocalPlace(Place):
     def remove(self) -> None:
         _make_folders(self._temporaries)
         gone = self._temporaries / f"{self.path.name}-removed-{os.urandom(4).hex()}"
-        target = self.path.resolve() if self.path.is_symlink() else None
+        target = self._version()
         os.rename(self.path, gone)
         _sync_folder(self.path.parent)
         for path in (gone, target):
@@ -189,7 +209,8 @@ class LocalPlace(Place):
     @override
     def children(self) -> list[str]:
         try:
-            return [str(child) for child in self.path.iterdir() if (child / MANIFEST).is_file()]
+            found = [LocalPlace(child) for child in self.path.iterdir() if (child / MANIFEST).is_file()]
+            return [str(place) for place in found if not place.path.is_symlink() or place._version() is not None]
         except OSError:
             return []
 

@@ -75,7 +75,7 @@ def write(
     snapshot: Snapshot,
     group: dist.ProcessGroup | None = None,
     parts: Mapping[str, torch.Tensor] | None = None,
-) -> None:
+) -> float:
     """Write ``snapshot`` to ``path``, in the place of what is there. A collective over all processes.
 
     Args:
@@ -84,12 +84,15 @@ def write(
         group: All processes; None: the default group.
         parts: Copies of this rank's :func:`~lightning_dist.checkpoint.tensors.own_parts`; None: the live ones.
 
+    Returns:
+        The manifest's ``saved_at``.
+
     Raises:
         CheckpointError: On all ranks, if any failed. Then what was at ``path`` is still there.
     """
     rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     is_first = rank == 0
-    place, save_id = place_of(path), _agreed_id(group)
+    place, (save_id, saved_at) = place_of(path), _agreed((uuid.uuid4().hex[:8], time.time()), group)
     try:
         with together("creating it", group):
             if is_first:
@@ -102,8 +105,9 @@ def write(
             if is_first:
                 files = {name: entry for files, _ in of_all for name, entry in files.items()}
                 tensors = merged(tensors for _, tensors in of_all)
-                manifest = Manifest(files, tensors, num_ranks, time.time(), dict(snapshot.about))
+                manifest = Manifest(files, tensors, num_ranks, saved_at, dict(snapshot.about))
                 place.commit(save_id, manifest.encode())
+        return saved_at
     except Exception as error:
         if is_first:
             with suppress(Exception):  # what cannot be removed now, the next run's lock removes
@@ -284,19 +288,22 @@ def is_sharded_checkpoint(path: Path) -> bool:
 def _opened(path: Path, hint: bool = True) -> Iterator[tuple[Reader, Manifest]]:
     """The files and the manifest of the checkpoint at ``path``; errors inside get its name, and those of others."""
     place = place_of(path)
-    if not place.exists():
-        raise CheckpointError(f"There is no checkpoint at {path}.{_others(path) if hint else ''}")
-    if not place.is_checkpoint():
-        raise CheckpointError(
-            f"{path} is not a lightning-dist checkpoint: it has no {MANIFEST}.{_others(path) if hint else ''}"
-        )
     try:
+        if not place.exists():
+            raise _NotThereError(f"There is no checkpoint at {path}.")
+        if not place.is_checkpoint():
+            raise _NotThereError(f"{path} is not a lightning-dist checkpoint: it has no {MANIFEST}.")
         with place.open() as reader:
             manifest = Manifest.decode(bytes(_read_file(reader, MANIFEST, reader.size(MANIFEST))))
             yield reader, manifest
     except Exception as error:
-        others = _others(path) if hint else ""
-        raise CheckpointError(f"The checkpoint {path} cannot be read: {_reason(error)}.{others}") from error
+        is_there = not isinstance(error, _NotThereError)
+        text = f"The checkpoint {path} cannot be read: {_reason(error)}." if is_there else str(error)
+        raise CheckpointError(text + (_others(path) if hint else "")) from error
+
+
+class _NotThereError(CheckpointError):
+    """No checkpoint, rather than one that is damaged."""
 
 
 def _check_files(reader: Reader, manifest: Manifest, check: Verify, share: tuple[int, int]) -> None:
@@ -361,7 +368,10 @@ def _read_file(reader: Reader, name: str, size: int) -> bytearray:
 def _others(path: Path) -> str:
     """A hint that names the newest checkpoints in or beside ``path``."""
     text = os.fspath(path)
-    found = find(text) or find(os.path.dirname(text))
+    try:
+        found = find(text) or find(os.path.dirname(text))
+    except Exception:  # what hides the checkpoint may hide its folder
+        return ""
     names = [name for name, manifest in found if isinstance(manifest, Manifest) and name != text]
     return f" There is {' and '.join(names[-2:])}." if names else ""
 
@@ -373,8 +383,9 @@ def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".rstrip(".")
 
 
-def _agreed_id(group: dist.ProcessGroup | None) -> str:
-    save_id = [uuid.uuid4().hex[:8]]
+def _agreed(value: tuple[str, float], group: dist.ProcessGroup | None) -> tuple[str, float]:
+    """The first rank's."""
+    agreed = [value]
     if dist.is_initialized():
-        dist.broadcast_object_list(save_id, group=group, group_src=0)
-    return save_id[0]
+        dist.broadcast_object_list(agreed, group=group, group_src=0)
+    return agreed[0]

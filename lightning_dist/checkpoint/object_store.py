@@ -6,6 +6,7 @@ put. A put of one object is atomic in every store.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 
@@ -48,14 +49,33 @@ class ObjectPlace(Place):
 
     @override
     def commit(self, save_id: str, manifest: bytes) -> None:
-        self._filesystem.pipe_file(f"{self._path}/{MANIFEST}", manifest)
-        for path in self._filesystem.find(self._path):
-            name = path.removeprefix(self._filesystem._strip_protocol(self._path)).lstrip("/")
-            if name != MANIFEST and not name.startswith(self.prefix(save_id)):
-                self._filesystem.rm_file(path)
+        try:
+            self._filesystem.pipe_file(f"{self._path}/{MANIFEST}", manifest)
+        except Exception:
+            if not self._has(manifest):  # it may have arrived all the same
+                raise
+        try:
+            for path in self._filesystem.find(self._path):
+                name = path.removeprefix(self._filesystem._strip_protocol(self._path)).lstrip("/")
+                if name != MANIFEST and not name.startswith(self.prefix(save_id)):
+                    self._filesystem.rm_file(path)
+        except Exception as error:  # the new one is there: what is left of the old one harms nobody
+            warnings.warn(f"What was at {self} before could not be removed: {error!r}", stacklevel=1)
+
+    def _has(self, manifest: bytes) -> bool:
+        """Whether ``manifest`` is there."""
+        try:
+            return bytes(self._filesystem.cat_file(f"{self._path}/{MANIFEST}")) == manifest
+        except Exception:
+            return False
 
     @override
     def abort(self, save_id: str) -> None:
+        try:
+            if self.prefix(save_id).encode() in self._filesystem.cat_file(f"{self._path}/{MANIFEST}"):
+                return  # the put of its manifest has failed here, and succeeded there
+        except FileNotFoundError:
+            pass
         with suppress(FileNotFoundError):
             self._filesystem.rm(f"{self._path}/{save_id}", recursive=True)
 

@@ -7,7 +7,8 @@ import datetime
 import io
 import pathlib
 import pickle
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -124,20 +125,42 @@ def _take_out(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.
             raise ValueError(f"Two tensors of the checkpoint have the path {key}: a key must not contain '/'.")
         tensors[key] = value
         return {_REFERENCE: key}
-    if type(value) in (dict, list, tuple) or hasattr(value, "_metadata"):  # a module's state_dict has _metadata
-        items = value.items() if hasattr(value, "items") else enumerate(value)
+    if type(value) in (dict, OrderedDict, list, tuple):
+        items = value.items() if isinstance(value, dict) else enumerate(value)
         taken = [(key, _take_out(item, (*path, key), tensors, changeable)) for key, item in items]
-        return dict(taken) if hasattr(value, "items") else type(value)(item for _, item in taken)
+        if hasattr(value, "_metadata"):  # a module's state_dict
+            return dict(taken)
+        return type(value)(taken) if isinstance(value, dict) else type(value)(item for _, item in taken)
     if type(value) not in _FIXED:
+        _refuse_dtensors(value, path)
         changeable.append(value)
     return value
+
+
+def _refuse_dtensors(value: Any, path: tuple[str | int, ...]) -> None:
+    """Look for DTensors where none is taken out: pickled, each would be the part of it that one rank has."""
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = value.values()
+    elif isinstance(value, list | tuple | set | frozenset | collections.deque):
+        items = value
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        items = vars(value).values()
+    for item in items:
+        if isinstance(item, DTensor):
+            raise TypeError(
+                f"{'/'.join(map(str, path))} of the checkpoint is a {type(value).__name__} that holds sharded tensors:"
+                " put them into a dict, an OrderedDict, a list or a tuple"
+            )
+        if isinstance(item, Mapping | list | tuple):
+            _refuse_dtensors(item, path)
 
 
 def references(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str, tuple[str | int, ...]]]:
     """Of each tensor that was taken out of ``value``, its key among the tensors and its path in the dictionary."""
     if isinstance(value, dict) and value.keys() == {_REFERENCE}:
         return [(value[_REFERENCE], path)]
-    if type(value) in (dict, list, tuple):
+    if type(value) in (dict, OrderedDict, list, tuple):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         return [found for key, item in items for found in references(item, (*path, key))]
     return []
@@ -155,8 +178,8 @@ def put_back(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         if value.keys() == {_SCALAR}:
             number, dtype = value[_SCALAR]
             return torch.tensor(number, dtype=getattr(torch, dtype))
-        if type(value) is dict:
-            return {key: put_back(item, tensors) for key, item in value.items() if not is_left_out(item)}
+        if type(value) in (dict, OrderedDict):
+            return type(value)((key, put_back(item, tensors)) for key, item in value.items() if not is_left_out(item))
     if type(value) in (list, tuple):
         return type(value)(put_back(item, tensors) for item in value)
     return value

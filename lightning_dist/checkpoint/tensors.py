@@ -34,7 +34,7 @@ def own_parts(tensors: Mapping[str, Tensor], is_first: bool) -> dict[str, Tensor
     Tensors that are not distributed are the first rank's.
     """
     own = []
-    num_bytes: dict[int, list[int]] = {}  # of each replica, by their number
+    num_bytes: dict[Any, list[int]] = {}  # of each replica; by mesh, which not all ranks need be in
     for name in sorted(tensors):
         tensor = tensors[name]
         if not isinstance(tensor, DTensor):
@@ -48,7 +48,7 @@ def own_parts(tensors: Mapping[str, Tensor], is_first: bool) -> dict[str, Tensor
         for size, position, placement in zip(tensor.device_mesh.shape, coordinate, tensor.placements, strict=True):
             if placement.is_replicate():
                 replica, num_replicas = replica * size + position, num_replicas * size
-        written = num_bytes.setdefault(num_replicas, [0] * num_replicas)
+        written = num_bytes.setdefault((tensor.device_mesh, num_replicas), [0] * num_replicas)
         writer = written.index(min(written))
         written[writer] += tensor.numel() * tensor.element_size()
         if writer == replica:

@@ -22,14 +22,17 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.checkpoint.format import Path, not_written, verify, write
+from lightning_dist.checkpoint.format import Path, not_written, read_manifest, verify, write
 from lightning_dist.checkpoint.manifest import CheckpointError
 from lightning_dist.checkpoint.snapshot import Snapshot
 from lightning_dist.checkpoint.storage import place_of
 from lightning_dist.checkpoint.tensors import own_parts
-from lightning_dist.consensus import OtherRankError, together
+from lightning_dist.consensus import together
 
 __all__ = ["Save", "Writer"]
+
+READ_BACK_S = 5.0
+"""How long a save is waited for that is not seen yet: network file systems show it late."""
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Save:
         stall_s: Seconds that training waited for it.
         staging_s: Seconds that copying took, of which training waited for a part.
         write_s: Seconds from then until it was in its place, or had failed.
+        saved_at: What its manifest says; 0: it is not there.
         error: Why it failed; None: it did not.
     """
 
@@ -52,6 +56,7 @@ class Save:
     stall_s: float = 0.0
     staging_s: float = 0.0
     write_s: float = 0.0
+    saved_at: float = 0.0
     error: CheckpointError | None = None
 
 
@@ -77,35 +82,42 @@ class Writer:
         self._is_proven = False
         self._locks: dict[str, Callable[[], None]] = {}
 
-    def save(self, path: Path, snapshot: Snapshot, asynchronous: bool = True) -> Save:
+    def save(self, path: Path, snapshot: Snapshot | Exception, asynchronous: bool = True) -> Save:
         """Begin to save, when what was asked for before is done. Returns before the weights are copied.
 
-        Until :meth:`wait_until_staged` returns, nobody may change the DTensors of ``snapshot``; where somebody does,
-        the save fails.
+        Until :meth:`wait_until_staged` returns, nobody may change the DTensors of ``snapshot``. Where somebody does, in
+        place, the save fails; a change through ``.data`` is not noticed.
 
         Args:
             path: As of :func:`~lightning_dist.checkpoint.format.write`.
-            snapshot: Tensors other than DTensors are copied at once.
+            snapshot: Tensors other than DTensors are copied at once. An exception: why this rank has none; then the
+                save fails on all.
             asynchronous: False: return when it is done. Then nothing is copied.
         """
         start = time.perf_counter()
         self.wait()
         self._start()
-        save = self._current = Save(str(path), dict(snapshot.about), snapshot.num_bytes)
+        problem = None
+        if isinstance(snapshot, Exception):
+            problem, snapshot = snapshot, Snapshot({}, bytes)
+        taken = snapshot
+        save = self._current = Save(str(path), dict(taken.about), taken.num_bytes)
         if asynchronous:
-            snapshot = replace(snapshot, tensors=_with_copies(snapshot.tensors, self._is_first))
-            if torch.accelerator.is_available():
-                torch.accelerator.synchronize()  # the stager's stream does not wait for what computes the weights
-        versions = _versions(snapshot.tensors)
+            self._prepare_staging(taken)
+            taken = replace(taken, tensors=_with_copies(taken.tensors, self._is_first))
+        versions = _versions(taken.tensors)
         self._staged.clear()
         staging_start = time.perf_counter()
 
         def staged() -> dict[str, torch.Tensor]:
             try:
-                parts = own_parts(snapshot.tensors, self._is_first)
+                if problem is not None:
+                    raise problem
+                parts = own_parts(taken.tensors, self._is_first)
                 if asynchronous:
-                    parts = self._copies(parts)
-                if versions != _versions(snapshot.tensors):
+                    assert self._stager is not None
+                    parts = cast("Future[dict[str, torch.Tensor]]", self._stager.stage(parts)).result()
+                if versions != _versions(taken.tensors):
                     raise RuntimeError(CHANGED)
                 return parts
             finally:
@@ -118,7 +130,7 @@ class Writer:
                     parts = staged()
                 with together("locking the folder", self._group):
                     self._lock(path)
-                write(path, snapshot, self._group, parts)
+                save.saved_at = write(path, taken, self._group, parts)
             except BaseException as error:
                 save.error = error if isinstance(error, CheckpointError) else not_written(path, error)
             self._newest, self._is_proven = save, False
@@ -144,7 +156,7 @@ class Writer:
                 with together(f"removing {path}", self._group):  # when this rank goes on, it is gone for all
                     if self._is_first:
                         _remove(str(path))
-            except (OSError, OtherRankError) as error:
+            except Exception as error:  # whatever an object store raises
                 warnings.warn(f"The checkpoint {path} could not be removed: {error}", stacklevel=1)
 
         if self._thread is None:
@@ -166,8 +178,8 @@ class Writer:
         share = (dist.get_rank(self._group), dist.get_world_size(self._group)) if self._group else (0, 1)
         try:
             with together(f"reading the checkpoint {save.path} back", self._group):
-                verify(save.path, share=share)
-        except (CheckpointError, OtherRankError) as error:
+                _read_back(save, share)
+        except Exception as error:
             error = CheckpointError(f"{error} It was written just now: nothing older is removed.")
             self._newest = replace(save, error=error)
             self._finished.put(self._newest)
@@ -217,9 +229,9 @@ class Writer:
         self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)
         self._thread.start()
 
-    def _copies(self, parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Copy ``parts`` to this host's memory, beside what the device computes."""
-        on_accelerator = torch.accelerator.is_available()
+    def _prepare_staging(self, snapshot: Snapshot) -> None:
+        """To be called by the thread that trains: it is the one that has chosen the device."""
+        on_accelerator = any(tensor.device.type != "cpu" for tensor in snapshot.tensors.values())
         if self._stager is None:
             self._stager = DefaultStager(
                 StagingOptions(
@@ -229,13 +241,17 @@ class Writer:
                     use_non_blocking_copy=on_accelerator,
                 )
             )
-        return cast("Future[dict[str, torch.Tensor]]", self._stager.stage(parts)).result()
+        if on_accelerator:
+            torch.accelerator.synchronize()  # the stager's stream does not wait for what computes the weights
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
+            except BaseException as error:  # a thread that ended would leave training waiting for it
+                warnings.warn(f"The checkpoint writer goes on after an error: {error!r}", stacklevel=1)
             finally:
+                self._staged.set()
                 self._jobs.task_done()
         for unlock in self._locks.values():
             unlock()
@@ -259,8 +275,27 @@ def _with_copies(tensors: Mapping[str, torch.Tensor], is_first: bool) -> dict[st
     }
 
 
-def _versions(tensors: Mapping[str, torch.Tensor]) -> list[int]:
-    return [tensor._version for tensor in tensors.values() if isinstance(tensor, DTensor)]
+def _versions(tensors: Mapping[str, torch.Tensor]) -> list[tuple[int, int]]:
+    """Of DTensors, and of their memory, which may be changed without them."""
+    sharded = [tensor for tensor in tensors.values() if isinstance(tensor, DTensor)]
+    return [(tensor._version, tensor._local_tensor._version) for tensor in sharded]
+
+
+def _read_back(save: Save, share: tuple[int, int]) -> None:
+    """Check what ``save`` wrote. On a network file system, this node may see what was there before for a while."""
+    deadline = time.monotonic() + READ_BACK_S
+    while not _is_seen(save):
+        if time.monotonic() > deadline:
+            raise CheckpointError(f"{save.path} is not what was saved to it.")
+        time.sleep(0.2)
+    verify(save.path, share=share)
+
+
+def _is_seen(save: Save) -> bool:
+    try:
+        return read_manifest(save.path).saved_at == save.saved_at
+    except CheckpointError:
+        return False
 
 
 CHANGED = (

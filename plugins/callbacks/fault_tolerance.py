@@ -14,6 +14,7 @@ from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
@@ -89,7 +90,8 @@ class FaultTolerance(Callback):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # A rank with more batches than others would agree on what they have not come to.
-        self._looks_within_validation = not trainer.sanity_checking and _compat.validates_alike(trainer)
+        is_of_fit = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
+        self._looks_within_validation = is_of_fit and _compat.validates_alike(trainer)
 
     @override
     def on_validation_batch_start(self, trainer: Trainer, *args: Any) -> None:

@@ -121,6 +121,7 @@ class _Known:
         self._committed = {name: getattr(callback, name) for name in ("best_model_path", "last_model_path")}
         self._good = {absolute(path) for path in callback.best_k_models}
         self._named: dict[str, dict[str, str]] = {}  # save to the attributes that got its path, as they spell it
+        self._before: dict[str, dict[str, str]] = {}  # the newest save to what they were committed to before it
 
     def look(self, path: str) -> None:
         self._scores |= self.callback.best_k_models
@@ -129,7 +130,9 @@ class _Known:
 
     def commit(self, path: str) -> None:
         self._good.add(path)
-        self._committed |= self._named.pop(path, {})
+        named = self._named.pop(path, {})
+        self._before = {path: {name: self._committed[name] for name in named}}
+        self._committed |= named
 
     def committed(self) -> ModelCheckpoint:
         """The callback without the save that it may have been asked for by now, and knows by its name already."""
@@ -141,6 +144,8 @@ class _Known:
 
     def take_back(self, path: str, kept: list[str]) -> list[str]:
         callback, too_many = self.callback, []
+        self._good.discard(path)
+        self._committed |= self._before.pop(path, {})  # it was committed, and did not read back
         for name, before in self._committed.items():
             value = getattr(callback, name)
             if value and absolute(value) == path:

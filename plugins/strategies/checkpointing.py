@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -16,7 +16,7 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_dist.checkpoint import CheckpointError, Manifest, Save, Verify, Writer, find, take_snapshot
+from lightning_dist.checkpoint import CheckpointError, Manifest, Save, Snapshot, Verify, Writer, find, take_snapshot
 from lightning_dist.checkpoint.state import by_name
 from lightning_dist.consensus import together
 from lightning_dist.plugins.strategies.bookkeeping import Bookkeeping, absolute
@@ -85,8 +85,8 @@ class Checkpoints:
         if trainer.state.fn == TrainerFn.FITTING:
             self._bookkeeping.start(trainer)
 
-    def save(self, checkpoint: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
-        """Save Lightning's ``checkpoint``, and each rank's ``own``, at ``path``. A collective over all processes.
+    def save(self, checkpoint: Mapping[str, Any], own: Callable[[], Mapping[str, Any]], path: str) -> None:
+        """Save Lightning's ``checkpoint``, and what ``own`` returns on each rank, at ``path``. A collective.
 
         Raises:
             CheckpointError: If it could not be written, and it was not asked for in a fit, which would go on and raise
@@ -97,7 +97,12 @@ class Checkpoints:
         step = int(checkpoint.get("global_step", 0))
         about = {"global_step": step, "epoch": checkpoint.get("epoch"), "run": self._run}
         asynchronous = self._is_fitting and self._options.asynchronous
-        save = self._writer.save(path, take_snapshot(checkpoint, own, about), asynchronous)
+        snapshot: Snapshot | Exception
+        try:
+            snapshot = take_snapshot(checkpoint, own(), about)
+        except Exception as error:  # of this rank alone, perhaps
+            snapshot = error
+        save = self._writer.save(path, snapshot, asynchronous)
         self._bookkeeping.asked_to_save(path)
         self._retain(path, step)
         save.stall_s = time.perf_counter() - start

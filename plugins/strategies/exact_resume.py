@@ -11,7 +11,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.checkpoint import CheckpointError
-from lightning_dist.plugins import _progress
+from lightning_dist.plugins import _compat, _progress
 from lightning_dist.plugins.strategies.data_position import NUM_SEEN, make_resumable, with_its_own_seeds
 from lightning_dist.randomness import rng_state, set_rng_state
 
@@ -50,7 +50,7 @@ class ExactResume:
 
     def after_update(self, trainer: Trainer) -> None:
         """Keep what the next batches change, if a save among them has to go back to here."""
-        if trainer.accumulate_grad_batches == 1:
+        if trainer.accumulate_grad_batches == 1 and not _compat.changes_accumulation(trainer):
             return
         self._rng_at_update = rng_state()
         # All of them: BatchNorm's kernels change theirs without counting up the tensor's version.

@@ -107,6 +107,7 @@ class MeshStrategy(ProcessStrategy):
         self._weights = LossWeights()
         self._syncs_gradients = True
         self._frees_gradients_first = False
+        self._has_averages = False
 
     @property
     def layout(self) -> ParallelLayout:
@@ -211,6 +212,7 @@ class MeshStrategy(ProcessStrategy):
             for callback in trainer.callbacks:  # type: ignore[attr-defined]
                 average = _compat.average_model(callback)
                 if average is not None:
+                    self._has_averages = True
                     self._shard(cast(LightningModule, average.module))
             self.setup_optimizers(trainer)
             self._frees_gradients_first = are_free_before_forward(self.lightning_module, trainer)
@@ -409,9 +411,10 @@ class MeshStrategy(ProcessStrategy):
             self._trainer.state.status == TrainerStatus.INTERRUPTED
         ):  # a callback saves after an error, of this rank alone?
             arrive("Saving a checkpoint after an error", AFTER_ERROR_S)
-        own = self._exact_resume.rank_state(checkpoint, self._trainer)
         path = self.broadcast(absolute(filepath))  # a name with the time in it, or a relative one, may differ
-        self._checkpoints.save(checkpoint, own, path)
+        self._checkpoints.save(checkpoint, partial(self._exact_resume.rank_state, checkpoint, self._trainer), path)
+        if self._has_averages:  # their callbacks change weights before the next step, and not so that it is noticed
+            self._checkpoints.before_update()
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes; not after a save, which all have begun, and which ends for all or for none."""

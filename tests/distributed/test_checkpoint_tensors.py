@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +85,30 @@ def test_replicas_share_the_writing(pool: WorkerPool, tmp_path: Path) -> None:
     sizes = [files[f"rank_{rank}.bin"].size for rank in range(4)]
     assert max(sizes) <= 1.15 * min(sizes)
     assert sum(sizes) == pytest.approx(8 * 72 * 256 * 4, rel=0.01)
+
+
+@dataclass
+class Holder:
+    weight: torch.Tensor
+
+
+def save_in_containers(folder: Path) -> str:
+    """Sharded tensors in an OrderedDict are saved as such; the error of those in an object."""
+    tensors = distributed({"weight": torch.arange(8.0)}, "rows")
+    write(folder / "run.ckpt", take_snapshot({"average": OrderedDict(tensors)}))
+    part = read_part(folder / "run.ckpt", dist.get_rank(), 4, lambda info: torch.empty(info.shape))
+    assert type(part.state["average"]) is OrderedDict
+    assert torch.equal(part.state["average"]["weight"], torch.arange(8.0))
+    try:
+        take_snapshot({"mine": [Holder(tensors["weight"])]})
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def test_sharded_tensors_are_never_pickled_as_a_part_of_them(pool: WorkerPool, tmp_path: Path) -> None:
+    for error in pool.run(save_in_containers, 4, tmp_path):
+        assert error.startswith("mine/0 of the checkpoint is a Holder that holds sharded tensors")
 
 
 def test_a_save_that_lacks_a_part_is_refused() -> None:

@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.distributed.checkpoint.staging import DefaultStager
 
-from lightning_dist.checkpoint import CheckpointError, file_system, find, place, verify
+from lightning_dist.checkpoint import CheckpointError, file_system, find, place, verify, writer
 from lightning_dist.checkpoint.storage import place_of
 from lightning_dist.parity import whole_parameters
 from lightning_dist.plugins.strategies import mesh
@@ -137,6 +137,48 @@ def run_with_failures(folder: Path, which: set[str], **kwargs: Any) -> tuple[lis
         checkpoint.best_model_path,
         error,
     )
+
+
+class Unpicklable(pl.Callback):
+    """Gives rank 1 something for the save after step 2 that cannot be pickled."""
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        if trainer.global_rank == 1 and trainer.global_step == 2:
+            checkpoint["mine"] = threading.Lock()
+
+
+def save_what_one_rank_cannot(folder: Path) -> list[str]:
+    fit([Unpicklable(), every_step(folder)], max_steps=3)
+    return sorted(Path(path).name for path, _ in find(folder))
+
+
+def test_a_rank_that_cannot_pickle_fails_the_save_of_all(pool: WorkerPool, tmp_path: Path) -> None:
+    assert pool.run(save_what_one_rank_cannot, 2, tmp_path) == [["step=1.ckpt", "step=3.ckpt"]] * 2
+
+
+def storage_errors(folder: Path) -> tuple[list[str], list[str]]:
+    """Reading back and removing fail, as storage may, with errors that nobody has thought of."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("the storage is away")
+
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ["RANK"] == "1":
+            patch.setattr(writer, "verify", fail)
+        checkpoint = every_step(folder, save_top_k=1)
+        error = ""
+        try:
+            fit([checkpoint], max_steps=3)
+        except CheckpointError as raised:
+            error = str(raised)
+    return sorted(Path(path).name for path, _ in find(folder)), [error, Path(checkpoint.best_model_path).name]
+
+
+def test_errors_of_the_storage_do_not_end_the_writer(pool: WorkerPool, tmp_path: Path) -> None:
+    for names, (error, best) in pool.run(storage_errors, 2, tmp_path, timeout_s=60):
+        assert names == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]  # nothing older goes
+        assert "the storage is away" in error
+        assert best in names
 
 
 def test_training_goes_on_after_a_failed_save(pool: WorkerPool, tmp_path: Path) -> None:

@@ -107,6 +107,62 @@ def test_an_object_store_that_fails_keeps_the_old(memory: str, monkeypatch: pyte
     assert len(fsspec.filesystem("memory").find("/runs")) == 4
 
 
+def test_an_object_store_that_fails_late_keeps_the_new(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer to the manifest's put is lost, and nothing can be removed: the new one is there all the same."""
+    path = f"{memory}/run.ckpt"
+    save(path, 1)
+    store = fsspec.implementations.memory.MemoryFileSystem
+    pipe = store.pipe_file
+
+    def lose_the_answer(filesystem: Any, name: str, value: bytes, **kwargs: Any) -> None:
+        pipe(filesystem, name, value, **kwargs)
+        raise TimeoutError("no answer")
+
+    def fail(filesystem: Any, name: str) -> None:
+        raise RuntimeError("503 Slow Down")
+
+    monkeypatch.setattr(store, "pipe_file", lose_the_answer)
+    monkeypatch.setattr(store, "rm_file", fail)
+    with pytest.warns(UserWarning, match="What was at memory://runs/run.ckpt before could not be removed"):
+        save(path, 2)
+    monkeypatch.undo()
+    assert read(path, lambda info: torch.empty(info.shape, dtype=info.dtype))["number"] == 2
+
+
+def test_the_link_of_somebody_else_is_removed_alone(tmp_path: Path) -> None:
+    save(tmp_path / "best.ckpt", 1)
+    (tmp_path / "last.ckpt").symlink_to("best.ckpt")
+    assert [Path(path).name for path, _ in find(tmp_path)] == ["best.ckpt"]
+    place_of(tmp_path / "last.ckpt").remove()
+    assert found(tmp_path / "best.ckpt") == 1
+    assert not (tmp_path / "last.ckpt").is_symlink()
+
+
+def test_versions_that_no_link_names_are_swept(tmp_path: Path, no_exchange: None) -> None:
+    save(tmp_path / "run.ckpt", 1)
+    (tmp_path / ".versions" / "run.ckpt-of-a-dead-run").mkdir()
+    place_of(tmp_path / "run.ckpt").lock()()
+    assert len(names(tmp_path / ".versions")) == 1
+    assert found(tmp_path / "run.ckpt") == 1
+
+
+def test_what_goes_wrong_after_the_new_one_is_there_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path / "run.ckpt", 1)
+    sync_folder = file_system._sync_folder
+
+    def fail(folder: Path) -> None:
+        if folder == tmp_path:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        sync_folder(folder)
+
+    monkeypatch.setattr(file_system, "_sync_folder", fail)
+    with pytest.warns(UserWarning, match="run.ckpt is there, but what was there before is not removed"):
+        save(tmp_path / "run.ckpt", 2)
+    assert found(tmp_path / "run.ckpt") == 2
+
+
 def test_a_reader_keeps_its_checkpoint_while_the_path_gets_another(tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     save(path, 1)
