@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import math
 import operator
 import warnings
 from collections.abc import Callable
@@ -165,12 +166,13 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """Whether the bound is met, by the median and by an interval that is narrow enough to say so."""
+        """Whether the bound is met: by the median, and by an interval that is narrow, or below the bound altogether."""
         if self.case.bound is None:
             return "shown"
         if self.pairs.median > self.case.bound:
             return "NOT MET"
-        return "met" if self.is_narrow else "TOO WIDE"
+        end = self.pairs.interval[1] if self.pairs.interval else math.inf
+        return "met" if self.is_narrow or end <= self.case.bound else "TOO WIDE"
 
 
 class NotMeasuredError(Exception):

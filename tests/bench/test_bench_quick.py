@@ -47,10 +47,16 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, capsys: 
 
 @pytest.mark.parametrize(
     ("ours", "is_narrow", "verdict", "exit_code"),
-    [(1.01, True, "met", 0), (1.01, False, "TOO WIDE", 1), (1.03, True, "NOT MET", 1), (1.03, False, "NOT MET", 1)],
+    [
+        ([1.01] * 6, True, "met", 0),
+        ([1.01, 1.01, 1.01, 1.01, 1.03, 1.03], False, "TOO WIDE", 1),
+        ([0.8, 0.9, 0.9, 0.9, 1.0, 1.0], False, "met", 0),
+        ([1.03] * 6, True, "NOT MET", 1),
+        ([1.03] * 6, False, "NOT MET", 1),
+    ],
 )
 def test_a_missed_bound_is_told_and_fails(
-    ours: float,
+    ours: list[float],
     is_narrow: bool,
     verdict: str,
     exit_code: int,
@@ -58,7 +64,7 @@ def test_a_missed_bound_is_told_and_fails(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     def measured(case: Case, settings: Settings) -> Result:
-        return Result(case, Pairs([ours] * 6, [1.0] * 6), is_narrow)
+        return Result(case, Pairs(ours, [1.0] * 6), is_narrow)
 
     monkeypatch.setattr(bench, "measure", measured)
     assert bench.main(["--case", "step-2-full_shard-by_hand_two_shot"]) == exit_code
