@@ -10,6 +10,7 @@ from lightning_dist.plugins.strategies import (
     FullShardStrategy,
     HybridShardStrategy,
     MeshStrategy,
+    TensorParallelStrategy,
     register,
 )
 from lightning_dist.sharding import full_parameters
@@ -21,6 +22,7 @@ __all__ = [
     "HybridShardStrategy",
     "MeshStrategy",
     "ParallelLayout",
+    "TensorParallelStrategy",
     "full_parameters",
 ]
 

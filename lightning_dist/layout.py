@@ -5,9 +5,10 @@ Axes, outermost first (ranks that differ only in the innermost axis are neighbou
 ==============  =====================================================================================
 ``dp_replicate``  data parallel, weights replicated: gradients are all-reduced over it (between nodes)
 ``dp_shard``      data parallel, weights sharded: all-gather and reduce-scatter over it (inside a node)
+``tp``            tensor parallel: single layers are split over it, and exchange activations (neighbours)
 ==============  =====================================================================================
 
-Every rank of ``dp_replicate x dp_shard`` has a part of the batch of its own.
+Every rank of ``dp_replicate x dp_shard`` has a part of the batch of its own; those of one ``tp`` have the same.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 __all__ = ["REMAINING", "ParallelLayout"]
@@ -30,6 +32,7 @@ class ParallelLayout:
     Args:
         dp_replicate: Number of replicas of the sharded model.
         dp_shard: Number of ranks that one replica is sharded over.
+        tp: Number of ranks that a layer is split over.
 
     Raises:
         ValueError: If a size is not a positive integer.
@@ -37,6 +40,7 @@ class ParallelLayout:
 
     dp_replicate: int = 1
     dp_shard: int = 1
+    tp: int = 1
 
     def __post_init__(self) -> None:
         for axis, size in self.sizes.items():
@@ -49,7 +53,7 @@ class ParallelLayout:
 
         Args:
             world_size: Number of processes.
-            requested: Axis name (``dp_replicate``, ``dp_shard``) to its size; ``-1`` is what is left.
+            requested: Axis name (``dp_replicate``, ``dp_shard``, ``tp``) to its size; ``-1`` is what is left.
                 An axis that is not named has size 1.
 
         Raises:
@@ -75,10 +79,16 @@ class ParallelLayout:
             sizes[remaining[0]] = max(world_size // product, 1)
         if math.prod(sizes.values()) != world_size:
             asked = " x ".join(f"{axis}_size={size}" for axis, size in requested.items())
+            processes = f"{world_size} process{'es' if world_size > 1 else ''}"
+            tp = sizes.get("tp", 1)
+            if world_size % tp:
+                divisors = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
+                raise ValueError(f"{asked} does not fit {processes}: tp_size must be one of {divisors}.")
+            rest = world_size // tp
             raise ValueError(
-                f"{asked} does not fit {world_size} process{'es' if world_size > 1 else ''}: the sizes must multiply to"
-                f" {world_size}. Set one of them to -1, or use dp_replicate_size x dp_shard_size ="
-                f" {', '.join(f'{r}x{world_size // r}' for r in range(1, world_size + 1) if world_size % r == 0)}."
+                f"{asked} does not fit {processes}: the sizes must multiply to {world_size}. Set one of them to -1, or"
+                f" use dp_replicate_size x dp_shard_size ="
+                f" {', '.join(f'{r}x{rest // r}' for r in range(1, rest + 1) if rest % r == 0)}."
             )
         return cls(**sizes)
 
@@ -99,7 +109,7 @@ class ParallelLayout:
 
     def data_parallel_rank(self, global_rank: int) -> int:
         """Which part of the batch ``global_rank`` has, in ``[0, num_data_parallel)``."""
-        return global_rank
+        return global_rank // self.tp
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
         """The device mesh over all processes, one dimension an axis. Needs an initialised process group.
@@ -107,15 +117,31 @@ class ParallelLayout:
         Args:
             device_type: ``"cpu"``, ``"cuda"``, ...
         """
-        return init_device_mesh(device_type, tuple(self.sizes.values()), mesh_dim_names=tuple(self.sizes))
+        sizes = {axis: size for axis, size in self.sizes.items() if size > 1 or axis.startswith("dp_")}
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def build_data_parallel_group(self) -> dist.ProcessGroup | None:
+        """The ranks that, with this one, have the parts of a batch; None: all processes. A collective over these."""
+        if self.tp == 1:
+            return None
+        by_tp_rank = [list(range(rank, self.world_size, self.tp)) for rank in range(self.tp)]
+        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(by_tp_rank)[0]  # type: ignore[no-untyped-call]
+        return group
 
     def sharding_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """What FSDP2 works on: ``(dp_replicate, dp_shard)``, or ``(dp_shard,)`` where there is one replica."""
-        return mesh if self.dp_replicate > 1 else mesh["dp_shard"]
+        return mesh["dp_replicate", "dp_shard"] if self.dp_replicate > 1 else mesh["dp_shard"]
+
+    def parameter_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
+        """Over what parameters are DTensors: the sharding mesh and ``tp``."""
+        if self.tp == 1:
+            return self.sharding_mesh(mesh)
+        return mesh["dp_replicate", "dp_shard", "tp"] if self.dp_replicate > 1 else mesh["dp_shard", "tp"]
 
     def describe(self) -> dict[str, int]:
         """What a log says of the layout: ``<axis>_size`` of every axis."""
         return {f"{axis}_size": size for axis, size in self.sizes.items()}
 
     def __str__(self) -> str:
-        return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items())
+        shown = {axis: size for axis, size in self.sizes.items() if size > 1 or axis.startswith("dp_")}
+        return " x ".join(f"{axis} {size}" for axis, size in shown.items())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor
 from lightning_dist.initialization import agreed_seed, broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.sharding import ShardedModule, ShardingConfig, shard
+from lightning_dist.tensor_parallel import TensorParallel, resolve_plan
 from lightning_dist.units import MIN_NUM_PARAMS, find_units
 
 __all__ = ["parallelize"]
@@ -24,6 +25,7 @@ def parallelize(
     sharding: ShardingConfig,
     unit_classes: Sequence[str] | None = None,
     min_num_params: int = MIN_NUM_PARAMS,
+    plan: Mapping[str, str] | None = None,
 ) -> ShardedModule:
     """Spread ``module`` over ``mesh`` as ``layout`` says, in place. A collective over all processes.
 
@@ -34,9 +36,11 @@ def parallelize(
         sharding: How parameters are sharded.
         unit_classes: Names of the block classes; None finds them.
         min_num_params: Size from which a module outside the blocks is sharded as one.
+        plan: How layers are split over ``tp``; see :func:`~lightning_dist.tensor_parallel.resolve_plan`.
 
     Raises:
-        ValueError: If the module has no parameters, is already sharded, or has no module of a named class.
+        ValueError: If the module has no parameters, is already sharded, has no module of a named class, or does not
+            fit the plan.
         TypeError: If something on the meta device has no way to be initialised.
     """
     for name, param in module.named_parameters():
@@ -49,10 +53,14 @@ def parallelize(
     for param in module.parameters():
         if not param.is_contiguous():  # such as channels_last, which FSDP2 does not take
             param.data = param.data.contiguous()
+    tensor_parallel = None
+    if layout.tp > 1:
+        tensor_parallel = TensorParallel(module, resolve_plan(module, plan), mesh["tp"])
     broadcast_weights(module)
     seed = agreed_seed()
     on_cpu = mesh.device_type == "cpu"
     devices = [] if on_cpu else [torch.get_device_module(mesh.device_type).current_device()]
     with torch.random.fork_rng(devices, device_type="cuda" if on_cpu else mesh.device_type), torch.no_grad():
         torch.manual_seed(seed)
-        return shard(module, units, layout.sharding_mesh(mesh), sharding)
+        sharding_mesh, parameter_mesh = layout.sharding_mesh(mesh), layout.parameter_mesh(mesh)
+        return shard(module, units, sharding_mesh, sharding, tensor_parallel, parameter_mesh)

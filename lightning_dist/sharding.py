@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +30,7 @@ from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter
 from lightning_dist.consensus import arrive
 from lightning_dist.initialization import materialize, refuse_meta_attributes
 from lightning_dist.scalars import ScalarGroup
+from lightning_dist.tensor_parallel import TensorParallel
 from lightning_dist.units import Unit
 
 __all__ = ["NotInStepError", "ShardedModule", "ShardingConfig", "full_parameters", "shard", "sharded"]
@@ -68,7 +69,14 @@ class _StepRoot(nn.Module):
         return step()
 
 
-def shard(module: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, config: ShardingConfig) -> ShardedModule:
+def shard(
+    module: nn.Module,
+    units: Sequence[Unit],
+    mesh: DeviceMesh,
+    config: ShardingConfig,
+    tensor_parallel: TensorParallel | None = None,
+    scalar_mesh: DeviceMesh | None = None,
+) -> ShardedModule:
     """Shard ``module``, in place, unit by unit. A collective over ``mesh``.
 
     Units on the meta device are initialised here, one at a time, so that no rank ever holds the whole model.
@@ -78,6 +86,8 @@ def shard(module: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, config: Sh
         units: From :func:`lightning_dist.units.find_units`; every parameter is in one.
         mesh: ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``.
         config: How.
+        tensor_parallel: What splits a unit's parameters before they are sharded; None: nothing.
+        scalar_mesh: What parameters without dimensions are replicated over; None: ``mesh``.
     """
     device = torch.device(mesh.device_type)
     policy = MixedPrecisionPolicy(param_dtype=config.param_dtype, reduce_dtype=config.reduce_dtype)
@@ -89,9 +99,12 @@ def shard(module: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, config: Sh
     for unit in units:
         materialize(unit.modules, module, device)
         if unit.kind == "scalars":
-            groups.append(ScalarGroup(module, unit.params, mesh))
+            groups.append(ScalarGroup(module, unit.params, mesh if scalar_mesh is None else scalar_mesh))
             unit.params.clear()
             continue
+        if tensor_parallel is not None:
+            split = tensor_parallel.split(unit.params.values(), unit.owners)
+            unit.params = {name: split[param] for name, param in unit.params.items()}
         # The last block's backward follows its forward: to free it would only be to gather it again.
         stays_gathered = unit.kind in ("outer", "own") or (unit is last_block and config.reshard_after_forward is True)
         fully_shard(
@@ -108,7 +121,7 @@ def shard(module: nn.Module, units: Sequence[Unit], mesh: DeviceMesh, config: Sh
         unit.params.clear()  # the whole parameters, of which nothing should stay
     materialize([module], module, device)
     refuse_meta_attributes(module)
-    return ShardedModule(module, units, groups, mesh)
+    return ShardedModule(module, units, groups, mesh, tensor_parallel)
 
 
 _sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = weakref.WeakKeyDictionary()
@@ -152,10 +165,16 @@ class ShardedModule:
         units: Its units.
         groups: The parameter group of each unit.
         mesh: What they are sharded over.
+        tensor_parallel: What split them before; None: nothing.
     """
 
     def __init__(
-        self, module: nn.Module, units: Sequence[Unit], groups: Sequence[ParameterGroup | ScalarGroup], mesh: DeviceMesh
+        self,
+        module: nn.Module,
+        units: Sequence[Unit],
+        groups: Sequence[ParameterGroup | ScalarGroup],
+        mesh: DeviceMesh,
+        tensor_parallel: TensorParallel | None = None,
     ) -> None:
         self.module = module
         self.units = tuple(units)
@@ -166,6 +185,8 @@ class ShardedModule:
         by_kind = list(zip(units, groups, strict=True))
         self._outer = [group for unit, group in by_kind if unit.kind in ("outer", "own", "scalars")]
         self._own = [group for unit, group in by_kind if unit.kind in ("own", "scalars")]
+        self.tensor_parallel = tensor_parallel
+        self._owners = {group: unit.owners for unit, group in by_kind if unit.kind != "scalars"}
         self._running = 0
         self._in_step = False
         self._has_stepped = False
@@ -186,6 +207,11 @@ class ShardedModule:
             return
         for module in unit.modules:
             module.register_forward_pre_hook(functools.partial(self._before_unit, group), prepend=True)
+            if self.tensor_parallel is not None and unit.kind != "outer":
+                # Between FSDP2's own hooks.
+                module.register_forward_pre_hook(lambda module, args: self._use_local(group))
+                undo = functools.partial(self.tensor_parallel.use_whole, unit.owners)
+                module.register_forward_hook(lambda *args, undo=undo: undo(), prepend=True, always_call=True)
         if unit.kind == "outer":
             # Its modules may run through other methods than forward, or after a backward inside the step freed them.
             def gather(module: nn.Module, args: object) -> None:
@@ -193,7 +219,7 @@ class ShardedModule:
                     group.copy_requires_grad()
                 else:
                     self._check_running(module, args)
-                    group.gather()
+                    self._gather(group)
 
             for owner in unit.owners:
                 owner.register_forward_pre_hook(gather, prepend=True)
@@ -239,7 +265,7 @@ class ShardedModule:
         try:
             with self.running():
                 for group in self._outer:
-                    group.gather()
+                    self._gather(group)
                 output = self._root(step)
         except BaseException:
             _compat.reset_after_error(self._root)
@@ -269,7 +295,15 @@ class ShardedModule:
         # A step that runs backward itself goes on afterwards, and reads what hangs on the root module through no hook:
         # it is gathered again after an optimizer step, or when a unit runs.
         for group in self._own:
-            group.gather()
+            self._gather(group)
+
+    def _gather(self, group: ParameterGroup | ScalarGroup) -> None:
+        group.gather()
+        self._use_local(group)
+
+    def _use_local(self, group: ParameterGroup | ScalarGroup) -> None:
+        if self.tensor_parallel is not None and group in self._owners:
+            self.tensor_parallel.use_local(self._owners[group])
 
     def free(self) -> None:
         """Put the sharded parameters into the module: what optimizers, callbacks and checkpoints read and write."""
@@ -290,7 +324,9 @@ class ShardedModule:
         with _compat.keep_gathered(self._sharded_groups), self.running(), torch.no_grad():
             for group in self.groups:
                 group.gather()
+            owners = {owner for owners in self._owners.values() for owner in owners}
             try:
-                yield
+                with self.tensor_parallel.switched_off(owners) if self.tensor_parallel else nullcontext():
+                    yield
             finally:
                 self.free()

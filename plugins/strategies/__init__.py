@@ -8,13 +8,21 @@ from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
 from lightning_dist.plugins.strategies.full_shard import FullShardStrategy
 from lightning_dist.plugins.strategies.hybrid_shard import HybridShardStrategy
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
+from lightning_dist.plugins.strategies.tensor_parallel import TensorParallelStrategy
 
-__all__ = ["CheckpointOptions", "FullShardStrategy", "HybridShardStrategy", "MeshStrategy", "register"]
+__all__ = [
+    "CheckpointOptions",
+    "FullShardStrategy",
+    "HybridShardStrategy",
+    "MeshStrategy",
+    "TensorParallelStrategy",
+    "register",
+]
 
 
 def register() -> None:
     """Make the strategies known to Lightning by name. Safe to call again."""
-    for strategy in (FullShardStrategy, HybridShardStrategy):
+    for strategy in (FullShardStrategy, HybridShardStrategy, TensorParallelStrategy):
         name = strategy.strategy_name
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -21,6 +22,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_dist.checkpoint import Part
 from lightning_dist.consensus import arrive
@@ -42,6 +44,7 @@ from lightning_dist.plugins.strategies.startup_table import startup_table
 from lightning_dist.plugins.strategies.weighting import LossWeights
 from lightning_dist.replicas import check_replicas
 from lightning_dist.sharding import ShardedModule, ShardingConfig, sharded
+from lightning_dist.tensor_parallel import SameBatch
 from lightning_dist.units import MIN_NUM_PARAMS
 
 __all__ = ["MeshStrategy"]
@@ -108,6 +111,9 @@ class MeshStrategy(ProcessStrategy):
         self._syncs_gradients = True
         self._frees_gradients_first = False
         self._has_averages = False
+        self._plan: Mapping[str, str] | None = None
+        self._data_parallel_group: dist.ProcessGroup | None = None
+        self._same_batch: SameBatch | None = None
 
     @property
     def layout(self) -> ParallelLayout:
@@ -192,6 +198,9 @@ class MeshStrategy(ProcessStrategy):
         if not any(isinstance(callback, FaultTolerance) for callback in callbacks):
             callbacks.append(FaultTolerance())
         self._mesh = self.layout.build_mesh(self.root_device.type)
+        self._data_parallel_group = self.layout.build_data_parallel_group()
+        if self.layout.tp > 1:
+            self._same_batch = SameBatch(self._mesh["tp"].get_group())
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
@@ -206,6 +215,7 @@ class MeshStrategy(ProcessStrategy):
         self.accelerator.setup(trainer)
         refuse_what_cannot_work(self, trainer)
         is_new = sharded(self.lightning_module) is None
+        self._give_metrics_their_group(self.lightning_module)
         self._sharded = self._shard(self.lightning_module)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
@@ -222,6 +232,16 @@ class MeshStrategy(ProcessStrategy):
         self._checkpoints.start(trainer)
         if is_new:
             rank_zero_info(startup_table(self, self._sharded))
+
+    def _give_metrics_their_group(self, module: LightningModule) -> None:
+        """Let torchmetrics gather over the ranks that have a part of the batch, and count each sample once."""
+        for metric in module.modules():
+            if isinstance(metric, Metric) and metric.process_group is None:
+                metric.process_group = self._data_parallel_group
+
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """Reduce a metric over the ranks that have a part of the batch."""
+        return super().reduce(tensor, self._data_parallel_group if group is None else group, reduce_op)
 
     def _shard(self, module: LightningModule) -> ShardedModule:
         existing = sharded(module)
@@ -243,7 +263,7 @@ class MeshStrategy(ProcessStrategy):
             reshard_after_forward=self._reshard_after_forward,
             direct_collectives=self._direct_collectives,
         )
-        return parallelize(module, self.layout, self.mesh, config, self._units, self._min_num_params)
+        return parallelize(module, self.layout, self.mesh, config, self._units, self._min_num_params, self._plan)
 
     def model_to_device(self) -> None:
         """Move the module to this rank's device; what ``configure_model`` left on the meta device stays there."""
@@ -297,6 +317,8 @@ class MeshStrategy(ProcessStrategy):
 
     def _step(self, name: str, backward_follows: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
         assert self._sharded is not None
+        if self._same_batch is not None:
+            self._same_batch.check((args, kwargs), f"the batch of a {name}")
         return self._sharded.step(partial(getattr(self.lightning_module, name), *args, **kwargs), backward_follows)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -366,6 +388,8 @@ class MeshStrategy(ProcessStrategy):
         Raises:
             CheckpointError: If it could not be written.
         """
+        if self._same_batch is not None:
+            self._same_batch.finish()
         self._checkpoints.finish()
 
     def on_validation_start(self) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import re
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from lightning_dist.sharding import ShardedModule
+from lightning_dist.tensor_parallel import Entry
 
 if TYPE_CHECKING:
     from lightning_dist.plugins.strategies.mesh import MeshStrategy
@@ -28,7 +33,7 @@ def startup_table(strategy: MeshStrategy, module: ShardedModule) -> str:
     computed = policy.param_dtype or stored
     rows = [
         ("layout", f"{layout} = {layout.world_size} processes ({strategy.process_group_backend})"),
-        ("parameters", f"{numel:,}, of which a rank holds {-(-numel // layout.dp_shard):,}"),
+        ("parameters", f"{numel:,}, of which a rank holds {_held(module):,}"),
         *(("units" if not index else "", text) for index, text in enumerate(units)),
         (
             "precision",
@@ -36,10 +41,44 @@ def startup_table(strategy: MeshStrategy, module: ShardedModule) -> str:
             f" gradients reduced in {_name(policy.reduce_dtype or computed)}",
         ),
     ]
+    if module.tensor_parallel is not None:
+        split = list(_split(module.tensor_parallel.plan))
+        rows += [("split" if not index else "", text) for index, text in enumerate(split)]
     if layout.dp_replicate > 1:
         every = strategy.check_replicas_every_n_steps
         rows.append(("replicas", f"compared every {every} optimizer steps" if every else "not compared"))
     return "\n".join([strategy.strategy_name, *(f"  {key:<12}{value}" for key, value in rows)])
+
+
+def _split(plan: Mapping[str, Entry]) -> Iterator[str]:
+    """A line for each way of splitting: which modules, and who said so."""
+    lines: dict[tuple[str, str, str], dict[str, int]] = {}
+    for name, entry in plan.items():
+        names = lines.setdefault((entry.style, entry.source, entry.why), {})
+        short = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        names[short] = names.get(short, 0) + 1
+    for (style, source, why), names in lines.items():
+        counted = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names.items())
+        yield f"{style} ({source}{'; ' if why else ''}{why}): {counted}"
+
+
+def _held(module: ShardedModule) -> int:
+    """Number of parameters on a rank, the largest part of each."""
+    return sum(
+        math.prod(-(-size // parts) for size, parts in zip(param.shape, _parts(param), strict=True))
+        for param in module.module.parameters()
+    )
+
+
+def _parts(param: torch.Tensor) -> list[int]:
+    """In how many parts each dimension is split."""
+    parts = [1] * param.ndim
+    if isinstance(param, DTensor):
+        for size, placement in zip(param.device_mesh.shape, param.placements, strict=True):
+            dim = getattr(placement, "dim", None)  # of Shard and its variants
+            if dim is not None:
+                parts[dim] *= size
+    return parts
 
 
 def _range(sizes: list[int]) -> str:

@@ -65,7 +65,7 @@ def assert_same(actual: Weights, expected: Weights, tolerance: float = 1e-10, le
 def refused(model: pl.LightningModule, **kwargs: Any) -> str:
     """The error of training ``model``; ``kwargs`` as of :func:`make_trainer`."""
     try:
-        make_trainer("2x2", max_steps=1, **kwargs).fit(model)
+        make_trainer("2x2", **{"max_steps": 1, **kwargs}).fit(model)
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"

@@ -11,17 +11,30 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
-from lightning_dist import FullShardStrategy, HybridShardStrategy
+from lightning_dist import FullShardStrategy, HybridShardStrategy, TensorParallelStrategy
 from lightning_dist.parity import whole_gradients, whole_parameters
 from tests.models import build
 
-__all__ = ["Case", "Outcome", "reference", "run"]
+__all__ = ["LAYOUTS", "TP_LAYOUTS", "Case", "Outcome", "reference", "run", "tensors"]
 
 LAYOUTS = {
     "full_shard": lambda **kwargs: FullShardStrategy(**kwargs),
     "4x1": lambda **kwargs: HybridShardStrategy(4, 1, **kwargs),
     "2x2": lambda **kwargs: HybridShardStrategy(2, 2, **kwargs),
     "1x4": lambda **kwargs: HybridShardStrategy(1, 4, **kwargs),
+}
+TP_LAYOUTS = {
+    "tp4": lambda **kwargs: TensorParallelStrategy(4, **kwargs),
+    "tp2": lambda **kwargs: TensorParallelStrategy(2, **kwargs),
+    "2xtp2": lambda **kwargs: TensorParallelStrategy(2, 1, 2, **kwargs),
+}
+PLANS = {
+    "gpt": {
+        "blocks.*.mlp.0": "colwise",
+        "blocks.*.mlp.2": "rowwise",
+        "model.embedding": "embedding_rowwise",
+        "model.head": "colwise_gather_output",
+    }
 }
 
 
@@ -68,6 +81,12 @@ def run(case: Case) -> Outcome:
     return _fit(case, chunks=1)
 
 
+def _strategy(case: Case) -> Any:
+    if case.layout in TP_LAYOUTS:
+        return TP_LAYOUTS[case.layout](plan=PLANS.get(case.model))
+    return "auto" if case.layout == "auto" else LAYOUTS[case.layout]()
+
+
 def _fit(case: Case, chunks: int) -> Outcome:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     rank = int(os.environ["RANK"])
@@ -78,7 +97,7 @@ def _fit(case: Case, chunks: int) -> Outcome:
     trainer = pl.Trainer(
         accelerator="cpu",
         devices=1 if case.layout == "auto" else 4,
-        strategy="auto" if case.layout == "auto" else LAYOUTS[case.layout](),
+        strategy=_strategy(case),
         precision=case.precision,
         max_steps=case.num_steps * (2 if case.model == "gan" else 1),
         max_epochs=-1,

@@ -31,7 +31,9 @@ def test_sizes(world_size: int, requested: dict[str, int], sizes: tuple[int, int
         (4, {"dp_replicate": 0, "dp_shard": 4}, "dp_replicate_size=0 must be a positive number"),
         (4, {"dp_replicate": 2, "dp_shard": -2}, "dp_shard_size=-2 must be a positive number"),
         (4, {"dp_replicate": True, "dp_shard": 4}, "dp_replicate_size=True must be a positive number"),
-        (4, {"dp_shard": 2, "tp": 2}, "tp_size=2: there is no axis 'tp'"),
+        (4, {"dp_shard": 2, "cp": 2}, "cp_size=2: there is no axis 'cp'"),
+        (4, {"dp_shard": -1, "tp": 3}, "dp_shard_size=-1 x tp_size=3 does not fit 4 .* tp_size must be one of 1, 2, 4"),
+        (4, {"dp_shard": 1, "tp": 2}, "dp_shard_size=1 x tp_size=2 does not fit 4 .* 1x2, 2x1"),
         (4, {"dp_shard": 2}, "dp_shard_size=2 does not fit 4"),
     ],
 )

@@ -1,0 +1,98 @@
+"""Ranks that split layers between them must be given the same batch: what they compute would be nobody's otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import xxhash
+
+__all__ = ["DifferentBatchError", "SameBatch"]
+
+
+class DifferentBatchError(RuntimeError):
+    """Ranks of one tensor-parallel group were given different batches."""
+
+
+class SameBatch:
+    """Compares batches in the background: a difference is raised with the next batch, on all ranks of the group.
+
+    Args:
+        group: The ranks of one ``tp``.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._pending: tuple[dist.Work, torch.Tensor, str] | None = None
+
+    def check(self, batch: Any, what: str) -> None:
+        """Compare ``batch`` over the group, and raise if the last one was not the same.
+
+        Args:
+            batch: Tensors, and containers of them.
+            what: Which batch it is, for the message.
+
+        Raises:
+            DifferentBatchError: If the batch of the call before differed between the ranks.
+        """
+        self.finish()
+        digest = _digest(list(_tensors(batch)))
+        if dist.get_backend(self._group) == "gloo":
+            digest = digest.cpu()
+        extremes = torch.stack((digest, ~digest))  # the greatest, and the complement of the least
+        work = dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group, async_op=True)
+        assert work is not None
+        self._pending = work, extremes, what
+
+    def finish(self) -> None:
+        """Wait for the last comparison.
+
+        Raises:
+            DifferentBatchError: As of :meth:`check`.
+        """
+        if self._pending is None:
+            return
+        (work, extremes, what), self._pending = self._pending, None
+        work.wait()
+        greatest, complement = extremes.tolist()
+        if greatest != ~complement:
+            ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
+            raise DifferentBatchError(
+                f"The ranks {ranks} split layers between them, and were given different data as {what}. Split data by"
+                " trainer.distributed_sampler_kwargs['rank'], not by the global rank, and seed what is random in it by"
+                " that number."
+            )
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _tensors(item)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for entry in fields(value):
+            yield from _tensors(getattr(value, entry.name))
+
+
+def _digest(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Of the tensors' shapes and bytes: an int64 on their device, which nobody waits for."""
+    on_host = xxhash.xxh3_64()
+    on_device = []
+    for tensor in tensors:
+        on_host.update(str((tuple(tensor.shape), tensor.dtype)).encode())
+        if tensor.device.type == "cpu":
+            content = tensor.detach().contiguous().view(-1).view(torch.uint8)
+            on_host.update(memoryview(content.numpy()))  # type: ignore[arg-type]  # NumPy's stub knows no buffers
+        else:
+            on_device.append(torch.hash_tensor(tensor.detach()).view(torch.int64))
+    number = torch.tensor(on_host.intdigest() - 2**63)
+    for index, part in enumerate(on_device):
+        number = number.to(part.device, non_blocking=True) + part * (2 * index + 1)
+    return number

@@ -1,0 +1,58 @@
+"""Plans: who says what of which module, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+from torch import nn
+
+from lightning_dist.tensor_parallel import PlanError, resolve_plan
+from tests.models import build
+
+
+class WithPlan(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def tensor_parallel_plan(self) -> dict[str, str]:
+        return {"up": "colwise", "down": "rowwise"}
+
+
+def styles(root: nn.Module, user: dict[str, str] | None = None) -> dict[str, tuple[str, str]]:
+    return {name: (entry.style, entry.source) for name, entry in resolve_plan(root, user).items()}
+
+
+def test_wildcards_and_left_out_beginnings() -> None:
+    assert styles(build("gpt"), {"blocks.*.mlp.0": "colwise", "model.**.out": "rowwise"}) == {
+        f"model.blocks.{i}.{name}": (style, "user")
+        for i in range(2)
+        for name, style in (("out", "rowwise"), ("mlp.0", "colwise"))
+    }
+
+
+def test_a_module_may_say_it_itself() -> None:
+    assert styles(WithPlan()) == {"up": ("colwise", "user"), "down": ("rowwise", "user")}
+    assert styles(WithPlan(), {"up": "replicate"}) == {"up": ("replicate", "user")}
+
+
+def test_hugging_faces_plan_is_used_where_the_user_says_nothing() -> None:
+    plan = styles(build("llama"), {"q_proj": "replicate"})
+    layer = "model.model.layers.0"
+    assert plan[f"{layer}.self_attn.q_proj"] == ("replicate", "user")
+    assert plan[f"{layer}.self_attn.o_proj"] == ("rowwise", "Hugging Face")
+    assert plan["model.lm_head"] == ("colwise_gather_output", "Hugging Face")
+    assert plan["model.model.embed_tokens"] == ("embedding_rowwise", "Hugging Face")
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ({"blocks.*.mpl.0": "colwise"}, r"'blocks.\*.mpl.0' matches no module. Did you mean .*model.blocks.\*.mlp.0"),
+        ({"blocks.0.out": "rowwise", "blocks.*.out": "rowwise"}, r"'blocks.0.out' and 'blocks.\*.out' both match"),
+        ({"blocks.*.out": "rowise"}, r"'blocks.\*.out' has the unknown style 'rowise'. Did you mean 'rowwise'\?"),
+        ({"blocks.*.out": "diagonal"}, "unknown style 'diagonal'. There are colwise, rowwise, "),
+    ],
+)
+def test_what_is_refused(plan: dict[str, str], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        resolve_plan(build("gpt"), plan)
