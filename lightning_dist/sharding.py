@@ -324,9 +324,8 @@ class ShardedModule:
         with _compat.keep_gathered(self._sharded_groups), self.running(), torch.no_grad():
             for group in self.groups:
                 group.gather()
-            owners = {owner for owners in self._owners.values() for owner in owners}
             try:
-                with self.tensor_parallel.switched_off(owners) if self.tensor_parallel else nullcontext():
+                with self.tensor_parallel.switched_off(self.module) if self.tensor_parallel else nullcontext():
                     yield
             finally:
                 self.free()

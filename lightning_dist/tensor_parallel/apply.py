@@ -180,14 +180,17 @@ class TensorParallel:
                     owner._parameters[key] = self._whole[owner, key]
 
     @contextmanager
-    def switched_off(self, owners: Iterable[nn.Module]) -> Iterator[None]:
-        """Inside, every rank has the whole of the gathered parameters of ``owners``, and may run the model alone."""
-        for owner in owners:
+    def switched_off(self, root: nn.Module) -> Iterator[None]:
+        """Inside, every rank has the whole of the gathered parameters of ``root``, and may run it alone."""
+        full: dict[int, nn.Parameter] = {}
+        for owner in root.modules():
             for key, param in owner._parameters.items():
                 whole = param if isinstance(param, DTensor) else self._whole.get((owner, key))
                 if isinstance(whole, DTensor):
                     self._whole[owner, key] = whole
-                    owner._parameters[key] = cast(nn.Parameter, whole.full_tensor())
+                    if id(whole) not in full:  # a tied one stays tied
+                        full[id(whole)] = nn.Parameter(whole.full_tensor(), param.requires_grad)
+                    owner._parameters[key] = full[id(whole)]
         for module, name, as_it_was, _ in self._attributes:
             setattr(module, name, as_it_was)
         self._is_whole = True

@@ -21,6 +21,8 @@ from torch import Tensor
 
 __all__ = ["copy_to", "gather", "sum_from"]
 
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+
 
 def copy_to(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Enter a part of the model that is split: the same input on all ranks, whose gradient is the sum of theirs."""
@@ -72,5 +74,5 @@ def _gathered(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     # Concatenated along the first dimension, which is what the backends do, and put in place afterwards.
     first = tensor.movedim(dim, 0).contiguous()
     whole = first.new_empty((group.size() * first.size(0), *first.shape[1:]))
-    dist.all_gather_into_tensor(whole, first, group=group)
-    return whole.movedim(0, dim)
+    _all_gather(whole, first, group=group)
+    return whole.movedim(0, dim).contiguous()

@@ -10,7 +10,7 @@ import lightning.pytorch as pl
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_dist import TensorParallelStrategy
+from lightning_dist import TensorParallelStrategy, full_parameters
 from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
 from tests.models import GPT, build
 from tests.parity.run import PLANS
@@ -66,6 +66,34 @@ def test_any_layout_resumes_it(pool: WorkerPool, tmp_path: Path) -> None:
         for weights in stepped:
             assert_same(weights, stepped[0])
             assert any((weights[name] != saved[name]).any() for name in saved)
+
+
+class Logits(GPT):
+    def predict_step(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return batch[0], self.model(batch[0])
+
+
+def call_alone() -> tuple[float, float, Weights]:
+    """How far from one process is what all compute in a step, and what rank 0 does alone; and the weights after it."""
+    model, reference = Logits(), build("gpt", seed=1).double()
+    trainer = tp_trainer(precision="64-true", limit_predict_batches=1)
+    trainer.fit(model)
+    reference.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights_of(model).items()}, False)
+    ((tokens, logits),) = trainer.predict(model, model.predict_dataloader())
+    expected = reference.model(tokens)
+    alone = expected
+    with full_parameters(model):
+        if trainer.is_global_zero:
+            alone = model.model(tokens)
+    trainer.predict(model, model.predict_dataloader())  # split again
+    return float((logits - expected).abs().max()), float((alone - expected).abs().max()), weights_of(model)
+
+
+def test_a_rank_may_call_the_whole_model_alone(pool: WorkerPool) -> None:
+    results = pool.run(call_alone, 4, timeout_s=60)
+    for together, alone, weights in results:
+        assert together < 1e-12 and alone < 1e-12
+        assert_same(weights, results[0][2], 0.0)
 
 
 class OwnData(GPT):
