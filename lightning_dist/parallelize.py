@@ -54,8 +54,9 @@ def parallelize(
         if not param.is_contiguous():  # such as channels_last, which FSDP2 does not take
             param.data = param.data.contiguous()
     tensor_parallel = None
-    if layout.tp > 1:
-        tensor_parallel = TensorParallel(module, resolve_plan(module, plan), mesh["tp"])
+    if layout.tp > 1 or plan is not None:
+        resolved = resolve_plan(module, plan)  # a name that matches nothing is wrong on one device, too
+        tensor_parallel = TensorParallel(module, resolved, mesh["tp"]) if layout.tp > 1 else None
     broadcast_weights(module)
     seed = agreed_seed()
     on_cpu = mesh.device_type == "cpu"

@@ -49,7 +49,7 @@ class TensorParallelStrategy(MeshStrategy):
         if tp is None:
             tp = self.num_processes if shard is None else REMAINING
         return {
-            "dp_replicate": self._dp_replicate_size or 1,
+            "dp_replicate": 1 if self._dp_replicate_size is None else self._dp_replicate_size,
             "dp_shard": REMAINING if shard is None else shard,
             "tp": tp,
         }

@@ -124,13 +124,17 @@ def refusals() -> list[str]:
         (3, None, "gpt"),
     ):
         errors.append(refused(build(name), strategy=TensorParallelStrategy(tp, plan=plan)))
+    errors.append(refused(build("gpt"), strategy=TensorParallelStrategy(2, dp_replicate_size=0)))
+    errors.append(refused(build("gpt"), strategy=TensorParallelStrategy(1, plan={"no.such": "colwise"})))
     return errors
 
 
 def test_what_cannot_be_split_is_refused_with_the_numbers(pool: WorkerPool) -> None:
-    for heads, layer, embedding, tied, size in pool.run(refusals, 4):
+    for heads, layer, embedding, tied, size, zero, unused in pool.run(refusals, 4):
         assert "the 2 heads of model.model.layers.0.self_attn.k_proj, of 6 features each" in heads
         assert "blocks.0.norm_1 is a LayerNorm, and colwise splits linear layers only" in layer
         assert "blocks.0.qkv is a Linear, and embedding_rowwise splits nn.Embedding only" in embedding
         assert "model.head.weight is tied to a parameter that is split otherwise" in tied
         assert "tp_size must be one of 1, 2, 4" in size
+        assert "dp_replicate_size=0 must be a positive number" in zero
+        assert "'no.such' matches no module" in unused
