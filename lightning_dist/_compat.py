@@ -13,6 +13,8 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+from torch.distributed.tensor import Placement
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -24,6 +26,8 @@ __all__ = [
     "initialize_root",
     "keep_gathered",
     "num_collectives",
+    "num_packed",
+    "packed_shard",
     "parameter_group",
     "prepend_step_post_hook",
     "process_groups",
@@ -121,6 +125,16 @@ def reset_after_error(root: nn.Module) -> None:
     state = _state(root)
     if hasattr(state, "_reset_iter_state"):
         state._reset_iter_state()
+
+
+def packed_shard(dim: int, num_packed: int) -> Placement:
+    """A part of each of ``num_packed`` equal parts along ``dim``; replaced by a public placement that can say so."""
+    return _StridedShard(dim, split_factor=num_packed)
+
+
+def num_packed(placement: Placement) -> int:
+    """Of how many parts a :func:`packed_shard` is; 0 for other placements."""
+    return int(placement.split_factor) if isinstance(placement, _StridedShard) else 0
 
 
 @contextmanager

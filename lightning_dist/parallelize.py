@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.initialization import agreed_seed, broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.sharding import ShardedModule, ShardingConfig, shard
-from lightning_dist.tensor_parallel import TensorParallel, resolve_plan
-from lightning_dist.units import MIN_NUM_PARAMS, find_units
+from lightning_dist.tensor_parallel import Entry, Plan, Provenance, Seen, TensorParallel, make_plan, resolve_plan
+from lightning_dist.tracing import run_on_fakes
+from lightning_dist.units import MIN_NUM_PARAMS, Unit, find_units
 
-__all__ = ["parallelize"]
+__all__ = ["TensorParallelConfig", "parallelize"]
+
+
+@dataclass(frozen=True)
+class TensorParallelConfig:
+    """How layers are split over ``tp``.
+
+    Args:
+        plan: See :func:`~lightning_dist.tensor_parallel.resolve_plan`.
+        is_strict: Raise where no plan can be inferred, or one that was inferred does not compute the same.
+        sequence_parallel: Whether hidden states are split along the sequence; None: where that computes the same.
+        loss_parallel: Whether logits stay split along the vocabulary; None: unless a step needs the whole of them.
+        step: A step of the module on a batch, which is made of what this is given makes of each tensor; None: none is
+            known, and ``why_no_step`` says why.
+        why_no_step: See ``step``.
+    """
+
+    plan: Mapping[str, str] | None = None
+    is_strict: bool = False
+    sequence_parallel: bool | None = None
+    loss_parallel: bool | None = None
+    step: Callable[[Callable[[Tensor], Tensor]], Any] | None = None
+    why_no_step: str = "no step is known"
 
 
 def parallelize(
@@ -25,7 +50,7 @@ def parallelize(
     sharding: ShardingConfig,
     unit_classes: Sequence[str] | None = None,
     min_num_params: int = MIN_NUM_PARAMS,
-    plan: Mapping[str, str] | None = None,
+    tensor_parallel: TensorParallelConfig | None = None,
 ) -> ShardedModule:
     """Spread ``module`` over ``mesh`` as ``layout`` says, in place. A collective over all processes.
 
@@ -36,7 +61,7 @@ def parallelize(
         sharding: How parameters are sharded.
         unit_classes: Names of the block classes; None finds them.
         min_num_params: Size from which a module outside the blocks is sharded as one.
-        plan: How layers are split over ``tp``; see :func:`~lightning_dist.tensor_parallel.resolve_plan`.
+        tensor_parallel: How layers are split over ``tp``; None: as is found.
 
     Raises:
         ValueError: If the module has no parameters, is already sharded, has no module of a named class, or does not
@@ -53,10 +78,12 @@ def parallelize(
     for param in module.parameters():
         if not param.is_contiguous():  # such as channels_last, which FSDP2 does not take
             param.data = param.data.contiguous()
-    tensor_parallel = None
-    if layout.tp > 1 or plan is not None:
-        resolved = resolve_plan(module, plan)  # a name that matches nothing is wrong on one device, too
-        tensor_parallel = TensorParallel(module, resolved, mesh["tp"]) if layout.tp > 1 else None
+    config = TensorParallelConfig() if tensor_parallel is None else tensor_parallel
+    splitting = None
+    if layout.tp > 1 or config.plan is not None:
+        said = resolve_plan(module, config.plan)  # a name that matches nothing is wrong on one device, too
+        if layout.tp > 1:
+            splitting = TensorParallel(module, _planned(module, units, said, config, mesh["tp"]), mesh["tp"])
     broadcast_weights(module)
     seed = agreed_seed()
     on_cpu = mesh.device_type == "cpu"
@@ -64,4 +91,30 @@ def parallelize(
     with torch.random.fork_rng(devices, device_type="cuda" if on_cpu else mesh.device_type), torch.no_grad():
         torch.manual_seed(seed)
         sharding_mesh, parameter_mesh = layout.sharding_mesh(mesh), layout.parameter_mesh(mesh)
-        return shard(module, units, sharding_mesh, sharding, tensor_parallel, parameter_mesh)
+        return shard(module, units, sharding_mesh, sharding, splitting, parameter_mesh)
+
+
+def _planned(
+    module: nn.Module,
+    units: Sequence[Unit],
+    said: Mapping[str, Entry],
+    config: TensorParallelConfig,
+    mesh: DeviceMesh,
+) -> Plan:
+    """What is split, after a look at a step."""
+    blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
+    seen = Seen(None, config.why_no_step)
+    if config.step is not None:
+        provenance = Provenance(frozenset(blocks))
+        device = torch.device(mesh.device_type)
+        seen = Seen(provenance, run_on_fakes(module, config.step, device, provenance))
+    return make_plan(
+        module,
+        blocks,
+        said,
+        seen,
+        mesh,
+        is_strict=config.is_strict,
+        splits_sequence=config.sequence_parallel,
+        splits_logits=config.loss_parallel,
+    )

@@ -1,4 +1,4 @@
-"""The state of this process's random number generators, as plain values that load without pickle."""
+"""Random numbers: the state of this process's generators, and ranks that draw different ones for a while."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-__all__ = ["rng_state", "set_rng_state"]
+__all__ = ["Apart", "rng_state", "set_rng_state"]
 
 
 def rng_state() -> dict[str, Any]:
-    """Of Python, NumPy's global generator, torch, and this rank's accelerator if there is one."""
+    """Of Python, NumPy's global generator, torch, and this rank's accelerator; it loads without pickle."""
     version, numbers, gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
@@ -48,3 +48,38 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     accelerator = _accelerator()
     if accelerator is not None and accelerator.type in state:
         torch.get_device_module(accelerator).set_rng_state(state[accelerator.type])
+
+
+class Apart:
+    """Lets ranks that draw the same random numbers draw different ones for a while, after which they agree again.
+
+    Args:
+        device: Whose numbers.
+        rank: What tells the ranks apart.
+    """
+
+    def __init__(self, device: torch.device, rank: int) -> None:
+        self._rank = rank
+        if device.type == "cpu":
+            self._generator = torch.default_generator
+        else:
+            module = torch.get_device_module(device)
+            self._generator = module.default_generators[module.current_device()]
+        self._outside: torch.Tensor | None = None
+
+    def enter(self) -> None:
+        """From here to :meth:`leave`, draw numbers that follow from the common ones and the rank."""
+        if self._outside is None:
+            seed = int(torch.randint(2**62, ()))  # the same on all ranks, and after a resume
+            self._outside = self._generator.get_state()
+            self._generator.manual_seed(seed + self._rank)
+
+    def leave(self) -> None:
+        """Go on with the common numbers."""
+        if self._outside is not None:
+            self._generator.set_state(self._outside)
+            self._outside = None
+
+    def forget(self) -> None:
+        """Be outside, whatever an error or a recomputed part of a model has left."""
+        self._outside = None

@@ -11,11 +11,11 @@ are gathered for the whole step, as FSDP2's root is, so that ``F.linear(x, self.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
 from lightning_dist import _compat
 from lightning_dist._compat import ParameterGroup
@@ -113,6 +114,7 @@ def shard(
             reshard_after_forward=False if stays_gathered else config.reshard_after_forward,
             mp_policy=policy,
             ignored_params=set(module.parameters()) - set(unit.params.values()),
+            shard_placement_fn=None if tensor_parallel is None else partial(_shard_placement, tensor_parallel),
         )
         group = _compat.parameter_group(unit.modules[0])
         if is_direct:
@@ -122,6 +124,11 @@ def shard(
     materialize([module], module, device)
     refuse_meta_attributes(module)
     return ShardedModule(module, units, groups, mesh, tensor_parallel)
+
+
+def _shard_placement(tensor_parallel: TensorParallel, param: nn.Parameter) -> Shard | None:
+    dim = tensor_parallel.shard_dim(param)
+    return None if dim is None else Shard(dim)
 
 
 _sharded: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ShardedModule]] = weakref.WeakKeyDictionary()
@@ -186,7 +193,12 @@ class ShardedModule:
         self._outer = [group for unit, group in by_kind if unit.kind in ("outer", "own", "scalars")]
         self._own = [group for unit, group in by_kind if unit.kind in ("own", "scalars")]
         self.tensor_parallel = tensor_parallel
-        self._owners = {group: unit.owners for unit, group in by_kind if unit.kind != "scalars"}
+        # In one order on all ranks: what tensor parallelism exchanges for them is.
+        self._owners = {
+            group: [owner for owner in module.modules() if owner in unit.owners]
+            for unit, group in by_kind
+            if unit.kind != "scalars"
+        }
         self._running = 0
         self._in_step = False
         self._has_stepped = False
@@ -206,11 +218,11 @@ class ShardedModule:
             _compat.restore_class(unit.modules[0])
             return
         for module in unit.modules:
-            module.register_forward_pre_hook(functools.partial(self._before_unit, group), prepend=True)
+            module.register_forward_pre_hook(partial(self._before_unit, group), prepend=True)
             if self.tensor_parallel is not None and unit.kind != "outer":
                 # Between FSDP2's own hooks.
                 module.register_forward_pre_hook(lambda module, args: self._use_local(group))
-                undo = functools.partial(self.tensor_parallel.use_whole, unit.owners)
+                undo = partial(self.tensor_parallel.use_whole, self._owners[group])
                 module.register_forward_hook(lambda *args, undo=undo: undo(), prepend=True, always_call=True)
         if unit.kind == "outer":
             # Its modules may run through other methods than forward, or after a backward inside the step freed them.
@@ -264,6 +276,8 @@ class ShardedModule:
         self._in_step = self._has_stepped = True
         try:
             with self.running():
+                if self.tensor_parallel is not None:
+                    self.tensor_parallel.before_step()
                 for group in self._outer:
                     self._gather(group)
                 output = self._root(step)

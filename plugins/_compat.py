@@ -2,7 +2,8 @@
 
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from datetime import timedelta
 from functools import wraps
 from typing import Any
@@ -18,12 +19,13 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import ReduceOp
-from lightning.pytorch import Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, WeightAveraging
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as _utils_rank_zero_only
@@ -212,3 +214,45 @@ def intercept_checkpoint_paths(
 
     connector._parse_ckpt_path = parse  # type: ignore[method-assign]
     connector.resume_start = start  # type: ignore[method-assign]
+
+
+_STEPS = {
+    TrainerFn.FITTING: "training_step",
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+
+
+def step_name(trainer: Trainer) -> str:
+    """Return the method of the module that ``trainer`` is about to run."""
+    assert trainer.state.fn is not None
+    return _STEPS[trainer.state.fn]
+
+
+def make_dataloader(trainer: Trainer) -> Any:
+    """Return what the user's hook or argument gives for the run that begins; replaced by a public property of a loop.
+
+    Its samplers are not replaced, and Lightning does not keep it.
+    """
+    loops = {
+        TrainerFn.FITTING: trainer.fit_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    return loops[trainer.state.fn]._data_source.dataloader()  # type: ignore[index]
+
+
+@contextmanager
+def not_logging(module: LightningModule) -> Generator[None, None, None]:
+    """Inside, ``self.log`` does nothing: it raises outside of Lightning's loops."""
+    names = ("log", "log_dict")
+    own = {name: vars(module)[name] for name in names if name in vars(module)}
+    vars(module).update({name: lambda *args, **kwargs: None for name in names})
+    try:
+        yield
+    finally:
+        for name in names:
+            vars(module).pop(name, None)
+        vars(module).update(own)

@@ -6,45 +6,25 @@ device, with fewer heads or features.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
+from lightning_dist import _compat
+from lightning_dist.randomness import Apart
 from lightning_dist.tensor_parallel import exchanges
-from lightning_dist.tensor_parallel.plan import Entry, PlanError
+from lightning_dist.tensor_parallel.layers import linear_layer, num_heads
+from lightning_dist.tensor_parallel.plan import Plan, PlanError
+from lightning_dist.tensor_parallel.sequence import SequenceParallel
+from lightning_dist.tensor_parallel.split_logits import SplitLogits
 
 __all__ = ["TensorParallel"]
-
-
-@dataclass(frozen=True)
-class _Layer:
-    """Where the features of a layer are in its parameters.
-
-    Args:
-        in_dim: The weight's dimension of the input features.
-        out_dim: That of the output features.
-        out_size: The attribute that its forward reads the number of output features from, if it does.
-    """
-
-    in_dim: int
-    out_dim: int
-    out_size: str | None = None
-
-
-def _layer(module: nn.Module) -> _Layer | None:
-    """What ``module`` is, if it is a linear layer."""
-    if isinstance(module, nn.Linear):
-        return _Layer(in_dim=1, out_dim=0)
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # Hugging Face's, of GPT-2
-        return _Layer(in_dim=0, out_dim=1, out_size="nf")
-    return None
 
 
 class TensorParallel:
@@ -52,27 +32,36 @@ class TensorParallel:
 
     Args:
         root: The model.
-        plan: From :func:`~lightning_dist.tensor_parallel.plan.resolve_plan`.
+        plan: From :func:`~lightning_dist.tensor_parallel.infer.make_plan`.
         mesh: One-dimensional, over the ranks of ``tp``.
 
     Raises:
         PlanError: If a module cannot be split so, or its features do not divide by the number of ranks.
     """
 
-    def __init__(self, root: nn.Module, plan: Mapping[str, Entry], mesh: DeviceMesh) -> None:
+    def __init__(self, root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._group = mesh.get_group()
         self._placements: dict[nn.Parameter, Placement] = {}
+        self._own: dict[tuple[nn.Module, str], Callable[[Tensor], Tensor]] = {}  # what is used of a replicated one
         self._parents = {child: module for module in root.modules() for child in module.children()}
         self._grads_are_partial: set[tuple[nn.Module, str]] = set()
         self._whole: dict[tuple[nn.Module, str], nn.Parameter] = {}  # as gathered: DTensors over tp alone
         self._attributes: list[tuple[nn.Module, str, Any, Any]] = []  # as it was, and as it is
         self._is_whole = False
-        self.plan = dict(plan)
-        for name, entry in plan.items():
-            self._prepare(name, root.get_submodule(name), entry.style)
+        self._entered: tuple[Tensor, Tensor, bool] | None = None
+        self._random = Apart(torch.device(mesh.device_type), self._group.rank()) if plan.draws_random else None
+        self.plan = plan
+        self.sequence: SequenceParallel | None = None
+        if plan.sequence is not None:
+            self.sequence = SequenceParallel(root, plan.sequence, plan.entries, self._group, self._random)
+        for name, entry in plan.entries.items():
+            self._prepare(name, root.get_submodule(name), entry.style, entry.num_packed)
+        for name, sizes in plan.sizes.items():
+            for key, size in sizes.items():
+                self._change(root.get_submodule(name), key, size)
 
-    def _prepare(self, name: str, module: nn.Module, style: str) -> None:
+    def _prepare(self, name: str, module: nn.Module, style: str, num_packed: int) -> None:
         if style == "replicate":
             return
         if style == "replicated_with_grad_allreduce":
@@ -86,21 +75,21 @@ class TensorParallel:
                 num_own = module.num_embeddings // self._group.size()
                 own = module.padding_idx - self._group.rank() * num_own
                 self._change(module, "padding_idx", own if 0 <= own < num_own else None)
-            self._add_hooks(module, _look_up_own, _sum_own)
+            self._add_hooks(module, self._look_up_own, self._sum_own)
             return
-        layer = _layer(module)
+        layer = linear_layer(module)
         if layer is None:
             raise PlanError(f"plan: {name} is a {type(module).__name__}, and {style} splits linear layers only.")
         if style == "rowwise":
             self._place(name, module, "weight", layer.in_dim)
-            self._add_hooks(module, _without_bias, _summed)
+            self._add_hooks(module, self._without_bias, self._summed)
             return
-        self._place(name, module, "weight", layer.out_dim)
+        self._place(name, module, "weight", layer.out_dim, num_packed)
         if module.bias is not None:
-            self._place(name, module, "bias", 0)
+            self._place(name, module, "bias", 0, num_packed)
         if layer.out_size is not None:
-            self._change(module, layer.out_size, getattr(module, layer.out_size) // self._group.size())
-        self._add_hooks(module, _copied, _gathered if style == "colwise_gather_output" else None)
+            self._change(module, layer.out_size, layer.out_features // self._group.size())
+        self._add_hooks(module, self._enter, self._gathered if style == "colwise_gather_output" else self._apart)
 
     def _change(self, module: nn.Module, name: str, value: Any) -> None:
         """Let a module's attribute be of this rank's part."""
@@ -111,30 +100,51 @@ class TensorParallel:
         def pre_hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             if self._is_whole:
                 return None
-            given = before(self._group, module, args or tuple(kwargs.values()))  # a layer's only argument is its input
+            given = before(module, args or tuple(kwargs.values()))  # a layer's only argument is its input
             return (args or tuple(kwargs.values())) if given is None else given, {}
 
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            return None if self._is_whole else after(self._group, module, args, output)
+            return None if self._is_whole else after(module, output)
 
         module.register_forward_pre_hook(pre_hook, with_kwargs=True)
-        if after is not None:
-            module.register_forward_hook(hook, always_call=True)
+        module.register_forward_hook(hook, always_call=True)
 
-    def _place(self, name: str, module: nn.Module, key: str, dim: int) -> None:
+    def _place(self, name: str, module: nn.Module, key: str, dim: int, num_packed: int = 1) -> None:
         param: nn.Parameter = getattr(module, key)
         size, num_ranks = param.size(dim), self._group.size()
-        if size % num_ranks:
-            raise PlanError(f"plan: the {size} features of {name}.{key} do not divide by tp_size={num_ranks}.")
-        head_dim = getattr(self._parents.get(module), "head_dim", None)
-        if isinstance(head_dim, int) and size % head_dim == 0 and size // num_ranks % head_dim:
+        heads = num_heads(self._parents.get(module), size) if num_packed == 1 else None
+        placement: Placement
+        if heads is not None and heads < num_ranks and num_ranks % heads == 0 and self._is_of_keys(module):
+            # Several ranks use the same head of the keys or values.
+            placement, rows, rank = Replicate(), size // heads, self._group.rank()
+            self._own[module, key] = partial(_rows, dim=dim, start=rank * heads // num_ranks * rows, length=rows)
+        elif size % (num_packed * num_ranks):
+            packed = f" in {num_packed} parts" if num_packed > 1 else ""
+            raise PlanError(f"plan: the {size} features{packed} of {name}.{key} do not divide by tp_size={num_ranks}.")
+        elif heads is not None and heads % num_ranks:
             raise PlanError(
-                f"plan: the {size // head_dim} heads of {name}, of {head_dim} features each, do not divide by"
+                f"plan: the {heads} heads of {name}, of {size // heads} features each, do not divide by"
                 f" tp_size={num_ranks}."
             )
-        placement = Shard(dim)
+        elif num_packed == 1:
+            placement = Shard(dim)
+        elif param.ndim == 1:  # small, and FSDP2 can only shard it along the same dimension
+            placement = Replicate()
+            self._own[module, key] = partial(self._own_of_packed, dim=dim, num_packed=num_packed)
+        else:
+            placement = _compat.packed_shard(dim, num_packed)
         if self._placements.setdefault(param, placement) != placement:
             raise PlanError(f"plan: {name}.{key} is tied to a parameter that is split otherwise.")
+
+    def _is_of_keys(self, module: nn.Module) -> bool:
+        """Whether there is a layer with more heads beside ``module``: then its own are shared by those."""
+        parent, layer = self._parents[module], linear_layer(module)
+        beside = [linear_layer(child) for child in parent.children()]
+        return layer is not None and any(other.out_features > layer.out_features for other in beside if other)
+
+    def _own_of_packed(self, tensor: Tensor, dim: int, num_packed: int) -> Tensor:
+        parts = tensor.unflatten(dim, (num_packed, self._group.size(), -1)).select(dim + 1, self._group.rank())
+        return parts.flatten(dim, dim + 1).contiguous()
 
     def split(self, params: Iterable[nn.Parameter], owners: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Parameter]:
         """Replace ``params``, in the modules that own them, by DTensors over ``tp``; returns old to new.
@@ -149,7 +159,11 @@ class TensorParallel:
             local = param.detach()
             if isinstance(placement, Shard):
                 local = local.chunk(self._group.size(), placement.dim)[self._group.rank()].clone().contiguous()
-            dtensor = DTensor.from_local(local, self._mesh, [placement], run_check=False)
+            elif num_packed := _compat.num_packed(placement):
+                local = self._own_of_packed(local, cast(int, placement.dim), num_packed)  # type: ignore[attr-defined]
+            dtensor = DTensor.from_local(
+                local, self._mesh, [placement], run_check=False, shape=param.shape, stride=param.stride()
+            )
             new[param] = nn.Parameter(dtensor, param.requires_grad)
         for owner in owners:
             for key, owned in owner._parameters.items():
@@ -159,18 +173,31 @@ class TensorParallel:
 
     def use_local(self, owners: Iterable[nn.Module]) -> None:
         """Let ``owners`` hold this rank's parts of the parameters that hang on them, which are gathered."""
-        parts: dict[int, Tensor] = {}
-        for owner in owners if not self._is_whole else ():
+        if self._is_whole:
+            return
+        holders: list[tuple[nn.Module, str, DTensor]] = []
+        for owner in owners:
             for key, param in owner._parameters.items():
                 if isinstance(param, DTensor):
                     self._whole[owner, key] = param
-                elif (owner, key) not in self._whole:
-                    continue
-                whole = cast(DTensor, self._whole[owner, key])
-                if id(whole) not in parts:
-                    is_partial = (owner, key) in self._grads_are_partial
-                    parts[id(whole)] = whole.to_local(grad_placements=[Partial()] if is_partial else None)
-                owner._parameters[key] = cast(nn.Parameter, parts[id(whole)])  # in a forward it need not be one
+                if (owner, key) in self._whole:
+                    holders.append((owner, key, cast(DTensor, self._whole[owner, key])))
+        parts = {id(param): param.to_local() for _, _, param in holders}
+        partial_grads = {id(param) for owner, key, param in holders if self._has_partial_grad(owner, key)}
+        partial_grads &= {key for key, part in parts.items() if part.requires_grad}
+        if partial_grads:
+            ids = [key for key in parts if key in partial_grads]
+            parts.update(zip(ids, exchanges.copy_all_to([parts[key] for key in ids], self._group), strict=True))
+        for owner, key, param in holders:
+            own = self._own.get((owner, key))
+            part = parts[id(param)] if own is None else own(parts[id(param)])
+            owner._parameters[key] = cast(nn.Parameter, part)  # in a forward it need not be one
+
+    def _has_partial_grad(self, owner: nn.Module, key: str) -> bool:
+        """Whether ranks compute a replicated parameter's gradient from features, or tokens, of their own."""
+        if (owner, key) in self._grads_are_partial or (owner, key) in self._own:
+            return True
+        return self.sequence is not None and self.sequence.sees_own_tokens(owner, key)
 
     def use_whole(self, owners: Iterable[nn.Module]) -> None:
         """Undo :meth:`use_local`."""
@@ -178,6 +205,19 @@ class TensorParallel:
             for key in owner._parameters:
                 if (owner, key) in self._whole:
                     owner._parameters[key] = self._whole[owner, key]
+
+    def shard_dim(self, param: nn.Parameter) -> int | None:
+        """The dimension that FSDP2 must shard a split parameter along; None: its own choice."""
+        placement = cast(DTensor, param).placements[0]
+        return 1 - cast(int, placement.dim) if _compat.num_packed(placement) else None  # type: ignore[attr-defined]
+
+    def before_step(self) -> None:
+        """To be called before every step: forgets what an error has left of the last."""
+        self._entered = None
+        if self._random is not None:
+            self._random.forget()
+        if self.sequence is not None:
+            self.sequence.forget()
 
     @contextmanager
     def switched_off(self, root: nn.Module) -> Iterator[None]:
@@ -193,55 +233,88 @@ class TensorParallel:
                     owner._parameters[key] = full[id(whole)]
         for module, name, as_it_was, _ in self._attributes:
             setattr(module, name, as_it_was)
-        self._is_whole = True
+        self._set_whole(True)
         try:
             yield
         finally:
-            self._is_whole = False
+            self._set_whole(False)
             for module, name, _, as_it_is in self._attributes:
                 setattr(module, name, as_it_is)
 
+    def _set_whole(self, is_whole: bool) -> None:
+        self._is_whole = is_whole
+        if self.sequence is not None:
+            self.sequence.is_off = is_whole
 
-def _copied(group: dist.ProcessGroup, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return exchanges.copy_to(args[0], group), *args[1:]
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Enter a split part; layers that are given the same tensor, as query, key and value, share the exchange."""
+        given = args[0]
+        if self.sequence is not None and self.sequence.has_gathered(given):
+            return args
+        if self._entered is None or self._entered[0] is not given or self._entered[2] != torch.is_grad_enabled():
+            if self.sequence is not None and self.sequence.gathers(module):
+                entered = exchanges.gather_to(given, self._group, -2)
+            else:
+                entered = exchanges.copy_to(given, self._group)
+            self._entered = given, entered, torch.is_grad_enabled()
+        return self._entered[1], *args[1:]
 
-
-def _gathered(group: dist.ProcessGroup, module: nn.Module, args: Any, output: Any) -> Any:
-    return exchanges.gather(output, group, -1) if isinstance(output, Tensor) else output
-
-
-def _without_bias(group: dist.ProcessGroup, module: nn.Module, args: Any) -> None:
-    """Keep the bias aside: every rank would add it."""
-    bias = module._parameters.get("bias")
-    module.__dict__["_tensor_parallel_bias"] = bias
-    if bias is not None:
-        module._parameters["bias"] = (
-            None if isinstance(module, nn.Linear) else cast(nn.Parameter, torch.zeros_like(bias))
-        )
-
-
-def _summed(group: dist.ProcessGroup, module: nn.Module, args: Any, output: Any) -> Any:
-    bias = module.__dict__.pop("_tensor_parallel_bias", None)
-    if bias is not None:
-        module._parameters["bias"] = bias
-    if not isinstance(output, Tensor):  # the forward has raised
+    def _apart(self, module: nn.Module, output: Any) -> Any:
+        """From here to the next ``rowwise`` layer, ranks have features of their own, and draw numbers of their own."""
+        if self._random is not None and module.training and not self._tokens_are_split(module):
+            self._random.enter()
         return output
-    output = exchanges.sum_from(output, group)
-    return output if bias is None else output + bias
+
+    def _tokens_are_split(self, module: nn.Module) -> bool:
+        return self.sequence is not None and self.sequence.is_active_in(module)
+
+    def _gathered(self, module: nn.Module, output: Any) -> Any:
+        self._entered = None
+        if not isinstance(output, Tensor):
+            return output
+        if self.plan.splits_logits:
+            return SplitLogits(output, self._group)
+        return exchanges.gather(output, self._group, -1)
+
+    def _without_bias(self, module: nn.Module, args: Any) -> None:
+        """Keep the bias aside: every rank would add it."""
+        bias = module._parameters.get("bias")
+        module.__dict__["_tensor_parallel_bias"] = bias
+        if bias is not None:
+            module._parameters["bias"] = (
+                None if isinstance(module, nn.Linear) else cast(nn.Parameter, torch.zeros_like(bias))
+            )
+
+    def _summed(self, module: nn.Module, output: Any) -> Any:
+        self._entered = None
+        bias = module.__dict__.pop("_tensor_parallel_bias", None)
+        if bias is not None:
+            module._parameters["bias"] = bias
+        if not isinstance(output, Tensor):  # the forward has raised
+            return output
+        if self._tokens_are_split(module):
+            output = exchanges.scatter_from(output, self._group, -2)
+        else:
+            if self._random is not None:
+                self._random.leave()
+            output = exchanges.sum_from(output, self._group)
+        return output if bias is None else output + bias
+
+    def _look_up_own(self, module: nn.Embedding, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        """The indices of this rank's part of the vocabulary; those of others become its first."""
+        (indices,) = args
+        num_own = module.weight.size(0)
+        own = indices - self._group.rank() * num_own
+        is_others = (own < 0) | (own >= num_own)
+        module.__dict__["_is_others"] = is_others
+        return (own.masked_fill(is_others, 0),)
+
+    def _sum_own(self, module: nn.Module, output: Any) -> Any:
+        is_others = module.__dict__.pop("_is_others", None)
+        if is_others is None or not isinstance(output, Tensor):
+            return output
+        return exchanges.sum_from(output.masked_fill(is_others.unsqueeze(-1), 0.0), self._group)
 
 
-def _look_up_own(group: dist.ProcessGroup, module: nn.Embedding, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-    """The indices of this rank's part of the vocabulary; those of others become its first."""
-    (indices,) = args
-    num_own = module.weight.size(0)
-    own = indices - group.rank() * num_own
-    is_others = (own < 0) | (own >= num_own)
-    module.__dict__["_is_others"] = is_others
-    return (own.masked_fill(is_others, 0),)
-
-
-def _sum_own(group: dist.ProcessGroup, module: nn.Module, args: Any, output: Any) -> Any:
-    is_others = module.__dict__.pop("_is_others", None)
-    if is_others is None or not isinstance(output, Tensor):
-        return output
-    return exchanges.sum_from(output.masked_fill(is_others.unsqueeze(-1), 0.0), group)
+def _rows(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
+    return tensor.narrow(dim, start, length)

@@ -1,32 +1,46 @@
 """What tensor-parallel ranks exchange in a forward, each with its counterpart in the backward.
 
-After Megatron-LM (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053), section 3:
+After Megatron-LM (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053, section 3; Korthikanti et al., 2022,
+https://arxiv.org/abs/2205.05198, section 4.2, for those that split the sequence):
 
-=================  ======================================  =========================
-function           forward                                 backward
-=================  ======================================  =========================
-:func:`copy_to`    as it is                                sum over the ranks
-:func:`sum_from`   sum over the ranks                      as it is
-:func:`gather`     all ranks' parts along a dimension      this rank's part
-=================  ======================================  =========================
+======================  ======================================  ==========================
+function                forward                                 backward
+======================  ======================================  ==========================
+:func:`copy_to`         as it is                                sum over the ranks
+:func:`sum_from`        sum over the ranks                      as it is
+:func:`gather`          all ranks' parts along a dimension      this rank's part
+:func:`split`           this rank's part along a dimension      all ranks' parts
+:func:`gather_to`       all ranks' parts along a dimension      this rank's part of the sum
+:func:`scatter_from`    this rank's part of the sum             all ranks' parts
+======================  ======================================  ==========================
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["copy_to", "gather", "sum_from"]
+from lightning_dist.collectives import direct_all_gather
+
+__all__ = ["copy_all_to", "copy_to", "gather", "gather_to", "scatter_from", "split", "sum_from", "whole"]
 
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def copy_to(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Enter a part of the model that is split: the same input on all ranks, whose gradient is the sum of theirs."""
     return _exchange(tensor, group, 0, _same, _summed)
+
+
+def copy_all_to(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
+    """As :func:`copy_to` for each, and one exchange for all their gradients."""
+    results: tuple[Tensor, ...] = _CopyAll.apply(group, *tensors)  # type: ignore[no-untyped-call]
+    return list(results)
 
 
 def sum_from(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -36,7 +50,22 @@ def sum_from(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 def gather(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """The whole of a tensor of which each rank has a part along ``dim``, for all ranks to go on with alike."""
-    return _exchange(tensor, group, dim, _gathered, _part)
+    return _exchange(tensor, group, dim, whole, _part)
+
+
+def split(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """This rank's part along ``dim`` of a tensor that all have alike, for each rank to go on with its own."""
+    return _exchange(tensor, group, dim, _part, whole)
+
+
+def gather_to(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Enter a part of the model that is split, from tensors of which each rank has a part along ``dim``."""
+    return _exchange(tensor, group, dim, whole, _part_of_sum)
+
+
+def scatter_from(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Leave a part of the model that is split: each rank has a summand, and gets its part of the sum along ``dim``."""
+    return _exchange(tensor, group, dim, _part_of_sum, whole)
 
 
 def _exchange(tensor: Tensor, group: dist.ProcessGroup, dim: int, forward: Any, backward: Any) -> Tensor:
@@ -56,6 +85,20 @@ class _Exchange(torch.autograd.Function):
         return ctx.exchange(gradient, ctx.group, ctx.dim), None, None, None, None
 
 
+class _CopyAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        total = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        dist.all_reduce(total, group=ctx.group)
+        parts = total.split([gradient.numel() for gradient in gradients])
+        return None, *(part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True))
+
+
 def _same(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return tensor
 
@@ -70,9 +113,26 @@ def _part(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return tensor.chunk(group.size(), dim)[group.rank()].contiguous()
 
 
-def _gathered(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+def whole(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """As :func:`gather`, without a backward."""
     # Concatenated along the first dimension, which is what the backends do, and put in place afterwards.
     first = tensor.movedim(dim, 0).contiguous()
-    whole = first.new_empty((group.size() * first.size(0), *first.shape[1:]))
-    _all_gather(whole, first, group=group)
-    return whole.movedim(0, dim).contiguous()
+    chunks = first.new_empty((group.size(), *first.shape))
+    if dist.get_backend(group) == "gloo":
+        direct_all_gather(chunks, first, group)
+    else:
+        _all_gather(chunks.flatten(0, 1), first, group=group)
+    return chunks.flatten(0, 1).movedim(0, dim).contiguous()
+
+
+def _part_of_sum(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    first = tensor.movedim(dim, 0).contiguous()
+    chunks = first.unflatten(0, (group.size(), -1))
+    if dist.get_backend(group) == "gloo":  # whose own sends as many bytes as an all-reduce
+        received = torch.empty_like(chunks)
+        dist.all_to_all_single(received, chunks, group=group)
+        part = received.sum(0)
+    else:
+        part = torch.empty_like(chunks[0])
+        _reduce_scatter(part, first, group=group)
+    return part.movedim(0, dim).contiguous()

@@ -1,7 +1,7 @@
 """Which modules of a model are split over ``tp``, how, and who says so.
 
-In this order: the user (names with wildcards, from the strategy's arguments or the module's
-``tensor_parallel_plan()``), and a Hugging Face model (``_tp_plan``). What nobody names is replicated.
+The user (names with wildcards, from the strategy's arguments or the module's ``tensor_parallel_plan()``), then a
+Hugging Face model (``_tp_plan``). What nobody names is inferred (``infer``), or replicated.
 """
 
 from __future__ import annotations
@@ -9,15 +9,18 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torch import nn
 
-__all__ = ["STYLES", "Entry", "PlanError", "Source", "resolve_plan"]
+from lightning_dist.tensor_parallel.layers import linear_layer
+
+__all__ = ["STYLES", "Entry", "Plan", "PlanError", "Source", "SplitSequence", "resolve_plan", "with_tied"]
 
 STYLES: dict[str, str] = {
     "colwise": "each rank has some of the output features, and they stay apart",
+    "packed_colwise": "several colwise layers in one, one after another: packed_colwise:3 for query, key and value",
     "rowwise": "each rank has some of the input features; the ranks' outputs are summed",
     "colwise_gather_output": "each rank has some of the output features; all of them are gathered",
     "embedding_rowwise": "each rank has some of the vocabulary; the ranks' outputs are summed",
@@ -27,10 +30,10 @@ STYLES: dict[str, str] = {
 """The styles of a plan, by the names that Hugging Face gives them, and what each means."""
 
 _ALIASES = {"colwise_rep": "colwise_gather_output", "replicated": "replicate", "embedding": "embedding_rowwise"}
-_NOT_YET = {"packed_colwise", "packed_rowwise", "rowwise_split_input", "moe_tp_experts"}
+_NOT_YET = {"packed_rowwise", "rowwise_split_input", "moe_tp_experts"}
 """Styles of Hugging Face's plans that are answered by replicating."""
 
-Source = Literal["user", "Hugging Face"]
+Source = Literal["user", "Hugging Face", "inferred"]
 
 
 class PlanError(ValueError):
@@ -45,15 +48,66 @@ class Entry:
         style: One of :data:`STYLES`.
         source: Who said so.
         why: What there is to add; empty: nothing.
+        num_packed: How many layers are in a ``packed_colwise`` one.
     """
 
     style: str
     source: Source
     why: str = ""
+    num_packed: int = 1
+
+    @property
+    def is_split(self) -> bool:
+        """Whether ranks have parts of it."""
+        return not self.style.startswith("replicate")
+
+    def replicated(self, why: str) -> Entry:
+        """The same module on every rank, because of ``why``."""
+        return replace(self, style="replicate", why=why, num_packed=1)
+
+
+@dataclass(frozen=True)
+class SplitSequence:
+    """Where hidden states are split along the sequence, so that each rank has some of the tokens.
+
+    An argument of a module is named by its position, or its keyword.
+
+    Args:
+        chains: Blocks that follow upon each other: before the first tokens are split, after the last gathered.
+        streams: The argument of a block that holds the hidden states.
+        regions: Modules inside blocks that need all tokens, and the arguments to gather.
+        layers: ``colwise`` layers that are in no region, and gather their input themselves.
+    """
+
+    chains: tuple[tuple[str, ...], ...]
+    streams: Mapping[str, int | str]
+    regions: Mapping[str, tuple[int | str, ...]]
+    layers: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is done to a model.
+
+    Args:
+        entries: Full name of a module to what becomes of it.
+        sizes: Full name of a module to those of its attributes that count heads or features, as they are on a rank.
+        sequence: How hidden states are split along the sequence; None: they are not.
+        draws_random: Whether random numbers may be drawn, so that ranks must agree on them, or differ.
+        splits_logits: Whether the features of a ``colwise_gather_output`` layer stay apart until somebody needs all.
+        notes: What the start-up table is to say besides.
+    """
+
+    entries: Mapping[str, Entry]
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    sequence: SplitSequence | None = None
+    draws_random: bool = True
+    splits_logits: bool = False
+    notes: tuple[str, ...] = ()
 
 
 def resolve_plan(root: nn.Module, user: Mapping[str, str] | None = None) -> dict[str, Entry]:
-    """The plan for ``root``, by full name of the module, in the order of definition.
+    """What the user and Hugging Face say of ``root``, by full name of the module, in the order of definition.
 
     Args:
         root: The model.
@@ -71,8 +125,8 @@ def resolve_plan(root: nn.Module, user: Mapping[str, str] | None = None) -> dict
     modules = {name: module for name, module in root.named_modules() if name}
     plan = dict(_hugging_face(root))
     said: dict[str, str] = {}
-    for pattern, style in user.items():
-        _check_style(pattern, style)
+    for pattern, text in user.items():
+        style, num_packed = _parse(pattern, text)
         matches = [name for name in modules if _matches(pattern, name)]
         if not matches:
             raise PlanError(f"plan: {pattern!r} matches no module.{_nearest(pattern, list(modules))}")
@@ -80,8 +134,36 @@ def resolve_plan(root: nn.Module, user: Mapping[str, str] | None = None) -> dict
             if name in said:
                 raise PlanError(f"plan: {said[name]!r} and {pattern!r} both match {name}; leave one out.")
             said[name] = pattern
-            plan[name] = Entry(_ALIASES.get(style, style), "user")
+            plan[name] = Entry(style, "user", num_packed=num_packed)
     return {name: plan[name] for name in modules if name in plan}
+
+
+def with_tied(root: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+    """Add the modules that share a split parameter with one that is named.
+
+    Raises:
+        PlanError: If a module that cannot be split does.
+    """
+    split = {
+        param: name
+        for name, entry in entries.items()
+        if entry.is_split
+        for param in root.get_submodule(name).parameters(recurse=False)
+    }
+    result = dict(entries)
+    for name, module in root.named_modules():
+        tied = [split[param] for param in module.parameters(recurse=False) if param in split]
+        if not name or not tied or (name in entries and entries[name].is_split):
+            continue
+        first = entries[tied[0]]
+        if isinstance(module, nn.Embedding):
+            style = "embedding_rowwise"
+        elif linear_layer(module) is not None and first.style == "embedding_rowwise":
+            style = "colwise_gather_output"
+        else:
+            raise PlanError(f"plan: {name} is tied to {tied[0]}, and would have to be split as well: {first.style}.")
+        result[name] = Entry(style, first.source, f"tied to {tied[0]}")
+    return {name: result[name] for name, _ in root.named_modules() if name in result}
 
 
 def _hugging_face(root: nn.Module) -> Iterator[tuple[str, Entry]]:
@@ -92,22 +174,34 @@ def _hugging_face(root: nn.Module) -> Iterator[tuple[str, Entry]]:
         if not isinstance(plan, Mapping) or model in inside:
             continue
         inside |= set(model.modules())
-        for name, _ in model.named_modules():
+        for name, module in model.named_modules():
             for pattern, style in ((str(pattern), str(style)) for pattern, style in plan.items()):
                 if name and _as_regex(pattern).fullmatch(name):
                     full_name = f"{prefix}.{name}" if prefix else name
-                    if style in _NOT_YET:
+                    style = _ALIASES.get(style, style)
+                    can_be = linear_layer(module) is not None or not style.startswith("packed")
+                    if style in _NOT_YET or not can_be:
                         yield full_name, Entry("replicate", "Hugging Face", f"{style} is not supported")
-                    elif _ALIASES.get(style, style) in STYLES:
-                        yield full_name, Entry(_ALIASES.get(style, style), "Hugging Face")
+                    elif style in STYLES:
+                        yield full_name, Entry(style, "Hugging Face", num_packed=2 if style == "packed_colwise" else 1)
 
 
-def _check_style(pattern: str, style: str) -> None:
+def _parse(pattern: str, text: str) -> tuple[str, int]:
+    """A style as it is written, and how many layers are packed in one."""
+    style, _, number = text.partition(":")
     known = [*STYLES, *_ALIASES]
     if style not in known:
         close = difflib.get_close_matches(style, known, n=1)
         hint = f"Did you mean {close[0]!r}?" if close else f"There are {', '.join(STYLES)}."
-        raise PlanError(f"plan: {pattern!r} has the unknown style {style!r}. {hint}")
+        raise PlanError(f"plan: {pattern!r} has the unknown style {text!r}. {hint}")
+    if style != "packed_colwise" and number:
+        raise PlanError(f"plan: {pattern!r} has {text!r}, but only packed_colwise takes a number.")
+    if style == "packed_colwise" and (not number.isdigit() or int(number) < 2):
+        raise PlanError(
+            f"plan: {pattern!r} has {text!r}; say how many layers are packed in it, as packed_colwise:3 for query, key"
+            " and value or packed_colwise:2 for gate and up."
+        )
+    return _ALIASES.get(style, style), int(number or 1)
 
 
 def _matches(pattern: str, name: str) -> bool:

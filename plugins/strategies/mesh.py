@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,7 +30,7 @@ from lightning_dist.consensus import arrive
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.local_step import LocalStep
-from lightning_dist.parallelize import parallelize
+from lightning_dist.parallelize import TensorParallelConfig, parallelize
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.callbacks import FaultTolerance
 from lightning_dist.plugins.precision import PrecisionPolicy, precision_policy
@@ -38,6 +39,7 @@ from lightning_dist.plugins.strategies.bookkeeping import absolute
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions, Checkpoints, optimizer_state
 from lightning_dist.plugins.strategies.checks import check_optimizers, refuse_what_cannot_work
 from lightning_dist.plugins.strategies.exact_resume import ExactResume
+from lightning_dist.plugins.strategies.example_step import example_step
 from lightning_dist.plugins.strategies.gradients import are_free_before_forward, free_gradients
 from lightning_dist.plugins.strategies.processes import ProcessStrategy
 from lightning_dist.plugins.strategies.startup_table import startup_table
@@ -111,7 +113,7 @@ class MeshStrategy(ProcessStrategy):
         self._syncs_gradients = True
         self._frees_gradients_first = False
         self._has_averages = False
-        self._plan: Mapping[str, str] | None = None
+        self._tensor_parallel = TensorParallelConfig()
         self._data_parallel_group: dist.ProcessGroup | None = None
         self._same_batch: SameBatch | None = None
 
@@ -263,7 +265,11 @@ class MeshStrategy(ProcessStrategy):
             reshard_after_forward=self._reshard_after_forward,
             direct_collectives=self._direct_collectives,
         )
-        return parallelize(module, self.layout, self.mesh, config, self._units, self._min_num_params, self._plan)
+        splitting = self._tensor_parallel
+        if self.layout.tp > 1:
+            step, why_not = example_step(module, self._trainer)
+            splitting = replace(splitting, step=step, why_no_step=why_not)
+        return parallelize(module, self.layout, self.mesh, config, self._units, self._min_num_params, splitting)
 
     def model_to_device(self) -> None:
         """Move the module to this rank's device; what ``configure_model`` left on the meta device stays there."""

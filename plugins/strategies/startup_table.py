@@ -42,7 +42,8 @@ def startup_table(strategy: MeshStrategy, module: ShardedModule) -> str:
         ),
     ]
     if module.tensor_parallel is not None:
-        split = list(_split(module.tensor_parallel.plan))
+        plan = module.tensor_parallel.plan
+        split = [*_split(plan.entries), *plan.notes]
         rows += [("split" if not index else "", text) for index, text in enumerate(split)]
     if layout.dp_replicate > 1:
         every = strategy.check_replicas_every_n_steps

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_dist.layout import REMAINING
+from lightning_dist.parallelize import TensorParallelConfig
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 
 __all__ = ["TensorParallelStrategy"]
@@ -24,7 +25,14 @@ class TensorParallelStrategy(MeshStrategy):
         plan: Module names to how they are split (``colwise``, ``rowwise``, ``colwise_gather_output``,
             ``embedding_rowwise``, ``replicate``, ``replicated_with_grad_allreduce``). In a name ``*`` stands for one
             part between dots; the beginning may be left out. None: ``tensor_parallel_plan()`` of the LightningModule,
-            where it has one. A Hugging Face model's own plan is used for what is not named.
+            where it has one. A Hugging Face model's own plan is used for what is not named. Where nobody gives one, it
+            is inferred from a step.
+        strict_plan: Raise where no plan can be inferred, or what was inferred does not compute the same as the whole
+            model; else such modules are replicated.
+        sequence_parallel: Whether hidden states between split layers are split along the sequence. None: where that
+            computes the same.
+        loss_parallel: Whether logits stay split along the vocabulary, for ``F.cross_entropy``. None: unless a step
+            needs the whole of them.
         kwargs: As of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
     """
 
@@ -36,13 +44,16 @@ class TensorParallelStrategy(MeshStrategy):
         dp_shard_size: int | None = None,
         dp_replicate_size: int | None = None,
         plan: Mapping[str, str] | None = None,
+        strict_plan: bool = False,
+        sequence_parallel: bool | None = None,
+        loss_parallel: bool | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self._tp_size = tp_size
         self._dp_shard_size = dp_shard_size
         self._dp_replicate_size = dp_replicate_size
-        self._plan = plan
+        self._tensor_parallel = TensorParallelConfig(plan, strict_plan, sequence_parallel, loss_parallel)
 
     def _requested_sizes(self) -> dict[str, int]:
         tp, shard = self._tp_size, self._dp_shard_size

@@ -13,6 +13,7 @@ import torch
 
 from lightning_dist import FullShardStrategy, HybridShardStrategy, TensorParallelStrategy
 from lightning_dist.parity import whole_gradients, whole_parameters
+from tests import split_models
 from tests.models import build
 
 __all__ = ["LAYOUTS", "TP_LAYOUTS", "Case", "Outcome", "reference", "run", "tensors"]
@@ -47,10 +48,13 @@ class Case:
     precision: str = "64-true"
     optimizer: str = "sgd"
     num_steps: int = 20
+    options: tuple[tuple[str, Any], ...] = ()
+    """Of the strategy; ``("plan", "withheld")`` hides Hugging Face's."""
 
     def __str__(self) -> str:
         parts = [self.model, self.layout, f"acc{self.accumulate}", "clip" if self.clip else "noclip"]
-        return "-".join(parts + [p for p in (self.precision, self.optimizer) if p not in ("64-true", "sgd")])
+        parts += [p for p in (self.precision, self.optimizer) if p not in ("64-true", "sgd")]
+        return "-".join([*parts, *(f"{name}={value}" for name, value in self.options)])
 
 
 @dataclass
@@ -83,7 +87,8 @@ def run(case: Case) -> Outcome:
 
 def _strategy(case: Case) -> Any:
     if case.layout in TP_LAYOUTS:
-        return TP_LAYOUTS[case.layout](plan=PLANS.get(case.model))
+        options = {name: value for name, value in case.options if value != "withheld"}
+        return TP_LAYOUTS[case.layout](**{"plan": PLANS.get(case.model), **options})
     return "auto" if case.layout == "auto" else LAYOUTS[case.layout]()
 
 
@@ -93,6 +98,9 @@ def _fit(case: Case, chunks: int) -> Outcome:
     by_hand = {"accumulate": case.accumulate, "clip": case.clip} if case.model == "gan" else {}
     # Every rank draws other weights; rank 0's count.
     model = build(case.model, seed=rank, optimizer=case.optimizer, chunks=chunks, **by_hand)
+    if ("plan", "withheld") in case.options:
+        for module in model.modules():
+            vars(module).pop("_tp_plan", None)
     recorder = Recorder()
     trainer = pl.Trainer(
         accelerator="cpu",

@@ -1,0 +1,153 @@
+"""Whether a block that is split computes what it does whole: tried on numbers, outputs and gradients."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_dist.tensor_parallel.apply import TensorParallel
+from lightning_dist.tensor_parallel.plan import Plan, PlanError
+from lightning_dist.tensor_parallel.provenance import Call, is_learned, tensors_in
+
+__all__ = ["BLOCK", "Trial"]
+
+BLOCK = "block"
+"""What a block is called in the plan of a trial."""
+
+TOLERANCE = 1e-4
+"""Of a difference, relative to what is compared: rounding in float32 is far below, and a wrong split far above."""
+
+
+class Trial:
+    """A copy of a block with random weights, and an input like those that the block is given.
+
+    Args:
+        block: Of any device, the meta device too; it is copied.
+        call: A call of it, on fake tensors.
+        mesh: The ranks of ``tp``.
+    """
+
+    def __init__(self, block: nn.Module, call: Call, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._device = torch.device(mesh.device_type)
+        self._block = copy.deepcopy(block)
+        self._generator = torch.Generator(self._device).manual_seed(0)
+        self._fill(self._block)
+        self._args, self._kwargs = self._real(call.args), self._real(call.kwargs)
+        self._are_learned = [is_learned(tensor) for tensor in tensors_in((call.args, call.kwargs))]
+        self._block.eval()  # no dropout
+        self._expected, self._error = self._results(self._block, dict(self._block.named_parameters()))
+        self._block.zero_grad()
+
+    @property
+    def error(self) -> str:
+        """Why the block cannot be tried; empty: it can."""
+        return self._error
+
+    def difference(self, plan: Plan) -> str:
+        """How the block that is split as ``plan`` says differs from the whole one; empty: it does not. A collective.
+
+        Args:
+            plan: With :data:`BLOCK` as the block's name.
+        """
+        holder = nn.ModuleDict({BLOCK: copy.deepcopy(self._block)})
+        try:
+            parallel = TensorParallel(holder, replace(plan, draws_random=False, splits_logits=False), self._mesh)
+        except PlanError as error:
+            return str(error).removeprefix("plan: ")
+        parallel.split(list(holder.parameters()), list(holder.modules()))
+        params = dict(holder[BLOCK].named_parameters())
+        holder[BLOCK].register_forward_pre_hook(lambda *_: parallel.use_local(holder.modules()))
+        holder.eval()  # no dropout
+        actual, error = self._results(holder[BLOCK], params)
+        worst = torch.tensor(math.inf if error else self._worst(actual), device=self._device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX)  # of the world: all ranks must come to the same plan
+        if error or worst <= TOLERANCE:
+            return error
+        return f"its results differ by {float(worst):.1g} of their size"
+
+    def _fill(self, block: nn.Module) -> None:
+        new: dict[int, nn.Parameter] = {}
+        for module in block.modules():
+            for key, param in module._parameters.items():
+                if param is not None and id(param) not in new:
+                    scale = 1 / math.sqrt(param.size(-1)) if param.ndim > 1 else 1.0
+                    new[id(param)] = nn.Parameter(scale * self._draw(param.shape))
+                if param is not None:
+                    module._parameters[key] = new[id(param)]
+            for key, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    real = torch.ones(buffer.shape, device=self._device) if buffer.is_meta else buffer
+                    module._buffers[key] = real.to(self._device, torch.float64)
+
+    def _draw(self, shape: torch.Size) -> Tensor:
+        return torch.randn(shape, generator=self._generator, device=self._device, dtype=torch.float64)
+
+    def _real(self, value: Any) -> Any:
+        """Tensors with values in the place of fake ones; nothing in the place of a cache, which holds fake ones."""
+        if isinstance(value, Tensor):
+            if value.is_floating_point():
+                return self._draw(value.shape)
+            return (torch.ones if value.dtype == torch.bool else torch.zeros)(
+                value.shape, dtype=value.dtype, device=self._device
+            )
+        if isinstance(value, Mapping):
+            return {key: self._real(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            items = [self._real(item) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        return None if "Cache" in type(value).__name__ else value
+
+    def _results(self, block: nn.Module, params: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], str]:
+        """Outputs, and the gradients of a weighted sum of them by inputs and ``params``; or an error."""
+        args, kwargs = copy.deepcopy((self._args, self._kwargs))
+        inputs = [
+            tensor.requires_grad_()
+            for tensor, is_learned in zip(tensors_in((args, kwargs)), self._are_learned, strict=True)
+            if is_learned and tensor.is_floating_point()
+        ]
+        try:
+            with torch.enable_grad():
+                outputs = [out for out in tensors_in(_listed(block(*args, **kwargs))) if out.is_floating_point()]
+                generator = torch.Generator(self._device).manual_seed(1)
+                total = sum(
+                    (out * torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float64)).sum()
+                    for out in outputs
+                )
+                cast(Tensor, total).backward()  # type: ignore[no-untyped-call]
+        except Exception as error:  # of the user's code, that meets shapes it does not expect
+            text = str(error).strip().split("\n")[0]
+            return {}, f"it raises {type(error).__name__}: {text}"
+        results = {f"output {index}": out.detach() for index, out in enumerate(outputs)}
+        results |= {f"input {index}": t.grad for index, t in enumerate(inputs) if t.grad is not None}
+        for name, param in params.items():
+            grad = param.grad
+            if grad is not None:
+                results[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
+        return results, ""
+
+    def _worst(self, actual: Mapping[str, Tensor]) -> float:
+        if actual.keys() != self._expected.keys():
+            return math.inf
+        floor = 1e-2 * max(float(tensor.norm()) for tensor in self._expected.values())
+        worst = 0.0
+        for name, expected in self._expected.items():
+            if actual[name].shape != expected.shape:
+                return math.inf
+            difference = float((actual[name] - expected).norm()) / max(float(expected.norm()), floor)
+            worst = max(worst, math.inf if math.isnan(difference) else difference)
+        return worst
+
+
+def _listed(value: Any) -> Any:
+    """A model's output as nested lists: it may be an object that counts as a mapping."""
+    return list(value.values()) if isinstance(value, Mapping) else value

@@ -1,0 +1,44 @@
+"""The layers that can be split, and where their features are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import nn
+
+__all__ = ["LinearLayer", "linear_layer", "num_heads"]
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """Where the features of a linear layer are in its parameters.
+
+    Args:
+        in_dim: The weight's dimension of the input features.
+        out_dim: That of the output features.
+        in_features: Their number.
+        out_features: Their number.
+        out_size: The attribute that its forward reads the number of output features from, if it does.
+    """
+
+    in_dim: int
+    out_dim: int
+    in_features: int
+    out_features: int
+    out_size: str | None = None
+
+
+def linear_layer(module: nn.Module) -> LinearLayer | None:
+    """What ``module`` is, if it is a linear layer."""
+    if isinstance(module, nn.Linear):
+        return LinearLayer(1, 0, module.in_features, module.out_features)
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # Hugging Face's, of GPT-2
+        in_features, out_features = module.weight.shape
+        return LinearLayer(0, 1, in_features, out_features, "nf")
+    return None
+
+
+def num_heads(parent: nn.Module | None, features: int) -> int | None:
+    """How many attention heads a layer's features are, where the module that it is in says of how many each is."""
+    head_dim = getattr(parent, "head_dim", None)
+    return features // head_dim if isinstance(head_dim, int) and features % head_dim == 0 else None

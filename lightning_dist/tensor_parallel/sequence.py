@@ -1,0 +1,152 @@
+"""Hidden states split along the sequence between blocks: each rank norms, drops and adds some of the tokens.
+
+After Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198. Inside a block, attention and feed-forward layer are
+given all tokens (an all-gather) and return some (a reduce-scatter, in the place of an all-reduce). Tokens are what
+lies along the last dimension but one. Where their number does not divide by the number of ranks, that call is not
+split.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_dist.randomness import Apart
+from lightning_dist.tensor_parallel import exchanges
+from lightning_dist.tensor_parallel.plan import Entry, SplitSequence
+
+__all__ = ["SequenceParallel"]
+
+DIM = -2
+
+
+class SequenceParallel:
+    """Splits hidden states where ``plan`` says.
+
+    Args:
+        root: The model.
+        plan: Where.
+        entries: What becomes of the model's modules.
+        group: The ranks.
+        random: What lets ranks draw numbers of their own; None: nothing is drawn.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: SplitSequence,
+        entries: Mapping[str, Entry],
+        group: dist.ProcessGroup,
+        random: Apart | None,
+    ) -> None:
+        self._group = group
+        self._random = random
+        self._chain_of: dict[nn.Module, int] = {}
+        self._is_active = [False] * len(plan.chains)
+        self._layers = {root.get_submodule(name) for name in plan.layers}
+        self._gathered: list[Tensor] = []
+        self.is_off = False
+        in_regions = {root.get_submodule(name) for region in plan.regions for name in _inside(root, region)}
+        own_tokens: set[tuple[nn.Module, str]] = set()
+        for index, chain in enumerate(plan.chains):
+            for name in chain:
+                for inside in _inside(root, name):
+                    module = root.get_submodule(inside)
+                    self._chain_of[module] = index
+                    entry = entries.get(inside)
+                    is_split = entry is not None and entry.is_split
+                    for key, _ in module.named_parameters(recurse=False):
+                        is_own_bias = entry is not None and entry.style == "rowwise" and key == "bias"
+                        if is_own_bias or (not is_split and module not in in_regions):
+                            own_tokens.add((module, key))
+            first, last = root.get_submodule(chain[0]), root.get_submodule(chain[-1])
+            self._add_first_hook(first, index, plan.streams[chain[0]])
+            self._add_last_hook(last, index)
+        self._own_tokens = own_tokens
+        for name, keys in plan.regions.items():
+            self._add_region_hooks(root.get_submodule(name), keys)
+
+    def _add_first_hook(self, block: nn.Module, index: int, key: int | str) -> None:
+        def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if self.is_off:
+                return None
+            length = (args[key] if isinstance(key, int) else kwargs[key]).size(DIM)
+            self._is_active[index] = length % self._group.size() == 0
+            if not self._is_active[index]:
+                return None
+            if self._random is not None and module.training:
+                self._random.enter()
+            return _replaced(args, kwargs, key, lambda tensor: exchanges.split(tensor, self._group, DIM))
+
+        # Before what asks whether a parameter's gradient is of a rank's own tokens.
+        block.register_forward_pre_hook(split, with_kwargs=True, prepend=True)
+
+    def _add_last_hook(self, block: nn.Module, index: int) -> None:
+        def gather(module: nn.Module, args: Any, output: Any) -> Any:
+            if self.is_off or not self._is_active[index]:
+                return None
+            if self._random is not None:
+                self._random.leave()
+            if isinstance(output, Tensor):
+                return exchanges.gather(output, self._group, DIM)
+            first, *others = output
+            return exchanges.gather(first, self._group, DIM), *others
+
+        block.register_forward_hook(gather)
+
+    def _add_region_hooks(self, region: nn.Module, keys: tuple[int | str, ...]) -> None:
+        def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            if not self.is_active_in(module):
+                return None
+            gathered: dict[int, Tensor] = {}
+
+            def gather(tensor: Tensor) -> Tensor:
+                if id(tensor) not in gathered:
+                    gathered[id(tensor)] = exchanges.gather_to(tensor, self._group, DIM)
+                return gathered[id(tensor)]
+
+            for key in keys:
+                args, kwargs = _replaced(args, kwargs, key, gather)
+            self._gathered += gathered.values()
+            return args, kwargs
+
+        def leave(module: nn.Module, args: Any, output: Any) -> None:
+            self._gathered.clear()
+
+        region.register_forward_pre_hook(enter, with_kwargs=True)
+        region.register_forward_hook(leave, always_call=True)
+
+    def is_active_in(self, module: nn.Module) -> bool:
+        """Whether ``module`` is in a block whose hidden states are split now."""
+        index = self._chain_of.get(module)
+        return not self.is_off and index is not None and self._is_active[index]
+
+    def sees_own_tokens(self, owner: nn.Module, key: str) -> bool:
+        """Whether a parameter is used on a rank's own tokens now, so that its gradient is a part of the whole."""
+        return (owner, key) in self._own_tokens and self.is_active_in(owner)
+
+    def has_gathered(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is what a region was given: gathered, and its gradients are summed."""
+        return any(tensor is gathered for gathered in self._gathered)
+
+    def gathers(self, layer: nn.Module) -> bool:
+        """Whether ``layer`` is given some of the tokens and needs all."""
+        return layer in self._layers and self.is_active_in(layer)
+
+    def forget(self) -> None:
+        """Forget what an error has left."""
+        self._gathered.clear()
+
+
+def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, change: Any) -> tuple[Any, dict[str, Any]]:
+    if isinstance(key, int):
+        return (*args[:key], change(args[key]), *args[key + 1 :]), kwargs
+    return args, {**kwargs, key: change(kwargs[key])}
+
+
+def _inside(root: nn.Module, name: str) -> list[str]:
+    """The full names of a module and of all that is in it."""
+    return [".".join(filter(None, (name, inner))) for inner, _ in root.get_submodule(name).named_modules()]

@@ -1,0 +1,268 @@
+"""Logits of which each rank has those of its part of the vocabulary, and which pass for whole ones.
+
+``F.cross_entropy`` works on the parts, so that the whole is never in memory (Shoeybi et al., 2019, section 3, and
+Megatron-LM's vocabulary-parallel cross entropy); so do views, casts, and scaling by a number. Any other function is
+given the whole, which the ranks gather then: all of them must call it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from lightning_dist.consensus import arrive
+from lightning_dist.tensor_parallel import exchanges
+
+__all__ = ["SplitLogits", "works_on_parts"]
+
+
+def _functions(names: str) -> set[Any]:
+    """The functions and methods of these names."""
+    return {
+        getattr(owner, name)
+        for name in names.split()
+        for owner in (torch, Tensor)
+        if callable(getattr(owner, name, None))
+    }
+
+
+_RESHAPES = _functions("view reshape flatten unflatten squeeze unsqueeze")
+_TRANSPOSES = _functions("transpose permute movedim swapaxes")
+_CASTS = _functions("float double half bfloat16 to contiguous clone detach")
+_ELEMENTWISE = _functions("mul __mul__ __rmul__ div __truediv__ tanh neg __neg__")
+_METADATA = _functions(
+    "size dim ndimension numel __len__ is_floating_point is_complex is_contiguous element_size get_device"
+)
+_PROPERTIES_WITH_DATA = ("data", "grad", "T", "H", "mT", "mH", "real", "imag")
+
+
+class SplitLogits(Tensor):
+    """A tensor of which this rank has a part along one dimension.
+
+    Args:
+        local: The part.
+        group: The ranks, with equal parts, in their order.
+        dim: The dimension.
+    """
+
+    local: Tensor
+    group: dist.ProcessGroup
+    split_dim: int
+
+    @staticmethod
+    def __new__(cls, local: Tensor, group: dist.ProcessGroup, dim: int = -1) -> SplitLogits:
+        """Wrap ``local``."""
+        shape = list(local.shape)
+        shape[dim] *= group.size()
+        wrapper = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # torch gives it no types
+            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
+        )
+        wrapper.local, wrapper.group, wrapper.split_dim = local, group, dim % local.ndim
+        return cast("SplitLogits", wrapper)
+
+    def __init__(self, local: Tensor, group: dist.ProcessGroup, dim: int = -1) -> None:
+        """All is done in ``__new__``."""
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        """Without values: to show them would be a collective."""
+        part = f"{self.group.rank() + 1} of {self.group.size()} parts of the vocabulary"
+        return f"SplitLogits(shape={tuple(self.shape)}, dtype={self.dtype}, {part})"
+
+    def whole(self, function: str) -> Tensor:
+        """All of it, on every rank. A collective.
+
+        Args:
+            function: What needs it, for the message.
+
+        Raises:
+            OtherRankError: If another rank does not need it.
+        """
+        arrive(f"{function} of logits that are split over tp", 60.0)
+        return exchanges.gather(self.local, self.group, self.split_dim)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Work on the parts where that is exact, else on the whole."""
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
+        if attribute in ("grad_fn", "_base"):
+            return getattr(args[0].local, attribute)
+        if func in _METADATA or (attribute and attribute not in _PROPERTIES_WITH_DATA):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func is Tensor.__repr__ or name == "__format__":
+            return cls.__repr__(args[0])
+        if func is Tensor.register_hook:
+            return args[0].local.register_hook(*args[1:])
+        if args and isinstance(args[0], SplitLogits):
+            for known, on_parts in _ON_PARTS:
+                if func in known:
+                    result = on_parts(func, args[0], args[1:], kwargs)
+                    if result is not None:
+                        return result
+        if func is Tensor.backward:
+            raise RuntimeError("backward() of logits: compute a loss from them first.")
+        whole = {}
+
+        def gathered(value: Any) -> Any:
+            if isinstance(value, SplitLogits):
+                if id(value) not in whole:
+                    whole[id(value)] = value.whole(name)
+                return whole[id(value)]
+            if isinstance(value, Mapping):
+                return {key: gathered(item) for key, item in value.items()}
+            if isinstance(value, list | tuple):
+                return type(value)(map(gathered, value)) if type(value) in (list, tuple) else value
+            return value
+
+        return func(*gathered(args), **gathered(kwargs))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What comes here passed the functions of Python by."""
+        if func is torch.ops.aten.detach.default:
+            return SplitLogits(args[0].local.detach(), args[0].group, args[0].split_dim)
+        raise RuntimeError(
+            f"{func} was called on logits that are split over tp, by code that torch cannot redirect: set"
+            " loss_parallel=False."
+        )
+
+
+def works_on_parts(func: Any, logits: Tensor, args: Any, kwargs: Any) -> bool:
+    """Whether a function of logits needs no more than each rank's part of them, as far as can be said beforehand."""
+    if func is functional.cross_entropy:
+        target = args[1] if len(args) > 1 else kwargs.get("target")
+        is_plain = not kwargs.get("label_smoothing") and kwargs.get("weight") is None and len(args) < 3
+        return is_plain and isinstance(target, Tensor) and not target.is_floating_point()
+    if func is Tensor.__getitem__:
+        index = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return not any(isinstance(part, Tensor) for part in index)
+    if func in _ELEMENTWISE:
+        return all(not isinstance(other, Tensor) or other is logits or other.ndim == 0 for other in args)
+    return any(func in known for known, _ in _ON_PARTS)
+
+
+def _reshaped(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> SplitLogits | None:
+    if logits.split_dim != logits.ndim - 1:
+        return None
+    shape = func(torch.empty(logits.shape, device="meta"), *args, **kwargs).shape
+    if not shape or shape[-1] != logits.shape[-1]:
+        return None
+    return SplitLogits(logits.local.reshape(*shape[:-1], logits.local.size(-1)), logits.group)
+
+
+def _transposed(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> SplitLogits:
+    probe = torch.empty([3 if dim == logits.split_dim else 2 for dim in range(logits.ndim)], device="meta")
+    dim = list(func(probe, *args, **kwargs).shape).index(3)
+    return SplitLogits(func(logits.local, *args, **kwargs), logits.group, dim)
+
+
+def _cast(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> SplitLogits:
+    if args and isinstance(args[0], SplitLogits):
+        args = (args[0].local, *args[1:])
+    return SplitLogits(func(logits.local, *args, **kwargs), logits.group, logits.split_dim)
+
+
+def _scaled(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> SplitLogits | None:
+    def is_scalar(value: Any) -> bool:
+        return isinstance(value, int | float) or (
+            isinstance(value, Tensor) and value.ndim == 0 and not isinstance(value, SplitLogits)
+        )
+
+    if kwargs or not all(map(is_scalar, args)):
+        return None
+    # Each rank's part of the gradient of what it is scaled by.
+    args = [
+        exchanges.copy_to(value, logits.group) if isinstance(value, Tensor) and value.requires_grad else value
+        for value in args
+    ]
+    return SplitLogits(func(logits.local, *args), logits.group, logits.split_dim)
+
+
+def _selected(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> SplitLogits | None:
+    """Some of the samples or positions, but all of the vocabulary."""
+    index = args[0] if isinstance(args[0], tuple) else (args[0],)
+    if any(isinstance(part, Tensor) for part in index) or logits.split_dim != logits.ndim - 1:
+        return None
+    num_taken = sum(part is not None and part is not Ellipsis for part in index)
+    takes_last = num_taken == logits.ndim or (Ellipsis in index and index[-1] is not Ellipsis)
+    if takes_last and index[-1] != slice(None):
+        return None
+    return SplitLogits(func(logits.local, *args), logits.group)
+
+
+def _cross_entropy(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> Tensor | None:
+    names = ("target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    target = given.pop("target", None)
+    ignore_index, reduction = given.pop("ignore_index", -100), given.pop("reduction", "mean")
+    class_dim = 0 if logits.ndim == 1 else 1
+    smoothing = given.pop("label_smoothing", 0.0)
+    is_plain = all(value is None for value in given.values()) and not smoothing
+    has_classes = isinstance(target, Tensor) and not isinstance(target, SplitLogits) and not target.is_floating_point()
+    if not is_plain or not has_classes or logits.split_dim != class_dim:
+        return None
+    is_class = ((target >= 0) & (target < logits.size(class_dim))) | (target == ignore_index)
+    if target.device.type != "cpu":
+        torch._assert_async(is_class.all())
+    elif not is_class.all():
+        wrong = int(target[~is_class][0])
+        raise IndexError(f"Target {wrong} is out of bounds: there are {logits.size(class_dim)} classes.")
+    local = logits.local.movedim(class_dim, -1)
+    if torch.is_autocast_enabled(local.device.type):
+        local = local.float()
+    losses: Tensor = _CrossEntropy.apply(local, target, logits.group, ignore_index)  # type: ignore[no-untyped-call]
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    return losses.sum() / (target != ignore_index).sum()
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Of each target; what ranks exchange is as large as the targets."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, target: Tensor, group: dist.ProcessGroup, ignore_index: int) -> Tensor:
+        dtype = torch.promote_types(local.dtype, torch.float32)
+        largest = local.amax(-1).to(dtype)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        own = target - group.rank() * local.size(-1)
+        is_own = (own >= 0) & (own < local.size(-1)) & (target != ignore_index)
+        own = own.masked_fill(~is_own, 0).unsqueeze(-1)
+        shifted = local.to(dtype, copy=True).sub_(largest.unsqueeze(-1))
+        of_target = shifted.gather(-1, own).squeeze(-1).masked_fill(~is_own, 0.0)
+        probabilities = shifted.exp_()
+        sums = torch.stack((probabilities.sum(-1), of_target))
+        dist.all_reduce(sums, group=group)
+        total, of_target = sums.unbind()
+        probabilities.div_(total.unsqueeze(-1))
+        is_ignored = target == ignore_index
+        ctx.save_for_backward(probabilities, own, is_own, is_ignored)
+        ctx.dtype = local.dtype
+        return (total.log() - of_target).masked_fill(is_ignored, 0.0).to(local.dtype)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        probabilities, own, is_own, is_ignored = ctx.saved_tensors
+        scale = gradient.masked_fill(is_ignored, 0.0).to(probabilities.dtype)
+        result = probabilities * scale.unsqueeze(-1)
+        result.scatter_add_(-1, own, -(scale * is_own).unsqueeze(-1))
+        return result.to(ctx.dtype), None, None, None
+
+
+_ON_PARTS: tuple[tuple[set[Any], Any], ...] = (
+    ({functional.cross_entropy}, _cross_entropy),
+    (_RESHAPES, _reshaped),
+    (_TRANSPOSES, _transposed),
+    (_CASTS, _cast),
+    (_ELEMENTWISE, _scaled),
+    ({Tensor.__getitem__}, _selected),
+)

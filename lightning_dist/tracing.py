@@ -1,0 +1,157 @@
+"""A step of a model on fake tensors: which module is called with what, and what becomes of it. Nothing is computed.
+
+The model may be on any device, the meta device too, and is as it was afterwards: its parameters, its attributes, and
+what the step has put into its lists and dictionaries.
+"""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["Observer", "run_on_fakes"]
+
+
+class Observer(Protocol):
+    """What is told of a step as it runs."""
+
+    @property
+    def functions(self) -> TorchFunctionMode:
+        """Sees every call of a torch function."""
+
+    def on_input(self, tensor: Tensor) -> None:
+        """A tensor of the batch."""
+
+    def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """A module is about to run."""
+
+    def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """A module has run."""
+
+
+def run_on_fakes(
+    root: nn.Module,
+    step: Callable[[Callable[[Tensor], Tensor]], Any],
+    device: torch.device,
+    observer: Observer,
+) -> str:
+    """Run ``step`` without gradients on fakes of the model's tensors, and return why it could not run to its end.
+
+    Args:
+        root: The model.
+        step: Is given what makes a fake of a tensor, for those of the batch.
+        device: Where the fakes pretend to be.
+        observer: Is told what happens.
+
+    Returns:
+        Empty, or the type and text of the exception that ended it: a step that looks at a value, as ``loss.item()``
+        in a comparison does, has none to look at.
+    """
+    mode = FakeTensorMode(
+        allow_non_fake_inputs=True,
+        shape_env=ShapeEnv(allow_scalar_outputs=True, allow_dynamic_output_shape_ops=True),
+        static_shapes=True,
+    )
+
+    def fake(tensor: Tensor) -> Tensor:
+        with mode:
+            result = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        observer.on_input(result)
+        return result
+
+    with _restored(root), _observed(root, observer), _quietly():
+        _swap_in_fakes(root, mode, device)
+        try:
+            with torch.no_grad(), mode, observer.functions:
+                step(fake)
+        except Exception as error:  # whatever the user's code raises when it is given no numbers
+            text = str(error).strip().split("\n")[0]
+            return f"{type(error).__name__}: {text}"
+    return ""
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Without torch's complaints: that something cannot run on fakes is what is asked."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _swap_in_fakes(root: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
+    fakes: dict[int, Tensor] = {}
+
+    def fake(tensor: Tensor) -> Tensor:
+        if id(tensor) not in fakes:  # a tied one stays tied
+            with mode:
+                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            is_param = isinstance(tensor, nn.Parameter)
+            fakes[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_param else empty
+        return fakes[id(tensor)]
+
+    for module in root.modules():
+        for tensors in (module._parameters, module._buffers):
+            for key, tensor in tensors.items():
+                if tensor is not None:
+                    tensors[key] = fake(tensor)
+
+
+@contextmanager
+def _observed(root: nn.Module, observer: Observer) -> Iterator[None]:
+    handles = []
+    for name, module in root.named_modules():
+        if module is root:
+            continue
+
+        def on_call(module: nn.Module, args: Any, kwargs: Any, name: str = name) -> None:
+            observer.on_call(name, module, args, kwargs)
+
+        def on_return(module: nn.Module, args: Any, kwargs: Any, output: Any, name: str = name) -> None:
+            observer.on_return(name, module, args, kwargs, output)
+
+        handles.append(module.register_forward_pre_hook(on_call, with_kwargs=True))
+        handles.append(module.register_forward_hook(on_return, with_kwargs=True))
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _restored(root: nn.Module) -> Iterator[None]:
+    """Put back every attribute of every module, and what is in those that are containers."""
+    saved = [(module, dict(vars(module))) for module in root.modules()]
+    contents = [
+        (value, type(value)(value))
+        for _, attributes in saved
+        for value in attributes.values()
+        if type(value) in (list, dict, set)
+    ]
+    try:
+        yield
+    finally:
+        for module, attributes in saved:
+            vars(module).clear()
+            vars(module).update(attributes)
+        for value, content in contents:
+            if isinstance(value, list):
+                value[:] = content
+            else:
+                value.clear()
+                value.update(content)

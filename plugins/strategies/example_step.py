@@ -1,0 +1,60 @@
+"""A step of a module on a batch of its own data, to be run on fake tensors before the module is split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any
+
+from lightning.pytorch.utilities.seed import isolate_rng
+from lightning.pytorch import LightningModule, Trainer
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lightning_dist.plugins import _compat
+
+__all__ = ["example_step"]
+
+FakeStep = Callable[[Callable[[Tensor], Tensor]], Any]
+
+
+def example_step(module: LightningModule, trainer: Trainer) -> tuple[FakeStep | None, str]:
+    """The step that ``trainer`` is about to run, with a batch as its loader would give; or None, and why not.
+
+    The loader is made for this alone. No worker is started, and random numbers are as before.
+    """
+    name = _compat.step_name(trainer)
+    try:
+        with isolate_rng():
+            batch = _batch(_compat.make_dataloader(trainer))
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = trainer.strategy.batch_to_device(batch, trainer.strategy.root_device)
+    except Exception as error:  # whatever the user's data raise, they will raise again where it is expected
+        text = str(error).strip().split("\n")[0]
+        return None, f"no batch could be made: {type(error).__name__}: {text}"
+
+    def step(fake: Callable[[Tensor], Tensor]) -> Any:
+        given = apply_to_collection(batch, Tensor, fake)
+        with isolate_rng(), _compat.not_logging(module), trainer.precision_plugin.forward_context():
+            return getattr(module, name)(given, 0)
+
+    return step, ""
+
+
+def _batch(loaders: Any) -> Any:
+    """The first batch of a loader, or one of each of several in the form in which they are given."""
+    if isinstance(loaders, Mapping):
+        return {key: _batch(loader) for key, loader in loaders.items()}
+    if isinstance(loaders, list | tuple):
+        return [_batch(loader) for loader in loaders]
+    if not isinstance(loaders, DataLoader):
+        return next(iter(loaders))
+    dataset = loaders.dataset
+    if isinstance(dataset, IterableDataset):
+        samples = list(islice(iter(dataset), loaders.batch_size or 1))
+    else:
+        indices = next(iter(loaders.batch_sampler)) if loaders.batch_sampler is not None else [0]
+        fetch = getattr(dataset, "__getitems__", None)
+        samples = fetch(indices) if fetch is not None else [dataset[index] for index in indices]
+    return loaders.collate_fn(samples if loaders.batch_size is not None or loaders.batch_sampler else samples[0])
