@@ -9,7 +9,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-__all__ = ["OtherRankError", "arrive", "together"]
+__all__ = ["OtherRankError", "arrive", "check_agreement", "together"]
 
 
 class OtherRankError(RuntimeError):
@@ -73,3 +73,24 @@ def arrive(what: str, timeout_s: float = 60.0) -> None:
             f"{what}: rank {', '.join(map(str, missing))} did not arrive within {timeout_s:.0f} s. Every rank must do"
             " this; is it under `if trainer.is_global_zero`?"
         ) from error
+
+
+def check_agreement(what: str, text: str) -> None:
+    """Compare ``text`` over all ranks, which would wait for each other in vain where it differs. A collective.
+
+    Args:
+        what: What it describes, for the message.
+        text: The description.
+
+    Raises:
+        OtherRankError: On all ranks, if it differs; the text has the first difference.
+    """
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, text)
+    for rank, other in enumerate(texts):
+        if other != texts[0]:
+            start = next((i for i, (a, b) in enumerate(zip(texts[0], other, strict=False)) if a != b), len(other))
+            first, second = (found[max(0, start - 80) : start + 80] for found in (texts[0], other))
+            raise OtherRankError(
+                f"{what} is not the same on all ranks. Rank 0: ...{first}... Rank {rank}: ...{second}..."
+            )

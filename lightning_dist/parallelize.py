@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.consensus import check_agreement
 from lightning_dist.initialization import agreed_seed, broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.sharding import ShardedModule, ShardingConfig, shard
@@ -83,7 +84,9 @@ def parallelize(
     if layout.tp > 1 or config.plan is not None:
         said = resolve_plan(module, config.plan)  # a name that matches nothing is wrong on one device, too
         if layout.tp > 1:
-            splitting = TensorParallel(module, _planned(module, units, said, config, mesh["tp"]), mesh["tp"])
+            plan = _planned(module, units, said, config, mesh["tp"])
+            check_agreement("The plan of tensor parallelism", repr(plan))
+            splitting = TensorParallel(module, plan, mesh["tp"])
     broadcast_weights(module)
     seed = agreed_seed()
     on_cpu = mesh.device_type == "cpu"

@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ def _swap_in_fakes(root: nn.Module, mode: FakeTensorMode, device: torch.device) 
         return fakes[id(tensor)]
 
     for module in root.modules():
-        for tensors in (module._parameters, module._buffers):
+        for tensors in (cast(dict[str, Tensor | None], module._parameters), module._buffers):
             for key, tensor in tensors.items():
                 if tensor is not None:
                     tensors[key] = fake(tensor)

@@ -235,13 +235,14 @@ def make_dataloader(trainer: Trainer) -> Any:
 
     Its samplers are not replaced, and Lightning does not keep it.
     """
-    loops = {
+    loops: dict[TrainerFn, Any] = {
         TrainerFn.FITTING: trainer.fit_loop,
         TrainerFn.VALIDATING: trainer.validate_loop,
         TrainerFn.TESTING: trainer.test_loop,
         TrainerFn.PREDICTING: trainer.predict_loop,
     }
-    return loops[trainer.state.fn]._data_source.dataloader()  # type: ignore[index]
+    assert trainer.state.fn is not None
+    return loops[trainer.state.fn]._data_source.dataloader()
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from examples.gpt.model import GPT as ByteGPT
+from examples.gpt import model as example
 from tests.models import CONTEXT, GPT, MODELS, VOCAB, TestModule
 
 __all__ = ["SPLIT_MODELS"]
@@ -42,7 +42,8 @@ class Llama(LanguageModel):
         from transformers import LlamaConfig, LlamaForCausalLM
 
         config = LlamaConfig(
-            hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, **SIZES
+            hidden_size=24, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+            **SIZES,
         )  # fmt: skip
         return LlamaForCausalLM(config)
 
@@ -142,8 +143,8 @@ class ViT(Images):
         from transformers import ViTConfig, ViTModel
 
         config = ViTConfig(
-            hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40, image_size=8, patch_size=2,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+            hidden_size=24, num_hidden_layers=2, num_attention_heads=4, intermediate_size=40, image_size=8,
+            patch_size=2, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         )  # fmt: skip
 
         class Classifier(nn.Module):
@@ -208,7 +209,7 @@ class Example(LanguageModel):
     """The GPT of the examples."""
 
     def make_model(self) -> nn.Module:
-        return ByteGPT(dim=24, num_layers=2, num_heads=4, hidden_dim=40, max_len=CONTEXT)
+        return example.GPT(dim=24, num_layers=2, num_heads=4, hidden_dim=40, max_len=CONTEXT)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens, targets = batch

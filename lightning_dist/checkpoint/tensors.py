@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.boxes import Boxes, local_part
 from lightning_dist.checkpoint.manifest import CheckpointError, Chunk, Manifest, TensorEntry, new_digest
 from lightning_dist.checkpoint.place import NewFile, Reader
 
@@ -53,7 +54,7 @@ def own_parts(tensors: Mapping[str, Tensor], is_first: bool) -> dict[str, Tensor
         written[writer] += tensor.numel() * tensor.element_size()
         if writer == replica:
             own.append(name)
-    return {name: _local_part(tensors[name]) for name in own}
+    return {name: local_part(tensors[name]) for name in own}
 
 
 def write_tensors(file: NewFile, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
@@ -64,13 +65,13 @@ def write_tensors(file: NewFile, tensors: Mapping[str, Tensor], parts: Mapping[s
         tensors: The whole tensors.
         parts: Those of :func:`own_parts`, or copies.
     """
-    entries, origins = {}, _Origins()
+    entries, layouts = {}, Boxes()
     for name, part in parts.items():
         tensor, chunks = tensors[name], []
-        if part.numel():
+        for box in layouts.of(tensor) if part.numel() else ():
             file.write(bytes(-file.size % ALIGNMENT))
-            chunks.append(Chunk(file.name, file.size, origins.of(tensor), tuple(part.shape)))
-            file.write(_bytes_of(part.detach().contiguous().cpu()))
+            chunks.append(Chunk(file.name, file.size, box.offsets, box.sizes))
+            file.write(_bytes_of(part.detach()[box.in_part].contiguous().cpu()))
         entries[name] = TensorEntry(tuple(tensor.shape), str(part.dtype).removeprefix("torch."), tuple(chunks))
     return entries
 
@@ -114,9 +115,9 @@ def read_tensors(
         CheckpointError: If a file is not what was written, or a tensor is not what is asked for.
     """
     by_file: dict[str, list[_Overlap]] = defaultdict(list)
-    origins = _Origins()
+    layouts = Boxes()
     for name, target in targets.items():
-        for overlap in _overlaps(name, manifest.tensors[name], target, origins):
+        for overlap in _overlaps(name, manifest.tensors[name], target, layouts):
             by_file[overlap.chunk.file].append(overlap)
     unchecked = set(to_check)
     for file, overlaps in by_file.items():
@@ -221,51 +222,35 @@ def _read_ahead(reader: Reader, file: str, groups: Iterator[list[_Piece]]) -> It
             yield from group
 
 
-def _overlaps(name: str, entry: TensorEntry, target: Tensor, origins: _Origins) -> list[_Overlap]:
+def _overlaps(name: str, entry: TensorEntry, target: Tensor, layouts: Boxes) -> list[_Overlap]:
     if tuple(target.shape) != entry.shape or target.dtype != entry.torch_dtype:
         raise CheckpointError(
             f"{name} is stored as {entry.dtype} {list(entry.shape)} and cannot be read as"
             f" {str(target.dtype).removeprefix('torch.')} {list(target.shape)}"
         )
-    part = _local_part(target)
-    offsets = origins.of(target) if part.numel() else ()
+    part = local_part(target)
     overlaps = []
-    for chunk in entry.chunks if part.numel() else ():
-        starts = [max(pair) for pair in zip(offsets, chunk.offsets, strict=True)]
-        ends = [
-            min(offset + size, chunk_offset + chunk_size)
-            for offset, size, chunk_offset, chunk_size in zip(
-                offsets, part.shape, chunk.offsets, chunk.sizes, strict=True
-            )
-        ]
-        if all(start < end for start, end in zip(starts, ends, strict=True)):
-            in_chunk, in_part = (
-                tuple(slice(start - zero, end - zero) for start, end, zero in zip(starts, ends, origin, strict=True))
-                for origin in (chunk.offsets, offsets)
-            )
-            overlaps.append(_Overlap(chunk, in_chunk, part[in_part]))
+    for box in layouts.of(target) if part.numel() else ():
+        box_part = part[box.in_part]
+        for chunk in entry.chunks:
+            starts = [max(pair) for pair in zip(box.offsets, chunk.offsets, strict=True)]
+            ends = [
+                min(offset + size, chunk_offset + chunk_size)
+                for offset, size, chunk_offset, chunk_size in zip(
+                    box.offsets, box.sizes, chunk.offsets, chunk.sizes, strict=True
+                )
+            ]
+            if all(start < end for start, end in zip(starts, ends, strict=True)):
+                in_chunk, in_box = (
+                    tuple(
+                        slice(start - zero, end - zero) for start, end, zero in zip(starts, ends, origin, strict=True)
+                    )
+                    for origin in (chunk.offsets, box.offsets)
+                )
+                overlaps.append(_Overlap(chunk, in_chunk, box_part[in_box]))
     if sum(overlap.target.numel() for overlap in overlaps) != part.numel():
         raise CheckpointError(f"it has not all of {name}")
     return overlaps
-
-
-def _local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of ``tensor``, not a copy."""
-    with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-class _Origins(dict[Any, tuple[int, ...]]):
-    """Where in a tensor this rank's part of it begins. A model has many of the same shape, and torch takes its time."""
-
-    def of(self, tensor: Tensor) -> tuple[int, ...]:
-        if not isinstance(tensor, DTensor):
-            return (0,) * tensor.ndim
-        key = tensor.shape, tensor.device_mesh, tensor.placements
-        if key not in self:
-            (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # torch gives it no types
-            self[key] = tuple(chunk.offsets)
-        return self[key]
 
 
 class _WholeFile:

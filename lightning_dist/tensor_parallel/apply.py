@@ -143,7 +143,9 @@ class TensorParallel:
         return layer is not None and any(other.out_features > layer.out_features for other in beside if other)
 
     def _own_of_packed(self, tensor: Tensor, dim: int, num_packed: int) -> Tensor:
-        parts = tensor.unflatten(dim, (num_packed, self._group.size(), -1)).select(dim + 1, self._group.rank())
+        ranks = self._group.size()
+        shape = (*tensor.shape[:dim], num_packed, ranks, tensor.size(dim) // num_packed // ranks)
+        parts = tensor.reshape(*shape, *tensor.shape[dim + 1 :]).select(dim + 1, self._group.rank())
         return parts.flatten(dim, dim + 1).contiguous()
 
     def split(self, params: Iterable[nn.Parameter], owners: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Parameter]:
@@ -166,7 +168,7 @@ class TensorParallel:
             )
             new[param] = nn.Parameter(dtensor, param.requires_grad)
         for owner in owners:
-            for key, owned in owner._parameters.items():
+            for key, owned in list(owner._parameters.items()):
                 if owned is not None and owned in new:
                     owner._parameters[key] = new[owned]
         return new
@@ -179,7 +181,7 @@ class TensorParallel:
         for owner in owners:
             for key, param in owner._parameters.items():
                 if isinstance(param, DTensor):
-                    self._whole[owner, key] = param
+                    self._whole[owner, key] = cast(nn.Parameter, param)
                 if (owner, key) in self._whole:
                     holders.append((owner, key, cast(DTensor, self._whole[owner, key])))
         parts = {id(param): param.to_local() for _, _, param in holders}

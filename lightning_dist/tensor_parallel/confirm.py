@@ -68,11 +68,11 @@ class Trial:
         params = dict(holder[BLOCK].named_parameters())
         holder[BLOCK].register_forward_pre_hook(lambda *_: parallel.use_local(holder.modules()))
         holder.eval()  # no dropout
-        actual, error = self._results(holder[BLOCK], params)
-        worst = torch.tensor(math.inf if error else self._worst(actual), device=self._device)
+        actual, raised = self._results(holder[BLOCK], params)
+        worst = torch.tensor(math.inf if raised else self._worst(actual), device=self._device)
         dist.all_reduce(worst, dist.ReduceOp.MAX)  # of the world: all ranks must come to the same plan
-        if error or worst <= TOLERANCE:
-            return error
+        if raised or worst <= TOLERANCE:
+            return raised
         return f"its results differ by {float(worst):.1g} of their size"
 
     def _fill(self, block: nn.Module) -> None:

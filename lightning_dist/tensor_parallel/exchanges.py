@@ -95,7 +95,7 @@ class _CopyAll(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         total = torch.cat([gradient.reshape(-1) for gradient in gradients])
         dist.all_reduce(total, group=ctx.group)
-        parts = total.split([gradient.numel() for gradient in gradients])
+        parts = torch.split(total, [gradient.numel() for gradient in gradients])
         return None, *(part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True))
 
 
@@ -127,7 +127,7 @@ def whole(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 def _part_of_sum(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     first = tensor.movedim(dim, 0).contiguous()
-    chunks = first.unflatten(0, (group.size(), -1))
+    chunks = first.view(group.size(), -1, *first.shape[1:])
     if dist.get_backend(group) == "gloo":  # whose own sends as many bytes as an all-reduce
         received = torch.empty_like(chunks)
         dist.all_to_all_single(received, chunks, group=group)

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_dist.tensor_parallel.confirm import BLOCK, Trial
 from lightning_dist.tensor_parallel.layers import linear_layer
 from lightning_dist.tensor_parallel.plan import Entry, Plan, PlanError, SplitSequence, with_tied
-from lightning_dist.tensor_parallel.provenance import Call, Provenance, is_stream, tensors_in
+from lightning_dist.tensor_parallel.provenance import Call, Provenance, is_stream, is_used_outside, tensors_in
 
 __all__ = ["Seen", "make_plan"]
 
@@ -254,7 +254,7 @@ class _Planner:
             layer = linear_layer(self._root.get_submodule(row))
             assert layer is not None
             cols = self._seen.provenance.into[row] if self._seen.provenance is not None else set()
-            for owner in {key.rpartition(".")[0] for key in (row, *cols) if key.startswith(f"{name}.")}:
+            for owner in sorted({key.rpartition(".")[0] for key in (row, *cols) if key.startswith(f"{name}.")}):
                 module = self._root.get_submodule(owner)
                 for key, value in vars(module).items():
                     if not isinstance(value, int) or isinstance(value, bool) or value < 2:
@@ -293,9 +293,10 @@ class _Planner:
         def inside(key: str) -> str:
             return BLOCK + key[len(name) :]
 
+        # In one order: whether something was tried already must be the same on all ranks.
         plan = Plan(
-            {inside(key): entry for key, entry in entries.items()},
-            {inside(key): value for key, value in sizes.items()},
+            {inside(key): entry for key, entry in sorted(entries.items())},
+            {inside(key): dict(sorted(value.items())) for key, value in sorted(sizes.items())},
             sequence,
         )
         shapes = tuple((key, tuple(param.shape)) for key, param in block.named_parameters())
@@ -337,7 +338,7 @@ class _Planner:
                     of_chain,
                     streams={**of_chain.streams, **one.streams},
                     regions={**of_chain.regions, **one.regions},
-                    layers=of_chain.layers | one.layers,
+                    layers=of_chain.layers + one.layers,
                 )
             if why:
                 whys.append(why)
@@ -347,7 +348,7 @@ class _Planner:
                 found,
                 streams={**found.streams, **of_chain.streams},
                 regions={**found.regions, **of_chain.regions},
-                layers=found.layers | of_chain.layers,
+                layers=found.layers + of_chain.layers,
             )
         why_not = "; ".join(dict.fromkeys(whys))
         if not chains:
@@ -363,7 +364,7 @@ class _Planner:
                 continue
             stream = _stream(call)
             given = None if stream is None else _argument(call, stream)
-            if before is not None and given is before and id(before) not in provenance.outside:
+            if before is not None and given is before and not is_used_outside(before):
                 chains[-1].append(call.name)
             elif stream is not None:
                 chains.append([call.name])
@@ -399,12 +400,12 @@ class _Planner:
                     regions[around] = keys
                     continue
             layers |= {col for col in cols if _arguments_like(self._calls[col], hidden)}
-        sequence = SplitSequence(((name,),), {name: stream}, regions, frozenset(layers))
+        sequence = SplitSequence(((name,),), {name: stream}, regions, tuple(sorted(layers)))
         in_trial = SplitSequence(
             ((BLOCK,),),
             {BLOCK: stream},
             {BLOCK + key[len(name) :]: value for key, value in regions.items()},
-            frozenset(BLOCK + key[len(name) :] for key in sorted(layers)),
+            tuple(BLOCK + key[len(name) :] for key in sorted(layers)),
         )
         its_sizes = {key: value for key, value in sizes.items() if key.startswith(name)}
         error = self._difference(name, of_block, its_sizes, in_trial)

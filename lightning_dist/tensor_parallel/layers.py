@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["LinearLayer", "linear_layer", "num_heads"]
 
@@ -33,7 +34,7 @@ def linear_layer(module: nn.Module) -> LinearLayer | None:
     if isinstance(module, nn.Linear):
         return LinearLayer(1, 0, module.in_features, module.out_features)
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # Hugging Face's, of GPT-2
-        in_features, out_features = module.weight.shape
+        in_features, out_features = cast(Tensor, module.weight).shape
         return LinearLayer(0, 1, in_features, out_features, "nf")
     return None
 

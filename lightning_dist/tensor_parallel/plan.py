@@ -82,7 +82,7 @@ class SplitSequence:
     chains: tuple[tuple[str, ...], ...]
     streams: Mapping[str, int | str]
     regions: Mapping[str, tuple[int | str, ...]]
-    layers: frozenset[str] = frozenset()
+    layers: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

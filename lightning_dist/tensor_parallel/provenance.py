@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_dist.tensor_parallel.split_logits import works_on_parts
 
-__all__ = ["Call", "Provenance", "is_learned", "is_stream", "tensors_in"]
+__all__ = ["Call", "Provenance", "is_learned", "is_stream", "is_used_outside", "tensors_in"]
 
 _INPUT = frozenset({"<the batch>"})
 _NONE: frozenset[str] = frozenset()
@@ -82,8 +82,6 @@ class Provenance:
     """A module with parameters to the sources of its inputs."""
     residual: set[str] = field(default_factory=set)
     """Layers that are the second of a residual sum."""
-    outside: set[int] = field(default_factory=set)
-    """Ids of the tensors that functions outside of blocks were given."""
     draws_random: bool = False
     """Whether a function was called that draws random numbers."""
     uses: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -138,7 +136,8 @@ class Provenance:
                     result.__dict__["_features_of"] = layer
         if outputs and inputs:
             if not self._num_blocks_running:
-                self.outside |= set(map(id, inputs))
+                for tensor in inputs:
+                    tensor.__dict__["_is_used_outside"] = True
             sources = _NONE.union(*map(_sources, inputs))
             ancestors = _NONE.union(*map(_ancestors, inputs))
             for tensor in outputs:
@@ -170,6 +169,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 def is_stream(tensor: Tensor, hidden: Tensor) -> bool:
     """Whether ``tensor`` is ``hidden`` or what became of it between layers: normed, or with something added."""
     return tensor.shape == hidden.shape and _sources(tensor) >= _sources(hidden)
+
+
+def is_used_outside(tensor: Tensor) -> bool:
+    """Whether a function outside of the blocks was given ``tensor``."""
+    return "_is_used_outside" in tensor.__dict__
 
 
 def is_learned(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ given the whole, which the ranks gather then: all of them must call it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -59,16 +59,16 @@ class SplitLogits(Tensor):
         """Wrap ``local``."""
         shape = list(local.shape)
         shape[dim] *= group.size()
-        wrapper = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]  # torch gives it no types
+        wrapper: SplitLogits = Tensor._make_wrapper_subclass(
             cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
         )
         wrapper.local, wrapper.group, wrapper.split_dim = local, group, dim % local.ndim
-        return cast("SplitLogits", wrapper)
+        return wrapper
 
     def __init__(self, local: Tensor, group: dist.ProcessGroup, dim: int = -1) -> None:
         """All is done in ``__new__``."""
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         """Without values: to show them would be a collective."""
         part = f"{self.group.rank() + 1} of {self.group.size()} parts of the vocabulary"
         return f"SplitLogits(shape={tuple(self.shape)}, dtype={self.dtype}, {part})"
@@ -124,7 +124,9 @@ class SplitLogits(Tensor):
         return func(*gathered(args), **gathered(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has it as an instance's
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """What comes here passed the functions of Python by."""
         if func is torch.ops.aten.detach.default:
             return SplitLogits(args[0].local.detach(), args[0].group, args[0].split_dim)
@@ -222,7 +224,8 @@ def _cross_entropy(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> Te
         return losses
     if reduction == "sum":
         return losses.sum()
-    return losses.sum() / (target != ignore_index).sum()
+    mean: Tensor = losses.sum() / (target != ignore_index).sum()
+    return mean
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -250,7 +253,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         probabilities, own, is_own, is_ignored = ctx.saved_tensors
         scale = gradient.masked_fill(is_ignored, 0.0).to(probabilities.dtype)
         result = probabilities * scale.unsqueeze(-1)

@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import Any
 
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
@@ -25,14 +25,19 @@ def example_step(module: LightningModule, trainer: Trainer) -> tuple[FakeStep | 
     The loader is made for this alone. No worker is started, and random numbers are as before.
     """
     name = _compat.step_name(trainer)
+    batch, why_not = None, ""
     try:
         with isolate_rng():
-            batch = _batch(_compat.make_dataloader(trainer))
-            batch = trainer.precision_plugin.convert_input(batch)
-            batch = trainer.strategy.batch_to_device(batch, trainer.strategy.root_device)
+            batch = apply_to_collection(_batch(_compat.make_dataloader(trainer)), Tensor, Tensor.cpu)
     except Exception as error:  # whatever the user's data raise, they will raise again where it is expected
         text = str(error).strip().split("\n")[0]
-        return None, f"no batch could be made: {type(error).__name__}: {text}"
+        why_not = f"no batch could be made: {type(error).__name__}: {text}"
+    # Rank 0's, on all ranks: they must come to the same plan.
+    batch, why_not = trainer.strategy.broadcast((batch, why_not))
+    if why_not:
+        return None, why_not
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.strategy.batch_to_device(batch, trainer.strategy.root_device)
 
     def step(fake: Callable[[Tensor], Tensor]) -> Any:
         given = apply_to_collection(batch, Tensor, fake)

@@ -13,10 +13,10 @@ import torch
 
 from lightning_dist import FullShardStrategy, HybridShardStrategy, TensorParallelStrategy
 from lightning_dist.parity import whole_gradients, whole_parameters
-from tests import split_models
 from tests.models import build
+from tests.split_models import SPLIT_MODELS
 
-__all__ = ["LAYOUTS", "TP_LAYOUTS", "Case", "Outcome", "reference", "run", "tensors"]
+__all__ = ["LAYOUTS", "PLANS", "SPLIT_MODELS", "TP_LAYOUTS", "Case", "Outcome", "reference", "run", "tensors"]
 
 LAYOUTS = {
     "full_shard": lambda **kwargs: FullShardStrategy(**kwargs),

@@ -50,7 +50,7 @@ def test_hugging_faces_plan_is_used_where_the_user_says_nothing() -> None:
         ({"blocks.*.mpl.0": "colwise"}, r"'blocks.\*.mpl.0' matches no module. Did you mean .*model.blocks.\*.mlp.0"),
         ({"blocks.0.out": "rowwise", "blocks.*.out": "rowwise"}, r"'blocks.0.out' and 'blocks.\*.out' both match"),
         ({"blocks.*.out": "rowise"}, r"'blocks.\*.out' has the unknown style 'rowise'. Did you mean 'rowwise'\?"),
-        ({"blocks.*.out": "diagonal"}, "unknown style 'diagonal'. There are colwise, rowwise, "),
+        ({"blocks.*.out": "diagonal"}, "unknown style 'diagonal'. There are colwise, packed_colwise, "),
     ],
 )
 def test_what_is_refused(plan: dict[str, str], message: str) -> None:
