@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-__all__ = ["Apart", "rng_state", "set_rng_state"]
+__all__ = ["Apart", "agree_on_random_numbers", "rng_state", "set_rng_state"]
 
 
 def rng_state() -> dict[str, Any]:
@@ -48,6 +49,13 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     accelerator = _accelerator()
     if accelerator is not None and accelerator.type in state:
         torch.get_device_module(accelerator).set_rng_state(state[accelerator.type])
+
+
+def agree_on_random_numbers(group: dist.ProcessGroup) -> None:
+    """Let all ranks of ``group`` draw the numbers that its first would have drawn. A collective over it."""
+    state = [rng_state()]
+    dist.broadcast_object_list(state, group=group, group_src=0)
+    set_rng_state(state[0])
 
 
 class Apart:

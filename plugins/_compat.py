@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from datetime import timedelta
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -17,10 +17,10 @@ from lightning.fabric.utilities.distributed import (
     _init_dist_connection,
     _sync_ddp_if_available,
 )
-from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, WeightAveraging
+from lightning.pytorch.callbacks import BasePredictionWriter, Callback, GradientAccumulationScheduler, WeightAveraging
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -30,6 +30,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as _utils_rank_zero_only
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
 
 from lightning_dist.rendezvous import fresh_store
 
@@ -257,3 +258,18 @@ def not_logging(module: LightningModule) -> Generator[None, None, None]:
         for name in names:
             vars(module).pop(name, None)
         vars(module).update(own)
+
+
+def seed_workers_by(loader: object, rank: int) -> None:
+    """Seed the workers of ``loader`` where Lightning would, by its global rank; replaced by a hook for the number."""
+    if isinstance(loader, DataLoader) and int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
+
+
+def silence_predictions(trainer: Trainer) -> list[Callback]:
+    """Let this rank return and write no predictions; returns the callbacks that were taken away for it."""
+    trainer.predict_loop.return_predictions = False
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    writers: list[Callback] = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
+    callbacks[:] = [callback for callback in callbacks if callback not in writers]
+    return writers

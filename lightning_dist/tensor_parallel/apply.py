@@ -184,15 +184,15 @@ class TensorParallel:
                     self._whole[owner, key] = cast(nn.Parameter, param)
                 if (owner, key) in self._whole:
                     holders.append((owner, key, cast(DTensor, self._whole[owner, key])))
-        parts = {id(param): param.to_local() for _, _, param in holders}
-        partial_grads = {id(param) for owner, key, param in holders if self._has_partial_grad(owner, key)}
+        parts = {id(whole): whole.to_local() for _, _, whole in holders}
+        partial_grads = {id(whole) for owner, key, whole in holders if self._has_partial_grad(owner, key)}
         partial_grads &= {key for key, part in parts.items() if part.requires_grad}
         if partial_grads:
             ids = [key for key in parts if key in partial_grads]
             parts.update(zip(ids, exchanges.copy_all_to([parts[key] for key in ids], self._group), strict=True))
-        for owner, key, param in holders:
+        for owner, key, whole in holders:
             own = self._own.get((owner, key))
-            part = parts[id(param)] if own is None else own(parts[id(param)])
+            part = parts[id(whole)] if own is None else own(parts[id(whole)])
             owner._parameters[key] = cast(nn.Parameter, part)  # in a forward it need not be one
 
     def _has_partial_grad(self, owner: nn.Module, key: str) -> bool:

@@ -78,6 +78,7 @@ class SequenceParallel:
             if not self._is_active[index]:
                 return None
             if self._random is not None and module.training:
+                self._random.forget()  # a recomputed first block, whose last did not follow
                 self._random.enter()
             return _replaced(args, kwargs, key, lambda tensor: exchanges.split(tensor, self._group, DIM))
 

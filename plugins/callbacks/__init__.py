@@ -1,6 +1,7 @@
 """Callbacks for runs on any strategy, ours or Lightning's."""
 
 from lightning_dist.plugins.callbacks.fault_tolerance import FaultTolerance
+from lightning_dist.plugins.callbacks.pretrained import LoadPretrained
 from lightning_dist.plugins.callbacks.telemetry import StepTelemetry
 
-__all__ = ["FaultTolerance", "StepTelemetry"]
+__all__ = ["FaultTolerance", "LoadPretrained", "StepTelemetry"]

@@ -44,6 +44,7 @@ from lightning_dist.plugins.strategies.gradients import are_free_before_forward,
 from lightning_dist.plugins.strategies.processes import ProcessStrategy
 from lightning_dist.plugins.strategies.startup_table import startup_table
 from lightning_dist.plugins.strategies.weighting import LossWeights
+from lightning_dist.randomness import agree_on_random_numbers
 from lightning_dist.replicas import check_replicas
 from lightning_dist.sharding import ShardedModule, ShardingConfig, sharded
 from lightning_dist.tensor_parallel import SameBatch
@@ -116,6 +117,7 @@ class MeshStrategy(ProcessStrategy):
         self._tensor_parallel = TensorParallelConfig()
         self._data_parallel_group: dist.ProcessGroup | None = None
         self._same_batch: SameBatch | None = None
+        self._silenced: list[Callback] = []
 
     @property
     def layout(self) -> ParallelLayout:
@@ -380,13 +382,21 @@ class MeshStrategy(ProcessStrategy):
             self._syncs_gradients = True
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Let a training loader be saved and entered where it is."""
+        """Let a training loader be saved and entered where it is, and seed workers by the part of the data."""
         self._exact_resume.process_loader(dataloader, self._trainer)
+        if self.layout.tp > 1:
+            _compat.seed_workers_by(dataloader, self.layout.data_parallel_rank(self.global_rank))
         return dataloader
 
     def on_train_start(self) -> None:
         """Go on as the run did that was resumed."""
         self._exact_resume.on_train_start(self._trainer)
+        self._agree_on_random_numbers()
+
+    def _agree_on_random_numbers(self) -> None:
+        """Let ranks with the same part of the batch augment and drop the same of it."""
+        if self.layout.tp > 1:
+            agree_on_random_numbers(self.mesh["tp"].get_group())
 
     def on_train_end(self) -> None:
         """Wait for the last checkpoint.
@@ -411,10 +421,19 @@ class MeshStrategy(ProcessStrategy):
     def on_test_start(self) -> None:
         """Give every rank rank 0's buffers."""
         self._agree_on_buffers()
+        self._agree_on_random_numbers()
 
     def on_predict_start(self) -> None:
-        """Give every rank rank 0's buffers."""
+        """Give every rank rank 0's buffers, and let one rank of those with the same samples return predictions."""
         self._agree_on_buffers()
+        self._agree_on_random_numbers()
+        if self.layout.tp > 1 and self.mesh["tp"].get_local_rank() > 0:
+            self._silenced = _compat.silence_predictions(self._trainer)
+
+    def on_predict_end(self) -> None:
+        """Give the callbacks back that :meth:`on_predict_start` took away."""
+        self._trainer.callbacks += self._silenced  # type: ignore[attr-defined]
+        self._silenced = []
 
     def _agree_on_buffers(self) -> None:
         self._checkpoints.before_update()  # callbacks may swap weights for the evaluation

@@ -1,0 +1,183 @@
+"""Weights of Hugging Face's safetensors files: each rank reads what it has of each tensor, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.boxes import Boxes, local_part
+from lightning_dist.consensus import together
+
+__all__ = ["load_safetensors"]
+
+FILE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+
+def load_safetensors(module: nn.Module, folder: str | Path, prefix: str = "") -> None:
+    """Fill parameters and persistent buffers of ``module`` from a folder that ``save_pretrained`` wrote. A collective.
+
+    The values are copied into what this rank has, in place, and cast to the parameter's dtype. A tied parameter is read
+    once, under whichever of its names the files have. Nothing is changed before all names and shapes are checked on all
+    ranks.
+
+    Args:
+        module: Its parameters are DTensors of any placement, or plain tensors, on any device but meta. All processes
+            have the same.
+        folder: Local; with ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it lists.
+        prefix: What names in ``module`` have in front of those in the files: ``"model."`` for a LightningModule that
+            holds the model as ``self.model``. What is named otherwise is left as it is.
+
+    Raises:
+        ValueError: If there are no such files, a parameter or buffer is in none of them, a shape differs, or the files
+            have tensors that ``module`` has not.
+        OtherRankError: On the ranks that could read the files, if another could not.
+    """
+    with together(f"checking the pretrained weights in {folder}"):
+        files = _stored(Path(folder).expanduser())
+        to_read = _match(_targets(module, prefix), files, prefix, folder)
+    # Sanity checks run in inference mode, where a view of a parameter would be good for inference only.
+    with together(f"reading the pretrained weights in {folder}"), torch.inference_mode(False), torch.no_grad():
+        _read(to_read)
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A tensor in a file.
+
+    Args:
+        file: The file.
+        shape: Of the whole tensor.
+    """
+
+    file: Path
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Targets:
+    """What there is to fill, named as in the files.
+
+    Args:
+        tensors: By name; tied ones have several.
+        optional: Names of buffers that are in no checkpoint, but were in those of older versions.
+    """
+
+    tensors: Mapping[str, Tensor]
+    optional: Collection[str]
+
+
+def _targets(module: nn.Module, prefix: str) -> _Targets:
+    tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    buffers = dict(module.named_buffers(remove_duplicate=False))
+    persistent = buffers.keys() & module.state_dict().keys()
+    tensors |= {name: buffers[name] for name in buffers if name in persistent}
+    return _Targets(
+        {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)},
+        {name.removeprefix(prefix) for name in buffers if name not in persistent and name.startswith(prefix)},
+    )
+
+
+def _stored(folder: Path) -> dict[str, _Stored]:
+    """What the files in ``folder`` have, by name."""
+    result = {}
+    for file in _files(folder):
+        with _open(file) as tensors:
+            for name in tensors.keys():  # noqa: SIM118 - it is no dict
+                result[name] = _Stored(file, tuple(tensors.get_slice(name).get_shape()))
+    return result
+
+
+def _files(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise ValueError(
+            f"{folder} is not a folder: name a local one that save_pretrained wrote, or to which a model was downloaded"
+            " (huggingface_hub.snapshot_download)."
+        )
+    if (folder / FILE).is_file():
+        return [folder / FILE]
+    index = folder / INDEX
+    if not index.is_file():
+        raise ValueError(
+            f"{folder} has neither {FILE} nor {INDEX}. Weights of other formats are turned into them by loading the"
+            f" model with from_pretrained and saving it with save_pretrained."
+        )
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index} is not an index of safetensors files ({error!r}): download it again.") from error
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{index} lists {_some(missing)}, not in the folder: download what is missing.")
+    return [folder / name for name in names]
+
+
+def _open(file: Path) -> Any:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise ValueError(f"{file} is not a whole safetensors file ({error}): download it again.") from error
+
+
+def _match(
+    targets: _Targets, stored: Mapping[str, _Stored], prefix: str, folder: str | Path
+) -> list[tuple[str, _Stored, Tensor]]:
+    """Say which stored tensor each target is filled from, tied ones once."""
+    names: dict[int, list[str]] = defaultdict(list)
+    for name, tensor in targets.tensors.items():
+        names[id(tensor)].append(name)
+    missing = [tied[0] for tied in names.values() if not any(name in stored for name in tied)]
+    unknown = [name for name in stored if name not in targets.tensors and name not in targets.optional]
+    if not targets.tensors:
+        raise ValueError(f"prefix={prefix!r}: the module has no parameter of which the name begins so.")
+    if missing or unknown:
+        lacking = f"The files lack {_some(missing)}. " if missing else ""
+        surplus = f"The module lacks {_some(unknown)}. " if unknown else ""
+        raise ValueError(
+            f"The weights in {folder} are not those of this module. {lacking}{surplus}Build the model from the folder's"
+            f" own config.json, with the same class as saved it, and let prefix={prefix!r} be what the module's names"
+            " have in front of the files'."
+        )
+    for name, tensor in targets.tensors.items():
+        if name in stored and stored[name].shape != tuple(tensor.shape):
+            raise ValueError(
+                f"{name} is {list(stored[name].shape)} in {stored[name].file}, and {list(tensor.shape)} in the module:"
+                " build the model from the folder's own config.json."
+            )
+        if tensor.is_meta:
+            raise ValueError(f"{prefix}{name} is on the meta device: load once the strategy has given it memory.")
+    found = [next(name for name in tied if name in stored) for tied in names.values()]
+    return [(name, stored[name], targets.tensors[name]) for name in found]
+
+
+def _read(to_read: Collection[tuple[str, _Stored, Tensor]]) -> None:
+    by_file = defaultdict(list)
+    for name, stored, tensor in to_read:
+        by_file[stored.file].append((name, tensor))
+    layouts = Boxes()
+    for file, wanted in by_file.items():
+        with _open(file) as tensors:
+            for name, tensor in wanted:
+                part = local_part(tensor)
+                for box in layouts.of(tensor) if part.numel() else ():
+                    if not tensor.ndim:
+                        part.copy_(tensors.get_tensor(name))
+                        continue
+                    ends = (offset + size for offset, size in zip(box.offsets, box.sizes, strict=True))
+                    where = tuple(slice(start, end) for start, end in zip(box.offsets, ends, strict=True))
+                    part[box.in_part].copy_(tensors.get_slice(name)[where])
+
+
+def _some(names: Collection[str], number: int = 5) -> str:
+    """The first few of ``names``, and how many there are."""
+    first = ", ".join(sorted(names)[:number])
+    return first if len(names) <= number else f"{len(names)} tensors ({first}, ...)"

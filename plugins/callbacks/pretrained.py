@@ -1,0 +1,75 @@
+"""Runs that begin from pretrained weights."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_dist.pretrained import load_safetensors
+from lightning_dist.sharding import sharded
+
+__all__ = ["LoadPretrained"]
+
+
+class LoadPretrained(Callback):
+    """Begins from the weights in a local Hugging Face folder, whatever the strategy; each rank reads its own part.
+
+    Build the model in ``configure_model`` with ``from_config``, not ``from_pretrained``: then no rank ever holds the
+    whole of it. A run that goes on from a checkpoint has its weights from there, and does not read the folder. A module
+    is filled once: a test after a fit is of what was trained.
+
+    Args:
+        path: The folder, with ``model.safetensors`` or ``model.safetensors.index.json``.
+        prefix: What the LightningModule's names have in front of those in the files. Parameters that are named
+            otherwise, such as of a new head, are left as they are.
+
+    Raises:
+        ValueError: When the run begins, if names or shapes in the files are not the module's.
+    """
+
+    def __init__(self, path: str | Path, prefix: str = "model.") -> None:
+        self.path = path
+        self.prefix = prefix
+        self._filled: weakref.WeakSet[LightningModule] = weakref.WeakSet()
+
+    # Not in on_fit_start: checkpoints are restored after it where the strategy shards the module first, and only then
+    # is it known whether there is one. A sanity check is a validation, and comes before training.
+    @override
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._fill(trainer, pl_module)
+
+    @override
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._fill(trainer, pl_module)
+
+    @override
+    def on_test_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._fill(trainer, pl_module)
+
+    @override
+    def on_predict_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._fill(trainer, pl_module)
+
+    def _fill(self, trainer: Trainer, module: LightningModule) -> None:
+        if module in self._filled:
+            return
+        self._filled.add(module)
+        if trainer.ckpt_path is not None:
+            return
+        whole = sharded(module)
+        if whole is not None:
+            whole.free()
+        load_safetensors(module, self.path, self.prefix)
+        rank_zero_info(f"Loaded the pretrained weights in {self.path}.")
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without what cannot be pickled; a copy has filled nothing."""
+        return {**self.__dict__, "_filled": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _filled=weakref.WeakSet())
