@@ -76,6 +76,12 @@ def parallelize(
                 " the LightningModule, or leave the strategy to them (Lightning's ModelParallelStrategy)."
             )
     units = find_units(module, unit_classes, min_num_params)
+    if (sharding.recompute or sharding.compile_backend) and all(unit.kind != "block" for unit in units):
+        asked = "activation_checkpointing" if sharding.recompute else "compile"
+        raise ValueError(
+            f"{asked} works on the model's repeated blocks, and {type(module).__name__} has none that could be found:"
+            " name their classes as units=[...]."
+        )
     for param in module.parameters():
         if not param.is_contiguous():  # such as channels_last, which FSDP2 does not take
             param.data = param.data.contiguous()

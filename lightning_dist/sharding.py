@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,6 +27,7 @@ from torch.distributed.tensor import Shard
 
 from lightning_dist import _compat
 from lightning_dist._compat import ParameterGroup
+from lightning_dist.block_forward import compile_block, recompute_block
 from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter
 from lightning_dist.consensus import arrive
 from lightning_dist.initialization import materialize, refuse_meta_attributes
@@ -51,12 +52,16 @@ class ShardingConfig:
         reshard_after_forward: Whether blocks, but for the last, are freed after their forward and gathered again in the
             backward (less memory), or kept (one gather less); a number: kept sharded over that many ranks.
         direct_collectives: Use those of :mod:`lightning_dist.collectives`; None: on gloo only.
+        recompute: Whether blocks are run again in the backward, in the place of keeping their activations.
+        compile_backend: What compiles each block, such as ``"inductor"``; None: nothing does.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool | int = True
     direct_collectives: bool | None = None
+    recompute: bool = False
+    compile_backend: str | None = None
 
 
 class _StepRoot(nn.Module):
@@ -106,6 +111,8 @@ def shard(
         if tensor_parallel is not None:
             split = tensor_parallel.split(unit.params.values(), unit.owners)
             unit.params = {name: split[param] for name, param in unit.params.items()}
+        if unit.kind == "block":
+            _change_forward(unit, config, tensor_parallel, module)
         # The last block's backward follows its forward: to free it would only be to gather it again.
         stays_gathered = unit.kind in ("outer", "own") or (unit is last_block and config.reshard_after_forward is True)
         fully_shard(
@@ -124,6 +131,24 @@ def shard(
     materialize([module], module, device)
     refuse_meta_attributes(module)
     return ShardedModule(module, units, groups, mesh, tensor_parallel)
+
+
+def _change_forward(
+    unit: Unit, config: ShardingConfig, tensor_parallel: TensorParallel | None, root: nn.Module
+) -> None:
+    for block in unit.modules:
+        if config.compile_backend is not None:
+            compile_block(block, config.compile_backend)
+        if config.recompute:
+            in_place: Callable[[], AbstractContextManager[None]] = nullcontext
+            if tensor_parallel is not None:
+                in_place = partial(tensor_parallel.in_place, _in_order(root, unit))
+            recompute_block(block, in_place)
+
+
+def _in_order(root: nn.Module, unit: Unit) -> list[nn.Module]:
+    """A unit's owners, in one order on all ranks: what tensor parallelism exchanges for them is."""
+    return [owner for owner in root.modules() if owner in unit.owners]
 
 
 def _shard_placement(tensor_parallel: TensorParallel, param: nn.Parameter) -> Shard | None:
@@ -193,12 +218,7 @@ class ShardedModule:
         self._outer = [group for unit, group in by_kind if unit.kind in ("outer", "own", "scalars")]
         self._own = [group for unit, group in by_kind if unit.kind in ("own", "scalars")]
         self.tensor_parallel = tensor_parallel
-        # In one order on all ranks: what tensor parallelism exchanges for them is.
-        self._owners = {
-            group: [owner for owner in module.modules() if owner in unit.owners]
-            for unit, group in by_kind
-            if unit.kind != "scalars"
-        }
+        self._owners = {group: _in_order(module, unit) for unit, group in by_kind if unit.kind != "scalars"}
         self._running = 0
         self._in_step = False
         self._has_stepped = False

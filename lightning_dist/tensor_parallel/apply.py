@@ -6,7 +6,7 @@ device, with fewer heads or features.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from lightning_dist import _compat
 from lightning_dist.randomness import Apart
 from lightning_dist.tensor_parallel import exchanges
-from lightning_dist.tensor_parallel.layers import linear_layer, num_heads
+from lightning_dist.tensor_parallel.layers import linear_layer, num_heads, shared_heads
 from lightning_dist.tensor_parallel.plan import Plan, PlanError
 from lightning_dist.tensor_parallel.sequence import SequenceParallel
 from lightning_dist.tensor_parallel.split_logits import SplitLogits
@@ -40,6 +40,7 @@ class TensorParallel:
     """
 
     def __init__(self, root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+        self._root = root
         self._mesh = mesh
         self._group = mesh.get_group()
         self._placements: dict[nn.Parameter, Placement] = {}
@@ -106,18 +107,20 @@ class TensorParallel:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             return None if self._is_whole else after(module, output)
 
-        module.register_forward_pre_hook(pre_hook, with_kwargs=True)
-        module.register_forward_hook(hook, always_call=True)
+        # torch.compile would trace into them, and is no faster for it: collectives end a graph.
+        disable = cast(Callable[[Any], Any], torch.compiler.disable)
+        module.register_forward_pre_hook(disable(pre_hook), with_kwargs=True)
+        module.register_forward_hook(disable(hook), always_call=True)
 
     def _place(self, name: str, module: nn.Module, key: str, dim: int, num_packed: int = 1) -> None:
         param: nn.Parameter = getattr(module, key)
         size, num_ranks = param.size(dim), self._group.size()
         heads = num_heads(self._parents.get(module), size) if num_packed == 1 else None
+        shared = shared_heads(self._root, name, num_ranks) if num_packed == 1 else None
         placement: Placement
-        if heads is not None and heads < num_ranks and num_ranks % heads == 0 and self._is_of_keys(module):
-            # Several ranks use the same head of the keys or values.
-            placement, rows, rank = Replicate(), size // heads, self._group.rank()
-            self._own[module, key] = partial(_rows, dim=dim, start=rank * heads // num_ranks * rows, length=rows)
+        if shared is not None:
+            placement, rows, rank = Replicate(), size // shared, self._group.rank()
+            self._own[module, key] = partial(_rows, dim=dim, start=rank * shared // num_ranks * rows, length=rows)
         elif size % (num_packed * num_ranks):
             packed = f" in {num_packed} parts" if num_packed > 1 else ""
             raise PlanError(f"plan: the {size} features{packed} of {name}.{key} do not divide by tp_size={num_ranks}.")
@@ -135,12 +138,6 @@ class TensorParallel:
             placement = _compat.packed_shard(dim, num_packed)
         if self._placements.setdefault(param, placement) != placement:
             raise PlanError(f"plan: {name}.{key} is tied to a parameter that is split otherwise.")
-
-    def _is_of_keys(self, module: nn.Module) -> bool:
-        """Whether there is a layer with more heads beside ``module``: then its own are shared by those."""
-        parent, layer = self._parents[module], linear_layer(module)
-        beside = [linear_layer(child) for child in parent.children()]
-        return layer is not None and any(other.out_features > layer.out_features for other in beside if other)
 
     def _own_of_packed(self, tensor: Tensor, dim: int, num_packed: int) -> Tensor:
         ranks = self._group.size()
@@ -207,6 +204,18 @@ class TensorParallel:
             for key in owner._parameters:
                 if (owner, key) in self._whole:
                     owner._parameters[key] = self._whole[owner, key]
+
+    @contextmanager
+    def in_place(self, owners: Sequence[nn.Module]) -> Iterator[None]:
+        """Inside, ``owners`` hold this rank's parts, as in a forward: for one that is run again in a backward."""
+        are_whole = any(isinstance(param, DTensor) for owner in owners for param in owner._parameters.values())
+        if are_whole:
+            self.use_local(owners)
+        try:
+            yield
+        finally:
+            if are_whole:
+                self.use_whole(owners)
 
     def shard_dim(self, param: nn.Parameter) -> int | None:
         """The dimension that FSDP2 must shard a split parameter along; None: its own choice."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist.tensor_parallel.confirm import BLOCK, Trial
-from lightning_dist.tensor_parallel.layers import linear_layer
+from lightning_dist.tensor_parallel.layers import linear_layer, shared_heads
 from lightning_dist.tensor_parallel.plan import Entry, Plan, PlanError, SplitSequence, with_tied
 from lightning_dist.tensor_parallel.provenance import Call, Provenance, is_stream, is_used_outside, tensors_in
 
@@ -122,6 +122,7 @@ class _Planner:
         sequence, why_not = self._sequence(entries, sizes) if splits_sequence is not False else (None, "not asked for")
         if sequence is None and splits_sequence:
             raise PlanError(f"sequence_parallel=True: {why_not}")
+        entries = {name: self._said_of_keys(name, entry) for name, entry in entries.items()}
         self._notes.append(f"hidden states are {'' if sequence else 'not '}split along the sequence" +
                            (f" ({why_not})" if why_not else ""))  # fmt: skip
         heads = [name for name, entry in entries.items() if entry.style == "colwise_gather_output"]
@@ -132,6 +133,11 @@ class _Planner:
             why = f" (given to {', '.join(needs)})" if needs else " (not asked for)" if not keeps else ""
             self._notes.append(f"logits are {'split along the vocabulary' if keeps else 'gathered'}{why}")
         return Plan(entries, sizes, sequence, self._may_draw(), bool(heads) and keeps, tuple(self._notes))
+
+    def _said_of_keys(self, name: str, entry: Entry) -> Entry:
+        """Say where several ranks have the same head of the keys or values."""
+        heads = shared_heads(self._root, name, self._mesh.size()) if entry.style == "colwise" else None
+        return entry if heads is None else replace(entry, why=f"each of its {heads} heads on several ranks")
 
     def _complain(self, text: str) -> None:
         if self._is_strict:

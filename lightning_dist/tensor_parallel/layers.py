@@ -7,7 +7,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-__all__ = ["LinearLayer", "linear_layer", "num_heads"]
+__all__ = ["LinearLayer", "linear_layer", "num_heads", "shared_heads"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,17 @@ def linear_layer(module: nn.Module) -> LinearLayer | None:
         in_features, out_features = cast(Tensor, module.weight).shape
         return LinearLayer(0, 1, in_features, out_features, "nf")
     return None
+
+
+def shared_heads(root: nn.Module, name: str, num_ranks: int) -> int | None:
+    """How many heads a layer of keys or values has, if they are so few that several ranks use the same."""
+    parent_name, _, _ = name.rpartition(".")
+    parent, layer = root.get_submodule(parent_name), linear_layer(root.get_submodule(name))
+    heads = None if layer is None else num_heads(parent, layer.out_features)
+    if layer is None or heads is None or heads >= num_ranks or num_ranks % heads:
+        return None
+    beside = [linear_layer(child) for child in parent.children()]
+    return heads if any(other.out_features > layer.out_features for other in beside if other) else None
 
 
 def num_heads(parent: nn.Module | None, features: int) -> int | None:

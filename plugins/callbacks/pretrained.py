@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from pathlib import Path
-from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -35,7 +33,7 @@ class LoadPretrained(Callback):
     def __init__(self, path: str | Path, prefix: str = "model.") -> None:
         self.path = path
         self.prefix = prefix
-        self._filled: weakref.WeakSet[LightningModule] = weakref.WeakSet()
+        self._filled: LightningModule | None = None
 
     # Not in on_fit_start: checkpoints are restored after it where the strategy shards the module first, and only then
     # is it known whether there is one. A sanity check is a validation, and comes before training.
@@ -56,9 +54,9 @@ class LoadPretrained(Callback):
         self._fill(trainer, pl_module)
 
     def _fill(self, trainer: Trainer, module: LightningModule) -> None:
-        if module in self._filled:
+        if module is self._filled:
             return
-        self._filled.add(module)
+        self._filled = module
         if trainer.ckpt_path is not None:
             return
         whole = sharded(module)
@@ -66,10 +64,3 @@ class LoadPretrained(Callback):
             whole.free()
         load_safetensors(module, self.path, self.prefix)
         rank_zero_info(f"Loaded the pretrained weights in {self.path}.")
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without what cannot be pickled; a copy has filled nothing."""
-        return {**self.__dict__, "_filled": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, _filled=weakref.WeakSet())

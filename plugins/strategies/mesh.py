@@ -67,6 +67,8 @@ class MeshStrategy(ProcessStrategy):
             backward (True: least memory), keep them (False: a gather less), or keep them sharded over this many ranks.
         reduce_dtype: What gradients are reduced in (``"float32"``, ``"bfloat16"``). None: float32, or the parameters'
             dtype in 64-true.
+        activation_checkpointing: Keep none of a block's activations for the backward, but run the block again.
+        compile: Compile each block by ``torch.compile``; a string: by this backend of it.
         direct_collectives: Gather and reduce-scatter in one round, each rank with each other, and a local sum. None:
             where the backend is gloo, whose own take more rounds or more bytes.
         check_replicas_every_n_steps: Compare the replicas' weights bit by bit every so many optimizer steps, and raise
@@ -85,6 +87,8 @@ class MeshStrategy(ProcessStrategy):
         min_num_params: int = MIN_NUM_PARAMS,
         reshard_after_forward: bool | int = True,
         reduce_dtype: str | None = None,
+        activation_checkpointing: bool = False,
+        compile: bool | str = False,
         direct_collectives: bool | None = None,
         check_replicas_every_n_steps: int | None = None,
         checkpoint: CheckpointOptions | None = None,
@@ -100,6 +104,8 @@ class MeshStrategy(ProcessStrategy):
         self._min_num_params = min_num_params
         self._reshard_after_forward = reshard_after_forward
         self._reduce_dtype = reduce_dtype
+        self._activation_checkpointing = activation_checkpointing
+        self._compile_backend = "inductor" if compile is True else compile or None
         self._direct_collectives = direct_collectives
         self._check_replicas_every_n_steps = check_replicas_every_n_steps
         self._checkpoint_options = checkpoint or CheckpointOptions()
@@ -135,6 +141,16 @@ class MeshStrategy(ProcessStrategy):
     def check_replicas_every_n_steps(self) -> int | None:
         """Between how many optimizer steps the replicas' weights are compared; None: never."""
         return self._check_replicas_every_n_steps
+
+    @property
+    def activation_checkpointing(self) -> bool:
+        """Whether blocks are run again in the backward."""
+        return self._activation_checkpointing
+
+    @property
+    def compile_backend(self) -> str | None:
+        """What compiles each block; None: nothing does."""
+        return self._compile_backend
 
     @property
     def precision_policy(self) -> PrecisionPolicy:
@@ -266,6 +282,8 @@ class MeshStrategy(ProcessStrategy):
             reduce_dtype=self.precision_policy.reduce_dtype,
             reshard_after_forward=self._reshard_after_forward,
             direct_collectives=self._direct_collectives,
+            recompute=self._activation_checkpointing,
+            compile_backend=self._compile_backend,
         )
         splitting = self._tensor_parallel
         if self.layout.tp > 1:

@@ -41,6 +41,10 @@ def startup_table(strategy: MeshStrategy, module: ShardedModule) -> str:
             f" gradients reduced in {_name(policy.reduce_dtype or computed)}",
         ),
     ]
+    if strategy.activation_checkpointing or strategy.compile_backend:
+        done = ["run again in the backward"] if strategy.activation_checkpointing else []
+        done += [f"compiled ({strategy.compile_backend})"] if strategy.compile_backend else []
+        rows.append(("blocks", ", ".join(done)))
     if module.tensor_parallel is not None:
         plan = module.tensor_parallel.plan
         split = [*_split(plan.entries), *plan.notes]

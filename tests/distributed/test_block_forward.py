@@ -1,0 +1,90 @@
+"""Blocks that are run again in the backward, or compiled: the same gradients, and fewer activations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_dist import FullShardStrategy, HybridShardStrategy, TensorParallelStrategy
+from tests.distributed.fit import assert_same, make_trainer, refused, weights_of
+from tests.models import build
+from tests.parity.run import SPLIT_MODELS, Recorder
+from tests.pool import WorkerPool
+
+assert SPLIT_MODELS
+STRATEGIES: dict[str, Any] = {
+    "full": lambda **kwargs: FullShardStrategy(**kwargs),
+    "hybrid": lambda **kwargs: HybridShardStrategy(2, 2, **kwargs),
+    "tp": lambda **kwargs: TensorParallelStrategy(2, **kwargs),
+    "tp whole": lambda **kwargs: TensorParallelStrategy(2, sequence_parallel=False, **kwargs),
+}
+
+
+def fit(name: str, model: str, kwargs: dict[str, Any]) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    module, recorder = build(model), Recorder()
+    trainer = make_trainer(
+        "2x2", strategy=STRATEGIES[name](**kwargs), max_steps=3, precision="64-true", callbacks=[recorder]
+    )
+    trainer.fit(module)
+    return recorder.gradients[0], weights_of(module)
+
+
+@pytest.mark.parametrize(
+    ("name", "model"), [("full", "example_gpt"), ("hybrid", "gpt2"), ("tp", "gpt2"), ("tp whole", "example_gpt")]
+)
+def test_recomputed_blocks_have_the_same_gradients(pool: WorkerPool, name: str, model: str) -> None:
+    gradients, weights = pool.run(fit, 4, name, model, {})[0]
+    actual = pool.run(fit, 4, name, model, {"activation_checkpointing": True})[0]
+    assert_same(actual[0], gradients, 1e-12)
+    assert_same(actual[1], weights, 1e-12)
+
+
+@pytest.mark.parametrize(("name", "recomputes"), [("hybrid", True), ("tp", False)])
+def test_compiled_blocks_have_the_same_gradients(pool: WorkerPool, name: str, recomputes: bool) -> None:
+    """Of the embedding above all: a compiled block after a split embedding once gave it none at all."""
+    gradients, weights = pool.run(fit, 4, name, "example_gpt", {})[0]
+    kwargs = {"compile": "aot_eager", "activation_checkpointing": recomputes}
+    actual = pool.run(fit, 4, name, "example_gpt", kwargs, timeout_s=200)[0]
+    assert np.linalg.norm(actual[0]["model.embedding.weight"]) > 0.01
+    assert_same(actual[0], gradients, 1e-10)
+    assert_same(actual[1], weights, 1e-10)
+
+
+def num_saved(kwargs: dict[str, Any]) -> int:
+    """Elements that are kept for the backward of one step."""
+    module, saved = build("example_gpt"), [0]
+    step = module.training_step
+
+    def counting(batch: Any, batch_idx: int) -> Tensor:
+        def pack(tensor: Tensor) -> Tensor:
+            saved[0] += tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            return step(batch, batch_idx)
+
+    module.training_step = counting  # type: ignore[method-assign]
+    make_trainer("2x2", strategy=FullShardStrategy(**kwargs), max_steps=1).fit(module)
+    return saved[0]
+
+
+def test_recomputed_blocks_keep_less(pool: WorkerPool) -> None:
+    assert pool.run(num_saved, 4, {"activation_checkpointing": True})[0] < 0.5 * pool.run(num_saved, 4, {})[0]
+
+
+def without_blocks() -> str:
+    class Plain(type(build("gpt"))):  # type: ignore[misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Linear(8, 8)
+
+    return refused(Plain(), strategy=FullShardStrategy(activation_checkpointing=True))
+
+
+def test_a_model_without_blocks_is_refused(pool: WorkerPool) -> None:
+    for error in pool.run(without_blocks, 4):
+        assert "activation_checkpointing works on the model's repeated blocks, and Plain has none" in error
