@@ -32,7 +32,7 @@ from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter
 from lightning_dist.consensus import arrive
 from lightning_dist.initialization import materialize, refuse_meta_attributes
 from lightning_dist.scalars import ScalarGroup
-from lightning_dist.tensor_parallel import TensorParallel
+from lightning_dist.tensor_parallel import TensorParallel, whole_logits
 from lightning_dist.units import Unit
 
 __all__ = ["NotInStepError", "ShardedModule", "ShardingConfig", "full_parameters", "shard", "sharded"]
@@ -301,6 +301,8 @@ class ShardedModule:
                 for group in self._outer:
                     self._gather(group)
                 output = self._root(step)
+                if self.tensor_parallel is not None:
+                    output = whole_logits(output)
         except BaseException:
             _compat.reset_after_error(self._root)
             raise

@@ -12,7 +12,7 @@ from lightning_dist.tensor_parallel.infer import Seen, make_plan
 from lightning_dist.tensor_parallel.plan import STYLES, Entry, Plan, PlanError, resolve_plan
 from lightning_dist.tensor_parallel.provenance import Provenance
 from lightning_dist.tensor_parallel.same_batch import DifferentBatchError, SameBatch
-from lightning_dist.tensor_parallel.split_logits import SplitLogits
+from lightning_dist.tensor_parallel.split_logits import SplitLogits, whole_logits
 
 __all__ = [
     "STYLES",
@@ -27,4 +27,5 @@ __all__ = [
     "TensorParallel",
     "make_plan",
     "resolve_plan",
+    "whole_logits",
 ]

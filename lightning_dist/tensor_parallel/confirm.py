@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.tensor_parallel.apply import TensorParallel
-from lightning_dist.tensor_parallel.plan import Plan, PlanError
+from lightning_dist.tensor_parallel.plan import Plan
 from lightning_dist.tensor_parallel.provenance import Call, is_learned, tensors_in
 
 __all__ = ["BLOCK", "Trial"]
@@ -58,12 +58,12 @@ class Trial:
 
         Args:
             plan: With :data:`BLOCK` as the block's name.
+
+        Raises:
+            PlanError: If the block cannot be split so at all.
         """
         holder = nn.ModuleDict({BLOCK: copy.deepcopy(self._block)})
-        try:
-            parallel = TensorParallel(holder, replace(plan, draws_random=False, splits_logits=False), self._mesh)
-        except PlanError as error:
-            return str(error).removeprefix("plan: ")
+        parallel = TensorParallel(holder, replace(plan, draws_random=False, splits_logits=False), self._mesh)
         parallel.split(list(holder.parameters()), list(holder.modules()))
         params = dict(holder[BLOCK].named_parameters())
         holder[BLOCK].register_forward_pre_hook(lambda *_: parallel.use_local(holder.modules()))

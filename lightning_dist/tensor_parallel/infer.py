@@ -100,6 +100,7 @@ class _Planner:
         self._calls: dict[str, Call] = {}
         if seen.provenance is not None:
             self._calls = {call.name: call for call in reversed(seen.provenance.calls)}
+        self._impossible: set[str] = set()  # errors of what cannot be split at all
         self._notes: list[str] = []
 
     def plan(self, entries: dict[str, Entry], splits_sequence: bool | None, splits_logits: bool | None) -> Plan:
@@ -200,6 +201,8 @@ class _Planner:
             return entries, sizes
         source = next(entry.source for entry in entries.values() if entry.is_split)
         kind = type(self._blocks[name]).__name__
+        if source == "user" and error in self._impossible:
+            raise PlanError(f"plan: {error}")
         if source == "user":
             raise PlanError(f"plan: split so, {name} ({kind}) does not compute what it does whole: {error}")
         if self._is_strict:
@@ -314,7 +317,11 @@ class _Planner:
             return f"it could not be tried: {trial.error}"
         question = (kind, repr(plan))
         if question not in self._answers:
-            self._answers[question] = trial.difference(plan)
+            try:
+                self._answers[question] = trial.difference(plan)
+            except PlanError as error:
+                self._answers[question] = str(error).removeprefix("plan: ").replace(f"{BLOCK}.", f"{name}.")
+                self._impossible.add(self._answers[question])
         return self._answers[question]
 
     def _note_once(self, text: str) -> None:

@@ -7,7 +7,7 @@ given the whole, which the ranks gather then: all of them must call it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn import functional
 from lightning_dist.consensus import arrive
 from lightning_dist.tensor_parallel import exchanges
 
-__all__ = ["SplitLogits", "works_on_parts"]
+__all__ = ["SplitLogits", "whole_logits", "works_on_parts"]
 
 
 def _functions(names: str) -> set[Any]:
@@ -134,6 +134,20 @@ class SplitLogits(Tensor):
             f"{func} was called on logits that are split over tp, by code that torch cannot redirect: set"
             " loss_parallel=False."
         )
+
+
+def whole_logits(value: Any) -> Any:
+    """``value``, with the whole of what is split in it, for those who may look at it on one rank alone."""
+    if isinstance(value, SplitLogits):
+        return exchanges.gather(value.local, value.group, value.split_dim)
+    if isinstance(value, MutableMapping):
+        for key, item in value.items():
+            if isinstance(item, SplitLogits | MutableMapping | list | tuple):
+                value[key] = whole_logits(item)
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(map(whole_logits, value))
+    return value
 
 
 def works_on_parts(func: Any, logits: Tensor, args: Any, kwargs: Any) -> bool:

@@ -60,7 +60,7 @@ def _split(plan: Mapping[str, Entry]) -> Iterator[str]:
     lines: dict[tuple[str, str, str], dict[str, int]] = {}
     for name, entry in plan.items():
         names = lines.setdefault((entry.style, entry.source, entry.why), {})
-        short = re.sub(r"\.\d+(?=\.|$)", ".*", name)
+        short = re.sub(r"\.\d+(?=\.)", ".*", name)
         names[short] = names.get(short, 0) + 1
     for (style, source, why), names in lines.items():
         counted = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names.items())

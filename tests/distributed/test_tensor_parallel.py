@@ -5,16 +5,20 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dist import TensorParallelStrategy, full_parameters
+from lightning_dist.tensor_parallel import SplitLogits
 from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
-from tests.models import GPT, build
+from tests.models import CONTEXT, GPT, build
 from tests.parity.run import PLANS
 from tests.pool import WorkerPool
+from tests.split_models import Llama
 
 
 def tp_trainer(tp: int = 2, layout: str = "", plan: Any = None, **kwargs: Any) -> pl.Trainer:
@@ -22,24 +26,72 @@ def tp_trainer(tp: int = 2, layout: str = "", plan: Any = None, **kwargs: Any) -
     return make_trainer("2x2", **{"strategy": strategy, "max_steps": 2, **kwargs})
 
 
-def sizes() -> tuple[int, int, int]:
-    """Elements on this rank: of what is split, and of the rest; and of the whole model."""
-    model = GPT()
-    tp_trainer().fit(model)
-    split = rest = 0
-    for param in model.parameters():
-        assert isinstance(param, DTensor)
-        is_split = any(getattr(placement, "dim", None) is not None for placement in param.placements[-1:])
-        if is_split:
-            split += param.to_local().numel()
-        else:
-            rest += param.to_local().numel()
-    return split, rest, sum(p.numel() for p in GPT().parameters())
+class Sizes(pl.Callback):
+    """Bytes on this rank, of parameters, gradients and optimizer state."""
+
+    held = 0
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, module: pl.LightningModule, optimizer: Any) -> None:
+        tensors = [t for p in module.parameters() for t in (p, p.grad)]
+        tensors += [t for state in optimizer.state.values() for t in state.values() if t.ndim]
+        local = [t.to_local() if isinstance(t, DTensor) else t for t in tensors if t is not None]
+        self.held = sum(t.numel() * t.element_size() for t in local)
+
+
+def held(tp: int, shard: int) -> tuple[float, float]:
+    """What a rank holds, against 1 / tp of what is split and the rest, and against the whole model."""
+    model, sizes = build("example_gpt", optimizer="adamw"), Sizes()
+    strategy = TensorParallelStrategy(tp, shard)
+    make_trainer("2x2", strategy=strategy, max_steps=2, callbacks=[sizes]).fit(model)
+    split = sum(p.numel() for p in model.parameters() if any(q.is_shard() for q in p.placements[-1:]))
+    whole = sum(p.numel() for p in model.parameters())
+    per_element = 4 * 4  # a weight, its gradient, and two moments
+    return sizes.held / (per_element * (split / tp + whole - split) / shard), sizes.held / (per_element * whole)
 
 
 def test_a_rank_holds_its_part(pool: WorkerPool) -> None:
-    for split, rest, numel in pool.run(sizes, 4):
-        assert split < 0.3 * numel and split + rest < 0.6 * numel
+    for tp, shard in ((4, 1), (2, 2)):
+        for of_formula, of_whole in pool.run(held, 4, tp, shard):
+            assert abs(of_formula - 1) < 0.02
+            assert of_whole < 0.27
+
+
+class Largest(TorchDispatchMode):
+    """The most elements of a tensor that anything returns."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor) and not isinstance(tensor, SplitLogits) and not tensor.is_meta:
+                self.numel = max(self.numel, tensor.numel())
+        return out
+
+
+class Watching(pl.Callback):
+    def __init__(self) -> None:
+        self.mode = Largest()
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.mode.__enter__()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.mode.__exit__(None, None, None)
+
+
+def largest(loss_parallel: bool) -> int:
+    callback = Watching()
+    strategy = TensorParallelStrategy(4, loss_parallel=loss_parallel)
+    model = build("example_gpt", global_batch_size=64)
+    make_trainer("2x2", strategy=strategy, max_steps=1, callbacks=[callback]).fit(model)
+    return callback.mode.numel
+
+
+def test_whole_logits_are_never_in_memory(pool: WorkerPool) -> None:
+    logits = 64 * CONTEXT * 256
+    assert max(pool.run(largest, 4, None)) == logits // 4
+    assert min(pool.run(largest, 4, False)) >= logits
 
 
 def resume(folder: Path) -> tuple[Weights, list[Weights], list[Weights]]:
@@ -69,6 +121,8 @@ def test_any_layout_resumes_it(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 class Logits(GPT):
+    """Returns logits, which are whole for whoever is given them."""
+
     def predict_step(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         return batch[0], self.model(batch[0])
 
@@ -79,9 +133,11 @@ def call_alone() -> tuple[float, float, Weights]:
     trainer = tp_trainer(precision="64-true", limit_predict_batches=1)
     trainer.fit(model)
     reference.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights_of(model).items()}, False)
-    ((tokens, logits),) = trainer.predict(model, model.predict_dataloader())
-    expected = reference.model(tokens)
-    alone = expected
+    tokens = next(iter(model.predict_dataloader()))[0]
+    logits = reference.model(tokens)
+    for tokens, logits in trainer.predict(model, model.predict_dataloader()) or ():  # of one rank of each tp
+        pass
+    expected = alone = reference.model(tokens)
     with full_parameters(model):
         if trainer.is_global_zero:
             alone = model.model(tokens)
@@ -117,24 +173,66 @@ def test_ranks_that_are_given_different_batches_are_told(pool: WorkerPool) -> No
 def refusals() -> list[str]:
     errors = []
     for tp, plan, name in (
-        (4, None, "llama"),
+        (4, {"self_attn.q_proj": "colwise", "self_attn.o_proj": "rowwise"}, "three_heads"),
         (4, {"blocks.*.norm_1": "colwise"}, "gpt"),
         (4, {"blocks.*.qkv": "embedding_rowwise"}, "gpt"),
         (4, {"model.embedding": "embedding_rowwise", "model.head": "rowwise"}, "gpt"),
         (3, None, "gpt"),
+        (2, {"blocks.*.qkv": "packed_colwise:3", "blocks.*.out": "rowwise"}, "gpt"),
     ):
-        errors.append(refused(build(name), strategy=TensorParallelStrategy(tp, plan=plan)))
+        strategy = TensorParallelStrategy(tp, plan=plan)
+        errors.append(refused(ThreeHeads() if name == "three_heads" else build(name), strategy=strategy))
     errors.append(refused(build("gpt"), strategy=TensorParallelStrategy(2, dp_replicate_size=0)))
     errors.append(refused(build("gpt"), strategy=TensorParallelStrategy(1, plan={"no.such": "colwise"})))
     return errors
 
 
+class ThreeHeads(Llama):
+    def make_model(self) -> Any:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=32, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6,
+            num_key_value_heads=6, head_dim=4, max_position_embeddings=CONTEXT, use_cache=False,
+        )  # fmt: skip
+        return LlamaForCausalLM(config)
+
+
 def test_what_cannot_be_split_is_refused_with_the_numbers(pool: WorkerPool) -> None:
-    for heads, layer, embedding, tied, size, zero, unused in pool.run(refusals, 4):
-        assert "the 2 heads of model.model.layers.0.self_attn.k_proj, of 6 features each" in heads
+    for heads, layer, embedding, tied, size, wrong, zero, unused in pool.run(refusals, 4):
+        assert "plan: the 6 heads of model.model.layers.0.self_attn." in heads
+        assert "_proj, of 4 features each, do not divide by tp_size=4" in heads
         assert "blocks.0.norm_1 is a LayerNorm, and colwise splits linear layers only" in layer
         assert "blocks.0.qkv is a Linear, and embedding_rowwise splits nn.Embedding only" in embedding
         assert "model.head.weight is tied to a parameter that is split otherwise" in tied
         assert "tp_size must be one of 1, 2, 4" in size
+        assert "split so, model.blocks.0 (Block) does not compute what it does whole" in wrong
         assert "dp_replicate_size=0 must be a positive number" in zero
         assert "'no.such' matches no module" in unused
+
+
+class Reshaping(GPT):
+    """Its attention counts on all heads being there, by a number in its code; its batch cannot be looked at."""
+
+    def train_dataloader(self) -> Any:
+        raise RuntimeError("not now")
+
+
+def strict() -> tuple[str, str, str, str]:
+    """The errors where nothing can be inferred, or what was is wrong, and the table where it need not be right."""
+    wrong = refused(build("encoder"), strategy=TensorParallelStrategy(2, strict_plan=True, plan={}))
+    unseen = refused(Reshaping(), strategy=TensorParallelStrategy(2, strict_plan=True))
+    asked = refused(build("encoder"), strategy=TensorParallelStrategy(2, sequence_parallel=True))
+    lines: list[str] = []
+    with patch("lightning_dist.plugins.strategies.mesh.rank_zero_info", lines.append):
+        refused(build("gpt"), strategy=TensorParallelStrategy(2))
+    return wrong, unseen, asked, "\n".join(lines)
+
+
+def test_an_inferred_plan_is_confirmed(pool: WorkerPool) -> None:
+    for _, unseen, asked, _ in pool.run(strict, 4):
+        assert "strict_plan=True: no plan could be inferred: no batch could be made: RuntimeError: not now" in unseen
+        assert "sequence_parallel=True: TransformerEncoderLayer: its results differ by" in asked
+    table = pool.run(strict, 4)[0][3]
+    assert "replicate (inferred; " in table and "model.blocks.*.qkv" in table
+    assert "colwise (inferred): 2 x model.blocks.*.mlp.0" in table
