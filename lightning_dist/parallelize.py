@@ -90,9 +90,9 @@ def parallelize(
     if layout.tp > 1 or config.plan is not None:
         said = resolve_plan(module, config.plan)  # a name that matches nothing is wrong on one device, too
         if layout.tp > 1:
-            plan = _planned(module, units, said, config, mesh["tp"])
+            plan = _planned(module, units, said, config, mesh["tp"], layout.dp_shard)
             check_agreement("The plan of tensor parallelism", repr(plan))
-            splitting = TensorParallel(module, plan, mesh["tp"])
+            splitting = TensorParallel(module, plan, mesh["tp"], layout.dp_shard)
     broadcast_weights(module)
     seed = agreed_seed()
     on_cpu = mesh.device_type == "cpu"
@@ -109,6 +109,7 @@ def _planned(
     said: Mapping[str, Entry],
     config: TensorParallelConfig,
     mesh: DeviceMesh,
+    num_shards: int,
 ) -> Plan:
     """What is split, after a look at a step."""
     blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
@@ -123,6 +124,7 @@ def _planned(
         said,
         seen,
         mesh,
+        num_shards=num_shards,
         is_strict=config.is_strict,
         splits_sequence=config.sequence_parallel,
         splits_logits=config.loss_parallel,

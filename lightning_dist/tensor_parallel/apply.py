@@ -34,15 +34,17 @@ class TensorParallel:
         root: The model.
         plan: From :func:`~lightning_dist.tensor_parallel.infer.make_plan`.
         mesh: One-dimensional, over the ranks of ``tp``.
+        num_shards: Over how many ranks FSDP2 shards what a rank then has.
 
     Raises:
         PlanError: If a module cannot be split so, or its features do not divide by the number of ranks.
     """
 
-    def __init__(self, root: nn.Module, plan: Plan, mesh: DeviceMesh) -> None:
+    def __init__(self, root: nn.Module, plan: Plan, mesh: DeviceMesh, num_shards: int = 1) -> None:
         self._root = root
         self._mesh = mesh
         self._group = mesh.get_group()
+        self._num_shards = num_shards
         self._placements: dict[nn.Parameter, Placement] = {}
         self._own: dict[tuple[nn.Module, str], Callable[[Tensor], Tensor]] = {}  # what is used of a replicated one
         self._parents = {child: module for module in root.modules() for child in module.children()}
@@ -134,6 +136,11 @@ class TensorParallel:
         elif param.ndim == 1:  # small, and FSDP2 can only shard it along the same dimension
             placement = Replicate()
             self._own[module, key] = partial(self._own_of_packed, dim=dim, num_packed=num_packed)
+        elif param.size(1 - dim) % self._num_shards:
+            raise PlanError(
+                f"plan: {name} is packed_colwise, so that FSDP2 shards its other dimension, and the {param.size(1 - dim)}"
+                f" features of that do not divide by dp_shard_size={self._num_shards}."
+            )
         else:
             placement = _compat.packed_shard(dim, num_packed)
         if self._placements.setdefault(param, placement) != placement:

@@ -34,10 +34,12 @@ class Trial:
         block: Of any device, the meta device too; it is copied.
         call: A call of it, on fake tensors.
         mesh: The ranks of ``tp``.
+        num_shards: Over how many ranks FSDP2 shards what a rank then has.
     """
 
-    def __init__(self, block: nn.Module, call: Call, mesh: DeviceMesh) -> None:
+    def __init__(self, block: nn.Module, call: Call, mesh: DeviceMesh, num_shards: int) -> None:
         self._mesh = mesh
+        self._num_shards = num_shards
         self._device = torch.device(mesh.device_type)
         self._block = copy.deepcopy(block)
         self._generator = torch.Generator(self._device).manual_seed(0)
@@ -63,7 +65,8 @@ class Trial:
             PlanError: If the block cannot be split so at all.
         """
         holder = nn.ModuleDict({BLOCK: copy.deepcopy(self._block)})
-        parallel = TensorParallel(holder, replace(plan, draws_random=False, splits_logits=False), self._mesh)
+        plan = replace(plan, draws_random=False, splits_logits=False)
+        parallel = TensorParallel(holder, plan, self._mesh, self._num_shards)
         parallel.split(list(holder.parameters()), list(holder.modules()))
         params = dict(holder[BLOCK].named_parameters())
         holder[BLOCK].register_forward_pre_hook(lambda *_: parallel.use_local(holder.modules()))

@@ -7,6 +7,7 @@ is tried on a copy of it (``confirm``), and replicated where it does not compute
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -64,6 +65,7 @@ def make_plan(
     seen: Seen,
     mesh: DeviceMesh,
     *,
+    num_shards: int = 1,
     is_strict: bool = False,
     splits_sequence: bool | None = None,
     splits_logits: bool | None = None,
@@ -76,6 +78,7 @@ def make_plan(
         said: What the user and Hugging Face say of its modules; empty: a plan is inferred.
         seen: What is known of its steps.
         mesh: The ranks of ``tp``.
+        num_shards: Over how many ranks FSDP2 shards what a rank then has.
         is_strict: Raise where an inferred plan does not compute the same, or none can be inferred.
         splits_sequence: Whether hidden states are split along the sequence; None: where that computes the same.
         splits_logits: Whether logits stay split; None: unless the step was seen to need the whole.
@@ -83,17 +86,28 @@ def make_plan(
     Raises:
         PlanError: If what the user says does not compute the same, or what he asks for cannot be done.
     """
-    return _Planner(root, blocks, seen, mesh, is_strict).plan(dict(said), splits_sequence, splits_logits)
+    planner = _Planner(root, blocks, seen, mesh, num_shards, is_strict)
+    plan = planner.plan(dict(said), splits_sequence, splits_logits)
+    del planner
+    gc.collect()  # the copies of blocks: modules and their hooks refer to each other
+    return plan
 
 
 class _Planner:
     def __init__(
-        self, root: nn.Module, blocks: Mapping[str, nn.Module], seen: Seen, mesh: DeviceMesh, is_strict: bool
+        self,
+        root: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        seen: Seen,
+        mesh: DeviceMesh,
+        num_shards: int,
+        is_strict: bool,
     ) -> None:
         self._root = root
         self._blocks = blocks
         self._seen = seen
         self._mesh = mesh
+        self._num_shards = num_shards
         self._is_strict = is_strict
         self._trials: dict[object, Trial] = {}
         self._answers: dict[object, str] = {}
@@ -311,7 +325,7 @@ class _Planner:
         shapes = tuple((key, tuple(param.shape)) for key, param in block.named_parameters())
         kind = (type(block), shapes, _shapes(self._calls[name]))
         if kind not in self._trials:
-            self._trials[kind] = Trial(block, self._calls[name], self._mesh)
+            self._trials[kind] = Trial(block, self._calls[name], self._mesh, self._num_shards)
         trial = self._trials[kind]
         if trial.error:
             return f"it could not be tried: {trial.error}"

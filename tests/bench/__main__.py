@@ -1,4 +1,4 @@
-"""``python -m tests.bench``: step time, start-up and memory against other ways of training the same model."""
+"""``python -m tests.bench``: step time, start-up, memory and traffic against other ways of training the same model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ import torch
 from tests.bench.cases import CASES, NotMeasuredError, Result, Settings, measure
 from tests.pool import RankFailed
 
-COLUMNS = "{:<42} {:>10} {:>10} {:>4} {:>9} {:>18} {:>5} {:>8}  {}"
+COLUMNS = "{:<42} {:>10} {:>10} {:>4} {:>9} {:>18} {:>5} {:>12}  {}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,14 +32,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     settings = Settings.quick() if options.quick else Settings.full(options.minutes)
     cases = [case for case in CASES if any(fnmatchcase(case.name, pattern) for pattern in options.case)]
     if options.quick:
-        cases = [replace(case, bound=None) for case in cases]
+        cases = [replace(case, bound=None, at_least=None) for case in cases]
     machine = _machine()
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
     print(f"step and startup: {settings.model}\nmemory: {settings.large_model}\n")
     print(COLUMNS.format("case", "ours", "theirs", "", "ratio", "95% interval", "pairs", "bound", ""), flush=True)
     rows: list[dict[str, Any]] = []
     for case in cases:
-        row: dict[str, Any] = {"name": case.name, "bound": case.bound, "unit": case.unit}
+        row: dict[str, Any] = {"name": case.name, "bound": case.bound, "at_least": case.at_least, "unit": case.unit}
         try:
             result = measure(case, settings)
         except NotMeasuredError as error:
@@ -104,6 +104,9 @@ def _as_text(result: Result) -> str:
     sign = "+" if case.kind == "startup" else ""
     ours, theirs = (f"{median(side):.1f}" for side in (pairs.ours, pairs.theirs))
     interval = " to ".join(f"{end:{sign}.3f}" for end in pairs.interval) if pairs.interval else "-"
+    bound = "-" if case.bound is None else f"<= {case.bound}"
+    if case.at_least is not None:
+        bound = f"{case.at_least} to {case.bound}"
     return COLUMNS.format(
         case.name,
         ours,
@@ -112,7 +115,7 @@ def _as_text(result: Result) -> str:
         f"{pairs.median:{sign}.3f}",
         interval,
         len(pairs),
-        "-" if case.bound is None else f"<= {case.bound}",
+        bound,
         f"{result.verdict}{'; ' if result.note else ''}{result.note}",
     )
 

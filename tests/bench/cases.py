@@ -22,6 +22,7 @@ from lightning_dist.telemetry import peak_memory_mib
 from tests.bench.harness import Pace, Pairs, alternate, compare_steps
 from tests.bench.saves import compare_stalls, compare_transfers
 from tests.bench.sides import SIDES, missing_package, startup_seconds
+from tests.bench.traffic import bytes_per_layer
 from tests.bench.workload import Workload
 from tests.pool import WorkerPool
 
@@ -37,19 +38,22 @@ class Case:
             ``memory`` and ``heap`` the peak of a rank's resident MiB, by their ratio. Under ``memory``, what is freed
             goes back to the system, so that the peak is what was alive at once; under ``heap`` glibc keeps some of it,
             as it does by default: more or less by a tenth from run to run.
-        num_ranks: Number of processes.
             ``stall`` compares seconds that training waits for a save, in the background and not; ``write`` and ``load``
-            seconds of a checkpoint's way to and from the disk; all three by their ratio.
+            seconds of a checkpoint's way to and from the disk; all three by their ratio. ``traffic`` compares KiB that
+            a rank sends for a layer with those of a formula, by their ratio; they are counted, so one pair is enough.
+        num_ranks: Number of processes.
         ours: What is measured, a name in ``SIDES``; of ``write`` and ``load``, in ``TRANSFERS``.
         theirs: What it is compared with; the same name is the control, which shows what the method itself adds.
         bound: The most that ours / theirs (ours - theirs) may be; None: it is only shown.
+        at_least: The least that it may be, where there is a bound; None: there is no least.
     """
 
-    kind: Literal["step", "startup", "memory", "heap", "stall", "write", "load"]
+    kind: Literal["step", "startup", "memory", "heap", "stall", "write", "load", "traffic"]
     num_ranks: int
     ours: str
     theirs: str
     bound: float | None = None
+    at_least: float | None = None
 
     @property
     def name(self) -> str:
@@ -59,7 +63,7 @@ class Case:
     @property
     def unit(self) -> str:
         """Of each side's figure."""
-        return "MiB" if self.kind in ("memory", "heap") else "s" if self.kind == "startup" else "ms"
+        return {"memory": "MiB", "heap": "MiB", "startup": "s", "traffic": "KiB"}.get(self.kind, "ms")
 
 
 M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
@@ -70,6 +74,7 @@ STARTUP_S = 1.5
 MEMORY = 1.02
 STALL = 0.02
 OF_RAW_BANDWIDTH = 1.25  # 80% of the bytes a second
+FORMULA = (1.01, 0.99)
 
 CASES = [
     Case("step", 2, "full_shard", "full_shard"),
@@ -90,15 +95,20 @@ CASES = [
     Case("step", 4, "hybrid_2x2", "by_hand_2x2", SAME_COMMUNICATION),
     Case("step", 4, "hybrid_2x2", "ddp"),
     Case("step", 4, "hybrid_2x2", "deepspeed"),
+    Case("step", 2, "tensor_parallel", "by_hand_tp", SAME_COMMUNICATION),
+    Case("step", 4, "tensor_parallel", "by_hand_tp", SAME_COMMUNICATION),
     Case("startup", 2, "hybrid_1x2", "ddp", STARTUP_S),
     Case("startup", 4, "hybrid_2x2", "ddp", STARTUP_S),
     Case("memory", 2, "full_shard", "by_hand_two_shot", MEMORY),
     Case("memory", 2, "full_shard", "by_hand", MEMORY),
     Case("memory", 2, "hybrid_2x1", "by_hand_2x1", MEMORY),
     Case("memory", 4, "hybrid_2x2", "by_hand_2x2", MEMORY),
+    Case("memory", 2, "tensor_parallel", "by_hand_tp"),
     Case("memory", 2, "full_shard", "model_parallel"),
     Case("memory", 2, "full_shard", "ddp"),
     Case("heap", 2, "full_shard", "by_hand"),
+    Case("traffic", 2, "tensor_parallel", "formula", *FORMULA),
+    Case("traffic", 4, "tensor_parallel_4", "formula", *FORMULA),
     Case("stall", 2, "asynchronous", "synchronous", STALL),
     *(
         Case(kind, 2, "full_shard", theirs, OF_RAW_BANDWIDTH if theirs == "raw" else None)
@@ -121,11 +131,13 @@ class Settings:
         memory: The pace of comparisons of memory.
         saves: The pace of comparisons of checkpoints.
         saved_model: What is saved: 512 MiB of weights and optimizer state.
+        sent_model: What traffic is counted on; its heads divide by the ranks that a layer is split over.
     """
 
     model: Workload
     large_model: Workload
     saved_model: Workload
+    sent_model: Workload
     step: Pace
     startup: Pace
     memory: Pace
@@ -138,6 +150,7 @@ class Settings:
             model=Workload(),
             large_model=Workload(dim=512, num_layers=10, num_heads=8, global_batch_size=4),
             saved_model=Workload(dim=576, num_layers=11, num_heads=8, global_batch_size=4),
+            sent_model=Workload(num_heads=4),
             step=Pace(min_pairs=40, max_width=0.04, max_seconds=60 * minutes),
             startup=Pace(min_pairs=10, max_width=0.4, max_seconds=60 * minutes),
             memory=Pace(min_pairs=10, max_width=0.04, max_seconds=60 * minutes),
@@ -151,7 +164,14 @@ class Settings:
         few = Pace(min_pairs=6, max_width=1e9, max_seconds=60, steps=1, warmup_turns=1)
         one = replace(few, max_seconds=0)
         return cls(
-            model=tiny, large_model=tiny, saved_model=tiny, step=few, startup=one, memory=one, saves=replace(one)
+            model=tiny,
+            large_model=tiny,
+            saved_model=tiny,
+            sent_model=replace(tiny, num_heads=4),
+            step=few,
+            startup=one,
+            memory=one,
+            saves=replace(one),
         )
 
 
@@ -169,7 +189,8 @@ class Result:
         """Whether the bound is met: by the median, and by an interval that is narrow, or below the bound altogether."""
         if self.case.bound is None:
             return "shown"
-        if self.pairs.median > self.case.bound:
+        at_least = -math.inf if self.case.at_least is None else self.case.at_least
+        if not at_least <= self.pairs.median <= self.case.bound:
             return "NOT MET"
         end = self.pairs.interval[1] if self.pairs.interval else math.inf
         return "met" if self.is_narrow or end <= self.case.bound else "TOO WIDE"
@@ -188,7 +209,13 @@ def measure(case: Case, settings: Settings) -> Result:
     """
     if missing := missing_package(case.theirs):
         raise NotMeasuredError(f'{missing} is not installed: pip install "lightning-dist[bench]"')
-    by_kind = {"step": _measure_steps, "startup": _measure_startup, "memory": _measure_memory, "heap": _measure_memory}
+    by_kind = {
+        "step": _measure_steps,
+        "startup": _measure_startup,
+        "memory": _measure_memory,
+        "heap": _measure_memory,
+        "traffic": _measure_traffic,
+    }
     return by_kind.get(case.kind, _measure_saves)(case, settings)
 
 
@@ -259,6 +286,12 @@ def _memory_mib(side: str, workload: Workload, give_back: bool, num_steps: int =
 
     SIDES[side](workload, end_step)
     return peak_memory_mib(torch.device("cpu")), at_start
+
+
+def _measure_traffic(case: Case, settings: Settings) -> Result:
+    ranks = _on_new_workers(case.num_ranks, bytes_per_layer, case.ours, settings.sent_model)
+    ours, theirs = max(ranks)
+    return Result(case, Pairs([ours / 1024], [theirs / 1024]), is_narrow=True)
 
 
 def _on_new_workers(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:

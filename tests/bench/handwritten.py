@@ -6,7 +6,7 @@ import math
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
 from torch.optim import AdamW
@@ -17,7 +17,7 @@ from lightning_dist.collectives import TwoShotReduceScatter
 from tests.bench.harness import EndStep
 from tests.bench.workload import Workload
 
-__all__ = ["train"]
+__all__ = ["configure_optimizer", "shard", "train"]
 
 
 def train(workload: Workload, end_step: EndStep, dp_replicate_size: int = 1, two_shot: bool = False) -> None:
@@ -38,13 +38,7 @@ def train(workload: Workload, end_step: EndStep, dp_replicate_size: int = 1, two
 
     torch.manual_seed(workload.seed)
     model = GPT(**workload.model)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    if two_shot:
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.set_custom_reduce_scatter(TwoShotReduceScatter())
+    shard(model, mesh, two_shot)
 
     optimizer, scheduler = configure_optimizer(model, workload.num_steps)
     for inputs, targets in workload.batches():
@@ -55,6 +49,17 @@ def train(workload: Workload, end_step: EndStep, dp_replicate_size: int = 1, two
         scheduler.step()
         if not end_step(loss.detach()):
             return
+
+
+def shard(model: GPT, mesh: DeviceMesh, two_shot: bool) -> None:
+    """Shard the blocks, then what is left; ``two_shot`` as of :func:`train`."""
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    if two_shot:
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_custom_reduce_scatter(TwoShotReduceScatter())
 
 
 def configure_optimizer(model: torch.nn.Module, num_steps: int) -> tuple[AdamW, LambdaLR]:

@@ -16,14 +16,16 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
+from torch.utils.data import DataLoader
 
 from examples.gpt.model import GPT, GPTModule
-from lightning_dist import FullShardStrategy, HybridShardStrategy
-from tests.bench import handwritten
+from lightning_dist import FullShardStrategy, HybridShardStrategy, TensorParallelStrategy
+from lightning_dist.plugins.strategies.mesh import MeshStrategy
+from tests.bench import handwritten, handwritten_tp
 from tests.bench.harness import EndStep
 from tests.bench.workload import Workload
 
-__all__ = ["SIDES", "STRATEGIES", "make_module", "make_trainer", "missing_package", "startup_seconds"]
+__all__ = ["SIDES", "STRATEGIES", "make_loader", "make_module", "make_trainer", "missing_package", "startup_seconds"]
 
 
 class SelfShardingGPT(GPTModule):
@@ -46,10 +48,15 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], type[GPTModule]]] = {
     "hybrid_2x1": (partial(HybridShardStrategy, 2, 1), GPTModule),
     "hybrid_1x2": (partial(HybridShardStrategy, 1, 2), GPTModule),
     "hybrid_2x2": (partial(HybridShardStrategy, 2, 2), GPTModule),
+    "tensor_parallel": (partial(TensorParallelStrategy, 2), GPTModule),
+    "tensor_parallel_4": (partial(TensorParallelStrategy, 4), GPTModule),
     "model_parallel": (_model_parallel, SelfShardingGPT),
     "ddp": (DDPStrategy, GPTModule),
 }
-"""Ours and Lightning's, each with the module that it trains. Sizes are replicas x ranks that share one."""
+"""Ours and Lightning's, each with the module that it trains.
+
+Sizes are replicas x ranks that share one, and of ``tensor_parallel`` the ranks that split a layer (2 if not said).
+"""
 
 
 def with_trainer(name: str, workload: Workload, end_step: EndStep) -> None:
@@ -60,7 +67,8 @@ def with_trainer(name: str, workload: Workload, end_step: EndStep) -> None:
             trainer.should_stop = not end_step(outputs["loss"])
 
     strategy, cls = STRATEGIES[name]
-    make_trainer(strategy(), workload, EndOfStep()).fit(make_module(cls, workload), workload.loader())
+    trainer = make_trainer(strategy(), workload, EndOfStep())
+    trainer.fit(make_module(cls, workload), make_loader(trainer, workload))
 
 
 def deepspeed_zero_3(workload: Workload, end_step: EndStep) -> None:
@@ -96,6 +104,7 @@ SIDES: dict[str, Callable[[Workload, EndStep], None]] = {
     "by_hand_two_shot": partial(handwritten.train, two_shot=True),
     "by_hand_2x1": partial(handwritten.train, dp_replicate_size=2, two_shot=True),
     "by_hand_2x2": partial(handwritten.train, dp_replicate_size=2, two_shot=True),
+    "by_hand_tp": handwritten_tp.train,
     "deepspeed": deepspeed_zero_3,
 }
 
@@ -126,6 +135,13 @@ def make_module(cls: type[GPTModule], workload: Workload) -> GPTModule:
     """The module, its weights drawn from the workload's seed."""
     torch.manual_seed(workload.seed)
     return cls(**workload.model)
+
+
+def make_loader(trainer: Trainer, workload: Workload) -> DataLoader[Any]:
+    """The part of the batches that this rank has under the Trainer's strategy."""
+    if isinstance(trainer.strategy, MeshStrategy):  # ranks that split layers between them have the same part
+        return workload.loader(**trainer.strategy.distributed_sampler_kwargs)
+    return workload.loader()
 
 
 def make_trainer(strategy: Strategy, workload: Workload, callback: Callback, max_steps: int | None = None) -> Trainer:

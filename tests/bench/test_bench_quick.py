@@ -19,6 +19,9 @@ QUICK = [
     "step-2-full_shard-model_parallel",
     "startup-2-hybrid_1x2-ddp",
     "memory-2-full_shard-by_hand",
+    "step-2-tensor_parallel-by_hand_tp",
+    "memory-2-tensor_parallel-by_hand_tp",
+    "traffic-2-tensor_parallel-formula",
     "stall-2-asynchronous-synchronous",
     "write-2-full_shard-model_parallel",
     "load-2-full_shard-dcp",
@@ -69,6 +72,12 @@ def test_a_missed_bound_is_told_and_fails(
     monkeypatch.setattr(bench, "measure", measured)
     assert bench.main(["--case", "step-2-full_shard-by_hand_two_shot"]) == exit_code
     assert capsys.readouterr().out.rstrip().endswith(verdict)
+
+
+@pytest.mark.parametrize(("ours", "verdict"), [(0.98, "NOT MET"), (0.995, "met"), (1.005, "met"), (1.02, "NOT MET")])
+def test_a_figure_may_be_too_small(ours: float, verdict: str) -> None:
+    case = Case("traffic", 2, "tensor_parallel", "formula", bound=1.01, at_least=0.99)
+    assert Result(case, Pairs([ours], [1.0]), is_narrow=True).verdict == verdict
 
 
 def test_an_unknown_case_is_named(capsys: pytest.CaptureFixture[str]) -> None:

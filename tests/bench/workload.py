@@ -48,17 +48,23 @@ class Workload:
             "max_len": self.context,
         }
 
-    def loader(self) -> DataLoader[Any]:
-        """This rank's part of the batches: Python's own source, in one shuffled order."""
-        windows = _windows(self.context)
-        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        sampler = DistributedSampler(windows, world_size, rank, drop_last=True)
-        return DataLoader(windows, self.global_batch_size // world_size, sampler=sampler, drop_last=True)
+    def loader(self, num_replicas: int | None = None, rank: int | None = None) -> DataLoader[Any]:
+        """A part of the batches: Python's own source, in one shuffled order.
 
-    def batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        Args:
+            num_replicas: Number of parts. None: the world size.
+            rank: Which part. None: this rank's.
+        """
+        windows = _windows(self.context)
+        num_replicas = int(os.environ["WORLD_SIZE"]) if num_replicas is None else num_replicas
+        rank = int(os.environ["RANK"]) if rank is None else rank
+        sampler = DistributedSampler(windows, num_replicas, rank, drop_last=True)
+        return DataLoader(windows, self.global_batch_size // num_replicas, sampler=sampler, drop_last=True)
+
+    def batches(self, num_replicas: int | None = None, rank: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
         """The loader's batches, over and over."""
         while True:
-            yield from self.loader()
+            yield from self.loader(num_replicas, rank)
 
 
 @cache
