@@ -1,15 +1,16 @@
 """Tensor parallelism: single layers split over the ranks of ``tp``.
 
 - ``plan``: which module is split in which way, and who says so.
-- ``provenance``, ``infer``, ``confirm``: a plan from a step on fake tensors, and tried on numbers.
+- ``provenance``: what is seen of a step on fake tensors; ``infer``: a plan from it.
+- ``planner``: a plan, whoever gave it, ``confirm``: tried on numbers; ``find_sequence``: where tokens can be split.
 - ``exchanges``: what ranks tell each other, in a forward and in its backward.
 - ``apply``, ``sequence``, ``split_logits``: a plan made true of a model.
 - ``same_batch``: that ranks which split layers are given the same batch.
 """
 
 from lightning_dist.tensor_parallel.apply import TensorParallel
-from lightning_dist.tensor_parallel.infer import Seen, make_plan
 from lightning_dist.tensor_parallel.plan import STYLES, Entry, Plan, PlanError, resolve_plan
+from lightning_dist.tensor_parallel.planner import Seen, make_plan
 from lightning_dist.tensor_parallel.provenance import Provenance
 from lightning_dist.tensor_parallel.same_batch import DifferentBatchError, SameBatch
 from lightning_dist.tensor_parallel.split_logits import SplitLogits, whole_logits

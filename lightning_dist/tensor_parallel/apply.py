@@ -32,7 +32,7 @@ class TensorParallel:
 
     Args:
         root: The model.
-        plan: From :func:`~lightning_dist.tensor_parallel.infer.make_plan`.
+        plan: From :func:`~lightning_dist.tensor_parallel.planner.make_plan`.
         mesh: One-dimensional, over the ranks of ``tp``.
         num_shards: Over how many ranks FSDP2 shards what a rank then has.
 
@@ -138,8 +138,8 @@ class TensorParallel:
             self._own[module, key] = partial(self._own_of_packed, dim=dim, num_packed=num_packed)
         elif param.size(1 - dim) % self._num_shards:
             raise PlanError(
-                f"plan: {name} is packed_colwise, so that FSDP2 shards its other dimension, and the {param.size(1 - dim)}"
-                f" features of that do not divide by dp_shard_size={self._num_shards}."
+                f"plan: {name} is packed_colwise, so that its other dimension is sharded, and the"
+                f" {param.size(1 - dim)} features of that do not divide by dp_shard_size={self._num_shards}."
             )
         else:
             placement = _compat.packed_shard(dim, num_packed)

@@ -1,42 +1,33 @@
-"""A plan for a model that was seen running: inferred where nobody has given one, and tried on numbers in any case.
+"""A plan from what was seen of a step, where nobody has given one.
 
 Layers whose output is added to the hidden states are ``rowwise``, those that feed only them ``colwise``; a head with as
-many outputs as an embedding has rows is split along the vocabulary, and so is the embedding. What is found in a block
-is tried on a copy of it (``confirm``), and replicated where it does not compute the same.
+many outputs as an embedding has rows is split along the vocabulary, and so is the embedding.
 """
 
 from __future__ import annotations
 
-import gc
-import re
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import takewhile
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch import nn
 
-from lightning_dist.tensor_parallel.confirm import BLOCK, Trial
-from lightning_dist.tensor_parallel.layers import linear_layer, shared_heads
-from lightning_dist.tensor_parallel.plan import Entry, Plan, PlanError, SplitSequence, with_tied
-from lightning_dist.tensor_parallel.provenance import Call, Provenance, is_stream, is_used_outside, tensors_in
+from lightning_dist.tensor_parallel.layers import linear_layer
+from lightning_dist.tensor_parallel.plan import Entry
+from lightning_dist.tensor_parallel.provenance import Provenance
 
-__all__ = ["Seen", "make_plan"]
+__all__ = ["inferred"]
 
 
-@dataclass(frozen=True)
-class Seen:
-    """What is known of a model from one step on fake tensors.
+def inferred(root: nn.Module, provenance: Provenance, num_ranks: int) -> dict[str, Entry]:
+    """What becomes of the modules of ``root``, by full name; what is not in it is replicated.
 
     Args:
-        provenance: What was observed; None: nothing could be.
-        why_not: Why it ended early, or could not begin; empty: it ran to its end.
+        root: The model.
+        provenance: What was seen of a step of it.
+        num_ranks: Over how many ranks it is split.
     """
-
-    provenance: Provenance | None
-    why_not: str = ""
+    entries = {name: entry for group in _groups(root, provenance) for name, entry in group.entries().items()}
+    return entries | _vocabulary(root, provenance, num_ranks)
 
 
 @dataclass(frozen=True)
@@ -58,418 +49,43 @@ class _Group:
         }
 
 
-def make_plan(
-    root: nn.Module,
-    blocks: Mapping[str, nn.Module],
-    said: Mapping[str, Entry],
-    seen: Seen,
-    mesh: DeviceMesh,
-    *,
-    num_shards: int = 1,
-    is_strict: bool = False,
-    splits_sequence: bool | None = None,
-    splits_logits: bool | None = None,
-) -> Plan:
-    """What is done to ``root``. A collective over all ranks.
-
-    Args:
-        root: The model.
-        blocks: Its repeated blocks, by full name.
-        said: What the user and Hugging Face say of its modules; empty: a plan is inferred.
-        seen: What is known of its steps.
-        mesh: The ranks of ``tp``.
-        num_shards: Over how many ranks FSDP2 shards what a rank then has.
-        is_strict: Raise where an inferred plan does not compute the same, or none can be inferred.
-        splits_sequence: Whether hidden states are split along the sequence; None: where that computes the same.
-        splits_logits: Whether logits stay split; None: unless the step was seen to need the whole.
-
-    Raises:
-        PlanError: If what the user says does not compute the same, or what he asks for cannot be done.
-    """
-    planner = _Planner(root, blocks, seen, mesh, num_shards, is_strict)
-    plan = planner.plan(dict(said), splits_sequence, splits_logits)
-    del planner
-    gc.collect()  # the copies of blocks: modules and their hooks refer to each other
-    return plan
-
-
-class _Planner:
-    def __init__(
-        self,
-        root: nn.Module,
-        blocks: Mapping[str, nn.Module],
-        seen: Seen,
-        mesh: DeviceMesh,
-        num_shards: int,
-        is_strict: bool,
-    ) -> None:
-        self._root = root
-        self._blocks = blocks
-        self._seen = seen
-        self._mesh = mesh
-        self._num_shards = num_shards
-        self._is_strict = is_strict
-        self._trials: dict[object, Trial] = {}
-        self._answers: dict[object, str] = {}
-        self._calls: dict[str, Call] = {}
-        if seen.provenance is not None:
-            self._calls = {call.name: call for call in reversed(seen.provenance.calls)}
-        self._impossible: set[str] = set()  # errors of what cannot be split at all
-        self._notes: list[str] = []
-
-    def plan(self, entries: dict[str, Entry], splits_sequence: bool | None, splits_logits: bool | None) -> Plan:
-        provenance = self._seen.provenance
-        if not entries and provenance is not None:
-            entries = {name: entry for group in self._groups(provenance) for name, entry in group.entries().items()}
-            entries |= self._vocabulary(provenance)
-            if not entries:
-                self._complain("no plan was found: no layer's output is added to what it was computed from")
-        elif not entries:
-            self._complain(f"no plan could be inferred: {self._seen.why_not}")
-        entries = with_tied(self._root, entries)
-        sizes: dict[str, dict[str, int]] = {}
-        for name in self._blocks:
-            of_block = {key: entry for key, entry in entries.items() if key.startswith(f"{name}.")}
-            if any(entry.is_split for entry in of_block.values()):
-                tried, its_sizes = self._tried(name, of_block)
-                entries |= tried
-                sizes |= its_sizes
-        sequence, why_not = self._sequence(entries, sizes) if splits_sequence is not False else (None, "not asked for")
-        if sequence is None and splits_sequence:
-            raise PlanError(f"sequence_parallel=True: {why_not}")
-        entries = {name: self._said_of_keys(name, entry) for name, entry in entries.items()}
-        self._notes.append(f"hidden states are {'' if sequence else 'not '}split along the sequence" +
-                           (f" ({why_not})" if why_not else ""))  # fmt: skip
-        heads = [name for name, entry in entries.items() if entry.style == "colwise_gather_output"]
-        uses = provenance.uses if provenance is not None else {}
-        needs = sorted({use for head in heads for use in uses.get(head, ())})
-        keeps = splits_logits is not False and (not needs or bool(splits_logits))
-        if heads:
-            why = f" (given to {', '.join(needs)})" if needs else " (not asked for)" if not keeps else ""
-            self._notes.append(f"logits are {'split along the vocabulary' if keeps else 'gathered'}{why}")
-        return Plan(entries, sizes, sequence, self._may_draw(), bool(heads) and keeps, tuple(self._notes))
-
-    def _said_of_keys(self, name: str, entry: Entry) -> Entry:
-        """Say where several ranks have the same head of the keys or values."""
-        heads = shared_heads(self._root, name, self._mesh.size()) if entry.style == "colwise" else None
-        return entry if heads is None else replace(entry, why=f"each of its {heads} heads on several ranks")
-
-    def _complain(self, text: str) -> None:
-        if self._is_strict:
-            raise PlanError(f"strict_plan=True: {text}. Give a plan.")
-        self._notes.append(text)
-
-    def _may_draw(self) -> bool:
-        provenance = self._seen.provenance
-        return provenance is None or bool(self._seen.why_not) or provenance.draws_random
-
-    def _groups(self, provenance: Provenance) -> Iterator[_Group]:
-        layers = {name: linear_layer(self._root.get_submodule(name)) for name in provenance.called}
-        rows = {name for name in provenance.residual if layers.get(name) is not None}
-        for row in sorted(rows):
-            cols = provenance.into[row]
-            users = {name for name in layers for col in cols if col in provenance.into[name]}
-            if not cols or not users <= rows or cols & provenance.residual:
-                continue
-            its_layer, of_cols = layers[row], [layers.get(col) for col in cols]
-            assert its_layer is not None
-            num_packed = 1
-            if len(of_cols) == 1 and of_cols[0] is not None:
-                num_packed = max(of_cols[0].out_features // its_layer.in_features, 1)
-            if any(layer is None for layer in of_cols):
-                continue
-            between = {
-                name for name, sources in provenance.into.items() if name not in layers and sources and sources <= cols
-            }
-            yield _Group(row, tuple(sorted(cols)), tuple(sorted(between)), num_packed)
-
-    def _vocabulary(self, provenance: Provenance) -> dict[str, Entry]:
-        """The head and the embedding of a language model."""
-        size = self._mesh.size()
-        modules = {name: self._root.get_submodule(name) for name in provenance.called}
-        embeddings = {
-            name: module
-            for name, module in modules.items()
-            if isinstance(module, nn.Embedding) and module.max_norm is None and not module.num_embeddings % size
+def _groups(root: nn.Module, provenance: Provenance) -> Iterator[_Group]:
+    layers = {name: linear_layer(root.get_submodule(name)) for name in provenance.called}
+    rows = {name for name in provenance.residual if layers.get(name) is not None}
+    for row in sorted(rows):
+        cols = provenance.into[row]
+        users = {name for name in layers for col in cols if col in provenance.into[name]}
+        if not cols or not users <= rows or cols & provenance.residual:
+            continue
+        its_layer, of_cols = layers[row], [layers.get(col) for col in cols]
+        assert its_layer is not None
+        num_packed = 1
+        if len(of_cols) == 1 and of_cols[0] is not None:
+            num_packed = max(of_cols[0].out_features // its_layer.in_features, 1)
+        if any(layer is None for layer in of_cols):
+            continue
+        between = {
+            name for name, sources in provenance.into.items() if name not in layers and sources and sources <= cols
         }
-        used = {name for name in modules for other in modules if name in provenance.into[other]}
-        entries: dict[str, Entry] = {}
-        for name, module in modules.items():
-            layer = linear_layer(module)
-            if layer is None or name in used or name in provenance.residual:
-                continue
-            for embedding, rows in embeddings.items():
-                if rows.num_embeddings == layer.out_features and embedding in provenance.called:
-                    entries[name] = Entry("colwise_gather_output", "inferred")
-                    entries[embedding] = Entry("embedding_rowwise", "inferred")
-        return entries
-
-    def _tried(self, name: str, entries: dict[str, Entry]) -> tuple[dict[str, Entry], dict[str, dict[str, int]]]:
-        """What becomes of a block's modules, and the sizes to change for it."""
-        if name not in self._calls:
-            self._note_once(f"{type(self._blocks[name]).__name__} was not tried: "
-                            + (self._seen.why_not or "it was not called"))  # fmt: skip
-            return entries, {}
-        sizes, error = self._try_sizes(name, entries)
-        if not error:
-            return entries, sizes
-        source = next(entry.source for entry in entries.values() if entry.is_split)
-        kind = type(self._blocks[name]).__name__
-        if source == "user" and error in self._impossible:
-            raise PlanError(f"plan: {error}")
-        if source == "user":
-            raise PlanError(f"plan: split so, {name} ({kind}) does not compute what it does whole: {error}")
-        if self._is_strict:
-            raise PlanError(f"strict_plan=True: split as {source}, {name} ({kind}) does not compute the same: {error}")
-        kept: dict[str, Entry] = {}
-        kept_sizes: dict[str, dict[str, int]] = {}
-        for group in self._parts(entries):
-            its_sizes, error = self._try_sizes(name, kept | group)
-            if error:
-                kept |= {key: entry.replicated(error) for key, entry in group.items()}
-            else:
-                kept |= group
-                kept_sizes = its_sizes
-        return kept, kept_sizes
-
-    def _parts(self, entries: Mapping[str, Entry]) -> list[dict[str, Entry]]:
-        """Entries of a block by the rowwise layer that they feed."""
-        provenance = self._seen.provenance
-        assert provenance is not None
-        rows = [name for name, entry in entries.items() if entry.style == "rowwise"]
-        parts = []
-        for row in rows:
-            cols = provenance.into[row]
-            feeding = [
-                name
-                for name in entries
-                if name in cols or (name not in rows and provenance.into[name] and provenance.into[name] <= cols)
-            ]
-            parts.append({name: entries[name] for name in (*feeding, row)})
-        taken = {name for part in parts for name in part}
-        rest = {name: entry for name, entry in entries.items() if name not in taken}
-        return [*parts, *([rest] if rest else [])]
-
-    def _try_sizes(self, name: str, entries: Mapping[str, Entry]) -> tuple[dict[str, dict[str, int]], str]:
-        """Sizes with which a split block computes the same, or why it does not with any."""
-        first = ""
-        for sizes in self._candidate_sizes(name, entries):
-            error = self._difference(name, entries, sizes, None)
-            if not error:
-                return sizes, ""
-            first = first or error
-        return {}, first
-
-    def _candidate_sizes(self, name: str, entries: Mapping[str, Entry]) -> Iterator[dict[str, dict[str, int]]]:
-        """None; those that count heads; and those that count the features of a split layer, too."""
-        size = self._mesh.size()
-        yield self._sizes(name, entries, size, heads=False, features=False)
-        yield self._sizes(name, entries, size, heads=True, features=False)
-        yield self._sizes(name, entries, size, heads=False, features=True)
-        yield self._sizes(name, entries, size, heads=True, features=True)
-
-    def _sizes(
-        self, name: str, entries: Mapping[str, Entry], size: int, heads: bool, features: bool
-    ) -> dict[str, dict[str, int]]:
-        changed: dict[str, dict[str, int]] = {}
-        rows = [key for key, entry in entries.items() if entry.style == "rowwise"]
-        for row in rows:
-            layer = linear_layer(self._root.get_submodule(row))
-            assert layer is not None
-            cols = self._seen.provenance.into[row] if self._seen.provenance is not None else set()
-            for owner in sorted({key.rpartition(".")[0] for key in (row, *cols) if key.startswith(f"{name}.")}):
-                module = self._root.get_submodule(owner)
-                for key, value in vars(module).items():
-                    if not isinstance(value, int) or isinstance(value, bool) or value < 2:
-                        continue
-                    if key == "num_key_value_groups":
-                        new = self._groups_of_keys(module, value, size)
-                    elif heads and re.search(r"heads?$", key) and value != layer.in_features:
-                        new = max(value // size, 1)
-                    elif features and value == layer.in_features:
-                        new = value // size
-                    else:
-                        continue
-                    if new != value:
-                        changed.setdefault(owner, {})[key] = new
-        return changed
-
-    def _groups_of_keys(self, module: nn.Module, groups: int, size: int) -> int:
-        """How many query heads share a key's, where ranks have copies of the same key head."""
-        head_dim, key = getattr(module, "head_dim", None), getattr(module, "k_proj", None)
-        layer = linear_layer(key) if isinstance(key, nn.Module) else None
-        if layer is None or not isinstance(head_dim, int):
-            return groups
-        num_key_heads = layer.out_features // head_dim
-        return groups if num_key_heads >= size else max(groups * num_key_heads // size, 1)
-
-    def _difference(
-        self,
-        name: str,
-        entries: Mapping[str, Entry],
-        sizes: Mapping[str, Mapping[str, int]],
-        sequence: SplitSequence | None,
-    ) -> str:
-        """What :meth:`Trial.difference` says of a block; the same for blocks of the same kind."""
-        block = self._blocks[name]
-
-        def inside(key: str) -> str:
-            return BLOCK + key[len(name) :]
-
-        # In one order: whether something was tried already must be the same on all ranks.
-        plan = Plan(
-            {inside(key): entry for key, entry in sorted(entries.items())},
-            {inside(key): dict(sorted(value.items())) for key, value in sorted(sizes.items())},
-            sequence,
-        )
-        shapes = tuple((key, tuple(param.shape)) for key, param in block.named_parameters())
-        kind = (type(block), shapes, _shapes(self._calls[name]))
-        if kind not in self._trials:
-            self._trials[kind] = Trial(block, self._calls[name], self._mesh, self._num_shards)
-        trial = self._trials[kind]
-        if trial.error:
-            return f"it could not be tried: {trial.error}"
-        question = (kind, repr(plan))
-        if question not in self._answers:
-            try:
-                self._answers[question] = trial.difference(plan)
-            except PlanError as error:
-                self._answers[question] = str(error).removeprefix("plan: ").replace(f"{BLOCK}.", f"{name}.")
-                self._impossible.add(self._answers[question])
-        return self._answers[question]
-
-    def _note_once(self, text: str) -> None:
-        if text not in self._notes:
-            self._notes.append(text)
-
-    def _sequence(
-        self, entries: Mapping[str, Entry], sizes: Mapping[str, Mapping[str, int]]
-    ) -> tuple[SplitSequence | None, str]:
-        """Where hidden states can be split along the sequence, or why they cannot."""
-        provenance = self._seen.provenance
-        if provenance is None or not provenance.calls:
-            return None, f"no step was seen: {self._seen.why_not}"
-        counts = Counter(call.name for call in provenance.calls if call.name in self._blocks)
-        chains, found, whys = [], SplitSequence((), {}, {}), []
-        for chain in self._chains(provenance):
-            of_chain = SplitSequence((tuple(chain),), {}, {})
-            why = ""
-            for name in chain:
-                if counts[name] > 1:
-                    why = f"{name} runs more than once in a step"
-                    break
-                one, why = self._sequence_of(name, entries, sizes, provenance)
-                if one is None:
-                    break
-                of_chain = replace(
-                    of_chain,
-                    streams={**of_chain.streams, **one.streams},
-                    regions={**of_chain.regions, **one.regions},
-                    layers=of_chain.layers + one.layers,
-                )
-            if why:
-                whys.append(why)
-                continue
-            chains.append(tuple(chain))
-            found = replace(
-                found,
-                streams={**found.streams, **of_chain.streams},
-                regions={**found.regions, **of_chain.regions},
-                layers=found.layers + of_chain.layers,
-            )
-        why_not = "; ".join(dict.fromkeys(whys))
-        if not chains:
-            return None, why_not or "there are no blocks"
-        return replace(found, chains=tuple(chains)), why_not
-
-    def _chains(self, provenance: Provenance) -> list[list[str]]:
-        """Blocks of which each is given what the one before returned, and nobody else looks at that."""
-        chains: list[list[str]] = []
-        before: Tensor | None = None
-        for call in provenance.calls:
-            if call.name not in self._blocks:
-                continue
-            stream = _stream(call)
-            given = None if stream is None else _argument(call, stream)
-            if before is not None and given is before and not is_used_outside(before):
-                chains[-1].append(call.name)
-            elif stream is not None:
-                chains.append([call.name])
-            before = None if stream is None else next(tensors_in(_values(call.output)), None)
-        return chains
-
-    def _sequence_of(
-        self,
-        name: str,
-        entries: Mapping[str, Entry],
-        sizes: Mapping[str, Mapping[str, int]],
-        provenance: Provenance,
-    ) -> tuple[SplitSequence | None, str]:
-        call = self._calls[name]
-        kind, stream = type(self._blocks[name]).__name__, _stream(call)
-        if stream is None:
-            return None, f"{kind} is given no hidden states of the shape that it returns"
-        hidden = _argument(call, stream)
-        of_block = {key: entry for key, entry in entries.items() if key.startswith(f"{name}.")}
-        rows = [key for key, entry in of_block.items() if entry.style == "rowwise"]
-        if not rows:
-            return None, f"nothing in {kind} is split"
-        if hidden.ndim < 3 or hidden.size(-2) % self._mesh.size():
-            return None, f"the {hidden.size(-2)} tokens of {kind} do not divide by tp_size={self._mesh.size()}"
-        regions: dict[str, tuple[int | str, ...]] = {}
-        layers: set[str] = set()
-        for row in rows:
-            cols = [col for col in provenance.into[row] if col in of_block]
-            around = _around((row, *cols))
-            if len(around) > len(name) and around in self._calls and around != row:
-                keys = _arguments_like(self._calls[around], hidden)
-                if keys:
-                    regions[around] = keys
-                    continue
-            layers |= {col for col in cols if _arguments_like(self._calls[col], hidden)}
-        sequence = SplitSequence(((name,),), {name: stream}, regions, tuple(sorted(layers)))
-        in_trial = SplitSequence(
-            ((BLOCK,),),
-            {BLOCK: stream},
-            {BLOCK + key[len(name) :]: value for key, value in regions.items()},
-            tuple(BLOCK + key[len(name) :] for key in sorted(layers)),
-        )
-        its_sizes = {key: value for key, value in sizes.items() if key.startswith(name)}
-        error = self._difference(name, of_block, its_sizes, in_trial)
-        return (None, f"{kind}: {error}") if error else (sequence, "")
+        yield _Group(row, tuple(sorted(cols)), tuple(sorted(between)), num_packed)
 
 
-def _around(names: Sequence[str]) -> str:
-    """The innermost module that all of these are in."""
-    parts = [name.split(".") for name in names]
-    common = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
-    return ".".join(level[0] for level in common)
-
-
-def _values(output: object) -> object:
-    return list(output.values()) if isinstance(output, Mapping) else output
-
-
-def _shapes(call: Call) -> object:
-    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in((call.args, call.kwargs)))
-
-
-def _argument(call: Call, key: int | str) -> Tensor:
-    value: Tensor = call.args[key] if isinstance(key, int) else call.kwargs[key]
-    return value
-
-
-def _stream(call: Call) -> int | str | None:
-    """The argument that holds the hidden states: the first of the shape of what is returned."""
-    output = next(tensors_in(_values(call.output)), None)
-    named: Sequence[tuple[int | str, object]] = [*enumerate(call.args), *call.kwargs.items()]
-    for key, value in named:
-        if isinstance(value, Tensor) and output is not None and value.shape == output.shape:
-            return key if value.is_floating_point() else None
-    return None
-
-
-def _arguments_like(call: Call, hidden: Tensor) -> tuple[int | str, ...]:
-    """The arguments that were computed from the hidden states, token by token as it seems."""
-    named: Sequence[tuple[int | str, object]] = [*enumerate(call.args), *call.kwargs.items()]
-    return tuple(key for key, value in named if isinstance(value, torch.Tensor) and is_stream(value, hidden))
+def _vocabulary(root: nn.Module, provenance: Provenance, num_ranks: int) -> dict[str, Entry]:
+    """The head and the embedding of a language model."""
+    modules = {name: root.get_submodule(name) for name in provenance.called}
+    embeddings = {
+        name: module
+        for name, module in modules.items()
+        if isinstance(module, nn.Embedding) and module.max_norm is None and not module.num_embeddings % num_ranks
+    }
+    used = {name for name in modules for other in modules if name in provenance.into[other]}
+    entries: dict[str, Entry] = {}
+    for name, module in modules.items():
+        layer = linear_layer(module)
+        if layer is None or name in used or name in provenance.residual:
+            continue
+        for embedding, rows in embeddings.items():
+            if rows.num_embeddings == layer.out_features and embedding in provenance.called:
+                entries[name] = Entry("colwise_gather_output", "inferred")
+                entries[embedding] = Entry("embedding_rowwise", "inferred")
+    return entries

@@ -1,0 +1,167 @@
+"""Where hidden states can be split along the sequence: found in what was seen of a step, and tried on numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import takewhile
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.tensor_parallel.confirm import BLOCK
+from lightning_dist.tensor_parallel.plan import Entry, SplitSequence
+from lightning_dist.tensor_parallel.provenance import Call, Provenance, is_stream, is_used_outside, tensors_in
+
+__all__ = ["SequenceFinder"]
+
+Difference = Callable[[str, Mapping[str, Entry], Mapping[str, Mapping[str, int]], SplitSequence | None], str]
+
+
+class SequenceFinder:
+    """Looks for blocks that follow upon each other, and for what in them needs all tokens.
+
+    Args:
+        blocks: The model's blocks, by full name.
+        provenance: What was seen of a step.
+        num_ranks: Over how many ranks tokens are split.
+        difference: Tries a block, by its name, with what becomes of its modules, its sizes, and a split sequence in
+            which it is called :data:`~lightning_dist.tensor_parallel.confirm.BLOCK`; returns what is wrong.
+    """
+
+    def __init__(
+        self, blocks: Mapping[str, nn.Module], provenance: Provenance, num_ranks: int, difference: Difference
+    ) -> None:
+        self._blocks = blocks
+        self._provenance = provenance
+        self._num_ranks = num_ranks
+        self._difference = difference
+        self._calls = {call.name: call for call in reversed(provenance.calls)}
+
+    def find(
+        self, entries: Mapping[str, Entry], sizes: Mapping[str, Mapping[str, int]]
+    ) -> tuple[SplitSequence | None, str]:
+        """Where hidden states can be split along the sequence, or None, and why not there, or not everywhere.
+
+        Args:
+            entries: What becomes of the model's modules.
+            sizes: As of :class:`~lightning_dist.tensor_parallel.plan.Plan`.
+        """
+        provenance = self._provenance
+        counts = Counter(call.name for call in provenance.calls if call.name in self._blocks)
+        chains, found, whys = [], SplitSequence((), {}, {}), []
+        for chain in self._chains():
+            of_chain = SplitSequence((tuple(chain),), {}, {})
+            why = ""
+            for name in chain:
+                if counts[name] > 1:
+                    why = f"{name} runs more than once in a step"
+                    break
+                one, why = self._of_block(name, entries, sizes)
+                if one is None:
+                    break
+                of_chain = replace(
+                    of_chain,
+                    streams={**of_chain.streams, **one.streams},
+                    regions={**of_chain.regions, **one.regions},
+                    layers=of_chain.layers + one.layers,
+                )
+            if why:
+                whys.append(why)
+                continue
+            chains.append(tuple(chain))
+            found = replace(
+                found,
+                streams={**found.streams, **of_chain.streams},
+                regions={**found.regions, **of_chain.regions},
+                layers=found.layers + of_chain.layers,
+            )
+        why_not = "; ".join(dict.fromkeys(whys))
+        if not chains:
+            return None, why_not or "there are no blocks"
+        return replace(found, chains=tuple(chains)), why_not
+
+    def _chains(self) -> list[list[str]]:
+        """Blocks of which each is given what the one before returned, and nobody else looks at that."""
+        chains: list[list[str]] = []
+        before: Tensor | None = None
+        for call in self._provenance.calls:
+            if call.name not in self._blocks:
+                continue
+            stream = _stream(call)
+            given = None if stream is None else _argument(call, stream)
+            if before is not None and given is before and not is_used_outside(before):
+                chains[-1].append(call.name)
+            elif stream is not None:
+                chains.append([call.name])
+            before = None if stream is None else next(tensors_in(_values(call.output)), None)
+        return chains
+
+    def _of_block(
+        self, name: str, entries: Mapping[str, Entry], sizes: Mapping[str, Mapping[str, int]]
+    ) -> tuple[SplitSequence | None, str]:
+        call = self._calls[name]
+        kind, stream = type(self._blocks[name]).__name__, _stream(call)
+        if stream is None:
+            return None, f"{kind} is given no hidden states of the shape that it returns"
+        hidden = _argument(call, stream)
+        of_block = {key: entry for key, entry in entries.items() if key.startswith(f"{name}.")}
+        rows = [key for key, entry in of_block.items() if entry.style == "rowwise"]
+        if not rows:
+            return None, f"nothing in {kind} is split"
+        if hidden.ndim < 3 or hidden.size(-2) % self._num_ranks:
+            return None, f"the {hidden.size(-2)} tokens of {kind} do not divide by tp_size={self._num_ranks}"
+        regions: dict[str, tuple[int | str, ...]] = {}
+        layers: set[str] = set()
+        for row in rows:
+            cols = [col for col in self._provenance.into[row] if col in of_block]
+            around = _around((row, *cols))
+            if len(around) > len(name) and around in self._calls and around != row:
+                keys = _arguments_like(self._calls[around], hidden)
+                if keys:
+                    regions[around] = keys
+                    continue
+            layers |= {col for col in cols if _arguments_like(self._calls[col], hidden)}
+        sequence = SplitSequence(((name,),), {name: stream}, regions, tuple(sorted(layers)))
+        in_trial = SplitSequence(
+            ((BLOCK,),),
+            {BLOCK: stream},
+            {BLOCK + key[len(name) :]: value for key, value in regions.items()},
+            tuple(BLOCK + key[len(name) :] for key in sorted(layers)),
+        )
+        its_sizes = {key: value for key, value in sizes.items() if key == name or key.startswith(f"{name}.")}
+        error = self._difference(name, of_block, its_sizes, in_trial)
+        return (None, f"{kind}: {error}") if error else (sequence, "")
+
+
+def _around(names: Sequence[str]) -> str:
+    """The innermost module that all of these are in."""
+    parts = [name.split(".") for name in names]
+    common = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
+    return ".".join(level[0] for level in common)
+
+
+def _values(output: object) -> object:
+    return list(output.values()) if isinstance(output, Mapping) else output
+
+
+def _argument(call: Call, key: int | str) -> Tensor:
+    value: Tensor = call.args[key] if isinstance(key, int) else call.kwargs[key]
+    return value
+
+
+def _stream(call: Call) -> int | str | None:
+    """The argument that holds the hidden states: the first of the shape of what is returned."""
+    output = next(tensors_in(_values(call.output)), None)
+    named: Sequence[tuple[int | str, object]] = [*enumerate(call.args), *call.kwargs.items()]
+    for key, value in named:
+        if isinstance(value, Tensor) and output is not None and value.shape == output.shape:
+            return key if value.is_floating_point() else None
+    return None
+
+
+def _arguments_like(call: Call, hidden: Tensor) -> tuple[int | str, ...]:
+    """The arguments that were computed from the hidden states, token by token as it seems."""
+    named: Sequence[tuple[int | str, object]] = [*enumerate(call.args), *call.kwargs.items()]
+    return tuple(key for key, value in named if isinstance(value, torch.Tensor) and is_stream(value, hidden))
