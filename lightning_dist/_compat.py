@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ __all__ = [
     "AllGather",
     "ParameterGroup",
     "ReduceScatter",
+    "accept_sequential_redistribution",
     "flush_gradients",
     "initialize_root",
     "keep_gathered",
@@ -135,6 +137,14 @@ def packed_shard(dim: int, num_packed: int) -> Placement:
 def num_packed(placement: Placement) -> int:
     """Of how many parts a :func:`packed_shard` is; 0 for other placements."""
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else 0
+
+
+def accept_sequential_redistribution() -> None:
+    """Keep torch from warning, on each rank, that a norm over two axes of a mesh takes two all-reduces.
+
+    Replaced by: a public way to flatten axes, which it asks for.
+    """
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 @contextmanager

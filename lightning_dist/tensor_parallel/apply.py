@@ -41,6 +41,7 @@ class TensorParallel:
     """
 
     def __init__(self, root: nn.Module, plan: Plan, mesh: DeviceMesh, num_shards: int = 1) -> None:
+        _compat.accept_sequential_redistribution()
         self._root = root
         self._mesh = mesh
         self._group = mesh.get_group()

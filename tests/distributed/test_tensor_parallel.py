@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dist import TensorParallelStrategy, full_parameters
+from lightning_dist.parity import whole_parameters
 from lightning_dist.tensor_parallel import SplitLogits
 from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
 from tests.models import CONTEXT, GPT, build
@@ -151,6 +152,23 @@ def test_a_rank_may_call_the_whole_model_alone(pool: WorkerPool) -> None:
         assert_same(weights, results[0][2], 0.0)
 
 
+def bf16(precision: str) -> float:
+    """How far three steps in bfloat16 end from the same in one process, relative to how far they went."""
+    results = []
+    for strategy, kwargs in ((TensorParallelStrategy(2), {}), ("auto", {"devices": 1, "num_nodes": 1})):
+        model = build("example_gpt", global_batch_size=8)
+        start = {name: param.detach().clone() for name, param in model.named_parameters()}
+        make_trainer("auto", strategy=strategy, max_steps=3, precision=precision, **kwargs).fit(model)
+        results.append({name: param.float() - start[name] for name, param in whole_parameters(model).items()})
+    off = sum(float(((results[0][name] - moved) ** 2).sum()) for name, moved in results[1].items())
+    return (off / sum(float((moved**2).sum()) for moved in results[1].values())) ** 0.5
+
+
+def test_bfloat16(pool: WorkerPool) -> None:
+    for precision in ("bf16-mixed", "bf16-true"):
+        assert max(pool.run(bf16, 4, precision)) < 0.05
+
+
 class OwnData(GPT):
     """Splits the data by the global rank, as it must not."""
 
@@ -219,7 +237,7 @@ class Reshaping(GPT):
 
 def strict() -> tuple[str, str, str, str]:
     """The errors where nothing can be inferred, or what was is wrong, and the table where it need not be right."""
-    wrong = refused(build("encoder"), strategy=TensorParallelStrategy(2, strict_plan=True, plan={}))
+    wrong = refused(build("gpt"), strategy=TensorParallelStrategy(2, strict_plan=True))
     unseen = refused(Reshaping(), strategy=TensorParallelStrategy(2, strict_plan=True))
     asked = refused(build("encoder"), strategy=TensorParallelStrategy(2, sequence_parallel=True))
     lines: list[str] = []
@@ -229,7 +247,8 @@ def strict() -> tuple[str, str, str, str]:
 
 
 def test_an_inferred_plan_is_confirmed(pool: WorkerPool) -> None:
-    for _, unseen, asked, _ in pool.run(strict, 4):
+    for wrong, unseen, asked, _ in pool.run(strict, 4):
+        assert "strict_plan=True: split as inferred, model.blocks.0 (Block) does not compute the same: its" in wrong
         assert "strict_plan=True: no plan could be inferred: no batch could be made: RuntimeError: not now" in unseen
         assert "sequence_parallel=True: TransformerEncoderLayer: its results differ by" in asked
     table = pool.run(strict, 4)[0][3]

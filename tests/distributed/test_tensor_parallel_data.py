@@ -10,6 +10,7 @@ from typing import Any
 import lightning.pytorch as pl
 import numpy as np
 import torch
+import torchmetrics
 from lightning.pytorch.callbacks import BasePredictionWriter
 from torch import Tensor, nn
 from torch.nn import functional
@@ -131,6 +132,32 @@ class Writer(BasePredictionWriter):
 
     def write_on_batch_end(self, trainer: Any, module: Any, prediction: Any, indices: Any, *args: Any) -> None:
         (self.folder / f"{trainer.global_rank}-{args[1]}").touch()
+
+
+class Counting(GPT):
+    """Counts samples in the ways in which users do."""
+
+    num_samples = 16
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torchmetrics.SumMetric()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.total(len(batch[0]))
+        self.log("metric", self.total)
+        self.log("sum", float(len(batch[0])), reduce_fx="sum", sync_dist=True)
+
+
+def counted() -> tuple[float, float]:
+    metrics = make_trainer("2x2", strategy=TensorParallelStrategy(2), limit_val_batches=1.0).validate(
+        Counting(), verbose=False
+    )[0]
+    return metrics["metric"], metrics["sum"]
+
+
+def test_each_sample_is_counted_once(pool: WorkerPool) -> None:
+    assert pool.run(counted, 4) == [(16.0, 16.0)] * 4
 
 
 class Predicting(GPT):

@@ -1,0 +1,65 @@
+"""The Hugging Face example under each of its overlays: the same pretrained weights, and the same loss."""
+
+from __future__ import annotations
+
+import os
+import sys
+from contextlib import chdir
+from pathlib import Path
+
+import pytest
+import torch
+
+from lightning_dist.cli import main
+from tests.distributed.test_examples import curves
+from tests.pool import WorkerPool
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+FLAGS = [
+    "--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.max_steps=2", "--trainer.val_check_interval=2",
+    "--trainer.limit_val_batches=1", "--trainer.log_every_n_steps=1", "--trainer.num_sanity_val_steps=0",
+    "--trainer.enable_progress_bar=false", "--trainer.enable_model_summary=false",
+    "--data.init_args.max_bytes=100000", "--data.init_args.val_fraction=0.2", "--data.init_args.context=16",
+]  # fmt: skip
+
+
+def save_llama(folder: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=256, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, initializer_range=0.3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder)
+
+
+def fit(folder: Path, overlays: list[str], flags: list[str]) -> int:
+    """Run the command in ``folder``, as torchrun does on each rank."""
+    sys.path.insert(0, str(EXAMPLES.parent))
+    configs = [f"{EXAMPLES}/{name}.yaml" for name in (f"{overlays[0].split('/')[0]}/base", *overlays)]
+    os.environ["COLUMNS"] = "80"
+    with chdir(folder):
+        return main(["fit", *(part for config in configs for part in ("-c", config)), *FLAGS, *flags])
+
+
+def test_one_loss_from_pretrained_weights_under_each_strategy(pool: WorkerPool, tmp_path: Path) -> None:
+    save_llama(tmp_path / "pretrained")
+    sizes = ["--trainer.strategy.dp_replicate_size=2", "--trainer.strategy.dp_shard_size=1"]
+    small_gpt = ["--model.init_args.dim=32", "--model.init_args.num_layers=2", "--model.init_args.num_heads=2"]
+    strategies = {"full_shard": [], "hybrid_shard": sizes, "tensor_parallel": [], "ddp": []}
+    runs = [([f"huggingface/{name}", "huggingface/pretrained"], flags) for name, flags in strategies.items()]
+    # And both examples as they are, from weights that are drawn.
+    runs.append((["huggingface/full_shard"], ["--trainer.logger.init_args.run_name=drawn"]))
+    runs.append((["gpt/tensor_parallel"], [*small_gpt, "--trainer.logger.init_args.run_name=gpt"]))
+    for overlays, flags in runs:
+        assert pool.run(fit, 2, tmp_path, overlays, flags) == [0, 0]
+
+    losses = {name: metrics["val/loss"] for name, metrics in curves(tmp_path).items()}
+    assert sorted(losses) == sorted([*strategies, "drawn", "gpt"])
+    assert len(losses["ddp"]) == 1
+    for name in strategies:
+        assert losses[name] == pytest.approx(losses["ddp"], abs=1e-4)
+    for name in ("drawn", "gpt"):
+        (loss,) = losses[name].values()
+        assert 4 < loss < 7
