@@ -59,6 +59,11 @@ class ParameterGroup:
         """Number of elements of the whole parameters."""
         return sum(param.sharded_param.numel() for param in self._group.fsdp_params)
 
+    @property
+    def requires_grad(self) -> tuple[bool, ...]:
+        """Which of the parameters require gradients."""
+        return tuple(param.sharded_param.requires_grad for param in self._group.fsdp_params)
+
     def gather(self) -> None:
         """All-gather the parameters, if they are sharded now. A collective.
 

@@ -15,9 +15,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
-__all__ = ["compile_block", "recompute_block"]
+__all__ = ["compile_block", "recompute_block", "rerun_in_place"]
 
-InPlace = Callable[[], AbstractContextManager[None]]
+InPlace = Callable[[], Callable[[], AbstractContextManager[None]]]
+"""Is called when a forward begins, and gives what to enter around it, and around each time that it is run again."""
 
 
 def compile_block(block: nn.Module, backend: str) -> None:
@@ -30,25 +31,44 @@ def compile_block(block: nn.Module, backend: str) -> None:
     block.forward = torch.compile(block.forward, backend=backend)
 
 
-def recompute_block(block: nn.Module, in_place: InPlace = nullcontext) -> None:
+def recompute_block(block: nn.Module, in_place: InPlace = lambda: nullcontext) -> None:
     """Keep none of the activations of ``block`` for the backward, but run it again (Chen et al., 2016).
 
     Args:
         block: A block.
-        in_place: Entered around each run: puts the parameters in their place that it runs with.
+        in_place: Puts the parameters in their place that it runs with.
     """
     forward = block.forward
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with in_place():
-            return forward(*args, **kwargs)
 
     @wraps(forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
+        entered = in_place()
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with entered():
+                return forward(*args, **kwargs)
+
         # To its end: what hooks inside have begun, they also end.
         with set_checkpoint_early_stop(False):
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
 
     block.forward = recomputed
+
+
+def rerun_in_place(block: nn.Module, in_place: InPlace) -> None:
+    """Let the model itself run ``block`` again in the backward, as Hugging Face's gradient checkpointing does.
+
+    Args:
+        block: A block.
+        in_place: Puts the parameters in their place that it runs with.
+    """
+    forward = block.forward
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with in_place()():
+            return forward(*args, **kwargs)
+
+    block.forward = run

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -48,27 +48,29 @@ def together(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None
 _arrivals: dict[str, int] = {}
 
 
-def arrive(what: str, timeout_s: float = 60.0) -> None:
+def arrive(what: str, timeout_s: float = 60.0, ranks: Sequence[int] | None = None) -> None:
     """Wait until every rank is here, but never for ever: unlike a barrier, it names who did not come.
 
     Args:
         what: What the ranks are about to do together, for the message.
         timeout_s: Seconds to wait for the others.
+        ranks: Those who do it, this one among them; None: all.
 
     Raises:
         OtherRankError: If a rank did not arrive in time.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
+    together_with = list(range(dist.get_world_size())) if ranks is None else list(ranks)
     _arrivals[what] = _arrivals.get(what, 0) + 1
     store = dist.distributed_c10d._get_default_store()
-    keys = [f"lightning_dist/arrive/{what}/{_arrivals[what]}/{rank}" for rank in range(dist.get_world_size())]
-    store.set(keys[dist.get_rank()], "")
+    keys = [f"lightning_dist/arrive/{what}/{_arrivals[what]}/{rank}" for rank in together_with]
+    store.set(keys[together_with.index(dist.get_rank())], "")
     deadline = time.monotonic() + timeout_s
     try:
         store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
     except (RuntimeError, dist.DistStoreError) as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        missing = [rank for rank, key in zip(together_with, keys, strict=True) if not store.check([key])]
         raise OtherRankError(
             f"{what}: rank {', '.join(map(str, missing))} did not arrive within {timeout_s:.0f} s. Every rank must do"
             " this; is it under `if trainer.is_global_zero`?"

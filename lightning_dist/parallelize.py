@@ -91,7 +91,7 @@ def parallelize(
         said = resolve_plan(module, config.plan)  # a name that matches nothing is wrong on one device, too
         if layout.tp > 1:
             plan = _planned(module, units, said, config, mesh["tp"], layout.dp_shard)
-            check_agreement("The plan of tensor parallelism", repr(plan))
+            check_agreement("The plan of tensor parallelism", plan.outline())
             splitting = TensorParallel(module, plan, mesh["tp"], layout.dp_shard)
     broadcast_weights(module)
     seed = agreed_seed()

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -27,7 +27,7 @@ from torch.distributed.tensor import Shard
 
 from lightning_dist import _compat
 from lightning_dist._compat import ParameterGroup
-from lightning_dist.block_forward import compile_block, recompute_block
+from lightning_dist.block_forward import compile_block, recompute_block, rerun_in_place
 from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter
 from lightning_dist.consensus import arrive
 from lightning_dist.initialization import materialize, refuse_meta_attributes
@@ -139,11 +139,12 @@ def _change_forward(
     for block in unit.modules:
         if config.compile_backend is not None:
             compile_block(block, config.compile_backend)
-        if config.recompute:
-            in_place: Callable[[], AbstractContextManager[None]] = nullcontext
-            if tensor_parallel is not None:
-                in_place = partial(tensor_parallel.in_place, _in_order(root, unit))
-            recompute_block(block, in_place)
+        if tensor_parallel is None:
+            if config.recompute:
+                recompute_block(block)
+            continue
+        change = recompute_block if config.recompute else rerun_in_place
+        change(block, partial(tensor_parallel.in_place, _in_order(root, unit)))
 
 
 def _in_order(root: nn.Module, unit: Unit) -> list[nn.Module]:
@@ -219,6 +220,7 @@ class ShardedModule:
         self._own = [group for unit, group in by_kind if unit.kind in ("own", "scalars")]
         self.tensor_parallel = tensor_parallel
         self._owners = {group: _in_order(module, unit) for unit, group in by_kind if unit.kind != "scalars"}
+        self._made_local: dict[ParameterGroup | ScalarGroup, object] = {}
         self._running = 0
         self._in_step = False
         self._has_stepped = False
@@ -249,6 +251,8 @@ class ShardedModule:
             def gather(module: nn.Module, args: object) -> None:
                 if group.is_gathered:
                     group.copy_requires_grad()
+                    if self._made_local.get(group) != self._grad_state(group):
+                        self._use_local(group)  # that it was gathered under no_grad, say
                 else:
                     self._check_running(module, args)
                     self._gather(group)
@@ -340,6 +344,13 @@ class ShardedModule:
     def _use_local(self, group: ParameterGroup | ScalarGroup) -> None:
         if self.tensor_parallel is not None and group in self._owners:
             self.tensor_parallel.use_local(self._owners[group])
+            self._made_local[group] = self._grad_state(group)
+
+    def _grad_state(self, group: ParameterGroup | ScalarGroup) -> object:
+        """What the local parts of a group are made under: whether, and for which parameters, gradients are wanted."""
+        if self.tensor_parallel is None or not isinstance(group, ParameterGroup):
+            return None
+        return torch.is_grad_enabled(), group.requires_grad
 
     def free(self) -> None:
         """Put the sharded parameters into the module: what optimizers, callbacks and checkpoints read and write."""

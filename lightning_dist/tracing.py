@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
@@ -137,12 +138,11 @@ def _observed(root: nn.Module, observer: Observer) -> Iterator[None]:
 def _restored(root: nn.Module) -> Iterator[None]:
     """Put back every attribute of every module, and what is in those that are containers."""
     saved = [(module, dict(vars(module))) for module in root.modules()]
-    contents = [
-        (value, type(value)(value))
-        for _, attributes in saved
-        for value in attributes.values()
-        if type(value) in (list, dict, set)
-    ]
+    contents: list[tuple[Any, Any]] = []
+    for _, attributes in saved:
+        for key, value in attributes.items():
+            if key != "_modules":
+                _keep(value, contents)
     try:
         yield
     finally:
@@ -150,8 +150,16 @@ def _restored(root: nn.Module) -> Iterator[None]:
             vars(module).clear()
             vars(module).update(attributes)
         for value, content in contents:
-            if isinstance(value, list):
-                value[:] = content
-            else:
-                value.clear()
-                value.update(content)
+            value.clear()
+            value.extend(content) if isinstance(value, list | deque) else value.update(content)
+
+
+def _keep(value: Any, contents: list[tuple[Any, Any]]) -> None:
+    """Add ``value`` and the containers in it, with what is in them."""
+    if isinstance(value, list | deque | set) or (isinstance(value, dict) and not isinstance(value, nn.Module)):
+        items = list(value.items()) if isinstance(value, dict) else list(value)
+        if any(value is known for known, _ in contents):
+            return
+        contents.append((value, items))
+        for item in value.values() if isinstance(value, dict) else items:
+            _keep(item, contents)

@@ -7,7 +7,7 @@ device, with fewer heads or features.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -74,6 +74,8 @@ class TensorParallel:
         if style == "embedding_rowwise":
             if not isinstance(module, nn.Embedding) or module.max_norm is not None:
                 raise PlanError(f"plan: {name} is a {type(module).__name__}, and {style} splits nn.Embedding only.")
+            if module.scale_grad_by_freq or module.sparse:
+                raise PlanError(f"plan: {name} has scale_grad_by_freq or sparse gradients, which {style} cannot give.")
             self._place(name, module, "weight", 0)
             if module.padding_idx is not None:  # this rank's, if it has it
                 num_own = module.num_embeddings // self._group.size()
@@ -213,17 +215,26 @@ class TensorParallel:
                 if (owner, key) in self._whole:
                     owner._parameters[key] = self._whole[owner, key]
 
-    @contextmanager
-    def in_place(self, owners: Sequence[nn.Module]) -> Iterator[None]:
-        """Inside, ``owners`` hold this rank's parts, as in a forward: for one that is run again in a backward."""
-        are_whole = any(isinstance(param, DTensor) for owner in owners for param in owner._parameters.values())
-        if are_whole:
-            self.use_local(owners)
-        try:
-            yield
-        finally:
-            if are_whole:
-                self.use_whole(owners)
+    def in_place(self, owners: Sequence[nn.Module]) -> Callable[[], AbstractContextManager[None]]:
+        """What to enter around each run of a forward that begins now, and may be run again in a backward.
+
+        Inside, ``owners`` hold this rank's parts, and hidden states are split as they are now.
+        """
+        activity = () if self.sequence is None else self.sequence.activity
+
+        @contextmanager
+        def entered() -> Iterator[None]:
+            are_whole = any(isinstance(param, DTensor) for owner in owners for param in owner._parameters.values())
+            with nullcontext() if self.sequence is None else self.sequence.as_it_was(activity):
+                if are_whole:
+                    self.use_local(owners)
+                try:
+                    yield
+                finally:
+                    if are_whole:
+                        self.use_whole(owners)
+
+        return entered
 
     def shard_dim(self, param: nn.Parameter) -> int | None:
         """The dimension that FSDP2 must shard a split parameter along; None: its own choice."""
@@ -309,7 +320,9 @@ class TensorParallel:
         bias = module.__dict__.pop("_tensor_parallel_bias", None)
         if bias is not None:
             module._parameters["bias"] = bias
-        if not isinstance(output, Tensor):  # the forward has raised
+        if not isinstance(output, Tensor):  # the forward has raised, or need not be run again to its end
+            if self._random is not None and not self._tokens_are_split(module):
+                self._random.leave()
             return output
         if self._tokens_are_split(module):
             output = exchanges.scatter_from(output, self._group, -2)
@@ -323,6 +336,12 @@ class TensorParallel:
         """The indices of this rank's part of the vocabulary; those of others become its first."""
         (indices,) = args
         num_own = module.weight.size(0)
+        num_all = num_own * self._group.size()
+        is_index = (indices >= 0) & (indices < num_all)
+        if indices.device.type != "cpu":
+            torch._assert_async(is_index.all())
+        elif not is_index.all():
+            raise IndexError(f"Index {int(indices[~is_index][0])} is out of range: the embedding has {num_all} rows.")
         own = indices - self._group.rank() * num_own
         is_others = (own < 0) | (own >= num_own)
         module.__dict__["_is_others"] = is_others

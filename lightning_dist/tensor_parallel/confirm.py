@@ -41,14 +41,27 @@ class Trial:
         self._mesh = mesh
         self._num_shards = num_shards
         self._device = torch.device(mesh.device_type)
-        self._block = copy.deepcopy(block)
         self._generator = torch.Generator(self._device).manual_seed(0)
-        self._fill(self._block)
-        self._args, self._kwargs = self._real(call.args), self._real(call.kwargs)
         self._are_learned = [is_learned(tensor) for tensor in tensors_in((call.args, call.kwargs))]
+        self._error = self._prepare(block, call)
+        failed = torch.tensor(float(bool(self._error)), device=self._device)
+        dist.all_reduce(failed, dist.ReduceOp.MAX)
+        if failed and not self._error:
+            self._error = "it could not be run on another rank"
+
+    def _prepare(self, block: nn.Module, call: Call) -> str:
+        """Make the copy, run it whole, and return what went wrong."""
+        try:
+            self._block = copy.deepcopy(block)
+            self._fill(self._block)
+            self._args, self._kwargs = self._real(call.args), self._real(call.kwargs)
+        except Exception as error:  # not every module can be copied
+            text = str(error).strip().split("\n")[0]
+            return f"{type(error).__name__}: {text}"
         self._block.eval()  # no dropout
-        self._expected, self._error = self._results(self._block, dict(self._block.named_parameters()))
+        self._expected, raised = self._results(self._block, dict(self._block.named_parameters()))
         self._block.zero_grad()
+        return raised
 
     @property
     def error(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 
@@ -26,16 +26,23 @@ class SequenceFinder:
         blocks: The model's blocks, by full name.
         provenance: What was seen of a step.
         num_ranks: Over how many ranks tokens are split.
+        sharing: Blocks that have a parameter, or run a module, that is used outside of them, too.
         difference: Tries a block, by its name, with what becomes of its modules, its sizes, and a split sequence in
             which it is called :data:`~lightning_dist.tensor_parallel.confirm.BLOCK`; returns what is wrong.
     """
 
     def __init__(
-        self, blocks: Mapping[str, nn.Module], provenance: Provenance, num_ranks: int, difference: Difference
+        self,
+        blocks: Mapping[str, nn.Module],
+        provenance: Provenance,
+        num_ranks: int,
+        sharing: Collection[str],
+        difference: Difference,
     ) -> None:
         self._blocks = blocks
         self._provenance = provenance
         self._num_ranks = num_ranks
+        self._sharing = sharing
         self._difference = difference
         self._calls = {call.name: call for call in reversed(provenance.calls)}
 
@@ -57,6 +64,12 @@ class SequenceFinder:
             for name in chain:
                 if counts[name] > 1:
                     why = f"{name} runs more than once in a step"
+                    break
+                if name in self._sharing:
+                    why = f"{name} shares parameters with what is outside of it"
+                    break
+                if any(getattr(module, "gradient_checkpointing", False) for module in self._blocks[name].modules()):
+                    why = "the model checkpoints by itself; use activation_checkpointing=True of the strategy"
                     break
                 one, why = self._of_block(name, entries, sizes)
                 if one is None:

@@ -105,6 +105,11 @@ class Plan:
     splits_logits: bool = False
     notes: tuple[str, ...] = ()
 
+    def outline(self) -> str:
+        """All that ranks must agree on: not why, which may have a device's name in it."""
+        styles = {name: (entry.style, entry.num_packed) for name, entry in self.entries.items()}
+        return repr((styles, self.sizes, self.sequence, self.draws_random, self.splits_logits))
+
 
 def resolve_plan(root: nn.Module, user: Mapping[str, str] | None = None) -> dict[str, Entry]:
     """What the user and Hugging Face say of ``root``, by full name of the module, in the order of definition.

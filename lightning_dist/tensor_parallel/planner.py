@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -100,7 +101,8 @@ class _Planner:
         if not entries and provenance is not None:
             entries = inferred(self._root, provenance, self._mesh.size())
             if not entries:
-                self._complain("no plan was found: no layer's output is added to what it was computed from")
+                why_not = self._seen.why_not or "no layer's output is added to what it was computed from"
+                self._complain(f"no plan was found: {why_not}")
         elif not entries:
             self._complain(f"no plan could be inferred: {self._seen.why_not}")
         entries = with_tied(self._root, entries)
@@ -135,7 +137,20 @@ class _Planner:
         provenance = self._seen.provenance
         if provenance is None or not provenance.calls:
             return None, f"no step was seen: {self._seen.why_not}"
-        return SequenceFinder(self._blocks, provenance, self._mesh.size(), self.difference).find(entries, sizes)
+        num_ranks, sharing = self._mesh.size(), self._sharing_blocks()
+        return SequenceFinder(self._blocks, provenance, num_ranks, sharing, self.difference).find(entries, sizes)
+
+    def _sharing_blocks(self) -> set[str]:
+        """Blocks that have a parameter which is elsewhere, too."""
+        names: dict[nn.Parameter, list[str]] = defaultdict(list)
+        for name, param in self._root.named_parameters(remove_duplicate=False):
+            names[param].append(name)
+        return {
+            block
+            for block in self._blocks
+            for its_names in names.values()
+            if 0 < sum(name.startswith(f"{block}.") for name in its_names) < len(its_names)
+        }
 
     def _said_of_keys(self, name: str, entry: Entry) -> Entry:
         """Say where several ranks have the same head of the keys or values."""

@@ -8,7 +8,8 @@ split.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch.distributed as dist
@@ -91,6 +92,7 @@ class SequenceParallel:
                 return None
             if self._random is not None:
                 self._random.leave()
+            self._is_active[index] = False
             if isinstance(output, Tensor):
                 return exchanges.gather(output, self._group, DIM)
             first, *others = output
@@ -137,9 +139,25 @@ class SequenceParallel:
         """Whether ``layer`` is given some of the tokens and needs all."""
         return layer in self._layers and self.is_active_in(layer)
 
+    @property
+    def activity(self) -> tuple[bool, ...]:
+        """Of each chain, whether its hidden states are split now."""
+        return tuple(self._is_active)
+
+    @contextmanager
+    def as_it_was(self, activity: tuple[bool, ...]) -> Iterator[None]:
+        """Inside, hidden states are split where they were: for a block that is run again in a backward."""
+        now = self.activity
+        self._is_active[:] = activity
+        try:
+            yield
+        finally:
+            self._is_active[:] = now
+
     def forget(self) -> None:
         """Forget what an error has left."""
         self._gathered.clear()
+        self._is_active[:] = [False] * len(self._is_active)
 
 
 def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, change: Any) -> tuple[Any, dict[str, Any]]:

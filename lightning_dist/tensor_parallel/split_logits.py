@@ -8,6 +8,7 @@ given the whole, which the ranks gather then: all of them must call it.
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -82,7 +83,7 @@ class SplitLogits(Tensor):
         Raises:
             OtherRankError: If another rank does not need it.
         """
-        arrive(f"{function} of logits that are split over tp", 60.0)
+        arrive(f"{function} of logits that are split over tp", 60.0, dist.get_process_group_ranks(self.group))
         return exchanges.gather(self.local, self.group, self.split_dim)
 
     @classmethod
@@ -106,8 +107,12 @@ class SplitLogits(Tensor):
                     result = on_parts(func, args[0], args[1:], kwargs)
                     if result is not None:
                         return result
-        if func is Tensor.backward:
-            raise RuntimeError("backward() of logits: compute a loss from them first.")
+        is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        if func is Tensor.backward or is_in_place or "out" in kwargs:
+            raise RuntimeError(
+                f"{name} of logits that are split over tp would change a copy that the ranks gather: compute new ones"
+                " (torch.where, masked_fill), or set loss_parallel=False."
+            )
         whole = {}
 
         def gathered(value: Any) -> Any:
@@ -147,6 +152,10 @@ def whole_logits(value: Any) -> Any:
         return value
     if type(value) in (list, tuple):
         return type(value)(map(whole_logits, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {entry.name: getattr(value, entry.name) for entry in fields(value) if entry.init}
+        changed = {key: item for key, item in changed.items() if isinstance(item, SplitLogits)}
+        return replace(value, **{key: whole_logits(item) for key, item in changed.items()}) if changed else value
     return value
 
 
@@ -179,10 +188,13 @@ def _transposed(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> Split
     return SplitLogits(func(logits.local, *args, **kwargs), logits.group, dim)
 
 
-def _cast(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> SplitLogits:
+def _cast(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> SplitLogits | None:
     if args and isinstance(args[0], SplitLogits):
         args = (args[0].local, *args[1:])
-    return SplitLogits(func(logits.local, *args, **kwargs), logits.group, logits.split_dim)
+    result = func(logits.local, *args, **kwargs)
+    if result.device != logits.local.device:  # where the group may not be able to gather it
+        return None
+    return SplitLogits(result, logits.group, logits.split_dim)
 
 
 def _scaled(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> SplitLogits | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
 
@@ -54,12 +54,20 @@ def _batch(loaders: Any) -> Any:
     if isinstance(loaders, list | tuple):
         return [_batch(loader) for loader in loaders]
     if not isinstance(loaders, DataLoader):
-        return next(iter(loaders))
+        return next(_fresh(loaders))
     dataset = loaders.dataset
     if isinstance(dataset, IterableDataset):
-        samples = list(islice(iter(dataset), loaders.batch_size or 1))
+        samples = list(islice(_fresh(dataset), loaders.batch_size or 1))
     else:
         indices = next(iter(loaders.batch_sampler)) if loaders.batch_sampler is not None else [0]
         fetch = getattr(dataset, "__getitems__", None)
         samples = fetch(indices) if fetch is not None else [dataset[index] for index in indices]
     return loaders.collate_fn(samples if loaders.batch_size is not None or loaders.batch_sampler else samples[0])
+
+
+def _fresh(data: Any) -> Iterator[Any]:
+    """An iterator that takes nothing away from the next one."""
+    iterator = iter(data)
+    if iterator is data:
+        raise TypeError(f"{type(data).__name__} can be iterated only once")
+    return iterator

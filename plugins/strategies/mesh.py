@@ -422,19 +422,28 @@ class MeshStrategy(ProcessStrategy):
         Raises:
             CheckpointError: If it could not be written.
         """
-        if self._same_batch is not None:
-            self._same_batch.finish()
+        self._finish_comparing()
         self._checkpoints.finish()
 
     def on_validation_start(self) -> None:
         """Give every rank rank 0's buffers, as DDP does, so that all evaluate the same model."""
         self._exact_resume.before_validation(self._trainer)
+        self._agree_on_random_numbers()
         if not self._trainer.sanity_checking:  # that of a resumed run would change what it goes on with
             self._agree_on_buffers()
 
     def on_validation_end(self) -> None:
         """Go on with training's random numbers."""
+        self._finish_comparing()
         self._exact_resume.after_validation()
+
+    def on_test_end(self) -> None:
+        """See whether the last batch was the same on ranks that must have the same."""
+        self._finish_comparing()
+
+    def _finish_comparing(self) -> None:
+        if self._same_batch is not None:
+            self._same_batch.finish()
 
     def on_test_start(self) -> None:
         """Give every rank rank 0's buffers."""
@@ -450,6 +459,7 @@ class MeshStrategy(ProcessStrategy):
 
     def on_predict_end(self) -> None:
         """Give the callbacks back that :meth:`on_predict_start` took away."""
+        self._finish_comparing()
         self._trainer.callbacks += self._silenced  # type: ignore[attr-defined]
         self._silenced = []
 

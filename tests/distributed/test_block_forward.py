@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from lightning_dist import FullShardStrategy, HybridShardStrategy, TensorParallelStrategy
 from tests.distributed.fit import assert_same, make_trainer, refused, weights_of
@@ -15,7 +16,6 @@ from tests.models import build
 from tests.parity.run import SPLIT_MODELS, Recorder
 from tests.pool import WorkerPool
 
-assert SPLIT_MODELS
 STRATEGIES: dict[str, Any] = {
     "full": lambda **kwargs: FullShardStrategy(**kwargs),
     "hybrid": lambda **kwargs: HybridShardStrategy(2, 2, **kwargs),
@@ -52,6 +52,48 @@ def test_compiled_blocks_have_the_same_gradients(pool: WorkerPool, name: str, re
     assert np.linalg.norm(actual[0]["model.embedding.weight"]) > 0.01
     assert_same(actual[0], gradients, 1e-10)
     assert_same(actual[1], weights, 1e-10)
+
+
+class TwoLengths(SPLIT_MODELS["example_gpt"]):  # type: ignore[misc]
+    """Calls its model on sequences that ranks split, and on shorter ones that they cannot."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, targets = batch
+        losses = [
+            functional.cross_entropy(self.model(tokens[:, :length]).flatten(0, 1), targets[:, :length].flatten())
+            for length in (8, 7, 8)
+        ]
+        return torch.stack(losses).sum()
+
+
+class CheckpointsItself(SPLIT_MODELS["llama3"]):  # type: ignore[misc]
+    """Runs its blocks again by Hugging Face's own checkpointing."""
+
+    def make_model(self) -> Any:
+        model = super().make_model()
+        model.gradient_checkpointing_enable()
+        return model
+
+
+def fit_one(module: Any, kwargs: dict[str, Any]) -> dict[str, np.ndarray]:
+    torch.manual_seed(0)
+    module, recorder = module(), Recorder()
+    strategy = TensorParallelStrategy(2, **kwargs) if kwargs is not None else "auto"
+    devices = {} if kwargs is not None else {"devices": 1, "num_nodes": 1}
+    make_trainer("auto", strategy=strategy, max_steps=1, precision="64-true", callbacks=[recorder], **devices).fit(
+        module
+    )
+    return recorder.gradients[0]
+
+
+@pytest.mark.parametrize(
+    ("module", "kwargs"), [(TwoLengths, {}), (TwoLengths, {"activation_checkpointing": True}), (CheckpointsItself, {})]
+)
+def test_calls_of_other_lengths_and_of_the_models_own_checkpointing(
+    pool: WorkerPool, module: Any, kwargs: dict[str, Any]
+) -> None:
+    expected = pool.run(fit_one, 1, module, None)[0]
+    assert_same(pool.run(fit_one, 4, module, kwargs)[0], expected, 1e-10)
 
 
 def num_saved(kwargs: dict[str, Any]) -> int:

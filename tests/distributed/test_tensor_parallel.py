@@ -169,6 +169,20 @@ def test_bfloat16(pool: WorkerPool) -> None:
         assert max(pool.run(bf16, 4, precision)) < 0.05
 
 
+class TooLarge(GPT):
+    def data(self) -> tuple[torch.Tensor, ...]:
+        return tuple(tensor + 20 for tensor in super().data())
+
+
+def fit_too_large() -> str:
+    return refused(TooLarge(), strategy=TensorParallelStrategy(2, plan=PLANS["gpt"]))
+
+
+def test_a_token_out_of_range_is_told(pool: WorkerPool) -> None:
+    for error in pool.run(fit_too_large, 4):
+        assert "is out of range: the embedding has 32 rows" in error
+
+
 class OwnData(GPT):
     """Splits the data by the global rank, as it must not."""
 

@@ -108,6 +108,19 @@ def out_of_bounds() -> None:
         functional.cross_entropy(SplitLogits(torch.zeros(2, 3), dist.group.WORLD), torch.tensor([0, 12]))
 
 
+def in_place() -> None:
+    dist.init_process_group("gloo")
+    logits = SplitLogits(torch.zeros(2, 3), dist.group.WORLD)
+    with pytest.raises(RuntimeError, match="masked_fill_ of logits that are split over tp would change a copy"):
+        logits.masked_fill_(torch.ones(2, 12, dtype=torch.bool), 1.0)
+    with pytest.raises(RuntimeError, match="__setitem__ of logits"):
+        logits[..., 2] = 0.0
+
+
+def test_changes_in_place_are_refused(pool: WorkerPool) -> None:
+    pool.run(in_place, 4)
+
+
 def test_a_target_out_of_bounds_is_told(pool: WorkerPool) -> None:
     pool.run(out_of_bounds, 4)
 
