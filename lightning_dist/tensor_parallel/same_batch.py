@@ -22,10 +22,12 @@ class SameBatch:
 
     Args:
         group: The ranks of one ``tp``.
+        device: What they communicate on.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
+        self._device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
         self._pending: tuple[dist.Work, torch.Tensor, str] | None = None
 
     def check(self, batch: Any, what: str) -> None:
@@ -39,9 +41,7 @@ class SameBatch:
             DifferentBatchError: If the batch of the call before differed between the ranks.
         """
         self.finish()
-        digest = _digest(list(_tensors(batch)))
-        if dist.get_backend(self._group) == "gloo":
-            digest = digest.cpu()
+        digest = _digest(list(_tensors(batch))).to(self._device, non_blocking=True)
         extremes = torch.stack((digest, ~digest))  # the greatest, and the complement of the least
         work = dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group, async_op=True)
         assert work is not None
@@ -91,8 +91,16 @@ def _digest(tensors: list[torch.Tensor]) -> torch.Tensor:
             content = tensor.detach().contiguous().view(-1).view(torch.uint8)
             on_host.update(memoryview(content.numpy()))  # type: ignore[arg-type]  # NumPy's stub knows no buffers
         else:
-            on_device.append(torch.hash_tensor(tensor.detach()).view(torch.int64))
+            on_device.append(hash_of_samples(tensor.detach()))
     number = torch.tensor(on_host.intdigest() - 2**63)
     for index, part in enumerate(on_device):
         number = number.to(part.device, non_blocking=True) + part * (2 * index + 1)
     return number
+
+
+def hash_of_samples(tensor: torch.Tensor) -> torch.Tensor:
+    """A number for the samples of ``tensor`` and their order, on its device: an int64 without dimensions."""
+    samples = tensor.reshape(tensor.size(0) if tensor.ndim else 1, -1)
+    hashes = torch.hash_tensor(samples, dim=1).view(torch.int64)  # a XOR, which does not see the order inside
+    weights = torch.arange(1, 2 * len(hashes), 2, device=tensor.device)
+    return (hashes * weights).sum()

@@ -220,7 +220,7 @@ class MeshStrategy(ProcessStrategy):
         self._mesh = self.layout.build_mesh(self.root_device.type)
         self._data_parallel_group = self.layout.build_data_parallel_group()
         if self.layout.tp > 1:
-            self._same_batch = SameBatch(self._mesh["tp"].get_group())
+            self._same_batch = SameBatch(self._mesh["tp"].get_group(), self.root_device)
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:

@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 from mlflow import MlflowClient
+
+from lightning_dist.cli import main
+from tests.pool import WorkerPool
 
 ROOT = Path(__file__).parents[2]
 SMALL_GPT = [
@@ -29,6 +33,15 @@ def fit(folder: Path, example: str, strategy: str, *flags: str) -> str:
     return done.stdout + done.stderr
 
 
+def fit_on_rank(folder: Path, overlays: list[str], flags: list[str]) -> int:
+    """Run the command on this rank, as torchrun does, in a process that has its imports; the first says the example."""
+    sys.path.insert(0, str(ROOT))
+    names = (f"{overlays[0].split('/')[0]}/base", *overlays)
+    os.environ["COLUMNS"] = "80"
+    with chdir(folder):
+        return main(["fit", *(part for name in names for part in ("-c", f"{ROOT}/examples/{name}.yaml")), *flags])
+
+
 def curves(folder: Path) -> dict[str, dict[str, dict[int, float]]]:
     """Run name to metric to its values by step, as MLflow has them."""
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
@@ -42,14 +55,14 @@ def curves(folder: Path) -> dict[str, dict[str, dict[int, float]]]:
     }
 
 
-def test_one_loss_curve_under_three_strategies(tmp_path: Path) -> None:
+def test_one_loss_curve_under_three_strategies(pool: WorkerPool, tmp_path: Path) -> None:
     sizes = ["--trainer.strategy.dp_replicate_size=2", "--trainer.strategy.dp_shard_size=1"]
     output = fit(tmp_path, "gpt", "hybrid_shard", *SMALL_GPT, *sizes)
     for expected in ("dp_replicate 2 x dp_shard 1 = 2 processes", "this model, held-out text", "uniform guess, ln 256",
                      "Checkpoint: ", "mlflow server --backend-store-uri", "/runs/"):  # fmt: skip
         assert expected in output
     for strategy in ("full_shard", "ddp"):
-        fit(tmp_path, "gpt", strategy, *SMALL_GPT)
+        assert pool.run(fit_on_rank, 2, tmp_path, [f"gpt/{strategy}"], SMALL_GPT) == [0, 0]
     runs = curves(tmp_path)
     assert sorted(runs) == ["ddp", "full_shard", "hybrid_shard"]
     for metric, num_points in (("train/loss", 6), ("val/loss", 3)):
@@ -62,9 +75,10 @@ def test_one_loss_curve_under_three_strategies(tmp_path: Path) -> None:
         assert {"perf/step_ms", "perf/tokens_per_s", "memory/peak_mib", "memory/peak_mib_rank1"} <= metrics.keys()
 
 
-def test_digits_are_learned(tmp_path: Path) -> None:
+def test_digits_are_learned(pool: WorkerPool, tmp_path: Path) -> None:
     flags = ["--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
     sizes = ["--trainer.strategy.dp_replicate_size=1", "--trainer.strategy.dp_shard_size=2"]
-    fit(tmp_path, "vision", "hybrid_shard", *flags, *sizes, "--trainer.max_epochs=5")
+    flags += [*sizes, "--trainer.max_epochs=5"]
+    assert pool.run(fit_on_rank, 2, tmp_path, ["vision/hybrid_shard"], flags) == [0, 0]
     (run,) = curves(tmp_path).values()
     assert max(run["val/accuracy"].values()) > 0.95

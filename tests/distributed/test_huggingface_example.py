@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import sys
-from contextlib import chdir
 from pathlib import Path
 
 import pytest
 import torch
 
-from lightning_dist.cli import main
-from tests.distributed.test_examples import curves
+from tests.distributed.test_examples import curves, fit_on_rank
 from tests.pool import WorkerPool
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
 FLAGS = [
     "--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.max_steps=2", "--trainer.val_check_interval=2",
     "--trainer.limit_val_batches=1", "--trainer.log_every_n_steps=1", "--trainer.num_sanity_val_steps=0",
@@ -34,15 +29,6 @@ def save_llama(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def fit(folder: Path, overlays: list[str], flags: list[str]) -> int:
-    """Run the command in ``folder``, as torchrun does on each rank."""
-    sys.path.insert(0, str(EXAMPLES.parent))
-    configs = [f"{EXAMPLES}/{name}.yaml" for name in (f"{overlays[0].split('/')[0]}/base", *overlays)]
-    os.environ["COLUMNS"] = "80"
-    with chdir(folder):
-        return main(["fit", *(part for config in configs for part in ("-c", config)), *FLAGS, *flags])
-
-
 def test_one_loss_from_pretrained_weights_under_each_strategy(pool: WorkerPool, tmp_path: Path) -> None:
     save_llama(tmp_path / "pretrained")
     sizes = ["--trainer.strategy.dp_replicate_size=2", "--trainer.strategy.dp_shard_size=1"]
@@ -53,7 +39,7 @@ def test_one_loss_from_pretrained_weights_under_each_strategy(pool: WorkerPool, 
     runs.append((["huggingface/full_shard"], ["--trainer.logger.init_args.run_name=drawn"]))
     runs.append((["gpt/tensor_parallel"], [*small_gpt, "--trainer.logger.init_args.run_name=gpt"]))
     for overlays, flags in runs:
-        assert pool.run(fit, 2, tmp_path, overlays, flags) == [0, 0]
+        assert pool.run(fit_on_rank, 2, tmp_path, overlays, [*FLAGS, *flags]) == [0, 0]
 
     losses = {name: metrics["val/loss"] for name, metrics in curves(tmp_path).items()}
     assert sorted(losses) == sorted([*strategies, "drawn", "gpt"])
