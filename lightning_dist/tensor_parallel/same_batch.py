@@ -91,16 +91,24 @@ def _digest(tensors: list[torch.Tensor]) -> torch.Tensor:
             content = tensor.detach().contiguous().view(-1).view(torch.uint8)
             on_host.update(memoryview(content.numpy()))  # type: ignore[arg-type]  # NumPy's stub knows no buffers
         else:
-            on_device.append(hash_of_samples(tensor.detach()))
+            on_device.append(hash_of_elements(tensor.detach()))
     number = torch.tensor(on_host.intdigest() - 2**63)
     for index, part in enumerate(on_device):
         number = number.to(part.device, non_blocking=True) + part * (2 * index + 1)
     return number
 
 
-def hash_of_samples(tensor: torch.Tensor) -> torch.Tensor:
-    """A number for the samples of ``tensor`` and their order, on its device: an int64 without dimensions."""
-    samples = tensor.reshape(tensor.size(0) if tensor.ndim else 1, -1)
-    hashes = torch.hash_tensor(samples, dim=1).view(torch.int64)  # a XOR, which does not see the order inside
-    weights = torch.arange(1, 2 * len(hashes), 2, device=tensor.device)
-    return (hashes * weights).sum()
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, odd: Knuth's multiplicative hashing
+
+
+def hash_of_elements(tensor: torch.Tensor) -> torch.Tensor:
+    """A number for the elements of ``tensor`` and their order, on its device: an int64 without dimensions.
+
+    A sum of bits, each element's with a weight of its own, modulo 2**64. (``torch.hash_tensor`` is a XOR of elements.)
+    """
+    elements = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    bits = elements.contiguous().view(-1).view(_BITS[elements.element_size()]).to(torch.int64)
+    places = torch.arange(1, bits.numel() + 1, device=tensor.device) * _GOLDEN
+    weights = (places ^ (places >> 29)) * _GOLDEN | 1  # mixed: such as differ by the same would cancel in a swap
+    return (bits * weights).sum()
