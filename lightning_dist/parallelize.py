@@ -34,6 +34,7 @@ class TensorParallelConfig:
         step: A step of the module on a batch, which is made of what this is given makes of each tensor; None: none is
             known, and ``why_no_step`` says why.
         why_no_step: See ``step``.
+        planned: What is done, as it was found for a module of which this one is a copy; None: it is to be found.
     """
 
     plan: Mapping[str, str] | None = None
@@ -42,6 +43,7 @@ class TensorParallelConfig:
     loss_parallel: bool | None = None
     step: Callable[[Callable[[Tensor], Tensor]], Any] | None = None
     why_no_step: str = "no step is known"
+    planned: Plan | None = None
 
 
 def parallelize(
@@ -90,7 +92,7 @@ def parallelize(
     if layout.tp > 1 or config.plan is not None:
         said = resolve_plan(module, config.plan)  # a name that matches nothing is wrong on one device, too
         if layout.tp > 1:
-            plan = _planned(module, units, said, config, mesh["tp"], layout.dp_shard)
+            plan = config.planned or _planned(module, units, said, config, mesh["tp"], layout.dp_shard)
             check_agreement("The plan of tensor parallelism", plan.outline())
             splitting = TensorParallel(module, plan, mesh["tp"], layout.dp_shard)
     broadcast_weights(module)

@@ -126,6 +126,8 @@ class _Planner:
         uses = provenance.uses if provenance is not None else {}
         needs = sorted({use for head in heads for use in uses.get(head, ())})
         keeps = splits_logits is not False and (not needs or bool(splits_logits))
+        if splits_logits and not heads:
+            raise PlanError("loss_parallel=True: no head is split along the vocabulary; give a plan that does.")
         if heads:
             why = f" (given to {', '.join(needs)})" if needs else " (not asked for)" if not keeps else ""
             self._notes.append(f"logits are {'split along the vocabulary' if keeps else 'gathered'}{why}")

@@ -243,7 +243,7 @@ class MeshStrategy(ProcessStrategy):
                 average = _compat.average_model(callback)
                 if average is not None:
                     self._has_averages = True
-                    self._shard(cast(LightningModule, average.module))
+                    self._shard(cast(LightningModule, average.module), copied=self._sharded)
             self.setup_optimizers(trainer)
             self._frees_gradients_first = are_free_before_forward(self.lightning_module, trainer)
         self.setup_precision_plugin()
@@ -263,7 +263,7 @@ class MeshStrategy(ProcessStrategy):
         """Reduce a metric over the ranks that have a part of the batch."""
         return super().reduce(tensor, self._data_parallel_group if group is None else group, reduce_op)
 
-    def _shard(self, module: LightningModule) -> ShardedModule:
+    def _shard(self, module: LightningModule, copied: ShardedModule | None = None) -> ShardedModule:
         existing = sharded(module)
         if existing is not None:
             wanted = self.layout.sharding_mesh(self.mesh)
@@ -286,7 +286,9 @@ class MeshStrategy(ProcessStrategy):
             compile_backend=self._compile_backend,
         )
         splitting = self._tensor_parallel
-        if self.layout.tp > 1:
+        if copied is not None and copied.tensor_parallel is not None:
+            splitting = replace(splitting, planned=copied.tensor_parallel.plan)
+        elif self.layout.tp > 1:
             step, why_not = example_step(module, self._trainer)
             splitting = replace(splitting, step=step, why_no_step=why_not)
         return parallelize(module, self.layout, self.mesh, config, self._units, self._min_num_params, splitting)

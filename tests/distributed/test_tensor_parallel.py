@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -169,6 +170,24 @@ def test_bfloat16(pool: WorkerPool) -> None:
         assert max(pool.run(bf16, 4, precision)) < 0.05
 
 
+def averages(tp: int | None) -> Weights:
+    """The weights after a fit that ends with their moving average."""
+    average = WeightAveraging(avg_fn=lambda average, weight, number: 0.5 * average + 0.5 * weight)
+    kwargs: dict[str, Any] = {"max_steps": 3, "callbacks": [average]}  # Lightning keeps an average in float32
+    model = build("example_gpt")
+    if tp is None:
+        make_trainer("auto", devices=1, num_nodes=1, **kwargs).fit(model)
+    else:
+        make_trainer("2x2", strategy=TensorParallelStrategy(tp), **kwargs).fit(model)
+    return weights_of(model)
+
+
+def test_weight_averaging(pool: WorkerPool) -> None:
+    (expected,) = pool.run(averages, 1, None)
+    for weights in pool.run(averages, 4, 2):
+        assert_same(weights, expected, 1e-5)
+
+
 class TooLarge(GPT):
     def data(self) -> tuple[torch.Tensor, ...]:
         return tuple(tensor + 20 for tensor in super().data())
@@ -254,6 +273,7 @@ def strict() -> tuple[str, str, str, str]:
     wrong = refused(build("gpt"), strategy=TensorParallelStrategy(2, strict_plan=True))
     unseen = refused(Reshaping(), strategy=TensorParallelStrategy(2, strict_plan=True))
     asked = refused(build("encoder"), strategy=TensorParallelStrategy(2, sequence_parallel=True))
+    asked += refused(build("encoder"), strategy=TensorParallelStrategy(2, loss_parallel=True))
     lines: list[str] = []
     with patch("lightning_dist.plugins.strategies.mesh.rank_zero_info", lines.append):
         refused(build("gpt"), strategy=TensorParallelStrategy(2))
@@ -265,6 +285,7 @@ def test_an_inferred_plan_is_confirmed(pool: WorkerPool) -> None:
         assert "strict_plan=True: split as inferred, model.blocks.0 (Block) does not compute the same: its" in wrong
         assert "strict_plan=True: no plan could be inferred: no batch could be made: RuntimeError: not now" in unseen
         assert "sequence_parallel=True: TransformerEncoderLayer: its results differ by" in asked
+        assert "loss_parallel=True: no head is split along the vocabulary" in asked
     table = pool.run(strict, 4)[0][3]
     assert "replicate (inferred; " in table and "model.blocks.*.qkv" in table
     assert "colwise (inferred): 2 x model.blocks.*.mlp.0" in table
