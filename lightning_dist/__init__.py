@@ -10,6 +10,7 @@ from lightning_dist.plugins.strategies import (
     FullShardStrategy,
     HybridShardStrategy,
     MeshStrategy,
+    PipelineParallelStrategy,
     TensorParallelStrategy,
     register,
 )
@@ -22,6 +23,7 @@ __all__ = [
     "HybridShardStrategy",
     "MeshStrategy",
     "ParallelLayout",
+    "PipelineParallelStrategy",
     "TensorParallelStrategy",
     "full_parameters",
 ]

@@ -14,17 +14,23 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "ROUTE",
     "AllGather",
     "ParameterGroup",
     "ReduceScatter",
     "accept_sequential_redistribution",
+    "accumulating",
+    "call",
     "flush_gradients",
+    "forward_only_schedule",
     "initialize_root",
     "keep_gathered",
     "num_collectives",
@@ -34,9 +40,11 @@ __all__ = [
     "prepend_step_post_hook",
     "process_groups",
     "recorded_collectives",
+    "reduce_gradients",
     "remove_forward_hooks",
     "reset_after_error",
     "restore_class",
+    "route_calls",
 ]
 
 
@@ -87,6 +95,11 @@ class ParameterGroup:
             if param._unsharded_param.requires_grad != param.sharded_param.requires_grad:
                 param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
 
+    @property
+    def syncs_gradients(self) -> bool:
+        """What :meth:`set_gradient_sync` said last."""
+        return bool(self._group.reduce_grads)
+
     def set_gradient_sync(self, enabled: bool) -> None:
         """As ``FSDPModule.set_requires_gradient_sync``."""
         self._group.reduce_grads = enabled
@@ -125,6 +138,73 @@ def initialize_root(root: nn.Module) -> None:
 def flush_gradients(root: nn.Module) -> None:
     """Reduce what a backward left unreduced: FSDP2's end of backward, which only a module's output starts."""
     _state(root)._root_post_backward_final_callback()
+
+
+@contextmanager
+def accumulating(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iterator[None]:
+    """Inside, backwards leave parameters gathered and gradients unreduced, in what order they and forwards may come.
+
+    Replaced by: ``set_reshard_after_backward`` and its like on a root without parameters, undone afterwards.
+    """
+    before = [(g._group.reshard_after_backward, g._group.reduce_grads, g._group.all_reduce_grads) for g in groups]
+    for group in groups:
+        group._group.reshard_after_backward = group._group.reduce_grads = group._group.all_reduce_grads = False
+    context = _state(root)._state_ctx
+    context.is_last_backward = False
+    try:
+        with keep_gathered(groups):
+            yield
+    finally:
+        context.is_last_backward = True
+        for group, (reshard, reduce, all_reduce) in zip(groups, before, strict=True):
+            group._group.reshard_after_backward = reshard
+            group._group.reduce_grads = reduce
+            group._group.all_reduce_grads = all_reduce
+
+
+def reduce_gradients(root: nn.Module, groups: Sequence[ParameterGroup]) -> None:
+    """Reduce what backwards inside :func:`accumulating` have left; as torch's own pipeline stages do it."""
+    for group in reversed(groups):
+        group._group.post_backward()
+    _state(root)._root_post_backward_final_callback()
+
+
+ROUTE = "_compiled_call_impl"
+"""The attribute of a module that :func:`route_calls` sets."""
+
+
+def forward_only_schedule(
+    stages: Sequence[PipelineStage], num_microbatches: int, stages_on: Callable[[int], Sequence[int]]
+) -> Any:
+    """A pipeline schedule without backwards, for any placement of stages; replaced by an ``eval`` that knows them all.
+
+    Args:
+        stages: Those of this rank.
+        num_microbatches: How many.
+        stages_on: The stages on each rank of the pipeline.
+    """
+    schedule = _PipelineScheduleRuntime(list(stages), num_microbatches)  # type: ignore[no-untyped-call]
+    order: dict[int, list[_Action | None]] = {
+        rank: [
+            _Action(stage, _ComputationType.FORWARD, n) for stage in stages_on(rank) for n in range(num_microbatches)
+        ]
+        for rank in range(stages[0].group_size)
+    }
+    schedule._prepare_schedule_with_comms(order)
+    return schedule
+
+
+def route_calls(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Let ``function`` be called in the place of ``module``, hooks and all; :func:`call` calls the module itself.
+
+    It is what ``nn.Module.compile`` uses. Replaced by: a hook that can give a module's output without running it.
+    """
+    setattr(module, ROUTE, function)
+
+
+def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module whose calls are routed elsewhere."""
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def reset_after_error(root: nn.Module) -> None:

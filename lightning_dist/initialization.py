@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -36,7 +36,9 @@ def agreed_seed() -> int:
     return seed[0]
 
 
-def materialize(modules: Sequence[nn.Module], root: nn.Module, device: torch.device) -> None:
+def materialize(
+    modules: Sequence[nn.Module], root: nn.Module, device: torch.device, leave: Collection[torch.Tensor] = ()
+) -> None:
     """Give the meta tensors of ``modules`` memory and values, by each owner's ``reset_parameters``.
 
     Parameters keep their identity, so ties and references hold. A module that directly owns a meta parameter or buffer
@@ -47,24 +49,30 @@ def materialize(modules: Sequence[nn.Module], root: nn.Module, device: torch.dev
         modules: What to initialise, with all that is inside.
         root: The model, in which owners are named.
         device: Where the tensors go.
+        leave: Tensors that stay on the meta device.
 
     Raises:
         TypeError: If an owner has none of these methods. Its tensors would hold whatever the memory held.
     """
     names = {id(module): name for name, module in root.named_modules()}
+    left = {id(tensor) for tensor in leave}
+
+    def is_due(tensor: torch.Tensor) -> bool:
+        return tensor.is_meta and id(tensor) not in left
+
     owners = [
         module
         for top in modules
         for module in _children_first(top)
-        if any(t.is_meta for t in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+        if any(map(is_due, (*module.parameters(recurse=False), *module.buffers(recurse=False))))
     ]
     for owner in owners:
         for param in owner.parameters(recurse=False):
-            if param.is_meta:
+            if is_due(param):
                 real = nn.Parameter(torch.empty_like(param, device=device), param.requires_grad)
                 torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
         for key, buffer in list(owner.named_buffers(recurse=False)):
-            if buffer.is_meta:
+            if is_due(buffer):
                 owner._buffers[key] = torch.empty_like(buffer, device=device)
     hugging_face = [module for module in root.modules() if hasattr(module, "_init_weights")]
     for owner in owners:

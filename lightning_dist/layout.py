@@ -3,12 +3,14 @@
 Axes, outermost first (ranks that differ only in the innermost axis are neighbours, on one node where that fits):
 
 ==============  =====================================================================================
+``pp``            pipeline parallel: stages of the model follow each other over it, and hand on activations
 ``dp_replicate``  data parallel, weights replicated: gradients are all-reduced over it (between nodes)
 ``dp_shard``      data parallel, weights sharded: all-gather and reduce-scatter over it (inside a node)
 ``tp``            tensor parallel: single layers are split over it, and exchange activations (neighbours)
 ==============  =====================================================================================
 
-Every rank of ``dp_replicate x dp_shard`` has a part of the batch of its own; those of one ``tp`` have the same.
+Every rank of ``dp_replicate x dp_shard`` has a part of the batch of its own; those that differ only in ``pp`` or ``tp``
+have the same.
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class ParallelLayout:
     """The sizes of the mesh's axes, validated; their product is the number of processes.
 
     Args:
-        dp_replicate: Number of replicas of the sharded model.
+        pp: Number of ranks that the model's stages are on.
+        dp_replicate: Number of replicas of a stage.
         dp_shard: Number of ranks that one replica is sharded over.
         tp: Number of ranks that a layer is split over.
 
@@ -38,6 +41,7 @@ class ParallelLayout:
         ValueError: If a size is not a positive integer.
     """
 
+    pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
     tp: int = 1
@@ -53,7 +57,7 @@ class ParallelLayout:
 
         Args:
             world_size: Number of processes.
-            requested: Axis name (``dp_replicate``, ``dp_shard``, ``tp``) to its size; ``-1`` is what is left.
+            requested: Axis name (``pp``, ``dp_replicate``, ``dp_shard``, ``tp``) to its size; ``-1`` is what is left.
                 An axis that is not named has size 1.
 
         Raises:
@@ -80,11 +84,13 @@ class ParallelLayout:
         if math.prod(sizes.values()) != world_size:
             asked = " x ".join(f"{axis}_size={size}" for axis, size in requested.items())
             processes = f"{world_size} process{'es' if world_size > 1 else ''}"
-            tp = sizes.get("tp", 1)
-            if world_size % tp:
-                divisors = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
-                raise ValueError(f"{asked} does not fit {processes}: tp_size must be one of {divisors}.")
-            rest = world_size // tp
+            rest = world_size
+            for axis in ("tp", "pp"):
+                size = sizes.get(axis, 1)
+                if rest % size:
+                    divisors = ", ".join(str(size) for size in range(1, rest + 1) if rest % size == 0)
+                    raise ValueError(f"{asked} does not fit {processes}: {axis}_size must be one of {divisors}.")
+                rest //= size
             raise ValueError(
                 f"{asked} does not fit {processes}: the sizes must multiply to {world_size}. Set one of them to -1, or"
                 f" use dp_replicate_size x dp_shard_size ="
@@ -109,7 +115,16 @@ class ParallelLayout:
 
     def data_parallel_rank(self, global_rank: int) -> int:
         """Which part of the batch ``global_rank`` has, in ``[0, num_data_parallel)``."""
-        return global_rank // self.tp
+        return global_rank % (self.world_size // self.pp) // self.tp
+
+    def pipeline_rank(self, global_rank: int) -> int:
+        """The place of ``global_rank`` along ``pp``, in ``[0, pp)``."""
+        return global_rank // (self.world_size // self.pp)
+
+    @property
+    def shares_batches(self) -> bool:
+        """Whether several ranks have the same part of the batch."""
+        return self.pp * self.tp > 1
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
         """The device mesh over all processes, one dimension an axis. Needs an initialised process group.
@@ -122,10 +137,21 @@ class ParallelLayout:
 
     def build_data_parallel_group(self) -> dist.ProcessGroup | None:
         """The ranks that, with this one, have the parts of a batch; None: all processes. A collective over these."""
-        if self.tp == 1:
+        if not self.shares_batches:
             return None
-        by_tp_rank = [list(range(rank, self.world_size, self.tp)) for rank in range(self.tp)]
-        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(by_tp_rank)[0]  # type: ignore[no-untyped-call]
+        stage = self.world_size // self.pp
+        ranks = [range(first + rank, first + stage, self.tp) for first in range(0, self.world_size, stage)
+                 for rank in range(self.tp)]  # fmt: skip
+        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration([list(r) for r in ranks])[0]  # type: ignore[no-untyped-call]
+        return group
+
+    def build_same_batch_group(self) -> dist.ProcessGroup | None:
+        """The ranks that, with this one, have the same part of a batch; None: it alone. A collective over all."""
+        if not self.shares_batches:
+            return None
+        ranks = [[rank for rank in range(self.world_size) if self.data_parallel_rank(rank) == part]
+                 for part in range(self.num_data_parallel)]  # fmt: skip
+        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(ranks)[0]  # type: ignore[no-untyped-call]
         return group
 
     def sharding_mesh(self, mesh: DeviceMesh) -> DeviceMesh:

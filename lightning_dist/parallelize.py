@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.consensus import check_agreement
+from lightning_dist.consensus import check_agreement, together
 from lightning_dist.initialization import agreed_seed, broadcast_weights
 from lightning_dist.layout import ParallelLayout
+from lightning_dist.pipeline import Pipeline, PipelineConfig, find_stages, keep_own, own_units
 from lightning_dist.sharding import ShardedModule, ShardingConfig, shard
 from lightning_dist.tensor_parallel import Entry, Plan, Provenance, Seen, TensorParallel, make_plan, resolve_plan
 from lightning_dist.tracing import run_on_fakes
@@ -54,6 +56,7 @@ def parallelize(
     unit_classes: Sequence[str] | None = None,
     min_num_params: int = MIN_NUM_PARAMS,
     tensor_parallel: TensorParallelConfig | None = None,
+    pipeline: PipelineConfig | None = None,
 ) -> ShardedModule:
     """Spread ``module`` over ``mesh`` as ``layout`` says, in place. A collective over all processes.
 
@@ -65,6 +68,7 @@ def parallelize(
         unit_classes: Names of the block classes; None finds them.
         min_num_params: Size from which a module outside the blocks is sharded as one.
         tensor_parallel: How layers are split over ``tp``; None: as is found.
+        pipeline: How the model is cut into stages; None: it is not.
 
     Raises:
         ValueError: If the module has no parameters, is already sharded, has no module of a named class, or does not
@@ -95,6 +99,12 @@ def parallelize(
             plan = config.planned or _planned(module, units, said, config, mesh["tp"], layout.dp_shard)
             check_agreement("The plan of tensor parallelism", plan.outline())
             splitting = TensorParallel(module, plan, mesh["tp"], layout.dp_shard)
+    stages = None
+    if pipeline is not None:
+        blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
+        with together("cutting the model into stages"):
+            stages = find_stages(module, pipeline, blocks, torch.device(mesh.device_type))
+        check_agreement("The pipeline's stages", str(sorted(stages.stages_of_param.items())))
     broadcast_weights(module)
     seed = agreed_seed()
     on_cpu = mesh.device_type == "cpu"
@@ -102,7 +112,15 @@ def parallelize(
     with torch.random.fork_rng(devices, device_type="cuda" if on_cpu else mesh.device_type), torch.no_grad():
         torch.manual_seed(seed)
         sharding_mesh, parameter_mesh = layout.sharding_mesh(mesh), layout.parameter_mesh(mesh)
-        return shard(module, units, sharding_mesh, sharding, splitting, parameter_mesh)
+        if stages is None or pipeline is None:
+            return shard(module, units, sharding_mesh, sharding, splitting, parameter_mesh)
+        group = mesh["pp"].get_group()
+        foreign = keep_own(module, stages, pipeline.stages_on(dist.get_rank(group)))
+        own = own_units(units, foreign)
+        spread = shard(module, own, sharding_mesh, sharding, splitting, parameter_mesh, foreign.tensors)
+        device, part = torch.device(mesh.device_type), layout.data_parallel_rank(dist.get_rank())
+        spread.pipeline = Pipeline(module, stages, pipeline, foreign.parts, group, device, part)
+        return spread
 
 
 def _planned(

@@ -6,8 +6,11 @@ import math
 from collections.abc import Collection, Mapping
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
+
+from lightning_dist.sharding import sharded
 
 __all__ = ["ParityError", "assert_parity", "errors", "whole_gradients", "whole_parameters"]
 
@@ -69,13 +72,34 @@ def assert_parity(
 
 
 def whole_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter of ``module``, whole, on the CPU. A collective where it is sharded."""
-    return {name: _whole(param) for name, param in module.named_parameters()}
+    """Every parameter of ``module``, whole, on the CPU. A collective where it is spread over processes."""
+    own = {name: _whole(param) for name, param in module.named_parameters() if not param.is_meta}
+    return _of_all_stages(module, own)
 
 
 def whole_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every gradient of ``module`` that is not None, whole, on the CPU. A collective where it is sharded."""
-    return {name: _whole(param.grad) for name, param in module.named_parameters() if param.grad is not None}
+    """Every gradient of ``module`` that is not None, whole, on the CPU. A collective where it is spread."""
+    own = {name: _whole(param.grad) for name, param in module.named_parameters() if param.grad is not None}
+    return _of_all_stages(module, own)
+
+
+def _of_all_stages(module: nn.Module, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What the ranks of a pipeline have, in the order of ``module``.
+
+    Raises:
+        ParityError: If two have the same parameter with other values.
+    """
+    spread = sharded(module)
+    if spread is None or spread.pipeline is None:
+        return own
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size(spread.pipeline.group))]
+    dist.all_gather_object(parts, own, spread.pipeline.group)
+    merged: dict[str, torch.Tensor] = {}
+    for part in parts:
+        for name, tensor in part.items():
+            if not torch.equal(merged.setdefault(name, tensor), tensor):
+                raise ParityError(f"{name} is not the same on the stages that share it")
+    return {name: merged[name] for name, _ in module.named_parameters() if name in merged}
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

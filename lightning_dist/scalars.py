@@ -84,8 +84,9 @@ class ScalarGroup:
         # A parameter may have a gradient on some ranks only; what no rank has stays None.
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._whole]
         sent = torch.stack([*grads, *(torch.ones_like(first) * (p.grad is not None) for p in self._whole)])
-        dist.all_reduce(sent)
-        means, counts = sent.div_(dist.get_world_size()).chunk(2)
+        for axis in range(self._mesh.ndim):
+            dist.all_reduce(sent, group=self._mesh.get_group(axis))
+        means, counts = sent.div_(self._mesh.size()).chunk(2)
         for whole, replicated, mean, count in zip(self._whole, self._replicated, means, counts, strict=True):
             whole.grad = None
             if count == 0:

@@ -12,8 +12,9 @@ are gathered for the whole step, as FSDP2's root is, so that ``F.linear(x, self.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +32,7 @@ from lightning_dist.block_forward import compile_block, recompute_block, rerun_i
 from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter
 from lightning_dist.consensus import arrive
 from lightning_dist.initialization import materialize, refuse_meta_attributes
+from lightning_dist.pipeline import Pipeline
 from lightning_dist.scalars import ScalarGroup
 from lightning_dist.tensor_parallel import TensorParallel, whole_logits
 from lightning_dist.units import Unit
@@ -82,6 +84,7 @@ def shard(
     config: ShardingConfig,
     tensor_parallel: TensorParallel | None = None,
     scalar_mesh: DeviceMesh | None = None,
+    left_on_meta: Collection[torch.Tensor] = (),
 ) -> ShardedModule:
     """Shard ``module``, in place, unit by unit. A collective over ``mesh``.
 
@@ -94,7 +97,9 @@ def shard(
         config: How.
         tensor_parallel: What splits a unit's parameters before they are sharded; None: nothing.
         scalar_mesh: What parameters without dimensions are replicated over; None: ``mesh``.
+        left_on_meta: Parameters and buffers that are other ranks'.
     """
+    written = _written(module)
     device = torch.device(mesh.device_type)
     policy = MixedPrecisionPolicy(param_dtype=config.param_dtype, reduce_dtype=config.reduce_dtype)
     is_direct = config.direct_collectives
@@ -103,7 +108,7 @@ def shard(
     last_block = next((unit for unit in reversed(units) if unit.kind == "block"), None)
     groups: list[ParameterGroup | ScalarGroup] = []
     for unit in units:
-        materialize(unit.modules, module, device)
+        materialize(unit.modules, module, device, left_on_meta)
         if unit.kind == "scalars":
             groups.append(ScalarGroup(module, unit.params, mesh if scalar_mesh is None else scalar_mesh))
             unit.params.clear()
@@ -128,9 +133,19 @@ def shard(
             group.set_collectives(DirectAllGather(), TwoShotReduceScatter())
         groups.append(group)
         unit.params.clear()  # the whole parameters, of which nothing should stay
-    materialize([module], module, device)
+    materialize([module], module, device, left_on_meta)
     refuse_meta_attributes(module)
-    return ShardedModule(module, units, groups, mesh, tensor_parallel)
+    return ShardedModule(module, units, groups, mesh, tensor_parallel, written)
+
+
+_CHANGED = ("forward", _compat.ROUTE, *(key for key in vars(nn.Module()) if "hooks" in key))
+
+
+def _written(root: nn.Module) -> dict[nn.Module, dict[str, Any]]:
+    """Of each module, what sharding and pipelining change of it besides its tensors."""
+    return {
+        module: {key: copy(vars(module)[key]) for key in _CHANGED if key in vars(module)} for module in root.modules()
+    }
 
 
 def _change_forward(
@@ -199,6 +214,7 @@ class ShardedModule:
         groups: The parameter group of each unit.
         mesh: What they are sharded over.
         tensor_parallel: What split them before; None: nothing.
+        written: Of each module, the hooks and the forward that it had before.
     """
 
     def __init__(
@@ -208,6 +224,7 @@ class ShardedModule:
         groups: Sequence[ParameterGroup | ScalarGroup],
         mesh: DeviceMesh,
         tensor_parallel: TensorParallel | None = None,
+        written: dict[nn.Module, dict[str, Any]] | None = None,
     ) -> None:
         self.module = module
         self.units = tuple(units)
@@ -219,6 +236,8 @@ class ShardedModule:
         self._outer = [group for unit, group in by_kind if unit.kind in ("outer", "own", "scalars")]
         self._own = [group for unit, group in by_kind if unit.kind in ("own", "scalars")]
         self.tensor_parallel = tensor_parallel
+        self.pipeline: Pipeline | None = None
+        self._written = {} if written is None else written
         self._owners = {group: _in_order(module, unit) for unit, group in by_kind if unit.kind != "scalars"}
         self._made_local: dict[ParameterGroup | ScalarGroup, object] = {}
         self._running = 0
@@ -315,6 +334,65 @@ class ShardedModule:
         if not backward_follows:
             self.free()
         return output
+
+    @contextmanager
+    def microbatches(self, with_backward: bool) -> Iterator[Callable[[Callable[[], Any]], Any]]:
+        """Around the forwards and backwards of a pipeline's microbatches. A collective over the sharding mesh.
+
+        Units stay gathered; each rank adds up its own gradients, for :meth:`after_microbatches`.
+
+        Args:
+            with_backward: Whether there are backwards; else units are freed at the end.
+
+        Yields:
+            What runs a microbatch's step on a stage.
+        """
+
+        def run(step: Callable[[], Any]) -> Any:
+            if self.tensor_parallel is None:
+                return self._root(step)
+            self.tensor_parallel.before_step()
+            return whole_logits(self._root(step))
+
+        self._in_step = self._has_stepped = True
+        try:
+            with self.running(), _compat.accumulating(self._root, self._sharded_groups):
+                for group in self.groups:
+                    self._gather(group)
+                yield run
+        except BaseException:
+            _compat.reset_after_error(self._root)
+            raise
+        finally:
+            self._in_step = False
+        if not with_backward:
+            self.free()
+
+    @contextmanager
+    def as_written(self) -> Iterator[None]:
+        """Inside, the module's hooks and forwards are those from before it was sharded, so that it can be traced."""
+        kept = {module: dict(vars(module)) for module in self._written}
+        try:
+            for module, attributes in self._written.items():
+                for key in _CHANGED:
+                    vars(module).pop(key, None)
+                vars(module).update({key: copy(value) for key, value in attributes.items()})
+            yield
+        finally:
+            for module, attributes in kept.items():
+                vars(module).clear()
+                vars(module).update(attributes)
+
+    def after_microbatches(self) -> None:
+        """Reduce the gradients that backwards have left, if gradients are to be reduced now; free the units."""
+        is_due = all(group.syncs_gradients for group in self._sharded_groups)
+        if is_due:
+            _compat.reduce_gradients(self._root, self._sharded_groups)
+        for scalars in self._scalars:
+            scalars.reduce()
+        self.free()
+        if is_due and self.pipeline is not None:
+            self.pipeline.shared.sum_gradients()
 
     def after_backward(self) -> None:
         """To be called after every backward: reduces gradients that no module's hook reduced."""

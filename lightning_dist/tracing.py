@@ -19,7 +19,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Observer", "run_on_fakes"]
+__all__ = ["Observer", "RefusalError", "run_on_fakes"]
+
+
+class RefusalError(ValueError):
+    """What an observer raises that is not the step's own failure."""
 
 
 class Observer(Protocol):
@@ -38,20 +42,25 @@ class Observer(Protocol):
     def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """A module has run."""
 
+    def on_end(self, result: Any) -> None:
+        """The step has returned; the model's attributes are still those that it has set."""
+
 
 def run_on_fakes(
     root: nn.Module,
     step: Callable[[Callable[[Tensor], Tensor]], Any],
     device: torch.device,
     observer: Observer,
+    with_gradients: bool = False,
 ) -> str:
-    """Run ``step`` without gradients on fakes of the model's tensors, and return why it could not run to its end.
+    """Run ``step`` on fakes of the model's tensors, and return why it could not run to its end.
 
     Args:
         root: The model.
         step: Is given what makes a fake of a tensor, for those of the batch.
         device: Where the fakes pretend to be.
         observer: Is told what happens.
+        with_gradients: Whether tensors say whether they require gradients.
 
     Returns:
         Empty, or the type and text of the exception that ended it: a step that looks at a value, as ``loss.item()``
@@ -72,8 +81,10 @@ def run_on_fakes(
     with _restored(root), _observed(root, observer), _quietly():
         _swap_in_fakes(root, mode, device)
         try:
-            with torch.no_grad(), mode, observer.functions:
-                step(fake)
+            with torch.set_grad_enabled(with_gradients), mode, observer.functions:
+                observer.on_end(step(fake))
+        except RefusalError:
+            raise
         except Exception as error:  # whatever the user's code raises when it is given no numbers
             text = str(error).strip().split("\n")[0]
             return f"{type(error).__name__}: {text}"

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, wraps
@@ -22,6 +22,7 @@ from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback, GradientAccumulationScheduler, WeightAveraging
 from lightning.pytorch.plugins.environments import SLURMEnvironment
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -29,6 +30,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as _utils_rank_zero_only
+from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
@@ -247,11 +249,23 @@ def make_dataloader(trainer: Trainer) -> Any:
 
 
 @contextmanager
-def not_logging(module: LightningModule) -> Generator[None, None, None]:
-    """Inside, ``self.log`` does nothing: it raises outside of Lightning's loops."""
+def logging_to(
+    module: LightningModule, on_log: Callable[..., None] = lambda *args, **kwargs: None
+) -> Generator[None, None, None]:
+    """Inside, ``self.log`` calls ``on_log`` and nothing else: Lightning's own raises outside of its loops.
+
+    Args:
+        module: Whose.
+        on_log: Takes what ``self.log`` does; ``self.log_dict`` calls it for each of its values.
+    """
     names = ("log", "log_dict")
     own = {name: vars(module)[name] for name in names if name in vars(module)}
-    vars(module).update({name: lambda *args, **kwargs: None for name in names})
+
+    def log_dict(dictionary: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        for name, value in dictionary.items():
+            on_log(name, value, *args, **kwargs)
+
+    vars(module).update(log=on_log, log_dict=log_dict)
     try:
         yield
     finally:
@@ -273,3 +287,21 @@ def silence_predictions(trainer: Trainer) -> list[Callback]:
     writers: list[Callback] = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
     callbacks[:] = [callback for callback in callbacks if callback not in writers]
     return writers
+
+
+def clip_by_total_norm(plugin: Precision, total_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
+    """Let ``plugin`` clip gradients by a norm that this rank does not know alone.
+
+    Replaced by: a hook of the strategy for the norm, as Fabric's ``clip_gradients_norm`` is one.
+
+    Args:
+        plugin: Lightning's.
+        total_norm: From the gradients that a rank has, the norm of all.
+    """
+
+    def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+        params = [param for param in plugin.main_params(optimizer) if param.grad is not None]
+        norm = total_norm([param.grad for param in params if param.grad is not None])
+        torch.nn.utils.clip_grads_with_norm_(params, clip_val, norm)
+
+    vars(plugin)["clip_grad_by_norm"] = clip_grad_by_norm

@@ -113,6 +113,9 @@ class Provenance:
                 _mark(tensor, frozenset({name}), ancestors)
                 tensor.__dict__["_features_of"] = name
 
+    def on_end(self, result: Any) -> None:
+        """Nothing is looked at that the step has left."""
+
     def on_function(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """What a function returns has the sources of all that it was given."""
         name = getattr(function, "__name__", "")

@@ -8,6 +8,7 @@ from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
 from lightning_dist.plugins.strategies.full_shard import FullShardStrategy
 from lightning_dist.plugins.strategies.hybrid_shard import HybridShardStrategy
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
+from lightning_dist.plugins.strategies.pipeline_parallel import PipelineParallelStrategy
 from lightning_dist.plugins.strategies.tensor_parallel import TensorParallelStrategy
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "FullShardStrategy",
     "HybridShardStrategy",
     "MeshStrategy",
+    "PipelineParallelStrategy",
     "TensorParallelStrategy",
     "register",
 ]
@@ -22,7 +24,7 @@ __all__ = [
 
 def register() -> None:
     """Make the strategies known to Lightning by name. Safe to call again."""
-    for strategy in (FullShardStrategy, HybridShardStrategy, TensorParallelStrategy):
+    for strategy in (FullShardStrategy, HybridShardStrategy, TensorParallelStrategy, PipelineParallelStrategy):
         name = strategy.strategy_name
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])

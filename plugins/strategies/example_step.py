@@ -14,17 +14,25 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_dist.plugins import _compat
 
-__all__ = ["example_step"]
+__all__ = ["FakeStep", "example_batch", "example_step", "fake_step"]
 
-FakeStep = Callable[[Callable[[Tensor], Tensor]], Any]
+FakeStep = Callable[..., Any]
+"""Runs a step on what its first argument makes of each tensor; what is logged goes to its second, if it is given."""
 
 
 def example_step(module: LightningModule, trainer: Trainer) -> tuple[FakeStep | None, str]:
-    """The step that ``trainer`` is about to run, with a batch as its loader would give; or None, and why not.
+    """The step that ``trainer`` is about to run, with a batch as its loader would give; or None, and why not."""
+    batch, why_not = example_batch(trainer)
+    if why_not:
+        return None, why_not
+    return fake_step(module, trainer, _compat.step_name(trainer), (batch, 0), {}), ""
+
+
+def example_batch(trainer: Trainer) -> tuple[Any, str]:
+    """A batch as the loader of the run that begins would give; or why none could be made. Rank 0's, on all ranks.
 
     The loader is made for this alone. No worker is started, and random numbers are as before.
     """
-    name = _compat.step_name(trainer)
     batch, why_not = None, ""
     try:
         with isolate_rng():
@@ -32,19 +40,25 @@ def example_step(module: LightningModule, trainer: Trainer) -> tuple[FakeStep | 
     except Exception as error:  # whatever the user's data raise, they will raise again where it is expected
         text = str(error).strip().split("\n")[0]
         why_not = f"no batch could be made: {type(error).__name__}: {text}"
-    # Rank 0's, on all ranks: they must come to the same plan.
+    # All ranks must come to the same plan.
     batch, why_not = trainer.strategy.broadcast((batch, why_not))
     if why_not:
         return None, why_not
     batch = trainer.precision_plugin.convert_input(batch)
-    batch = trainer.strategy.batch_to_device(batch, trainer.strategy.root_device)
+    return trainer.strategy.batch_to_device(batch, trainer.strategy.root_device), ""
 
-    def step(fake: Callable[[Tensor], Tensor]) -> Any:
-        given = apply_to_collection(batch, Tensor, fake)
-        with isolate_rng(), _compat.not_logging(module), trainer.precision_plugin.forward_context():
-            return getattr(module, name)(given, 0)
 
-    return step, ""
+def fake_step(
+    module: LightningModule, trainer: Trainer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> FakeStep:
+    """The step ``name`` of ``module``, to be run on fakes of the tensors in ``args`` and ``kwargs``."""
+
+    def step(fake: Callable[[Tensor], Tensor], on_log: Callable[..., None] = lambda *args, **kwargs: None) -> Any:
+        given_args, given_kwargs = apply_to_collection((args, kwargs), Tensor, fake)
+        with isolate_rng(), _compat.logging_to(module, on_log), trainer.precision_plugin.forward_context():
+            return getattr(module, name)(*given_args, **given_kwargs)
+
+    return step
 
 
 def _batch(loaders: Any) -> Any:

@@ -31,6 +31,7 @@ from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.local_step import LocalStep
 from lightning_dist.parallelize import TensorParallelConfig, parallelize
+from lightning_dist.pipeline import PipelineConfig
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.callbacks import FaultTolerance
 from lightning_dist.plugins.precision import PrecisionPolicy, precision_policy
@@ -122,6 +123,7 @@ class MeshStrategy(ProcessStrategy):
         self._has_averages = False
         self._tensor_parallel = TensorParallelConfig()
         self._data_parallel_group: dist.ProcessGroup | None = None
+        self._same_batch_group: dist.ProcessGroup | None = None
         self._same_batch: SameBatch | None = None
         self._silenced: list[Callback] = []
 
@@ -219,8 +221,9 @@ class MeshStrategy(ProcessStrategy):
             callbacks.append(FaultTolerance())
         self._mesh = self.layout.build_mesh(self.root_device.type)
         self._data_parallel_group = self.layout.build_data_parallel_group()
-        if self.layout.tp > 1:
-            self._same_batch = SameBatch(self._mesh["tp"].get_group(), self.root_device)
+        self._same_batch_group = self.layout.build_same_batch_group()
+        if self._same_batch_group is not None:
+            self._same_batch = SameBatch(self._same_batch_group, self.root_device)
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
@@ -291,7 +294,20 @@ class MeshStrategy(ProcessStrategy):
         elif self.layout.tp > 1:
             step, why_not = example_step(module, self._trainer)
             splitting = replace(splitting, step=step, why_no_step=why_not)
-        return parallelize(module, self.layout, self.mesh, config, self._units, self._min_num_params, splitting)
+        return parallelize(
+            module,
+            self.layout,
+            self.mesh,
+            config,
+            self._units,
+            self._min_num_params,
+            splitting,
+            self._pipeline_config(module),
+        )
+
+    def _pipeline_config(self, module: LightningModule) -> PipelineConfig | None:
+        """How the model is cut into stages; None: it is not."""
+        return None
 
     def model_to_device(self) -> None:
         """Move the module to this rank's device; what ``configure_model`` left on the meta device stays there."""
@@ -345,9 +361,12 @@ class MeshStrategy(ProcessStrategy):
 
     def _step(self, name: str, backward_follows: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
         assert self._sharded is not None
+        self._check_batch(name, args, kwargs)
+        return self._sharded.step(partial(getattr(self.lightning_module, name), *args, **kwargs), backward_follows)
+
+    def _check_batch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if self._same_batch is not None:
             self._same_batch.check((args, kwargs), f"the batch of a {name}")
-        return self._sharded.step(partial(getattr(self.lightning_module, name), *args, **kwargs), backward_follows)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run backward, in automatic and in manual optimization."""
@@ -404,7 +423,7 @@ class MeshStrategy(ProcessStrategy):
     def process_dataloader(self, dataloader: object) -> object:
         """Let a training loader be saved and entered where it is, and seed workers by the part of the data."""
         self._exact_resume.process_loader(dataloader, self._trainer)
-        if self.layout.tp > 1:
+        if self.layout.shares_batches:
             _compat.seed_workers_by(dataloader, self.layout.data_parallel_rank(self.global_rank))
         return dataloader
 
@@ -415,8 +434,8 @@ class MeshStrategy(ProcessStrategy):
 
     def _agree_on_random_numbers(self) -> None:
         """Let ranks with the same part of the batch augment and drop the same of it."""
-        if self.layout.tp > 1:
-            agree_on_random_numbers(self.mesh["tp"].get_group())
+        if self._same_batch_group is not None:
+            agree_on_random_numbers(self._same_batch_group)
 
     def on_train_end(self) -> None:
         """Wait for the last checkpoint.
@@ -456,7 +475,7 @@ class MeshStrategy(ProcessStrategy):
         """Give every rank rank 0's buffers, and let one rank of those with the same samples return predictions."""
         self._agree_on_buffers()
         self._agree_on_random_numbers()
-        if self.layout.tp > 1 and self.mesh["tp"].get_local_rank() > 0:
+        if self._same_batch_group is not None and dist.get_rank(self._same_batch_group) > 0:
             self._silenced = _compat.silence_predictions(self._trainer)
 
     def on_predict_end(self) -> None:

@@ -72,6 +72,7 @@ def _held(module: ShardedModule) -> int:
     return sum(
         math.prod(-(-size // parts) for size, parts in zip(param.shape, _parts(param), strict=True))
         for param in module.module.parameters()
+        if not param.is_meta
     )
 
 

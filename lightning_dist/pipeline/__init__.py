@@ -1,0 +1,24 @@
+"""Pipeline parallelism: a model cut into stages, its step left as it is."""
+
+from lightning_dist.pipeline.flow import Flow, FlowError, find_flow
+from lightning_dist.pipeline.microbatches import batch_size_of, num_microbatches_for, signature, split_batch
+from lightning_dist.pipeline.runner import Pipeline
+from lightning_dist.pipeline.schedules import SCHEDULES
+from lightning_dist.pipeline.stages import PipelineConfig, Stages, find_stages, keep_own, own_units
+
+__all__ = [
+    "SCHEDULES",
+    "Flow",
+    "FlowError",
+    "Pipeline",
+    "PipelineConfig",
+    "Stages",
+    "batch_size_of",
+    "find_flow",
+    "find_stages",
+    "keep_own",
+    "num_microbatches_for",
+    "own_units",
+    "signature",
+    "split_batch",
+]

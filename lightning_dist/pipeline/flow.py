@@ -1,0 +1,436 @@
+"""What flows between the parts of a model in one step: found on fake tensors, before the model is split into stages.
+
+A *part* is a module whose calls run on one stage only: a repeated block, or a module with parameters outside of the
+blocks. All code between parts runs on every stage. So what a stage must be given is what parts of earlier stages
+returned, as far as a part of this stage, or of a later one, or the end of the step makes something of it. A *value* is
+a tensor that a part returned: the number of the call, and the tensor's place in the output.
+
+Code between the parts may use parameters as well (a positional embedding that is added): these are needed wherever the
+result is.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
+from torch.utils._pytree import TreeSpec, tree_flatten
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_dist.tracing import Observer, RefusalError, run_on_fakes
+
+__all__ = ["Flow", "FlowError", "Leaf", "PartCall", "Value", "find_flow", "find_parts"]
+
+Value = tuple[int, int]
+"""A tensor that a part returned: which call, which leaf of its output."""
+
+_MEMORY = 30
+"""An element that is written costs as much time as so many floating-point operations of a matrix product."""
+
+
+class FlowError(RefusalError):
+    """A step cannot be split into stages; the text says why, and what to do."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A tensor that a part returns."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+    is_changed: bool = False
+    """Whether code after the part changes it in place."""
+
+
+@dataclass
+class PartCall:
+    """A call of a part.
+
+    Args:
+        name: The part's.
+        uses: Values that it makes something of.
+        params: Parameters that run in it or in what is made of the values on the way to it, by name.
+        leaves: The tensors that it returns; None for what is no tensor.
+        constants: What it returns besides tensors, in their places.
+        structure: How they are nested.
+        cost: Time of its forward, in floating-point operations.
+    """
+
+    name: str
+    uses: set[Value] = field(default_factory=set)
+    params: set[str] = field(default_factory=set)
+    leaves: list[Leaf | None] = field(default_factory=list)
+    constants: list[Any] = field(default_factory=list)
+    structure: TreeSpec | None = None
+    cost: float = 0.0
+
+
+@dataclass
+class Flow:
+    """One step.
+
+    Args:
+        calls: Of the parts, in order.
+        end: What the loss, what is logged and what is kept is made of, as a call after the last.
+        changes_batch: Whether the step changes tensors of the batch in place.
+        params_between: Parameters that the code between parts uses, by name.
+    """
+
+    calls: list[PartCall]
+    end: PartCall
+    changes_batch: bool
+    params_between: frozenset[str] = frozenset()
+
+    def crossing(self, stage_of: Callable[[int], int], stage: int) -> list[Value]:
+        """The values that ``stage`` is given, in order: made before it, and used in it or after it."""
+        consumers = [(stage_of(index), call) for index, call in enumerate(self.calls)]
+        last = max((s for s, _ in consumers), default=0)
+        used = {
+            value
+            for at, call in [*consumers, (max(last, stage), self.end)]
+            if at >= stage
+            for value in call.uses
+            if stage_of(value[0]) < stage
+        }
+        return sorted(used)
+
+
+def find_parts(
+    root: nn.Module,
+    step: Callable[[Callable[[Tensor], Tensor]], Any],
+    device: torch.device,
+    blocks: Mapping[str, nn.Module],
+    num_wanted: int,
+) -> list[str]:
+    """The names of the parts of ``root``, in the order of their first calls.
+
+    The blocks, and outside of them the outermost modules with parameters and without blocks. ``nn.Sequential`` is
+    taken apart, and where there are fewer parts than are wanted, so are the largest that are no blocks.
+
+    Raises:
+        FlowError: If the step does not run on fake tensors, or calls no module.
+    """
+    tree = _CallTree()
+    why_not = run_on_fakes(root, step, device, tree)
+    if why_not:
+        raise FlowError(
+            f"The step could not be followed on tensors without values ({why_not}): a pipeline must know what flows"
+            " between a model's blocks before it splits them. A step that looks at a value (`.item()`, `if loss > ...`)"
+            " cannot be followed; move that out of the step, or into a callback."
+        )
+    modules = dict(root.named_modules())
+    with_blocks = {name.rpartition(".")[0] for name in blocks}
+    with_blocks |= {parent for name in with_blocks for parent in _parents(name)}
+
+    def has_params(name: str) -> bool:
+        return any(True for _ in modules[name].parameters())
+
+    def inside(name: str) -> list[str]:
+        return [child for child in tree.children[name] if has_params(child)]
+
+    parts: list[str] = []
+
+    def visit(name: str) -> None:
+        if name in blocks or (name not in with_blocks and not isinstance(modules[name], nn.Sequential)):
+            if name not in parts:
+                parts.append(name)
+        else:
+            for child in inside(name):
+                visit(child)
+
+    for name in inside(""):
+        visit(name)
+    while len(parts) < num_wanted:
+        divisible = [name for name in parts if name not in blocks and len(inside(name)) > 1]
+        if not divisible:
+            break
+        largest = max(divisible, key=lambda name: sum(param.numel() for param in modules[name].parameters()))
+        index = parts.index(largest)
+        parts[index : index + 1] = [child for child in inside(largest) if child not in parts]
+    if not parts:
+        raise FlowError(
+            "The step calls no module with parameters, so there is nothing to split into stages: call the model in it,"
+            " by `self(...)` or `self.model(...)`."
+        )
+    return parts
+
+
+def find_flow(
+    root: nn.Module,
+    step: Callable[..., Any],
+    device: torch.device,
+    parts: list[str],
+    blocks: Mapping[str, nn.Module],
+) -> Flow:
+    """Follow one step.
+
+    Args:
+        root: The model.
+        step: Is given what makes a fake of a tensor, and what to call with what is logged.
+        device: Where the fakes pretend to be.
+        parts: Names of the parts.
+        blocks: Those of them that are blocks.
+
+    Raises:
+        FlowError: If it does not run on fake tensors, or cannot be split into stages.
+    """
+    observer = _FlowObserver(root, frozenset(parts), blocks)
+    why_not = run_on_fakes(root, partial(step, on_log=observer.on_log), device, observer, with_gradients=True)
+    if why_not:
+        raise FlowError(f"The step could not be followed on tensors without values: {why_not}.")
+    return observer.flow()
+
+
+def _parents(name: str) -> Iterator[str]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+class _CallTree:
+    """Which modules are called within which."""
+
+    def __init__(self) -> None:
+        self.functions: TorchFunctionMode = BaseTorchFunctionMode()
+        self.children: dict[str, list[str]] = defaultdict(list)
+        self._running = [""]
+
+    def on_input(self, tensor: Tensor) -> None:
+        pass
+
+    def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name not in self.children[self._running[-1]]:
+            self.children[self._running[-1]].append(name)
+        self._running.append(name)
+
+    def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self._running.pop()
+
+    def on_end(self, result: Any) -> None:
+        pass
+
+
+class _FlowObserver:
+    """Marks tensors by the values and parameters that they are made of."""
+
+    def __init__(self, root: nn.Module, parts: frozenset[str], blocks: Mapping[str, nn.Module]) -> None:
+        self.functions = _Functions(self)
+        self._root = root
+        self._parts = parts
+        self._blocks = blocks
+        self._calls: list[PartCall] = []
+        self._end = PartCall("the end of the step")
+        self._active: PartCall | None = None
+        self._flops_before = 0
+        self._params_between: set[str] = set()
+        self._inputs: list[tuple[Tensor, int]] = []
+        self._outputs: list[tuple[Value, Tensor, int]] = []
+
+    def on_start(self) -> None:
+        """The model's tensors are fakes now."""
+        for name, param in self._root.named_parameters():
+            param.__dict__["_param_name"] = name
+
+    def on_input(self, tensor: Tensor) -> None:
+        self._inputs.append((tensor, tensor._version))
+
+    def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._active is not None or name not in self._parts:
+            return
+        self._active = PartCall(name)
+        self._flops_before = self.functions.flops()
+        for tensor in _tensors((args, kwargs)):
+            self._use(self._active, tensor)
+
+    def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        call = self._active
+        if call is None or name != call.name:
+            return
+        index = len(self._calls)
+        leaves, call.structure = tree_flatten(out)
+        for place, leaf in enumerate(leaves):
+            is_tensor = isinstance(leaf, Tensor)
+            call.leaves.append(Leaf(leaf.shape, leaf.dtype, leaf.requires_grad) if is_tensor else None)
+            call.constants.append(None if is_tensor else leaf)
+            if is_tensor:
+                leaf.__dict__.pop("_made_in", None)
+                leaf.__dict__["_marks"] = _Marks(frozenset({(index, place)}))
+                self._outputs.append(((index, place), leaf, leaf._version))
+        call.cost += self.functions.flops() - self._flops_before
+        self._calls.append(call)
+        self._active = None
+
+    def on_end(self, result: Any) -> None:
+        for tensor in _tensors(result):
+            self._use(self._end, tensor)
+        for name, module in self._root.named_modules():
+            if any(name == part or name.startswith(f"{part}.") for part in self._parts):
+                continue
+            for key, value in vars(module).items():
+                if key not in ("_parameters", "_buffers", "_modules"):
+                    for tensor in _tensors(value):
+                        self._use(self._end, tensor)
+
+    def on_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """A value is logged."""
+        for tensor in _tensors(value):
+            self._use(self._end, tensor)
+
+    def on_function(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Of a torch function."""
+        inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(out))
+        if not outputs and getattr(function, "__name__", "") != "__setitem__":
+            return  # shapes and the like
+        written = sum(tensor.numel() for tensor in outputs if not _is_view(tensor, inputs))
+        if self._active is not None:
+            self._active.cost += _MEMORY * written
+            for tensor in inputs:
+                self._use(self._active, tensor)
+            for tensor in outputs:
+                if all(tensor is not given for given in inputs):
+                    tensor.__dict__["_made_in"] = self._active.name
+            return
+        self._end.cost += _MEMORY * written
+        marks = _Marks()
+        for tensor in inputs:
+            self._refuse_escaped(tensor, function)
+            marks |= self._marks_of(tensor)
+        changed = inputs[:1] if getattr(function, "__name__", "") in ("__setitem__",) else []
+        for tensor in [*outputs, *changed]:
+            tensor.__dict__["_marks"] = marks | _marks(tensor)
+
+    # ---
+
+    def _marks_of(self, tensor: Tensor) -> _Marks:
+        name = tensor.__dict__.get("_param_name")
+        if name is None:
+            return _marks(tensor)
+        block = next((block for block in self._blocks if name.startswith(f"{block}.")), None)
+        if block is not None:
+            raise FlowError(
+                f"The step uses the parameter {name!r} outside of {block}, the block that it belongs to. A stage has"
+                " the parameters of its own blocks only. A penalty on weights belongs into the optimizer"
+                " (weight_decay)."
+            )
+        self._params_between.add(name)
+        return _Marks(params=frozenset({name}))
+
+    def _use(self, call: PartCall, tensor: Tensor) -> None:
+        name = tensor.__dict__.get("_param_name")
+        if name is not None:
+            call.params.add(name)
+            return
+        if call is self._end:
+            self._refuse_escaped(tensor, None)
+        marks = _marks(tensor)
+        call.uses |= marks.values
+        call.params |= marks.params
+
+    def _refuse_escaped(self, tensor: Tensor, function: Any) -> None:
+        made_in = tensor.__dict__.get("_made_in")
+        if made_in is not None:
+            where = f"given to {function.__name__}" if function is not None else "kept, logged or returned"
+            raise FlowError(
+                f"A tensor that is made inside {made_in} is {where} outside of it, and {made_in} does not return it:"
+                " on a stage that does not run this block it would be missing. Let the block return it."
+            )
+
+    def flow(self) -> Flow:
+        """What was seen.
+
+        Raises:
+            FlowError: If the step cannot be split.
+        """
+        for (index, place), tensor, version in self._outputs:
+            if tensor._version != version:
+                leaf = self._calls[index].leaves[place]
+                assert leaf is not None
+                self._calls[index].leaves[place] = Leaf(leaf.shape, leaf.dtype, leaf.requires_grad, is_changed=True)
+        names = [call.name for call in self._calls]
+        for block in self._blocks:
+            if names.count(block) > 1:
+                raise FlowError(
+                    f"The step calls {block} {names.count(block)} times: a pipeline runs a model's blocks once a"
+                    " microbatch. Put what the calls are for into one batch, or use another strategy."
+                )
+        if not self._calls:
+            raise FlowError("The step calls none of the model's parts, so there is nothing to split into stages.")
+        if not self._end.uses:
+            raise FlowError(
+                "The loss that the step returns does not depend on what the model returns, so that nothing would be"
+                " trained. Return the loss, computed from the model's output."
+            )
+        changes_batch = any(tensor._version != version for tensor, version in self._inputs)
+        return Flow(self._calls, self._end, changes_batch, frozenset(self._params_between))
+
+
+@dataclass(frozen=True)
+class _Marks:
+    values: frozenset[Value] = frozenset()
+    params: frozenset[str] = frozenset()
+
+    def __or__(self, other: _Marks) -> _Marks:
+        return _Marks(self.values | other.values, self.params | other.params)
+
+
+_NOTHING = _Marks()
+
+
+def _marks(tensor: Tensor) -> _Marks:
+    marks: _Marks = tensor.__dict__.get("_marks", _NOTHING)
+    return marks
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, observer: _FlowObserver) -> None:
+        super().__init__()
+        self._observer = observer
+        self._counter = FlopCounterMode(display=False)
+        self._entered = ExitStack()
+
+    def __enter__(self) -> _Functions:
+        self._observer.on_start()
+        self._entered.enter_context(self._counter)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._entered.close()
+
+    def flops(self) -> int:
+        return int(self._counter.get_total_flops())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._observer.on_function(func, args, kwargs or {}, out)
+        return out
+
+
+def _is_view(tensor: Tensor, inputs: list[Tensor]) -> bool:
+    return tensor._base is not None and any(tensor._base is given or tensor._base is given._base for given in inputs)
+
+
+def _tensors(value: Any, depth: int = 6) -> Iterator[Tensor]:
+    """The tensors in nested containers and objects."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth == 0 or isinstance(value, str | bytes | int | float | type | nn.Module | None):
+        return
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item, depth - 1)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from _tensors(item, depth - 1)
+
+
+_: type[Observer] = _FlowObserver

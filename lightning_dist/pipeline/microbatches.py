@@ -1,0 +1,130 @@
+"""A batch split into microbatches along dimension 0, whatever it is nested in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+__all__ = ["batch_size_of", "map_leaves", "num_microbatches_for", "signature", "split_batch"]
+
+
+def batch_size_of(batch: Any) -> int:
+    """The size of dimension 0 of the tensors of ``batch``; 0 where it has none.
+
+    Raises:
+        ValueError: If they differ. The text names two, by their place in the batch.
+    """
+    sizes: dict[int, tuple[str, Tensor]] = {}
+
+    def look(path: str, value: Any) -> Any:
+        if isinstance(value, Tensor) and value.ndim > 0:
+            sizes.setdefault(value.shape[0], (path, value))
+        return value
+
+    map_leaves(batch, look)
+    if len(sizes) > 1:
+        (first, a), (second, b), *_ = sizes.values()
+        raise ValueError(
+            f"batch{first} has shape {tuple(a.shape)} and batch{second} has shape {tuple(b.shape)}: a pipeline splits"
+            " every tensor of a batch into microbatches along dimension 0, so that its size must be the same. Give what"
+            " belongs to no sample a leading dimension of the batch's size, or keep it on the module as a buffer."
+        )
+    return next(iter(sizes), 0)
+
+
+def num_microbatches_for(size: int, wanted: int, largest: int) -> int:
+    """Into how many microbatches a batch of ``size`` samples is split.
+
+    Args:
+        size: Of this batch.
+        wanted: ``num_microbatches`` as it was asked for.
+        largest: The size of the largest batch so far; 0 if this is the first.
+
+    Returns:
+        ``wanted``, or for the smaller batch at the end of an epoch the greatest number up to it that divides ``size``.
+
+    Raises:
+        ValueError: If ``wanted`` does not divide a batch that is no smaller than those before.
+    """
+    if size % wanted == 0 and size > 0:
+        return wanted
+    if size >= largest:
+        divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
+        raise ValueError(
+            f"num_microbatches={wanted} does not divide the batch of {size} samples that this rank has. Use one of"
+            f" {divisors}, or another batch size."
+        )
+    return max(number for number in range(1, wanted + 1) if size % number == 0)
+
+
+def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
+    """``batch`` as ``num_microbatches`` equal parts: views of its tensors, in containers of the same kinds.
+
+    Lists of as many strings or numbers as there are samples are split, too; all else is in each microbatch as it is.
+
+    Raises:
+        ValueError: As of :func:`batch_size_of`.
+    """
+    size = batch_size_of(batch)
+    part = size // num_microbatches
+
+    def take(index: int) -> Callable[[str, Any], Any]:
+        def of(path: str, value: Any) -> Any:
+            is_split = isinstance(value, Tensor) and value.ndim > 0
+            if is_split or (isinstance(value, list | tuple) and len(value) == size):
+                return value[index * part : (index + 1) * part]
+            return value
+
+        return of
+
+    return [map_leaves(batch, take(index)) for index in range(num_microbatches)]
+
+
+def signature(batch: Any) -> tuple[object, ...]:
+    """What a step's path can depend on: where which shapes, dtypes and switches are in ``batch``."""
+    found: list[object] = []
+
+    def look(path: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            found.append((path, tuple(value.shape), value.dtype))
+        else:
+            found.append((path, value if isinstance(value, bool | int | None) else type(value)))
+        return value
+
+    map_leaves(batch, look)
+    return tuple(found)
+
+
+def map_leaves(value: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
+    """``value`` with ``function(path, leaf)`` in the place of each leaf.
+
+    Leaves are tensors, lists and tuples of plain values as one, and whatever is no container or dataclass.
+    """
+    if isinstance(value, Tensor):
+        return function(path, value)
+    if isinstance(value, Mapping):
+        items = {key: map_leaves(item, function, f"{path}[{key!r}]") for key, item in value.items()}
+        if type(value) is dict:
+            return items
+        try:
+            return type(value)(items)  # type: ignore[call-arg]  # an OrderedDict, Hugging Face's BatchEncoding
+        except TypeError:
+            return items
+    if isinstance(value, list | tuple):
+        if value and all(isinstance(item, str | bytes | int | float) for item in value):
+            return function(path, value)
+        items_ = [map_leaves(item, function, f"{path}[{index}]") for index, item in enumerate(value)]
+        if isinstance(value, tuple) and hasattr(value, "_fields"):
+            return type(value)(*items_)
+        return type(value)(items_)
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {f.name: map_leaves(getattr(value, f.name), function, f"{path}.{f.name}") for f in fields(value)}
+        return replace(value, **{name: changed[name] for name in changed if _is_init(value, name)})
+    return function(path, value)
+
+
+def _is_init(value: Any, name: str) -> bool:
+    return any(f.name == name and f.init for f in fields(value))

@@ -1,0 +1,296 @@
+"""A stage from an untouched module and step: the whole step runs, and what is not the stage's own is stood in for.
+
+Every rank of a pipeline has the whole batch. To run one of its stages on a microbatch, a rank runs the user's step:
+
+- a part of an earlier stage is not run. It returns what it has returned there, as far as that was handed on, and else
+  tensors of the right shape that are full of NaN: what was found to be unused shows at once if it is not;
+- a part of the stage itself runs;
+- at the first call of a part of a later stage the step ends. What later stages make something of is handed on.
+
+The code between the parts runs on every stage, and draws the same random numbers on all: they are set for each
+microbatch. A part draws numbers of its own, and leaves those of the step as they were.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from lightning_dist import _compat
+from lightning_dist.pipeline.flow import Flow, FlowError, Leaf, Value
+
+__all__ = ["MicrobatchSeed", "Replay", "StagePlan"]
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """What a step does on one stage.
+
+    Args:
+        flow: The step.
+        stages: The stage of each of its calls.
+        stage: Which.
+        num_stages: Of how many.
+    """
+
+    flow: Flow
+    stages: Sequence[int]
+    stage: int
+    num_stages: int
+
+    @property
+    def received(self) -> list[Value]:
+        """What the stage before hands on, in order."""
+        return self.flow.crossing(self.stages.__getitem__, self.stage) if self.stage else []
+
+    @property
+    def sent(self) -> list[Value]:
+        """What this stage hands on, in order; nothing on the last."""
+        return self.flow.crossing(self.stages.__getitem__, self.stage + 1) if not self.is_last else []
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the step runs to its end here."""
+        return self.stage == self.num_stages - 1
+
+    def leaf(self, value: Value) -> Leaf:
+        """What is known of ``value``."""
+        leaf = self.flow.calls[value[0]].leaves[value[1]]
+        assert leaf is not None
+        return leaf
+
+
+class _EndOfStage(BaseException):
+    """The step has come to a part of a later stage."""
+
+
+@dataclass(frozen=True)
+class MicrobatchSeed:
+    """What random numbers follow from: the same on all stages, others for each microbatch, part and part of the data.
+
+    Args:
+        base: Of the step; drawn from the common numbers.
+        microbatch: Its number.
+        data_parallel_rank: Which part of the data.
+    """
+
+    base: int
+    microbatch: int
+    data_parallel_rank: int
+
+    def of(self, call: int) -> int:
+        """The seed of a call of a part; -1: of the code between."""
+        state = self.base & _MASK
+        for number in (self.microbatch, self.data_parallel_rank, call + 1):
+            state = _mixed(state + (number + 1) * _GOLDEN)
+        return state >> 1
+
+
+_MASK = 2**64 - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _mixed(state: int) -> int:
+    """Steele et al., 2014: the output function of SplitMix64."""
+    state &= _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+@dataclass
+class _Run:
+    plan: StagePlan
+    seed: MicrobatchSeed
+    given: dict[Value, Tensor]
+    wanted: frozenset[Value]
+    made: dict[Value, Tensor] = field(default_factory=dict)
+    num_calls: int = 0
+    is_inside: bool = False
+
+
+class Replay:
+    """Runs stages of ``root``, in place.
+
+    Args:
+        root: The user's module.
+        parts: Its parts, by name.
+        foreign: Names of those that have no parameters here.
+        device: Where it is.
+    """
+
+    def __init__(
+        self, root: nn.Module, parts: Mapping[str, nn.Module], foreign: frozenset[str], device: torch.device
+    ) -> None:
+        self._root = root
+        self._device = device
+        self._foreign = foreign
+        self._run: _Run | None = None
+        self._numbers = _Numbers(device)
+        for name, part in parts.items():
+            _compat.route_calls(part, partial(self._on_call, name, part))
+
+    def run(
+        self, plan: StagePlan, seed: MicrobatchSeed, received: Sequence[Tensor], step: Callable[[], Any]
+    ) -> tuple[Any, tuple[Tensor, ...]]:
+        """Run one microbatch's ``step`` on one stage.
+
+        Args:
+            plan: Which stage.
+            seed: Of the microbatch.
+            received: The values of ``plan.received``.
+            step: The user's step, its arguments bound.
+
+        Returns:
+            What the step returned (on the last stage; else None), and the values of ``plan.sent``.
+
+        Raises:
+            FlowError: If the step calls other parts than when it was followed.
+        """
+        given = dict(zip(plan.received, received, strict=True))
+        run = self._run = _Run(plan, seed, given, frozenset(plan.sent))
+        result = None
+        try:
+            with self._numbers.seeded(seed.of(-1)):
+                result = step()
+        except _EndOfStage:
+            pass
+        else:
+            if not plan.is_last:
+                raise FlowError(
+                    f"The step ended after {run.num_calls} of the {len(plan.flow.calls)} calls that it made when it was"
+                    " followed: a pipeline cannot run a step that takes another path for some batches."
+                )
+        finally:
+            self._run = None
+        sent = []
+        for value in plan.sent:
+            tensor = run.made.get(value)
+            if tensor is None:
+                tensor = given[value]
+                tensor = tensor.view_as(tensor) if tensor.requires_grad else tensor
+            sent.append(tensor)
+        return result, tuple(sent)
+
+    @contextmanager
+    def stand_in_parameters(self, names: Iterable[str]) -> Iterator[None]:
+        """Inside, those of ``names`` that are on other ranks are full of NaN, so that code between parts can run."""
+        params = dict(self._root.named_parameters())
+        others = {
+            param: self._nothing(_like(param)) for name, param in params.items() if name in names and param.is_meta
+        }
+        places = [
+            (module._parameters, key, param)
+            for module in (self._root.modules() if others else ())
+            for key, param in module._parameters.items()
+            if param is not None and param in others
+        ]
+        for parameters, key, param in places:
+            parameters[key] = others[param]  # type: ignore[assignment]  # no parameter: nothing of it is ever trained
+        try:
+            yield
+        finally:
+            for parameters, key, param in places:
+                parameters[key] = param
+
+    def _on_call(self, name: str, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        run = self._run
+        if run is None or run.is_inside:
+            if name in self._foreign:
+                raise RuntimeError(
+                    f"{name} was called outside of a step, and its weights are on another stage of the pipeline. Call"
+                    " the model inside `with lightning_dist.full_parameters(module):`, entered on every rank."
+                )
+            return _compat.call(part, *args, **kwargs)
+        index, calls = run.num_calls, run.plan.flow.calls
+        if index >= len(calls) or calls[index].name != name:
+            expected = calls[index].name if index < len(calls) else "the end of the step"
+            raise FlowError(
+                f"The step calls {name} where it called {expected} when it was followed: a pipeline cannot run a step"
+                " that takes another path for some batches."
+            )
+        run.num_calls += 1
+        stage = run.plan.stages[index]
+        if stage > run.plan.stage:
+            raise _EndOfStage
+        if stage < run.plan.stage:
+            return self._stand_in(run, index)
+        run.is_inside = True
+        try:
+            with self._numbers.seeded(run.seed.of(index)):
+                output = _compat.call(part, *args, **kwargs)
+        finally:
+            run.is_inside = False
+        for place, leaf in enumerate(tree_flatten(output)[0]):
+            if (index, place) in run.wanted:
+                known = run.plan.leaf((index, place))
+                if not isinstance(leaf, Tensor) or leaf.shape != known.shape:
+                    found = tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
+                    raise FlowError(
+                        f"{name} returned {found} where it returned a tensor of shape {tuple(known.shape)} when the"
+                        " step was followed: what a stage hands on must have the same shape in each microbatch."
+                    )
+                kept = leaf.clone() if known.is_changed else leaf
+                run.made[index, place] = kept.to(known.dtype)
+        return output
+
+    def _stand_in(self, run: _Run, index: int) -> Any:
+        call = run.plan.flow.calls[index]
+        leaves = []
+        for place, (leaf, constant) in enumerate(zip(call.leaves, call.constants, strict=True)):
+            if leaf is None:
+                leaves.append(constant)
+                continue
+            given = run.given.get((index, place))
+            if given is None:
+                leaves.append(self._nothing(leaf))
+            else:
+                leaves.append(given.clone() if leaf.is_changed else given)
+        assert call.structure is not None
+        return tree_unflatten(leaves, call.structure)
+
+    def _nothing(self, leaf: Leaf) -> Tensor:
+        value = float("nan") if leaf.dtype.is_floating_point or leaf.dtype.is_complex else 0
+        if leaf.is_changed:
+            return torch.full(leaf.shape, value, dtype=leaf.dtype, device=self._device)
+        return torch.full((), value, dtype=leaf.dtype, device=self._device).expand(leaf.shape)
+
+
+def _like(param: Tensor) -> Leaf:
+    return Leaf(param.shape, param.dtype, requires_grad=False)
+
+
+class _Numbers:
+    """All generators that a step may draw from."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            self._generators.append(module.default_generators[module.current_device()])
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Inside, numbers follow from ``seed``; afterwards they go on as if nothing had been drawn."""
+        states = [generator.get_state() for generator in self._generators]
+        python, numpy_state = random.getstate(), np.random.get_state()
+        for generator in self._generators:
+            generator.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+            random.setstate(python)
+            np.random.set_state(numpy_state)

@@ -1,0 +1,214 @@
+"""Steps of a pipeline: microbatches through the stages of this rank, in the order of one of torch's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.tensor import DTensor
+
+from lightning_dist import _compat
+from lightning_dist.pipeline.flow import Flow
+from lightning_dist.pipeline.replay import MicrobatchSeed, Replay, StagePlan
+from lightning_dist.pipeline.schedules import SCHEDULES
+from lightning_dist.pipeline.shared import SharedParameters
+from lightning_dist.pipeline.stages import PipelineConfig, Stages
+
+__all__ = ["Pipeline"]
+
+RunRoot = Callable[[Callable[[], Any]], Any]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A step's flow, and the schedule that runs it."""
+
+    plans: dict[int, StagePlan]
+    schedule: Any
+    params_between: frozenset[str]
+
+
+class Pipeline:
+    """Runs steps of ``root`` on the stages of this rank.
+
+    Args:
+        root: The user's module.
+        stages: How it is cut.
+        config: How it is run.
+        foreign: The parts of which this rank has no parameters.
+        group: The ranks of one ``pp``.
+        device: Where tensors are.
+        data_parallel_rank: Which part of the data this rank has.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        stages: Stages,
+        config: PipelineConfig,
+        foreign: frozenset[str],
+        group: dist.ProcessGroup,
+        device: torch.device,
+        data_parallel_rank: int,
+    ) -> None:
+        modules = dict(root.named_modules())
+        self.stages = stages
+        self.config = config
+        self.group = group
+        self.own_stages = config.stages_on(dist.get_rank(group))
+        self.is_last = stages.num_stages - 1 in self.own_stages
+        self.last_rank = config.rank_of(stages.num_stages - 1)
+        self._root = root
+        self._device = device
+        self._data_parallel_rank = data_parallel_rank
+        self._replay = Replay(root, {name: modules[name] for name in stages.parts}, foreign, device)
+        self.shared = SharedParameters(root, stages, config, group)
+        self._prepared: dict[object, _Prepared] = {}
+        # Of the step that runs:
+        self._steps: Sequence[Callable[[], Any]] = ()
+        self._loss_of: Callable[[Any], Tensor] | None = None
+        self._run_root: RunRoot = lambda step: step()
+        self._results: list[Any] = []
+        self._base = 0
+        self._plans: dict[int, StagePlan] = {}
+        self._error: Exception | None = None
+
+    def run(
+        self,
+        key: object,
+        follow: Callable[[], Flow],
+        steps: Sequence[Callable[[], Any]],
+        run_root: RunRoot,
+        loss_of: Callable[[Any], Tensor] | None = None,
+    ) -> list[Any]:
+        """Run a step's microbatches, and their backwards where there is a loss. A collective over ``pp``.
+
+        Args:
+            key: What the step's path depends on; steps with the same are followed once.
+            follow: Follows the step on a microbatch.
+            steps: The step on each microbatch, arguments bound.
+            run_root: Runs what it is given as a forward of the whole module.
+            loss_of: From what a microbatch's step returned, its part of the loss; None: no backward.
+
+        Returns:
+            On the rank of the last stage, what the step returned on each microbatch; else nothing.
+        """
+        has_backward = loss_of is not None
+        prepared = self._prepared.get((key, len(steps), has_backward))
+        if prepared is None:
+            prepared = self._prepare(follow(), len(steps), has_backward)
+            self._prepared[key, len(steps), has_backward] = prepared
+        self._steps, self._loss_of, self._run_root = steps, loss_of, run_root
+        self._results = [None] * len(steps) if self.is_last else []
+        self._base = int(torch.randint(2**62, ()))  # the same on all ranks of the pipeline, and after a resume
+        self._plans = prepared.plans
+        numbers = torch.arange(len(steps))
+        try:
+            with self._replay.stand_in_parameters(prepared.params_between):
+                if has_backward:
+                    prepared.schedule.step(microbatch=numbers, target=numbers, losses=[], return_outputs=False)
+                else:
+                    prepared.schedule.step(microbatch=numbers, return_outputs=False)
+            return self._results
+        except Exception as error:
+            raise (self._error or error) from None  # the user's, and not what torch makes of it
+        finally:
+            self._steps, self._results, self._error = (), [], None
+
+    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm of the gradients of all stages; what several stages have counts once. A collective over ``pp``.
+
+        Args:
+            gradients: Of this rank's parameters.
+        """
+        params = {param.grad: name for name, param in self._root.named_parameters() if param.grad is not None}
+        counted = [g for g in gradients if self._is_first_with(params[g])]
+        norm = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=self._device)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        square = norm.to(torch.float64 if norm.dtype == torch.float64 else torch.float32) ** 2
+        dist.all_reduce(square, group=self.group)
+        return square.sqrt()
+
+    def _is_first_with(self, name: str) -> bool:
+        return self.stages.stages_of_param[name][0] in self.own_stages
+
+    def _prepare(self, flow: Flow, num_microbatches: int, has_backward: bool) -> _Prepared:
+        calls = self.stages.stages_of_calls(flow)
+        num_stages = self.stages.num_stages
+        plans = {stage: StagePlan(flow, calls, stage, num_stages) for stage in self.own_stages}
+        torch_stages = []
+        for stage, plan in plans.items():
+            torch_stages.append(
+                PipelineStage(
+                    _Submodule(partial(self._run_stage, stage), self._root),
+                    stage,
+                    num_stages,
+                    self._device,
+                    input_args=tuple(map(partial(_example, plan), plan.received)),
+                    # The last one's is the loss, which goes nowhere.
+                    output_args=tuple(map(partial(_example, plan), plan.sent)) or torch.empty((), device="meta"),
+                    group=self.group,
+                )
+            )
+        if not has_backward:
+            schedule = _compat.forward_only_schedule(torch_stages, num_microbatches, self.config.stages_on)
+            return _Prepared(plans, schedule, flow.params_between)
+        wanted = SCHEDULES[self.config.schedule]
+        if not wanted.fits(num_microbatches, self.config.pp_size, num_stages):
+            wanted = SCHEDULES[wanted.for_few]
+        is_single = wanted.virtual_stages == 1
+        schedule = wanted.torch_class(
+            torch_stages[0] if is_single else torch_stages,
+            num_microbatches,
+            loss_fn=lambda output, target: output,
+            scale_grads=False,
+        )
+        return _Prepared(plans, schedule, flow.params_between)
+
+    def _run_stage(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
+        seed = MicrobatchSeed(self._base, microbatch, self._data_parallel_rank)
+        plan, step = self._plans[stage], self._steps[microbatch]
+        sent: tuple[Tensor, ...] = ()
+
+        def run() -> Any:
+            nonlocal sent
+            result, sent = self._replay.run(plan, seed, received, step)
+            if not plan.is_last:
+                return sent
+            self._results[microbatch] = result
+            return self._loss_of(result) if self._loss_of is not None else torch.zeros(1, device=self._device)
+
+        try:
+            return self._run_root(run)
+        except Exception as error:
+            self._error = error
+            raise
+
+
+def _example(plan: StagePlan, value: tuple[int, int]) -> Tensor:
+    leaf = plan.leaf(value)
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+
+
+class _Submodule(nn.Module):
+    """A stage as torch's schedules see it."""
+
+    def __init__(self, run: Callable[[int, tuple[Tensor, ...]], Any], root: nn.Module) -> None:
+        super().__init__()
+        self._run = run
+        self._whole = [root]  # not as a child, which it would have to be saved with
+
+    def forward(self, *received: Tensor, microbatch: Tensor) -> Any:
+        """Run the microbatch of this number."""
+        return self._run(int(microbatch), received)
+
+    def parameters(self, recurse: bool = True) -> Any:
+        """Those of the whole module: schedules that put off the weights' gradients ask for them."""
+        return (param for param in self._whole[0].parameters() if not param.is_meta)

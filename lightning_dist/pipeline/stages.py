@@ -1,0 +1,236 @@
+"""Which stage each part and each parameter is on, and a model that has only those of its rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist.pipeline.balance import balanced, costs, split_by_hand
+from lightning_dist.pipeline.flow import Flow, FlowError, find_flow, find_parts
+from lightning_dist.pipeline.schedules import SCHEDULES, stages_of
+from lightning_dist.units import Unit
+
+__all__ = ["Foreign", "PipelineConfig", "Stages", "find_stages", "keep_own", "own_units"]
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How a model is cut into stages and run.
+
+    Args:
+        pp_size: Number of ranks that stages are on.
+        schedule: One of :data:`~lightning_dist.pipeline.schedules.SCHEDULES`.
+        virtual_stages: Number of stages on a rank; None: the schedule's.
+        num_microbatches: Into how many parts a batch is split.
+        split: The parts that each stage but the first begins with; None: balanced by cost.
+        step: A step of the module on a microbatch (see :func:`~lightning_dist.pipeline.flow.find_flow`); None: none is
+            known, and ``why_no_step`` says why.
+        why_no_step: See ``step``.
+    """
+
+    pp_size: int
+    schedule: str = "1f1b"
+    virtual_stages: int | None = None
+    num_microbatches: int = 1
+    split: Sequence[str] | None = None
+    step: Callable[..., Any] | None = None
+    why_no_step: str = "no step is known"
+
+    def __post_init__(self) -> None:
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule={self.schedule!r} is none of {', '.join(SCHEDULES)}.")
+        known = SCHEDULES[self.schedule]
+        if self.virtual_stages is not None and (
+            self.virtual_stages < known.virtual_stages
+            or (self.virtual_stages > known.virtual_stages and not known.takes_many)
+        ):
+            at_least = "at least " if known.takes_many else ""
+            raise ValueError(
+                f"virtual_stages={self.virtual_stages} does not go with schedule={self.schedule!r}, of which a rank has"
+                f" {at_least}{known.virtual_stages}."
+            )
+
+    @property
+    def stages_per_rank(self) -> int:
+        """How many stages a rank has."""
+        return self.virtual_stages or SCHEDULES[self.schedule].virtual_stages
+
+    @property
+    def num_stages(self) -> int:
+        """How many there are."""
+        return self.pp_size * self.stages_per_rank
+
+    def rank_of(self, stage: int) -> int:
+        """The place along ``pp`` where ``stage`` is."""
+        return next(rank for rank in range(self.pp_size) if stage in self.stages_on(rank))
+
+    def stages_on(self, rank: int) -> list[int]:
+        """The stages of the ``rank``-th along ``pp``, in order."""
+        return stages_of(rank, self.pp_size, self.stages_per_rank, SCHEDULES[self.schedule].is_v)
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A model cut into stages.
+
+    Args:
+        num_stages: How many.
+        parts: Names of the parts, in the order of their first calls.
+        blocks: Those of them that are blocks, by name.
+        stages_of_part: The stages that a part is called on, in order.
+        stages_of_param: Name of each parameter to the stages that it is needed on, in order; tied ones by their first
+            name.
+        costs: The share of the time of a step that each stage takes.
+        flow: The step that was followed.
+    """
+
+    num_stages: int
+    parts: list[str]
+    blocks: Mapping[str, nn.Module]
+    stages_of_part: Mapping[str, list[int]]
+    stages_of_param: Mapping[str, list[int]]
+    costs: list[float]
+    flow: Flow
+
+    def stages_of_calls(self, flow: Flow) -> list[int]:
+        """The stage of each call of another step of the same model.
+
+        Raises:
+            FlowError: If it calls the parts in another order than the stages are in.
+        """
+        found: list[int] = []
+        for call in flow.calls:
+            at_least = found[-1] if found else 0
+            later = [stage for stage in self.stages_of_part[call.name] if stage >= at_least]
+            if not later:
+                raise FlowError(
+                    f"The step calls {call.name} after {flow.calls[len(found) - 1].name}, and its stage is before that"
+                    " one's: a pipeline runs the parts of a model in one order, that of training_step."
+                )
+            found.append(later[0])
+        return found
+
+
+def find_stages(
+    root: nn.Module, config: PipelineConfig, blocks: Mapping[str, nn.Module], device: torch.device
+) -> Stages:
+    """Cut ``root`` into stages, and find out on which each parameter is needed. The same on all ranks.
+
+    Args:
+        root: The user's module, whole.
+        config: How.
+        blocks: Its repeated blocks.
+        device: Where it is.
+
+    Raises:
+        FlowError: If the module or its step cannot be split.
+        ValueError: If ``config.split`` does not fit the model.
+    """
+    if config.step is None:
+        raise FlowError(
+            "A pipeline must follow a step before it splits the model, and there is none to follow:"
+            f" {config.why_no_step}."
+        )
+    parts = find_parts(root, config.step, device, blocks, 2 * config.num_stages)
+    blocks = {name: block for name, block in blocks.items() if name in parts}
+    flow = find_flow(root, config.step, device, parts, blocks)
+    called = costs(flow, root, config.num_microbatches)
+    names = [call.name for call in flow.calls]
+    if config.split is not None:
+        stages = split_by_hand(names, config.split, config.num_stages, [name for name, _ in root.named_modules()])
+    else:
+        stages = balanced(called, [name in blocks for name in names], config.num_stages)
+    total = sum(called)
+    shares = [sum(c for c, at in zip(called, stages, strict=True) if at == s) / total for s in range(config.num_stages)]
+    of_part: dict[str, set[int]] = {name: set() for name in parts}
+    for name, stage in zip(names, stages, strict=True):
+        of_part[name].add(stage)
+    return Stages(
+        config.num_stages,
+        parts,
+        blocks,
+        {name: sorted(found) for name, found in of_part.items()},
+        _stages_of_params(root, flow, stages, of_part, config.num_stages),
+        shares,
+        flow,
+    )
+
+
+def _stages_of_params(
+    root: nn.Module, flow: Flow, stages: Sequence[int], of_part: Mapping[str, set[int]], num_stages: int
+) -> dict[str, list[int]]:
+    first_name = {param: name for name, param in root.named_parameters()}
+    needed: dict[str, set[int]] = {name: set() for name in first_name.values()}
+    for call, stage in zip(flow.calls, stages, strict=True):
+        for name in call.params:
+            needed[name].add(stage)
+    for name in flow.end.params:
+        needed[name].add(num_stages - 1)
+    for name, param in root.named_parameters(remove_duplicate=False):
+        part = next((part for part in of_part if name.startswith(f"{part}.")), None)
+        if part is not None and (of_part[part] or not needed[first_name[param]]):
+            needed[first_name[param]] |= of_part[part] or {0}
+    # What no step uses is kept where the model begins.
+    return {name: sorted(found or {0}) for name, found in needed.items()}
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """What of a model is on other ranks only.
+
+    Args:
+        parts: Names of parts that do not run here.
+        tensors: Parameters and buffers, on the meta device.
+    """
+
+    parts: frozenset[str]
+    tensors: list[Tensor]
+
+
+def keep_own(root: nn.Module, stages: Stages, own: Sequence[int]) -> Foreign:
+    """Move what is not needed on the stages ``own`` to the meta device.
+
+    Parameters keep their identity and their names. Buffers go with the part that they are in; those outside of parts
+    stay everywhere.
+    """
+    wanted = set(own)
+    tensors: list[Tensor] = []
+    for name, param in root.named_parameters():
+        if not wanted & set(stages.stages_of_param[name]):
+            if not param.is_meta:
+                meta = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
+                torch.utils.swap_tensors(param, meta)  # type: ignore[no-untyped-call]
+            tensors.append(param)
+    foreign = set()
+    modules = dict(root.named_modules())
+    for part in stages.parts:
+        if wanted & set(stages.stages_of_part[part]):
+            continue
+        foreign.add(part)
+        for module in modules[part].modules():
+            buffers: dict[str, Tensor | None] = module._buffers
+            for key, buffer in buffers.items():
+                if buffer is not None:
+                    buffers[key] = torch.empty_like(buffer, device="meta")
+                    tensors.append(buffers[key])  # type: ignore[arg-type]  # it is a tensor now
+    return Foreign(frozenset(foreign), tensors)
+
+
+def own_units(units: Sequence[Unit], foreign: Foreign) -> list[Unit]:
+    """What is left of ``units`` without the parameters of others."""
+    others = {id(tensor) for tensor in foreign.tensors}
+    own = []
+    for unit in units:
+        params = {name: param for name, param in unit.params.items() if id(param) not in others}
+        if not params:
+            continue
+        ids = {id(param) for param in params.values()}
+        owners = {owner for owner in unit.owners if any(id(p) in ids for p in owner.parameters(recurse=False))}
+        kept = [m for m in unit.modules if any(id(p) in ids for p in m.parameters())]
+        names = [name for name, m in zip(unit.names, unit.modules, strict=True) if m in kept]
+        own.append(Unit(unit.kind, names, kept, params, owners))
+    return own

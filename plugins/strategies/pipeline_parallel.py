@@ -1,0 +1,162 @@
+"""``strategy="pipeline_parallel"``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dist.layout import REMAINING
+from lightning_dist.pipeline import PipelineConfig, batch_size_of, split_batch
+from lightning_dist.plugins import _compat
+from lightning_dist.plugins.strategies.example_step import example_batch, fake_step
+from lightning_dist.plugins.strategies.mesh import MeshStrategy
+from lightning_dist.plugins.strategies.pipelined_steps import PipelinedSteps
+from lightning_dist.sharding import ShardedModule
+
+__all__ = ["PipelineParallelStrategy"]
+
+
+class PipelineParallelStrategy(MeshStrategy):
+    """Cuts a model into stages on different devices, through which microbatches of a batch follow each other.
+
+    The module and its steps stay as they are; the ranks of one pipeline have the same part of the batch.
+
+    Args:
+        pp_size: Number of processes that stages are on. None: the devices of a node, or what the other sizes leave.
+        num_microbatches: Into how many microbatches a rank's part of the batch is split. None: the greatest number up
+            to 4 a stage that divides it.
+        schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``looped_bfs``, ``interleaved_zero_bubble``, ``zbv`` or
+            ``dualpipev``.
+        virtual_stages: Number of stages on a process. None: 1, or 2 for a schedule that needs several.
+        split: Names of the modules that each stage but the first begins with, such as ``[layers.4, layers.9]``. None:
+            balanced by cost.
+        dp_shard_size: Number of processes that a stage and the batch are sharded over. None: what is left.
+        dp_replicate_size: Number of replicas. None: 1.
+        kwargs: As of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
+    """
+
+    strategy_name = "pipeline_parallel"
+
+    def __init__(
+        self,
+        pp_size: int | None = None,
+        num_microbatches: int | None = None,
+        schedule: str = "1f1b",
+        virtual_stages: int | None = None,
+        split: Sequence[str] | None = None,
+        dp_shard_size: int | None = None,
+        dp_replicate_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(**kwargs)
+        PipelineConfig(1, schedule, virtual_stages)  # raises for what does not go together
+        if num_microbatches is not None and num_microbatches < 1:
+            raise ValueError(f"num_microbatches={num_microbatches} must be at least 1.")
+        self._pp_size = pp_size
+        self._num_microbatches = num_microbatches
+        self._schedule = schedule
+        self._virtual_stages = virtual_stages
+        self._split_at = split
+        self._dp_shard_size = dp_shard_size
+        self._dp_replicate_size = dp_replicate_size
+        self._steps: PipelinedSteps | None = None
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+
+    def _requested_sizes(self) -> dict[str, int]:
+        pp, shard = self._pp_size, self._dp_shard_size
+        if pp is None:
+            pp = self.num_processes if shard is None else REMAINING
+        return {
+            "pp": pp,
+            "dp_replicate": 1 if self._dp_replicate_size is None else self._dp_replicate_size,
+            "dp_shard": REMAINING if shard is None else shard,
+        }
+
+    def _pipeline_config(self, module: LightningModule) -> PipelineConfig | None:
+        if self.layout.pp == 1:
+            return None
+        batch, why_not = example_batch(self._trainer)
+        config = PipelineConfig(
+            self.layout.pp, self._schedule, self._virtual_stages, self._num_microbatches or 1, self._split_at
+        )
+        if why_not:
+            return replace(config, why_no_step=why_not)
+        size = batch_size_of(batch)
+        if self._num_microbatches is None:
+            most = 4 * config.num_stages
+            number = max(n for n in range(1, max(min(most, size), 1) + 1) if size % n == 0)
+            config = replace(config, num_microbatches=number)
+        part = split_batch(batch, config.num_microbatches)[0] if size % config.num_microbatches == 0 else batch
+        name = _compat.step_name(self._trainer)
+        return replace(config, step=fake_step(module, self._trainer, name, (part, 0), {}))
+
+    def _shard(self, module: LightningModule, copied: ShardedModule | None = None) -> ShardedModule:
+        spread = super()._shard(module, copied)
+        if spread.pipeline is not None and copied is None:
+            self._steps = PipelinedSteps(module, spread, self._step_context)
+        return spread
+
+    def _step_context(self, name: str) -> Any:
+        plugin = self.precision_plugin
+        return {
+            "training_step": plugin.train_step_context,
+            "validation_step": plugin.val_step_context,
+            "test_step": plugin.test_step_context,
+            "predict_step": plugin.predict_step_context,
+        }[name]()
+
+    def setup(self, trainer: Trainer) -> None:
+        """Cut the module into stages, then make its optimizers."""
+        super().setup(trainer)
+        if self._steps is not None:
+            _compat.clip_by_total_norm(self.precision_plugin, self._total_norm)
+
+    def _total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The norm of a whole gradient, of which a rank has the parts of its stages. A collective over ``pp``."""
+        assert self._sharded is not None
+        assert self._sharded.pipeline is not None
+        return self._sharded.pipeline.total_norm(gradients)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
+        """Run the module's ``training_step`` on microbatches, and their backwards; a collective, as all steps are."""
+        if self._steps is None:
+            return super().training_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        self._checkpoints.before_step()
+        if self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0:
+            for param in self.lightning_module.parameters():
+                param.grad = None
+        self._check_batch("training_step", args, kwargs)
+        output = self._steps.train(self._weights, args, kwargs)
+        # Lightning clears gradients next, before it asks for the backward: they are set aside, and handed back there.
+        params = [param for param in self.lightning_module.parameters() if param.grad is not None]
+        self._gradients = [(param, param.grad) for param in params]  # type: ignore[misc]  # they are not None
+        for param in params:
+            param.grad = None
+        return output
+
+    def _step(self, name: str, backward_follows: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
+        if self._steps is None:
+            return super()._step(name, backward_follows, args, kwargs)
+        self._check_batch(name, args, kwargs)
+        return self._steps.evaluate(name, args, kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Hand back the gradients that the step has made."""
+        if self._steps is None:
+            return super().backward(closure_loss, optimizer, *args, **kwargs)
+        assert self.lightning_module is not None
+        loss = self.precision_plugin.pre_backward(closure_loss, self.lightning_module)
+        for param, gradient in self._gradients:
+            param.grad = gradient
+        self._gradients = []
+        if self._syncs_gradients:
+            num_microbatches = self._trainer.accumulate_grad_batches
+            self._weights.normalize(self.lightning_module.parameters(), num_microbatches)
+        return self.precision_plugin.post_backward(loss, self.lightning_module)

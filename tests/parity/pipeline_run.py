@@ -1,0 +1,171 @@
+"""Training runs of a pipeline, and of one process over the same microbatches, with the same random numbers."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import nn
+
+from lightning_dist import PipelineParallelStrategy
+from lightning_dist.parity import whole_parameters
+from lightning_dist.pipeline.replay import MicrobatchSeed
+from tests.models import build
+from tests.parity.run import Outcome, Recorder
+from tests.pipeline_models import PIPELINE_MODELS
+
+__all__ = ["PIPELINE_MODELS", "PipelineCase", "one_process", "pipelined"]
+
+LAYOUTS = {
+    "pp2": (2, {"pp_size": 2}),
+    "pp4": (4, {"pp_size": 4}),
+    "pp2 x shard2": (4, {"pp_size": 2, "dp_shard_size": 2}),
+    "pp2 x replicate2": (4, {"pp_size": 2, "dp_shard_size": 1, "dp_replicate_size": 2}),
+    "pp2 x replicate2 x shard2": (8, {"pp_size": 2, "dp_shard_size": 2, "dp_replicate_size": 2}),
+}
+
+
+@dataclass(frozen=True)
+class PipelineCase:
+    model: str
+    layout: str
+    schedule: str = "1f1b"
+    accumulate: int = 1
+    clip: float | None = None
+    num_microbatches: int = 4
+    num_steps: int = 20
+    precision: str = "64-true"
+
+    def __str__(self) -> str:
+        parts = [self.model, self.layout.replace(" ", ""), self.schedule]
+        parts += [f"acc{self.accumulate}"] if self.accumulate > 1 else []
+        parts += ["clip"] if self.clip else []
+        return "-".join([*parts, *([self.precision] if self.precision != "64-true" else [])])
+
+    @property
+    def world_size(self) -> int:
+        return LAYOUTS[self.layout][0]
+
+    @property
+    def num_data_parallel(self) -> int:
+        sizes = LAYOUTS[self.layout][1]
+        return sizes.get("dp_shard_size", 1) * sizes.get("dp_replicate_size", 1)
+
+
+@dataclass
+class PipelineOutcome(Outcome):
+    losses: list[float]
+    logged: list[dict[str, float]]
+
+
+class Seeds(pl.Callback):
+    """Before each step of the optimizer, numbers that do not depend on the layout."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, index: int) -> None:
+        if index % self._every == 0:
+            torch.manual_seed(100 + index // self._every)
+
+
+class Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.logged: list[dict[str, float]] = []
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, out: Any, *args: Any) -> None:
+        self.losses.append(float(out["loss"]) * trainer.accumulate_grad_batches)  # by which it is divided
+        self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
+
+
+def pipelined(case: PipelineCase) -> PipelineOutcome:
+    """The case on this rank. Every rank draws other weights; rank 0's count."""
+    sizes = LAYOUTS[case.layout][1]
+    strategy = PipelineParallelStrategy(schedule=case.schedule, num_microbatches=case.num_microbatches, **sizes)
+    model = build(case.model, seed=int(os.environ["RANK"]), global_batch_size=8 * case.num_data_parallel)
+    return _fit(case, model, strategy, case.accumulate, every=1)
+
+
+def one_process(case: PipelineCase) -> PipelineOutcome:
+    """The same batches by Lightning's own single-device strategy, a microbatch of each rank at a time."""
+    model = build(case.model, seed=0, global_batch_size=8 * case.num_data_parallel)
+    number = case.num_microbatches * case.num_data_parallel
+    model.train_dataloader = lambda: _microbatches(type(model).train_dataloader(model), case)  # type: ignore[method-assign]
+    _reseed(model, case)
+    outcome = _fit(case, model, "auto", case.accumulate * number, every=number)
+    outcome.losses = [float(np.mean(outcome.losses[i : i + number])) for i in range(0, len(outcome.losses), number)]
+    outcome.logged = outcome.logged[number - 1 :: number]
+    return outcome
+
+
+def _microbatches(batches: Any, case: PipelineCase) -> Iterator[Any]:
+    """What each rank of the data has, cut into its microbatches, one after another."""
+    for batch in batches:
+        for rank in range(case.num_data_parallel):
+            own = [tensor[rank :: case.num_data_parallel] for tensor in batch]
+            for index in range(case.num_microbatches):
+                size = len(own[0]) // case.num_microbatches
+                yield [tensor[index * size : (index + 1) * size] for tensor in own]
+
+
+def _reseed(model: pl.LightningModule, case: PipelineCase) -> None:
+    """Give the step of each microbatch, and each of the model's blocks and layers in it, a pipeline's numbers."""
+    step: Callable[..., Any] = model.training_step
+    number = case.num_microbatches
+    base = 0
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        nonlocal base
+        index = batch_idx % (number * case.num_data_parallel)
+        if index == 0:
+            base = int(torch.randint(2**62, ()))
+        with _seeded(MicrobatchSeed(base, index % number, index // number).of(-1)):
+            return step(batch, batch_idx)
+
+    model.training_step = training_step  # type: ignore[method-assign]
+
+
+@contextmanager
+def _seeded(seed: int) -> Iterator[None]:
+    state = torch.get_rng_state()
+    torch.manual_seed(seed)
+    yield
+    torch.set_rng_state(state)
+
+
+def _fit(case: PipelineCase, model: nn.Module, strategy: Any, accumulate: int, every: int) -> PipelineOutcome:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    recorder, losses = Recorder(), Losses()
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=1 if strategy == "auto" else case.world_size,
+        strategy=strategy,
+        precision=case.precision,
+        max_steps=case.num_steps,
+        max_epochs=-1,
+        accumulate_grad_batches=accumulate,
+        gradient_clip_val=case.clip,
+        use_distributed_sampler=False,
+        limit_val_batches=0,
+        callbacks=[Seeds(every), recorder, losses],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(model)
+    return PipelineOutcome(
+        recorder.gradients,
+        {name: weight.numpy() for name, weight in whole_parameters(model).items()},
+        {name: buffer.double().numpy() for name, buffer in model.named_buffers() if not buffer.is_meta},
+        losses.losses,
+        losses.logged,
+    )

@@ -1,0 +1,55 @@
+"""Promise 2 for models that are cut into stages: gradients, weights and what is logged are those of one process."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_dist.parity import assert_parity
+from lightning_dist.pipeline import SCHEDULES
+from tests.parity.pipeline_run import PipelineCase, PipelineOutcome, one_process, pipelined
+from tests.parity.run import tensors
+from tests.pool import WorkerPool
+
+MODELS = ["deep_llama", "deep_gpt2", "bert", "deep_t5", "deep_resnet", "sequential", "deep_encoder", "unet"]
+LAYOUTS = ["pp2 x shard2", "pp2 x replicate2 x shard2"]
+SCHEDULED = [PipelineCase("deep_gpt", layout, schedule) for schedule in SCHEDULES for layout in ("pp2", "pp4")]
+SPREAD = [PipelineCase(model, layout) for model in ["deep_gpt", *MODELS] for layout in LAYOUTS]
+EXTRA = [
+    PipelineCase("deep_gpt", "pp2", accumulate=3, clip=0.1),
+    PipelineCase("deep_gpt2", "pp2 x shard2", "interleaved_1f1b", accumulate=2, clip=0.1),
+    PipelineCase("deep_llama", "pp4", precision="32-true"),
+]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        is_full = metafunc.config.getoption("--matrix") == "full"
+        some = [*SCHEDULED[::4], *SCHEDULED[3::4], *(PipelineCase(model, "pp2") for model in MODELS), SPREAD[1]]
+        metafunc.parametrize("case", [*(SCHEDULED + SPREAD if is_full else some), *EXTRA], ids=str)
+
+
+@functools.cache
+def expected(pool: WorkerPool, case: PipelineCase) -> PipelineOutcome:
+    return pool.run(one_process, 1, case)[0]
+
+
+def test_parity(pool: WorkerPool, case: PipelineCase) -> None:
+    outcomes = pool.run(pipelined, case.world_size, case)
+    alike = {1: "pp2", 2: "pp2 x shard2", 4: "pp2 x replicate2 x shard2"}[case.num_data_parallel]
+    wanted = expected(pool, replace(case, layout=alike, schedule="1f1b"))
+    tolerance = 1e-5 if case.precision == "32-true" else 1e-10
+    for actual, reference in zip(outcomes[0].gradients, wanted.gradients, strict=True):
+        assert_parity(tensors(actual), tensors(reference), tolerance)
+    assert_parity(tensors(outcomes[0].weights), tensors(wanted.weights), tolerance)
+    for outcome in outcomes:
+        if case.num_data_parallel == 1:
+            np.testing.assert_allclose(outcome.losses, wanted.losses, rtol=tolerance)
+        for logged, reference in zip(outcome.logged, wanted.logged, strict=True):
+            assert logged.keys() == reference.keys()
+    for other in outcomes[1:]:
+        for name, weight in other.weights.items():
+            np.testing.assert_array_equal(weight, outcomes[0].weights[name])
