@@ -14,8 +14,6 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
-from torch.distributed.pipelining import PipelineStage
-from torch.distributed.pipelining.schedules import _Action, _ComputationType, _PipelineScheduleRuntime
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
@@ -30,7 +28,6 @@ __all__ = [
     "accumulating",
     "call",
     "flush_gradients",
-    "forward_only_schedule",
     "initialize_root",
     "keep_gathered",
     "num_collectives",
@@ -171,27 +168,6 @@ def reduce_gradients(root: nn.Module, groups: Sequence[ParameterGroup]) -> None:
 
 ROUTE = "_compiled_call_impl"
 """The attribute of a module that :func:`route_calls` sets."""
-
-
-def forward_only_schedule(
-    stages: Sequence[PipelineStage], num_microbatches: int, stages_on: Callable[[int], Sequence[int]]
-) -> Any:
-    """A pipeline schedule without backwards, for any placement of stages; replaced by an ``eval`` that knows them all.
-
-    Args:
-        stages: Those of this rank.
-        num_microbatches: How many.
-        stages_on: The stages on each rank of the pipeline.
-    """
-    schedule = _PipelineScheduleRuntime(list(stages), num_microbatches)  # type: ignore[no-untyped-call]
-    order: dict[int, list[_Action | None]] = {
-        rank: [
-            _Action(stage, _ComputationType.FORWARD, n) for stage in stages_on(rank) for n in range(num_microbatches)
-        ]
-        for rank in range(stages[0].group_size)
-    }
-    schedule._prepare_schedule_with_comms(order)
-    return schedule
 
 
 def route_calls(module: nn.Module, function: Callable[..., Any]) -> None:

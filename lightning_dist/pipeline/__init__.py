@@ -2,7 +2,7 @@
 
 from lightning_dist.pipeline.flow import Flow, FlowError, find_flow
 from lightning_dist.pipeline.microbatches import batch_size_of, num_microbatches_for, signature, split_batch
-from lightning_dist.pipeline.runner import Pipeline
+from lightning_dist.pipeline.runner import Pipeline, PreparedStep
 from lightning_dist.pipeline.schedules import SCHEDULES
 from lightning_dist.pipeline.stages import PipelineConfig, Stages, find_stages, keep_own, own_units
 
@@ -12,6 +12,7 @@ __all__ = [
     "FlowError",
     "Pipeline",
     "PipelineConfig",
+    "PreparedStep",
     "Stages",
     "batch_size_of",
     "find_flow",

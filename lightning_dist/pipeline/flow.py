@@ -11,7 +11,7 @@ result is.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -82,12 +82,15 @@ class Flow:
         end: What the loss, what is logged and what is kept is made of, as a call after the last.
         changes_batch: Whether the step changes tensors of the batch in place.
         params_between: Parameters that the code between parts uses, by name.
+        changed: Attributes outside of parts that the step sets, or containers in them that it adds to: the module's
+            name, and the attribute's.
     """
 
     calls: list[PartCall]
     end: PartCall
     changes_batch: bool
     params_between: frozenset[str] = frozenset()
+    changed: tuple[tuple[str, str], ...] = ()
 
     def crossing(self, stage_of: Callable[[int], int], stage: int) -> list[Value]:
         """The values that ``stage`` is given, in order: made before it, and used in it or after it."""
@@ -105,7 +108,7 @@ class Flow:
 
 def find_parts(
     root: nn.Module,
-    step: Callable[[Callable[[Tensor], Tensor]], Any],
+    step: Callable[..., Any],
     device: torch.device,
     blocks: Mapping[str, nn.Module],
     num_wanted: int,
@@ -119,7 +122,7 @@ def find_parts(
         FlowError: If the step does not run on fake tensors, or calls no module.
     """
     tree = _CallTree()
-    why_not = run_on_fakes(root, step, device, tree)
+    why_not = run_on_fakes(root, partial(step, on_log=tree.on_log), device, tree)
     if why_not:
         raise FlowError(
             f"The step could not be followed on tensors without values ({why_not}): a pipeline must know what flows"
@@ -214,6 +217,9 @@ class _CallTree:
     def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         self._running.pop()
 
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
     def on_end(self, result: Any) -> None:
         pass
 
@@ -231,6 +237,8 @@ class _FlowObserver:
         self._active: PartCall | None = None
         self._flops_before = 0
         self._params_between: set[str] = set()
+        self._before: dict[tuple[str, str], list[Any]] = {}
+        self._changed: list[tuple[str, str]] = []
         self._inputs: list[tuple[Tensor, int]] = []
         self._outputs: list[tuple[Value, Tensor, int]] = []
 
@@ -238,6 +246,7 @@ class _FlowObserver:
         """The model's tensors are fakes now."""
         for name, param in self._root.named_parameters():
             param.__dict__["_param_name"] = name
+        self._before = {(name, key): _content(value) for name, key, value in self._attributes()}
 
     def on_input(self, tensor: Tensor) -> None:
         self._inputs.append((tensor, tensor._version))
@@ -271,13 +280,20 @@ class _FlowObserver:
     def on_end(self, result: Any) -> None:
         for tensor in _tensors(result):
             self._use(self._end, tensor)
+        for name, key, value in self._attributes():
+            for tensor in _tensors(value):
+                self._use(self._end, tensor)
+            before = self._before.get((name, key))
+            if before is None or not _is_same(_content(value), before):
+                self._changed.append((name, key))
+
+    def _attributes(self) -> Iterator[tuple[str, str, Any]]:
+        """Of modules outside of parts: module's name, attribute, value."""
         for name, module in self._root.named_modules():
-            if any(name == part or name.startswith(f"{part}.") for part in self._parts):
-                continue
-            for key, value in vars(module).items():
-                if key not in ("_parameters", "_buffers", "_modules"):
-                    for tensor in _tensors(value):
-                        self._use(self._end, tensor)
+            if not any(name == part or name.startswith(f"{part}.") for part in self._parts):
+                for key, value in vars(module).items():
+                    if key not in ("_parameters", "_buffers", "_modules"):
+                        yield name, key, value
 
     def on_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """A value is logged."""
@@ -369,7 +385,7 @@ class _FlowObserver:
                 " trained. Return the loss, computed from the model's output."
             )
         changes_batch = any(tensor._version != version for tensor, version in self._inputs)
-        return Flow(self._calls, self._end, changes_batch, frozenset(self._params_between))
+        return Flow(self._calls, self._end, changes_batch, frozenset(self._params_between), tuple(self._changed))
 
 
 @dataclass(frozen=True)
@@ -413,6 +429,22 @@ class _Functions(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         self._observer.on_function(func, args, kwargs or {}, out)
         return out
+
+
+def _content(value: Any) -> list[Any]:
+    """An attribute's value, and what is in it where it is a container."""
+    if isinstance(value, Mapping):
+        return [value, *value.items()]
+    if isinstance(value, list | deque | set):
+        return [value, *value]
+    return [value]
+
+
+def _is_same(content: list[Any], other: list[Any]) -> bool:
+    return len(content) == len(other) and all(
+        a is b or (isinstance(a, tuple) and isinstance(b, tuple) and a[0] is b[0] and a[1:] and a[1] is b[1])
+        for a, b in zip(content, other, strict=True)
+    )
 
 
 def _is_view(tensor: Tensor, inputs: list[Tensor]) -> bool:

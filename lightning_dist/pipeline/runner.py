@@ -13,25 +13,26 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
-from lightning_dist import _compat
+from lightning_dist.pipeline.attributes import unchanged
 from lightning_dist.pipeline.flow import Flow
 from lightning_dist.pipeline.replay import MicrobatchSeed, Replay, StagePlan
 from lightning_dist.pipeline.schedules import SCHEDULES
 from lightning_dist.pipeline.shared import SharedParameters
 from lightning_dist.pipeline.stages import PipelineConfig, Stages
 
-__all__ = ["Pipeline"]
+__all__ = ["Pipeline", "PreparedStep"]
 
 RunRoot = Callable[[Callable[[], Any]], Any]
 
 
 @dataclass(frozen=True)
-class _Prepared:
-    """A step's flow, and the schedule that runs it."""
+class PreparedStep:
+    """A step's flow, what of it each stage of this rank does, and the schedule that runs them."""
 
+    flow: Flow
     plans: dict[int, StagePlan]
     schedule: Any
-    params_between: frozenset[str]
+    """torch's; None for a step without backwards."""
 
 
 class Pipeline:
@@ -69,7 +70,7 @@ class Pipeline:
         self._data_parallel_rank = data_parallel_rank
         self._replay = Replay(root, {name: modules[name] for name in stages.parts}, foreign, device)
         self.shared = SharedParameters(root, stages, config, group)
-        self._prepared: dict[object, _Prepared] = {}
+        self._prepared: dict[object, PreparedStep] = {}
         # Of the step that runs:
         self._steps: Sequence[Callable[[], Any]] = ()
         self._loss_of: Callable[[Any], Tensor] | None = None
@@ -79,10 +80,26 @@ class Pipeline:
         self._plans: dict[int, StagePlan] = {}
         self._error: Exception | None = None
 
+    def prepare(
+        self, key: object, follow: Callable[[], Flow], num_microbatches: int, has_backward: bool
+    ) -> PreparedStep:
+        """Find out how a step runs on the stages; at once, where one with the same ``key`` has been prepared.
+
+        Args:
+            key: What the step's path depends on.
+            follow: Follows the step on a microbatch.
+            num_microbatches: How many there are.
+            has_backward: Whether each is followed by a backward.
+        """
+        prepared = self._prepared.get((key, num_microbatches, has_backward))
+        if prepared is None:
+            prepared = self._prepare(follow(), num_microbatches, has_backward)
+            self._prepared[key, num_microbatches, has_backward] = prepared
+        return prepared
+
     def run(
         self,
-        key: object,
-        follow: Callable[[], Flow],
+        prepared: PreparedStep,
         steps: Sequence[Callable[[], Any]],
         run_root: RunRoot,
         loss_of: Callable[[Any], Tensor] | None = None,
@@ -90,8 +107,7 @@ class Pipeline:
         """Run a step's microbatches, and their backwards where there is a loss. A collective over ``pp``.
 
         Args:
-            key: What the step's path depends on; steps with the same are followed once.
-            follow: Follows the step on a microbatch.
+            prepared: The step, for as many microbatches.
             steps: The step on each microbatch, arguments bound.
             run_root: Runs what it is given as a forward of the whole module.
             loss_of: From what a microbatch's step returned, its part of the loss; None: no backward.
@@ -99,22 +115,17 @@ class Pipeline:
         Returns:
             On the rank of the last stage, what the step returned on each microbatch; else nothing.
         """
-        has_backward = loss_of is not None
-        prepared = self._prepared.get((key, len(steps), has_backward))
-        if prepared is None:
-            prepared = self._prepare(follow(), len(steps), has_backward)
-            self._prepared[key, len(steps), has_backward] = prepared
         self._steps, self._loss_of, self._run_root = steps, loss_of, run_root
         self._results = [None] * len(steps) if self.is_last else []
         self._base = int(torch.randint(2**62, ()))  # the same on all ranks of the pipeline, and after a resume
         self._plans = prepared.plans
         numbers = torch.arange(len(steps))
         try:
-            with self._replay.stand_in_parameters(prepared.params_between):
-                if has_backward:
+            with self._replay.stand_in_parameters(prepared.flow.params_between):
+                if loss_of is not None:
                     prepared.schedule.step(microbatch=numbers, target=numbers, losses=[], return_outputs=False)
                 else:
-                    prepared.schedule.step(microbatch=numbers, return_outputs=False)
+                    self._run_forward(len(steps))
             return self._results
         except Exception as error:
             raise (self._error or error) from None  # the user's, and not what torch makes of it
@@ -139,10 +150,12 @@ class Pipeline:
     def _is_first_with(self, name: str) -> bool:
         return self.stages.stages_of_param[name][0] in self.own_stages
 
-    def _prepare(self, flow: Flow, num_microbatches: int, has_backward: bool) -> _Prepared:
+    def _prepare(self, flow: Flow, num_microbatches: int, has_backward: bool) -> PreparedStep:
         calls = self.stages.stages_of_calls(flow)
         num_stages = self.stages.num_stages
         plans = {stage: StagePlan(flow, calls, stage, num_stages) for stage in self.own_stages}
+        if not has_backward:
+            return PreparedStep(flow, plans, None)
         torch_stages = []
         for stage, plan in plans.items():
             torch_stages.append(
@@ -157,9 +170,6 @@ class Pipeline:
                     group=self.group,
                 )
             )
-        if not has_backward:
-            schedule = _compat.forward_only_schedule(torch_stages, num_microbatches, self.config.stages_on)
-            return _Prepared(plans, schedule, flow.params_between)
         wanted = SCHEDULES[self.config.schedule]
         if not wanted.fits(num_microbatches, self.config.pp_size, num_stages):
             wanted = SCHEDULES[wanted.for_few]
@@ -170,18 +180,42 @@ class Pipeline:
             loss_fn=lambda output, target: output,
             scale_grads=False,
         )
-        return _Prepared(plans, schedule, flow.params_between)
+        return PreparedStep(flow, plans, schedule)
+
+    def _run_forward(self, num_microbatches: int) -> None:
+        """Run each stage on all microbatches, one stage after another; torch's schedules all want backwards."""
+        local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        sending: list[dist.Work | None] = []
+        for stage, plan in self._plans.items():
+            for microbatch in range(num_microbatches):
+                received = local.pop((stage, microbatch), None)
+                if received is None:
+                    leaves = [plan.leaf(value) for value in plan.received]
+                    received = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device) for leaf in leaves)
+                    for tensor in received:
+                        dist.recv(tensor, group=self.group, group_src=self.config.rank_of(stage - 1))
+                sent = self._run_stage(stage, microbatch, received)
+                if plan.is_last:
+                    continue
+                if stage + 1 in self._plans:
+                    local[stage + 1, microbatch] = sent
+                    continue
+                peer = self.config.rank_of(stage + 1)
+                sending += [dist.isend(t.contiguous(), group=self.group, group_dst=peer) for t in sent]
+        for work in sending:
+            if work is not None:
+                work.wait()
 
     def _run_stage(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
         seed = MicrobatchSeed(self._base, microbatch, self._data_parallel_rank)
         plan, step = self._plans[stage], self._steps[microbatch]
-        sent: tuple[Tensor, ...] = ()
 
         def run() -> Any:
-            nonlocal sent
-            result, sent = self._replay.run(plan, seed, received, step)
             if not plan.is_last:
+                with unchanged(self._root, plan.flow.changed):
+                    _, sent = self._replay.run(plan, seed, received, step)
                 return sent
+            result, _ = self._replay.run(plan, seed, received, step)
             self._results[microbatch] = result
             return self._loss_of(result) if self._loss_of is not None else torch.zeros(1, device=self._device)
 

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import LBFGS, Optimizer
 
 if TYPE_CHECKING:
     from lightning_dist.plugins.strategies.mesh import MeshStrategy
 
-__all__ = ["check_optimizers", "refuse_what_cannot_work"]
+__all__ = ["check_optimizers", "refuse_for_pipeline", "refuse_what_cannot_work"]
 
 
 def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
@@ -32,6 +34,31 @@ def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
         raise MisconfigurationException(
             "Trainer(sync_batchnorm=True) cannot be honoured on the CPU: torch's SyncBatchNorm works on accelerators"
             " only. Remove it, or use GroupNorm or LayerNorm."
+        )
+
+
+def refuse_for_pipeline(module: LightningModule) -> None:
+    """Look for what a pipeline cannot run, which does forward and backward together.
+
+    Raises:
+        MisconfigurationException: If there is any.
+    """
+    name = type(module).__name__
+    instead = "use a strategy without stages, such as hybrid_shard or tensor_parallel"
+    if not module.automatic_optimization:
+        raise MisconfigurationException(
+            f"{name} sets automatic_optimization = False: a pipeline runs the forwards and backwards of microbatches in"
+            f" an order of its own, in which a step cannot call manual_backward. Return the loss, or {instead}."
+        )
+    if is_overridden("backward", module):
+        raise MisconfigurationException(
+            f"{name} overrides backward, which a pipeline would never call: its schedule runs the backwards. Put what"
+            f" it does into the loss, or into on_after_backward, or {instead}."
+        )
+    if "dataloader_iter" in signature(module.training_step).parameters:
+        raise MisconfigurationException(
+            f"{name}.training_step takes dataloader_iter, from which each stage would take another batch. Take the"
+            f" batch, or {instead}."
         )
 
 

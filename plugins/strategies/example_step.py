@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from itertools import islice
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
+from torchmetrics import Metric
 
 from lightning_dist.plugins import _compat
 
@@ -53,12 +56,45 @@ def fake_step(
 ) -> FakeStep:
     """The step ``name`` of ``module``, to be run on fakes of the tensors in ``args`` and ``kwargs``."""
 
-    def step(fake: Callable[[Tensor], Tensor], on_log: Callable[..., None] = lambda *args, **kwargs: None) -> Any:
+    def step(fake: Callable[[Tensor], Tensor], on_log: Callable[..., None] | None = None) -> Any:
         given_args, given_kwargs = apply_to_collection((args, kwargs), Tensor, fake)
-        with isolate_rng(), _compat.logging_to(module, on_log), trainer.precision_plugin.forward_context():
+        with ExitStack() as inside:
+            inside.enter_context(isolate_rng())
+            inside.enter_context(_compat.logging_to(module, on_log or _ignore))
+            if on_log is not None:
+                inside.enter_context(_metrics_told_to(module, on_log))
+            inside.enter_context(trainer.precision_plugin.forward_context())
             return getattr(module, name)(*given_args, **given_kwargs)
 
     return step
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Nothing is made of what is logged."""
+
+
+@contextmanager
+def _metrics_told_to(module: LightningModule, on_log: Callable[..., None]) -> Iterator[None]:
+    """Inside, metrics only say what they are given: they look at values, of which fakes have none."""
+    metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
+    before = [dict(vars(metric)) for metric in metrics]
+
+    def update(*args: Any, **kwargs: Any) -> None:
+        on_log("metric", [args, kwargs])
+
+    def forward(*args: Any, **kwargs: Any) -> Tensor:
+        update(*args, **kwargs)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        return sum((tensor.double().mean() for tensor in tensors), torch.zeros(()))
+
+    for metric in metrics:
+        vars(metric).update(update=update, forward=forward, compute=lambda: torch.zeros(()))
+    try:
+        yield
+    finally:
+        for metric, attributes in zip(metrics, before, strict=True):
+            vars(metric).clear()
+            vars(metric).update(attributes)
 
 
 def _batch(loaders: Any) -> Any:

@@ -12,8 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dist.layout import REMAINING
-from lightning_dist.pipeline import PipelineConfig, batch_size_of, split_batch
+from lightning_dist.pipeline import SCHEDULES, PipelineConfig, batch_size_of, split_batch
 from lightning_dist.plugins import _compat
+from lightning_dist.plugins.strategies.checks import refuse_for_pipeline
 from lightning_dist.plugins.strategies.example_step import example_batch, fake_step
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 from lightning_dist.plugins.strategies.pipelined_steps import PipelinedSteps
@@ -92,6 +93,12 @@ class PipelineParallelStrategy(MeshStrategy):
             most = 4 * config.num_stages
             number = max(n for n in range(1, max(min(most, size), 1) + 1) if size % n == 0)
             config = replace(config, num_microbatches=number)
+        if not SCHEDULES[config.schedule].fits(config.num_microbatches, config.pp_size, config.num_stages):
+            raise ValueError(
+                f"num_microbatches={config.num_microbatches} is too few for schedule={config.schedule!r} with"
+                f" {config.num_stages} stages, or no multiple of what it takes at a time: use a multiple of"
+                f" {config.num_stages}, or schedule={SCHEDULES[config.schedule].for_few!r}."
+            )
         part = split_batch(batch, config.num_microbatches)[0] if size % config.num_microbatches == 0 else batch
         name = _compat.step_name(self._trainer)
         return replace(config, step=fake_step(module, self._trainer, name, (part, 0), {}))
@@ -112,7 +119,14 @@ class PipelineParallelStrategy(MeshStrategy):
         }[name]()
 
     def setup(self, trainer: Trainer) -> None:
-        """Cut the module into stages, then make its optimizers."""
+        """Cut the module into stages, then make its optimizers.
+
+        Raises:
+            MisconfigurationException: If the module does something that a pipeline cannot.
+        """
+        assert self.lightning_module is not None
+        if self.layout.pp > 1:
+            refuse_for_pipeline(self.lightning_module)
         super().setup(trainer)
         if self._steps is not None:
             _compat.clip_by_total_norm(self.precision_plugin, self._total_norm)

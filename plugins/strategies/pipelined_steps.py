@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature as signature_of
@@ -18,27 +20,21 @@ from torchmetrics import Metric
 from lightning_dist.pipeline import (
     Flow,
     Pipeline,
+    PreparedStep,
     batch_size_of,
     find_flow,
     num_microbatches_for,
     signature,
     split_batch,
 )
+from lightning_dist.pipeline.attributes import keep, restore
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.example_step import fake_step
+from lightning_dist.plugins.strategies.pipelined_metrics import SharedMetrics
 from lightning_dist.plugins.strategies.weighting import LossWeights
 from lightning_dist.sharding import ShardedModule
 
 __all__ = ["PipelinedSteps"]
-
-
-@dataclass
-class _Logged:
-    """A call of ``self.log`` in one microbatch."""
-
-    value: Any
-    kwargs: dict[str, Any]
-    num_samples: int
 
 
 class PipelinedSteps:
@@ -56,6 +52,7 @@ class PipelinedSteps:
         self._spread = spread
         self._pipeline: Pipeline = spread.pipeline
         self._step_context = step_context
+        self._metrics = SharedMetrics(module, spread.pipeline)
         self._largest: dict[str, int] = {}
 
     def train(self, weights: LossWeights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -78,21 +75,54 @@ class PipelinedSteps:
                 return weights.scale(loss) / accumulate
             return loss / (len(microbatches) * accumulate)
 
+        prepared = self._prepare("training_step", microbatches[0], args, kwargs, len(microbatches), True)
+        told = _Told(self._module, prepared.flow, len(microbatches), self._metrics)
         with self._spread.microbatches(with_backward=True) as run_root:
-            results, logged = self._run("training_step", microbatches, args, kwargs, run_root, loss_of)
+            steps = self._steps("training_step", microbatches, args, kwargs, prepared.flow, told)
+            results = self._pipeline.run(prepared, steps, run_root, loss_of)
         self._spread.after_microbatches()
-        output: Any = None
-        if self._pipeline.is_last:
-            output = _merged_outputs(results, losses)
-        return self._tell(output, logged)
+        output = _merged_outputs(results, losses) if self._pipeline.is_last else None
+        return told.tell(output, self._pipeline)
 
     def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step without a backward, and return what it returned."""
         microbatches = self._split(name, args[0])
+        prepared = self._prepare(name, microbatches[0], args, kwargs, len(microbatches), False)
+        told = _Told(self._module, prepared.flow, len(microbatches), self._metrics)
         with self._spread.microbatches(with_backward=False) as run_root:
-            results, logged = self._run(name, microbatches, args, kwargs, run_root, None)
-        output = _joined(results) if self._pipeline.is_last else None
-        return self._tell(output, logged)
+            steps = self._steps(name, microbatches, args, kwargs, prepared.flow, told)
+            results = self._pipeline.run(prepared, steps, run_root)
+        return told.tell(joined(results) if self._pipeline.is_last else None, self._pipeline)
+
+    def _prepare(
+        self, name: str, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, has_backward: bool
+    ) -> PreparedStep:
+        module, stages = self._module, self._pipeline.stages
+
+        def follow() -> Flow:
+            fake = fake_step(module, module.trainer, name, (batch, *args[1:]), kwargs)
+            with self._spread.as_written():
+                return find_flow(module, fake, module.device, stages.parts, stages.blocks)
+
+        return self._pipeline.prepare((name, module.training, signature(batch)), follow, number, has_backward)
+
+    def _steps(
+        self,
+        name: str,
+        microbatches: list[Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        flow: Flow,
+        told: _Told,
+    ) -> list[Callable[[], Any]]:
+        def step(index: int) -> Any:
+            batch = microbatches[index]
+            if flow.changes_batch:  # which is run on by every stage of this rank
+                batch = apply_to_collection(batch, Tensor, Tensor.clone)
+            with told.logging(index, batch_size_of(batch)), self._metrics.in_step(), self._step_context(name):
+                return getattr(self._module, name)(batch, *args[1:], **kwargs)
+
+        return [partial(step, index) for index in range(len(microbatches))]
 
     def _split(self, name: str, batch: Any) -> list[Any]:
         size, largest = batch_size_of(batch), self._largest.get(name, 0)
@@ -100,85 +130,127 @@ class PipelinedSteps:
         self._largest[name] = max(size, largest)
         return split_batch(batch, number)
 
-    def _run(
-        self,
-        name: str,
-        microbatches: list[Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        run_root: Any,
-        loss_of: Callable[[Any], Tensor] | None,
-    ) -> tuple[list[Any], list[dict[str, _Logged]]]:
-        module, pipeline = self._module, self._pipeline
-        logged: list[dict[str, _Logged]] = [{} for _ in microbatches]
 
-        def step(index: int) -> Any:
-            batch = microbatches[index]
-            size = batch_size_of(batch)
+@dataclass
+class _Logged:
+    """A call of ``self.log`` in one microbatch."""
 
-            def on_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-                kept = value if isinstance(value, Metric) else apply_to_collection(value, Tensor, Tensor.detach)
-                logged[index][name] = _Logged(kept, _log_arguments(*args, **kwargs), kwargs.get("batch_size") or size)
+    value: Any
+    kwargs: dict[str, Any]
+    num_samples: int
+    metric: str | None = None
+    """The attribute that holds the metric whose value for the microbatch this is."""
 
-            with _compat.logging_to(module, on_log), self._step_context(name):
-                return getattr(module, name)(batch, *args[1:], **kwargs)
 
-        def follow() -> Flow:
-            fake = fake_step(module, module.trainer, name, (microbatches[0], *args[1:]), kwargs)
-            with self._spread.as_written():
-                return find_flow(module, fake, module.device, self._pipeline.stages.parts, self._pipeline.stages.blocks)
+class _Told:
+    """What a step leaves besides its result: what it logs, and the attributes that it changes.
 
-        key = (name, module.training, signature(microbatches[0]))
-        results = pipeline.run(
-            key, follow, [partial(step, index) for index in range(len(microbatches))], run_root, loss_of
-        )
-        return results, logged
+    Args:
+        module: The user's module.
+        flow: The step.
+        num_microbatches: Into how many the batch is split.
+        shared: The module's metrics.
+    """
 
-    def _tell(self, output: Any, logged: list[dict[str, _Logged]]) -> Any:
-        """Give every rank of the pipeline the last stage's output, and log there what it logged."""
-        pipeline = self._pipeline
+    def __init__(self, module: LightningModule, flow: Flow, num_microbatches: int, shared: SharedMetrics) -> None:
+        self._module = module
+        self._shared = shared
+        self._num_microbatches = num_microbatches
+        metrics = {name for name, metric in module.named_modules() if isinstance(metric, Metric)}
+        self._changed = [(owner, key) for owner, key in flow.changed if owner not in metrics]
+        self._before = keep(module, self._changed)
+        self._logged: dict[str, dict[int, _Logged]] = {}
+
+    @contextmanager
+    def logging(self, index: int, num_samples: int) -> Iterator[None]:
+        """Inside, what is logged is that of the microbatch ``index``."""
+
+        def on_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            kwargs = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
+            size = kwargs.get("batch_size") or num_samples
+            metric = None
+            if isinstance(value, Metric):
+                metric = next(path for path, found in self._module.named_modules() if found is value)
+                value = None
+            kept = apply_to_collection(value, Tensor, Tensor.detach)
+            self._logged.setdefault(name, {})[index] = _Logged(kept, kwargs, size, metric)
+
+        with _compat.logging_to(self._module, on_log):
+            yield
+
+    def tell(self, output: Any, pipeline: Pipeline) -> Any:
+        """Give every rank of ``pipeline`` the last stage's ``output``, attributes and logs. A collective."""
         told: list[Any] = [None]
         if pipeline.is_last:
-            merged = {name: self._merged([calls[name] for calls in logged if name in calls]) for name in _names(logged)}
-            told = [apply_to_collection((output, merged), Tensor, Tensor.cpu)]
+            logged = {name: self._merged(list(calls.values())) for name, calls in self._logged.items()}
+            told = [apply_to_collection((output, logged, self._attributes()), Tensor, _portable)]
         dist.broadcast_object_list(told, group=pipeline.group, group_src=pipeline.last_rank)
-        output, merged = apply_to_collection(told[0], Tensor, Tensor.to, self._module.device)
-        for name, (value, kwargs) in merged.items():
-            is_metric = isinstance(value, str)
-            self._module.log(name, cast(Metric, self._module.get_submodule(value)) if is_metric else value, **kwargs)
+        output, logged, attributes = apply_to_collection(told[0], Tensor, Tensor.to, self._module.device)
+        restore(self._module, self._changed, self._before)
+        for (owner, key), (is_added, value) in zip(self._changed, attributes, strict=True):
+            if is_added:
+                vars(self._module.get_submodule(owner))[key].extend(value)
+            else:
+                setattr(self._module.get_submodule(owner), key, value)
+        for name, call in logged.items():
+            value = call.value
+            if call.metric is not None:
+                value = self._module.get_submodule(call.metric)
+                vars(value)["_forward_cache"] = call.value
+            self._module.log(name, value, **call.kwargs)
         return output
 
-    def _merged(self, calls: list[_Logged]) -> tuple[Any, dict[str, Any]]:
-        """What microbatches have logged under one name, as one call: the value, and the arguments."""
-        kwargs = {**calls[0].kwargs, "batch_size": sum(call.num_samples for call in calls)}
-        value = calls[0].value
-        if isinstance(value, Metric):
-            return next(name for name, module in self._module.named_modules() if module is value), kwargs
-        reduce_fx = kwargs.get("reduce_fx", "mean")
+    def _attributes(self) -> list[tuple[bool, Any]]:
+        """The value of each attribute that the step changes; of a list that it has added to, what, as of one step."""
+        found: list[tuple[bool, Any]] = []
+        for (owner, key), (before, content) in zip(self._changed, self._before, strict=True):
+            value: Any = vars(self._module.get_submodule(owner)).get(key)
+            is_list = value is before and isinstance(value, list) and isinstance(content, list)
+            if is_list and len(value) >= len(content) and all(map(operator.is_, value, content)):
+                found.append((True, self._of_one_step(value[len(content) :])))
+            else:
+                found.append((False, value))
+        return found
+
+    def _of_one_step(self, added: list[Any]) -> list[Any]:
+        """What microbatches have added to a list, each as much, as what the whole batch would have."""
+        number = self._num_microbatches
+        per_microbatch, rest = divmod(len(added), number)
+        if rest:
+            return added
+        return [joined(added[place::per_microbatch]) for place in range(per_microbatch)]
+
+    def _merged(self, calls: list[_Logged]) -> _Logged:
+        """What microbatches have logged under one name, as one call."""
+        first = calls[0]
+        size = sum(call.num_samples for call in calls)
+        kwargs = {**first.kwargs, "batch_size": size}
+        if first.metric is not None:
+            metric = cast(Metric, self._module.get_submodule(first.metric))
+            return _Logged(self._shared.value_of_batch(metric), kwargs, size, first.metric)
         values = torch.stack([torch.as_tensor(call.value, device=self._module.device) for call in calls])
-        if reduce_fx in ("mean", "avg", torch.mean):
+        reduce_fx = kwargs.get("reduce_fx", "mean")
+        name = getattr(reduce_fx, "__name__", reduce_fx)
+        if name in ("mean", "avg"):
             sizes = torch.tensor([call.num_samples for call in calls], dtype=torch.float64, device=values.device)
-            shape = (-1, *([1] * (values.ndim - 1)))
-            dtype = values.dtype if values.dtype.is_floating_point else torch.float32
-            return ((values * sizes.view(shape)).sum(0) / sizes.sum()).to(dtype), kwargs
-        by_name: dict[Any, Callable[[Tensor], Tensor]] = {
+            weights = (sizes / size).view(-1, *([1] * (values.ndim - 1)))
+            dtype = values.dtype if values.dtype.is_floating_point else torch.get_default_dtype()
+            return _Logged((values * weights).sum(0).to(dtype), kwargs, size)
+        merge: dict[Any, Callable[[Tensor], Tensor]] = {
             "sum": partial(torch.sum, dim=0),
             "max": partial(torch.amax, dim=0),
             "min": partial(torch.amin, dim=0),
         }
-        return by_name.get(getattr(reduce_fx, "__name__", reduce_fx), reduce_fx)(values), kwargs
+        return _Logged(merge.get(name, reduce_fx)(values), kwargs, size)
+
+
+def _portable(tensor: Tensor) -> Tensor:
+    """``tensor`` as it is pickled: on the CPU, and no more of its memory than is its own."""
+    return tensor.detach().cpu().clone() if tensor._base is not None else tensor.detach().cpu()
 
 
 _LOG_ARGUMENTS = tuple(signature_of(LightningModule.log).parameters)[3:]
 """Those after ``self``, ``name`` and ``value``."""
-
-
-def _log_arguments(*args: Any, **kwargs: Any) -> dict[str, Any]:
-    return {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
-
-
-def _names(logged: list[dict[str, _Logged]]) -> Iterator[str]:
-    return iter({name: None for calls in logged for name in calls})
 
 
 def _loss(result: Any) -> Tensor:
@@ -196,7 +268,7 @@ def _merged_outputs(results: list[Any], losses: list[Tensor]) -> Any:
     if not isinstance(results[0], Mapping):
         return torch.stack(losses).mean()
     weights = [result.get("weight") for result in results]
-    others = {key: _joined([result[key] for result in results]) for key in results[0] if key not in ("loss", "weight")}
+    others = {key: joined([result[key] for result in results]) for key in results[0] if key not in ("loss", "weight")}
     if weights[0] is None:
         return {"loss": torch.stack(losses).mean(), **others}
     total = sum(weights)
@@ -207,16 +279,16 @@ def _merged_outputs(results: list[Any], losses: list[Tensor]) -> Any:
     }
 
 
-def _joined(results: list[Any]) -> Any:
+def joined(results: list[Any]) -> Any:
     """Outputs of microbatches as that of the batch: tensors one after another, numbers without dimensions averaged."""
     first = results[0]
     if isinstance(first, Tensor):
         detached = [result.detach() for result in results]
         return torch.cat(detached) if first.ndim else torch.stack(detached).float().mean().to(first.dtype)
     if isinstance(first, Mapping):
-        return {key: _joined([result[key] for result in results]) for key in first}
+        return {key: joined([result[key] for result in results]) for key in first}
     if isinstance(first, tuple):
-        return tuple(_joined(list(column)) for column in zip(*results, strict=True))
+        return tuple(joined(list(column)) for column in zip(*results, strict=True))
     if isinstance(first, list):
         return [item for result in results for item in result]
     return first
