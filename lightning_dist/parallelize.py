@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from lightning_dist.consensus import check_agreement, together
 from lightning_dist.initialization import agreed_seed, broadcast_weights
 from lightning_dist.layout import ParallelLayout
-from lightning_dist.pipeline import Pipeline, PipelineConfig, find_stages, keep_own, own_units
+from lightning_dist.pipeline import AsWritten, Pipeline, PipelineConfig, find_stages, keep_own, own_units
 from lightning_dist.sharding import ShardedModule, ShardingConfig, shard
 from lightning_dist.tensor_parallel import Entry, Plan, Provenance, Seen, TensorParallel, make_plan, resolve_plan
 from lightning_dist.tracing import run_on_fakes
@@ -91,6 +91,12 @@ def parallelize(
     for param in module.parameters():
         if not param.is_contiguous():  # such as channels_last, which FSDP2 does not take
             param.data = param.data.contiguous()
+    stages, written = None, AsWritten(module)
+    if pipeline is not None:
+        blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
+        with together("cutting the model into stages"):
+            stages = find_stages(module, pipeline, blocks, torch.device(mesh.device_type))
+        check_agreement("The pipeline's stages", str(sorted(stages.stages_of_param.items())))
     config = TensorParallelConfig() if tensor_parallel is None else tensor_parallel
     splitting = None
     if layout.tp > 1 or config.plan is not None:
@@ -99,12 +105,6 @@ def parallelize(
             plan = config.planned or _planned(module, units, said, config, mesh["tp"], layout.dp_shard)
             check_agreement("The plan of tensor parallelism", plan.outline())
             splitting = TensorParallel(module, plan, mesh["tp"], layout.dp_shard)
-    stages = None
-    if pipeline is not None:
-        blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
-        with together("cutting the model into stages"):
-            stages = find_stages(module, pipeline, blocks, torch.device(mesh.device_type))
-        check_agreement("The pipeline's stages", str(sorted(stages.stages_of_param.items())))
     broadcast_weights(module)
     seed = agreed_seed()
     on_cpu = mesh.device_type == "cpu"
@@ -119,7 +119,10 @@ def parallelize(
         own = own_units(units, foreign)
         spread = shard(module, own, sharding_mesh, sharding, splitting, parameter_mesh, foreign.tensors)
         device, part = torch.device(mesh.device_type), layout.data_parallel_rank(dist.get_rank())
-        spread.pipeline = Pipeline(module, stages, pipeline, foreign.parts, group, device, part)
+        splits_backward = layout.tp == 1 and not sharding.recompute
+        spread.pipeline = Pipeline(
+            module, written, stages, pipeline, foreign.parts, group, device, part, splits_backward
+        )
         return spread
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -99,7 +98,6 @@ def shard(
         scalar_mesh: What parameters without dimensions are replicated over; None: ``mesh``.
         left_on_meta: Parameters and buffers that are other ranks'.
     """
-    written = _written(module)
     device = torch.device(mesh.device_type)
     policy = MixedPrecisionPolicy(param_dtype=config.param_dtype, reduce_dtype=config.reduce_dtype)
     is_direct = config.direct_collectives
@@ -135,17 +133,7 @@ def shard(
         unit.params.clear()  # the whole parameters, of which nothing should stay
     materialize([module], module, device, left_on_meta)
     refuse_meta_attributes(module)
-    return ShardedModule(module, units, groups, mesh, tensor_parallel, written)
-
-
-_CHANGED = ("forward", _compat.ROUTE, *(key for key in vars(nn.Module()) if "hooks" in key))
-
-
-def _written(root: nn.Module) -> dict[nn.Module, dict[str, Any]]:
-    """Of each module, what sharding and pipelining change of it besides its tensors."""
-    return {
-        module: {key: copy(vars(module)[key]) for key in _CHANGED if key in vars(module)} for module in root.modules()
-    }
+    return ShardedModule(module, units, groups, mesh, tensor_parallel)
 
 
 def _change_forward(
@@ -214,7 +202,6 @@ class ShardedModule:
         groups: The parameter group of each unit.
         mesh: What they are sharded over.
         tensor_parallel: What split them before; None: nothing.
-        written: Of each module, the hooks and the forward that it had before.
     """
 
     def __init__(
@@ -224,7 +211,6 @@ class ShardedModule:
         groups: Sequence[ParameterGroup | ScalarGroup],
         mesh: DeviceMesh,
         tensor_parallel: TensorParallel | None = None,
-        written: dict[nn.Module, dict[str, Any]] | None = None,
     ) -> None:
         self.module = module
         self.units = tuple(units)
@@ -237,7 +223,6 @@ class ShardedModule:
         self._own = [group for unit, group in by_kind if unit.kind in ("own", "scalars")]
         self.tensor_parallel = tensor_parallel
         self.pipeline: Pipeline | None = None
-        self._written = {} if written is None else written
         self._owners = {group: _in_order(module, unit) for unit, group in by_kind if unit.kind != "scalars"}
         self._made_local: dict[ParameterGroup | ScalarGroup, object] = {}
         self._running = 0
@@ -367,21 +352,6 @@ class ShardedModule:
             self._in_step = False
         if not with_backward:
             self.free()
-
-    @contextmanager
-    def as_written(self) -> Iterator[None]:
-        """Inside, the module's hooks and forwards are those from before it was sharded, so that it can be traced."""
-        kept = {module: dict(vars(module)) for module in self._written}
-        try:
-            for module, attributes in self._written.items():
-                for key in _CHANGED:
-                    vars(module).pop(key, None)
-                vars(module).update({key: copy(value) for key, value in attributes.items()})
-            yield
-        finally:
-            for module, attributes in kept.items():
-                vars(module).clear()
-                vars(module).update(attributes)
 
     def after_microbatches(self) -> None:
         """Reduce the gradients that backwards have left, if gradients are to be reduced now; free the units."""

@@ -115,6 +115,8 @@ def _take_out(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.
     What is in it that cannot be copied goes into ``changeable``.
     """
     if isinstance(value, torch.Tensor):
+        if value.is_meta:  # another rank has it
+            return {_REFERENCE: "/".join(map(str, path))}
         if not isinstance(value, DTensor) and value.ndim == 0 and value.dtype in _SCALAR_DTYPES:
             return {_SCALAR: [value.item(), str(value.dtype).removeprefix("torch.")]}
         if not isinstance(value, DTensor) and (value.ndim == 0 or value.layout != torch.strided):

@@ -74,6 +74,7 @@ def load_optimizer(optimizer: Optimizer, module: nn.Module, state: Mapping[str, 
     placed = {
         name: {key: shard_like(value, aliases[name]) for key, value in values.items()}
         for name, values in saved["state"].items()
+        if not aliases[name].is_meta  # of another stage
     }
     optimizer.load_state_dict(by_index({**saved, "state": placed}))
 
@@ -85,7 +86,8 @@ def load_model(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = 
         CheckpointError: If ``strict`` and names are missing or left over, or a shape differs; weights are unchanged.
     """
     targets = module.state_dict()
-    missing = [name for name in targets if name not in state_dict]
+    of_others = {name for name, target in targets.items() if isinstance(target, torch.Tensor) and target.is_meta}
+    missing = [name for name in targets if name not in state_dict and name not in of_others]
     unexpected = [name for name in state_dict if name not in targets]
     if strict and (missing or unexpected):
         raise CheckpointError(
@@ -95,7 +97,7 @@ def load_model(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = 
             + (f" it has {len(unexpected)} that the model has not ({', '.join(unexpected[:3])})" if unexpected else "")
             + ". Load it into the model that it was saved from, or set `strict_loading = False` on the LightningModule."
         )
-    tensors = {name: value for name, value in state_dict.items() if name in targets}
+    tensors = {name: value for name, value in state_dict.items() if name in targets and name not in of_others}
     for name, value in tensors.items():
         target = targets[name]
         if isinstance(value, torch.Tensor) and value.shape != target.shape:
@@ -103,7 +105,8 @@ def load_model(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = 
                 f"The checkpoint's {name} has shape {tuple(value.shape)}, the model's {tuple(target.shape)}: they were"
                 " built with different sizes."
             )
-    module.load_state_dict({n: shard_like(value, targets[n]) for n, value in tensors.items()}, strict=strict)
+    placed = {name: shard_like(value, targets[name]) for name, value in tensors.items()}
+    module.load_state_dict({**{name: targets[name] for name in of_others}, **placed}, strict=strict)
 
 
 def shard_like(value: Any, param: torch.Tensor) -> Any:

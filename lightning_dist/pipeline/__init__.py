@@ -1,5 +1,6 @@
 """Pipeline parallelism: a model cut into stages, its step left as it is."""
 
+from lightning_dist.pipeline.as_written import AsWritten
 from lightning_dist.pipeline.flow import Flow, FlowError, find_flow
 from lightning_dist.pipeline.microbatches import batch_size_of, num_microbatches_for, signature, split_batch
 from lightning_dist.pipeline.runner import Pipeline, PreparedStep
@@ -8,6 +9,7 @@ from lightning_dist.pipeline.stages import PipelineConfig, Stages, find_stages, 
 
 __all__ = [
     "SCHEDULES",
+    "AsWritten",
     "Flow",
     "FlowError",
     "Pipeline",

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.pipeline.as_written import AsWritten
 from lightning_dist.pipeline.attributes import unchanged
 from lightning_dist.pipeline.flow import Flow
 from lightning_dist.pipeline.replay import MicrobatchSeed, Replay, StagePlan
@@ -40,31 +41,39 @@ class Pipeline:
 
     Args:
         root: The user's module.
+        as_written: It before it was spread.
         stages: How it is cut.
         config: How it is run.
         foreign: The parts of which this rank has no parameters.
         group: The ranks of one ``pp``.
         device: Where tensors are.
         data_parallel_rank: Which part of the data this rank has.
+        splits_backward: Whether a schedule may run the gradients of weights later than those of inputs. torch finds the
+            weights among the leaves of the graph, and runs what lies between twice: it must know the first, and the
+            second must not be a block that is run again.
     """
 
     def __init__(
         self,
         root: nn.Module,
+        as_written: AsWritten,
         stages: Stages,
         config: PipelineConfig,
         foreign: frozenset[str],
         group: dist.ProcessGroup,
         device: torch.device,
         data_parallel_rank: int,
+        splits_backward: bool = True,
     ) -> None:
         modules = dict(root.named_modules())
+        self.as_written = as_written
         self.stages = stages
         self.config = config
         self.group = group
         self.own_stages = config.stages_on(dist.get_rank(group))
         self.is_last = stages.num_stages - 1 in self.own_stages
         self.last_rank = config.rank_of(stages.num_stages - 1)
+        self._splits_backward = splits_backward
         self._root = root
         self._device = device
         self._data_parallel_rank = data_parallel_rank
@@ -168,6 +177,7 @@ class Pipeline:
                     # The last one's is the loss, which goes nowhere.
                     output_args=tuple(map(partial(_example, plan), plan.sent)) or torch.empty((), device="meta"),
                     group=self.group,
+                    dw_builder=None if self._splits_backward else _nothing_is_left,
                 )
             )
         wanted = SCHEDULES[self.config.schedule]
@@ -229,6 +239,11 @@ class Pipeline:
 def _example(plan: StagePlan, value: tuple[int, int]) -> Tensor:
     leaf = plan.leaf(value)
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+
+
+def _nothing_is_left() -> Callable[[], None]:
+    """Of a backward that has run whole where a schedule wanted the gradients of inputs alone."""
+    return lambda: None
 
 
 class _Submodule(nn.Module):

@@ -8,6 +8,7 @@ from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
 from lightning_dist.plugins.strategies.full_shard import FullShardStrategy
 from lightning_dist.plugins.strategies.hybrid_shard import HybridShardStrategy
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
+from lightning_dist.plugins.strategies.nd_parallel import NDParallelStrategy
 from lightning_dist.plugins.strategies.pipeline_parallel import PipelineParallelStrategy
 from lightning_dist.plugins.strategies.tensor_parallel import TensorParallelStrategy
 
@@ -16,6 +17,7 @@ __all__ = [
     "FullShardStrategy",
     "HybridShardStrategy",
     "MeshStrategy",
+    "NDParallelStrategy",
     "PipelineParallelStrategy",
     "TensorParallelStrategy",
     "register",
@@ -24,7 +26,13 @@ __all__ = [
 
 def register() -> None:
     """Make the strategies known to Lightning by name. Safe to call again."""
-    for strategy in (FullShardStrategy, HybridShardStrategy, TensorParallelStrategy, PipelineParallelStrategy):
+    for strategy in (
+        FullShardStrategy,
+        HybridShardStrategy,
+        TensorParallelStrategy,
+        PipelineParallelStrategy,
+        NDParallelStrategy,
+    ):
         name = strategy.strategy_name
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])

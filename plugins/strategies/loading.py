@@ -94,7 +94,9 @@ def _load_file(path: Path, weights_only: bool) -> dict[str, Any]:
     return checkpoint
 
 
-def _empty_like(target: torch.Tensor | None, info: TensorInfo) -> torch.Tensor:
+def _empty_like(target: torch.Tensor | None, info: TensorInfo) -> torch.Tensor | None:
+    if target is not None and target.is_meta:
+        return None  # another stage's
     if isinstance(target, DTensor):
         if target.shape == info.shape:
             return torch.empty_like(target, dtype=info.dtype)

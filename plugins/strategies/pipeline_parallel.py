@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.layout import REMAINING
 from lightning_dist.pipeline import SCHEDULES, PipelineConfig, batch_size_of, split_batch
+from lightning_dist.pipeline.whole_state import optimizer_state_of_all, written_by_stage
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.checks import refuse_for_pipeline
 from lightning_dist.plugins.strategies.example_step import example_batch, fake_step
@@ -160,6 +161,18 @@ class PipelineParallelStrategy(MeshStrategy):
             return super()._step(name, backward_follows, args, kwargs)
         self._check_batch(name, args, kwargs)
         return self._steps.evaluate(name, args, kwargs)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state dict: sharded parameters and this stage's buffers are DTensors, others' on meta."""
+        state = super().lightning_module_state_dict()
+        return written_by_stage(state, self.layout.parameter_mesh(self.mesh)) if self._steps is not None else state
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state, that of other stages on the meta device. A collective."""
+        state = super().optimizer_state(optimizer)
+        if self._sharded is None or self._sharded.pipeline is None:
+            return state
+        return optimizer_state_of_all(state, self._sharded.pipeline.group)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Hand back the gradients that the step has made."""

@@ -101,7 +101,7 @@ class PipelinedSteps:
 
         def follow() -> Flow:
             fake = fake_step(module, module.trainer, name, (batch, *args[1:]), kwargs)
-            with self._spread.as_written():
+            with self._pipeline.as_written.again():
                 return find_flow(module, fake, module.device, stages.parts, stages.blocks)
 
         return self._pipeline.prepare((name, module.training, signature(batch)), follow, number, has_backward)

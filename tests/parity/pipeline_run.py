@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_dist import PipelineParallelStrategy
+from lightning_dist import NDParallelStrategy, PipelineParallelStrategy
 from lightning_dist.parity import whole_parameters
 from lightning_dist.pipeline.replay import MicrobatchSeed
 from tests.models import build
@@ -28,6 +28,7 @@ LAYOUTS = {
     "pp4": (4, {"pp_size": 4}),
     "pp2 x shard2": (4, {"pp_size": 2, "dp_shard_size": 2}),
     "pp2 x replicate2": (4, {"pp_size": 2, "dp_shard_size": 1, "dp_replicate_size": 2}),
+    "pp2 x tp2": (4, {"pp_size": 2, "tp_size": 2}),
     "pp2 x replicate2 x shard2": (8, {"pp_size": 2, "dp_shard_size": 2, "dp_replicate_size": 2}),
 }
 
@@ -89,7 +90,8 @@ class Losses(pl.Callback):
 def pipelined(case: PipelineCase) -> PipelineOutcome:
     """The case on this rank. Every rank draws other weights; rank 0's count."""
     sizes = LAYOUTS[case.layout][1]
-    strategy = PipelineParallelStrategy(schedule=case.schedule, num_microbatches=case.num_microbatches, **sizes)
+    cls = NDParallelStrategy if "tp_size" in sizes else PipelineParallelStrategy
+    strategy = cls(schedule=case.schedule, num_microbatches=case.num_microbatches, **sizes)
     model = build(case.model, seed=int(os.environ["RANK"]), global_batch_size=8 * case.num_data_parallel)
     return _fit(case, model, strategy, case.accumulate, every=1)
 

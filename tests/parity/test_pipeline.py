@@ -15,13 +15,14 @@ from tests.parity.run import tensors
 from tests.pool import WorkerPool
 
 MODELS = ["deep_llama", "deep_gpt2", "bert", "deep_t5", "deep_resnet", "sequential", "deep_encoder", "unet"]
-LAYOUTS = ["pp2 x shard2", "pp2 x replicate2 x shard2"]
+LAYOUTS = ["pp2 x tp2", "pp2 x shard2", "pp2 x replicate2 x shard2"]
 SCHEDULED = [PipelineCase("deep_gpt", layout, schedule) for schedule in SCHEDULES for layout in ("pp2", "pp4")]
 SPREAD = [PipelineCase(model, layout) for model in ["deep_gpt", *MODELS] for layout in LAYOUTS]
 EXTRA = [
     PipelineCase("deep_gpt", "pp2", accumulate=3, clip=0.1),
     PipelineCase("deep_gpt2", "pp2 x shard2", "interleaved_1f1b", accumulate=2, clip=0.1),
     PipelineCase("deep_llama", "pp4", precision="32-true"),
+    PipelineCase("deep_gpt", "pp2 x tp2", "zbv", clip=0.1),
 ]
 
 

@@ -1,0 +1,67 @@
+"""What a checkpoint must say of stages that this rank has not: names, shapes, numbers; tensors are theirs to write."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+__all__ = ["optimizer_state_of_all", "written_by_stage"]
+
+
+def written_by_stage(state: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+    """A module's ``state``, its plain tensors as replicas over ``mesh``, so that one of these ranks writes each.
+
+    Args:
+        state: The module's state dict.
+        mesh: The ranks that have the same stages.
+    """
+    placements = [Replicate()] * mesh.ndim
+
+    def replicated(value: Any) -> Any:
+        if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.is_meta:
+            return value
+        return DTensor.from_local(value.detach().clone(), mesh, placements, run_check=False)
+
+    return {name: replicated(value) for name, value in state.items()}
+
+
+def optimizer_state_of_all(state: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
+    """An optimizer's ``state``, by name, with that of other stages: tensors on the meta device, numbers as they are.
+
+    A collective over ``group``.
+
+    Args:
+        state: From :func:`lightning_dist.checkpoint.state.by_name`.
+        group: The ranks of one pipeline.
+    """
+    outlines: list[dict[str, dict[str, Any]]] = [{} for _ in range(dist.get_world_size(group))]
+    own = {name: {key: _outline(value) for key, value in values.items()} for name, values in state["state"].items()}
+    dist.all_gather_object(outlines, own, group)
+    merged = dict(state["state"])
+    for outline in outlines:
+        for name, values in outline.items():
+            if name not in merged:
+                merged[name] = {key: _stand_in(value) for key, value in values.items()}
+    return {**state, "state": {name: merged[name] for group in state["param_groups"] for name in group["params"]
+                               if name in merged}}  # fmt: skip
+
+
+def _outline(value: Any) -> Any:
+    if isinstance(value, Tensor) and (isinstance(value, DTensor) or value.ndim > 0):
+        return _Outline(value.shape, value.dtype)
+    return value
+
+
+def _stand_in(value: Any) -> Any:
+    return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, _Outline) else value
+
+
+class _Outline:
+    def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
+        self.shape, self.dtype = shape, dtype

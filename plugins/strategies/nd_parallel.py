@@ -1,0 +1,88 @@
+"""``strategy="nd_parallel"``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from lightning_dist.layout import REMAINING
+from lightning_dist.parallelize import TensorParallelConfig
+from lightning_dist.plugins.strategies.pipeline_parallel import PipelineParallelStrategy
+
+__all__ = ["NDParallelStrategy"]
+
+
+class NDParallelStrategy(PipelineParallelStrategy):
+    """Any sizes of all axes: stages over ``pp``, replicas of them, shards of these, and layers split over ``tp``.
+
+    Args:
+        pp_size: Number of processes that stages are on. None: 1.
+        dp_replicate_size: Number of replicas. None: 1.
+        dp_shard_size: Number of processes that a stage and the batch are sharded over. None: what the others leave.
+        tp_size: Number of processes that a layer is split over. None: 1.
+        cp_size: Not there yet.
+        ep_size: Not there yet.
+        num_microbatches: As of :class:`~lightning_dist.plugins.strategies.pipeline_parallel.PipelineParallelStrategy`.
+        schedule: As above.
+        virtual_stages: As above.
+        split: As above.
+        plan: As of :class:`~lightning_dist.plugins.strategies.tensor_parallel.TensorParallelStrategy`.
+        strict_plan: As above.
+        sequence_parallel: As above; not under a pipeline.
+        loss_parallel: As above.
+        kwargs: As of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
+
+    Raises:
+        ValueError: If ``sequence_parallel`` is asked for together with stages, or an axis that there is not.
+    """
+
+    strategy_name = "nd_parallel"
+
+    def __init__(
+        self,
+        pp_size: int | None = None,
+        dp_replicate_size: int | None = None,
+        dp_shard_size: int | None = None,
+        tp_size: int | None = None,
+        cp_size: int | None = None,
+        ep_size: int | None = None,
+        num_microbatches: int | None = None,
+        schedule: str = "1f1b",
+        virtual_stages: int | None = None,
+        split: Sequence[str] | None = None,
+        plan: Mapping[str, str] | None = None,
+        strict_plan: bool = False,
+        sequence_parallel: bool | None = None,
+        loss_parallel: bool | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(
+            pp_size, num_microbatches, schedule, virtual_stages, split, dp_shard_size, dp_replicate_size, **kwargs
+        )
+        self._tp_size = tp_size
+        self._absent = {"cp": cp_size, "ep": ep_size}
+        self._tensor_parallel = TensorParallelConfig(plan, strict_plan, sequence_parallel, loss_parallel)
+
+    def _requested_sizes(self) -> dict[str, int]:
+        asked = {
+            "pp": self._pp_size,
+            "dp_replicate": self._dp_replicate_size,
+            "dp_shard": self._dp_shard_size,
+            "tp": self._tp_size,
+        }
+        sizes = {axis: 1 if size is None else size for axis, size in asked.items()}
+        if self._dp_shard_size is None and REMAINING not in sizes.values():
+            sizes["dp_shard"] = REMAINING
+        return {**sizes, **{axis: size for axis, size in self._absent.items() if size is not None}}
+
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        config = self._tensor_parallel
+        if self.layout.pp > 1 and self.layout.tp > 1:
+            if config.sequence_parallel:
+                raise ValueError(
+                    f"sequence_parallel=True with pp_size={self.layout.pp}: stages hand on whole hidden states. Leave"
+                    " it out, or use pp_size=1."
+                )
+            self._tensor_parallel = replace(config, sequence_parallel=False)
