@@ -1,3 +1,4 @@
+import gc
 import os
 from collections.abc import Iterator
 
@@ -21,3 +22,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--matrix", choices=["pairwise", "full"], default="pairwise", help="which combinations the parity tests run"
     )
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: a fit, which collects garbage, need not look through it."""
+    gc.collect()
+    gc.freeze()
