@@ -1,6 +1,8 @@
 import gc
 import os
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -16,6 +18,23 @@ def pool() -> Iterator[WorkerPool]:
     workers = WorkerPool()
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="session")
+def empty_mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A migrated database, which MLflow takes seconds to make."""
+    from mlflow import MlflowClient
+
+    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
+    MlflowClient(f"sqlite:///{path}")
+    return path
+
+
+@pytest.fixture
+def mlflow_folder(tmp_path: Path, empty_mlflow_database: Path) -> Path:
+    """A folder of its own, with an empty MLflow database in it."""
+    shutil.copy(empty_mlflow_database, tmp_path / "mlflow.db")
+    return tmp_path
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

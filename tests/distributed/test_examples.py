@@ -75,10 +75,10 @@ def test_one_loss_curve_under_three_strategies(pool: WorkerPool, tmp_path: Path)
         assert {"perf/step_ms", "perf/tokens_per_s", "memory/peak_mib", "memory/peak_mib_rank1"} <= metrics.keys()
 
 
-def test_digits_are_learned(pool: WorkerPool, tmp_path: Path) -> None:
+def test_digits_are_learned(pool: WorkerPool, mlflow_folder: Path) -> None:
     flags = ["--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
     sizes = ["--trainer.strategy.dp_replicate_size=1", "--trainer.strategy.dp_shard_size=2"]
     flags += [*sizes, "--trainer.max_epochs=5"]
-    assert pool.run(fit_on_rank, 2, tmp_path, ["vision/hybrid_shard"], flags) == [0, 0]
-    (run,) = curves(tmp_path).values()
+    assert pool.run(fit_on_rank, 2, mlflow_folder, ["vision/hybrid_shard"], flags) == [0, 0]
+    (run,) = curves(mlflow_folder).values()
     assert max(run["val/accuracy"].values()) > 0.95

@@ -29,8 +29,8 @@ def save_llama(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def test_one_loss_from_pretrained_weights_under_each_strategy(pool: WorkerPool, tmp_path: Path) -> None:
-    save_llama(tmp_path / "pretrained")
+def test_one_loss_from_pretrained_weights_under_each_strategy(pool: WorkerPool, mlflow_folder: Path) -> None:
+    save_llama(mlflow_folder / "pretrained")
     sizes = ["--trainer.strategy.dp_replicate_size=2", "--trainer.strategy.dp_shard_size=1"]
     small_gpt = ["--model.init_args.dim=32", "--model.init_args.num_layers=2", "--model.init_args.num_heads=2"]
     strategies = {"full_shard": [], "hybrid_shard": sizes, "tensor_parallel": [], "ddp": []}
@@ -39,9 +39,9 @@ def test_one_loss_from_pretrained_weights_under_each_strategy(pool: WorkerPool, 
     runs.append((["huggingface/full_shard"], ["--trainer.logger.init_args.run_name=drawn"]))
     runs.append((["gpt/tensor_parallel"], [*small_gpt, "--trainer.logger.init_args.run_name=gpt"]))
     for overlays, flags in runs:
-        assert pool.run(fit_on_rank, 2, tmp_path, overlays, [*FLAGS, *flags]) == [0, 0]
+        assert pool.run(fit_on_rank, 2, mlflow_folder, overlays, [*FLAGS, *flags]) == [0, 0]
 
-    losses = {name: metrics["val/loss"] for name, metrics in curves(tmp_path).items()}
+    losses = {name: metrics["val/loss"] for name, metrics in curves(mlflow_folder).items()}
     assert sorted(losses) == sorted([*strategies, "drawn", "gpt"])
     assert len(losses["ddp"]) == 1
     for name in strategies:

@@ -41,8 +41,8 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def test_a_stopped_rank_is_named_and_the_run_ends(tmp_path: Path) -> None:
-    process, last = launch(SCRIPT, tmp_path)
+def test_a_stopped_rank_is_named_and_the_run_ends(mlflow_folder: Path) -> None:
+    process, last = launch(SCRIPT, mlflow_folder)
     os.kill(last, signal.SIGSTOP)
     start = time.monotonic()
     output, _ = process.communicate(timeout=60)
@@ -55,5 +55,5 @@ def test_a_stopped_rank_is_named_and_the_run_ends(tmp_path: Path) -> None:
     while is_running(last):
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    names = {path.name for path in tmp_path.rglob("artifacts/watchdog/*")}
+    names = {path.name for path in mlflow_folder.rglob("artifacts/watchdog/*")}
     assert {"watchdog.txt", "stacks-rank0.txt", "flight_recorder-rank0.json"} <= names
