@@ -2,7 +2,9 @@
 
 import hashlib
 import math
+import os
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -162,15 +164,30 @@ class TextDataModule(LightningDataModule):
             return root.parent, [root]
         if not root.is_dir():
             raise FileNotFoundError(f"path={self.path!r} does not exist: name a folder or a file of text.")
-        files = sorted(file for file in root.glob(self.pattern) if file.is_file())
-        if self.path is None:
-            files = [file for file in files if NOT_LIBRARY.isdisjoint(file.relative_to(root).parts)]
+        leave_out = NOT_LIBRARY if self.path is None else set()
+        files = sorted({file for file in _glob(root, self.pattern, leave_out) if file.is_file()})
         if not files:
             raise FileNotFoundError(
                 f"pattern={self.pattern!r} matches no file under {str(root)!r}: name another path, or a pattern such "
                 f"as '**/*.txt'."
             )
         return root, files
+
+
+def _glob(root: Path, pattern: str, leave_out: set[str]) -> Iterator[Path]:
+    """As ``root.glob(pattern)``, without what is in folders of these names.
+
+    Those are not entered where they can be large: installed packages are often ten times the library.
+    """
+    if not (leave_out and pattern.startswith("**/")):
+        found = root.glob(pattern)
+    else:
+        folders = []
+        for folder, children, _ in os.walk(root):
+            children[:] = [name for name in children if name not in leave_out]
+            folders.append(Path(folder))
+        found = (file for folder in folders for file in folder.glob(pattern.removeprefix("**/")))
+    return (file for file in found if leave_out.isdisjoint(file.relative_to(root).parts))
 
 
 def _read_bytes(path: Path, max_bytes: int) -> bytes:
