@@ -160,7 +160,7 @@ class Settings:
     @classmethod
     def quick(cls) -> Settings:
         """As little as shows that everything works."""
-        tiny = Workload(dim=32, num_layers=2, num_heads=2, context=32, global_batch_size=8)
+        tiny = Workload(dim=32, num_layers=2, num_heads=2, context=32, global_batch_size=8, text=__file__)
         few = Pace(min_pairs=6, max_width=1e9, max_seconds=60, steps=1, warmup_turns=1)
         one = replace(few, max_seconds=0)
         return cls(

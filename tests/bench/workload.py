@@ -28,6 +28,7 @@ class Workload:
         global_batch_size: Windows in a step, over all ranks.
         num_steps: What the learning rate's schedule is stretched over; more than are ever run.
         seed: Of the weights.
+        text: The file that is trained on. None: the source of Python's standard library.
     """
 
     dim: int = 192
@@ -37,6 +38,7 @@ class Workload:
     global_batch_size: int = 16
     num_steps: int = 10_000
     seed: int = 1
+    text: str | None = None
 
     @property
     def model(self) -> dict[str, Any]:
@@ -49,13 +51,13 @@ class Workload:
         }
 
     def loader(self, num_replicas: int | None = None, rank: int | None = None) -> DataLoader[Any]:
-        """A part of the batches: Python's own source, in one shuffled order.
+        """A part of the batches, in one shuffled order.
 
         Args:
             num_replicas: Number of parts. None: the world size.
             rank: Which part. None: this rank's.
         """
-        windows = _windows(self.context)
+        windows = _windows(self.text, self.context)
         num_replicas = int(os.environ["WORLD_SIZE"]) if num_replicas is None else num_replicas
         rank = int(os.environ["RANK"]) if rank is None else rank
         sampler = DistributedSampler(windows, num_replicas, rank, drop_last=True)
@@ -68,7 +70,7 @@ class Workload:
 
 
 @cache
-def _windows(context: int) -> ByteWindows:
-    data = TextDataModule(context=context, global_batch_size=1)
+def _windows(text: str | None, context: int) -> ByteWindows:
+    data = TextDataModule(text, context=context, global_batch_size=1)
     data.setup("fit")
     return data.train_windows
