@@ -59,7 +59,7 @@ def stopped(folder: Path, signals: Signal, slow_saves: bool) -> tuple[str, int, 
     checkpoint = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=7, save_top_k=-1)
     with pytest.MonkeyPatch.context() as patch:
         if slow_saves:
-            Slow(patch, seconds=0.05)
+            Slow(patch, seconds=0.2)
         try:
             fit([checkpoint, signals], model=model, enable_checkpointing=True, **HOW)
         except TrainingStopped as stop:
