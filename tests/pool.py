@@ -19,9 +19,6 @@ from typing import Any
 
 __all__ = ["RankFailed", "WorkerPool"]
 
-_GRACE_S = 5.0
-"""After one rank failed, the others have this long to fail or finish by themselves."""
-
 
 class RankFailed(AssertionError):  # noqa: N818 - reads as what it is in a test report
     """At least one rank raised, died or hung. ``errors`` maps the rank to its traceback."""
@@ -46,9 +43,19 @@ class WorkerPool:
         *args: Any,
         num_nodes: int = 1,
         timeout_s: float = 120.0,
+        grace_s: float = 5.0,
         **kwargs: Any,
     ) -> list[Any]:
         """Call ``function(*args, **kwargs)`` on every rank, as torchrun would have started it.
+
+        Args:
+            function: At module level.
+            world_size: Number of ranks.
+            args: Of the function.
+            num_nodes: That the ranks are told of.
+            timeout_s: How long the function may take.
+            grace_s: After one rank failed, the others have this long to fail or finish by themselves.
+            kwargs: Of the function.
 
         Returns:
             What each rank returned, by rank.
@@ -73,13 +80,13 @@ class WorkerPool:
                 "TORCHELASTIC_RUN_ID": "tests",
             }
             connection.send((function, args, kwargs, {key: str(value) for key, value in env.items()}))
-        results, errors = self._collect(workers, timeout_s)
+        results, errors = self._collect(workers, timeout_s, grace_s)
         if errors:
             raise RankFailed(errors)
         return [results[rank] for rank in range(world_size)]
 
     def _collect(
-        self, workers: list[tuple[Any, Connection]], timeout_s: float
+        self, workers: list[tuple[Any, Connection]], timeout_s: float, grace_s: float
     ) -> tuple[dict[int, Any], dict[int, str]]:
         results: dict[int, Any] = {}
         errors: dict[int, str] = {}
@@ -95,7 +102,7 @@ class WorkerPool:
                     ok, value = False, "the process died"
                 (results if ok else errors)[rank] = value
             if errors:
-                deadline = min(deadline, time.monotonic() + _GRACE_S)
+                deadline = min(deadline, time.monotonic() + grace_s)
             if not ready:
                 for rank in ranks.values():
                     reason = "was still running when another rank had failed" if errors else f"hung for {timeout_s} s"

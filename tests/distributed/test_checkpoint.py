@@ -228,7 +228,7 @@ def test_a_rank_without_space_leaves_the_old_checkpoint(pool: WorkerPool, tmp_pa
 def test_failing_rank_ends_the_others(pool: WorkerPool) -> None:
     """The pool itself: a rank that raises is reported, the others do not hang the session."""
     with pytest.raises(RankFailed, match="on purpose"):
-        pool.run(fail_on_rank_1, 2)
+        pool.run(fail_on_rank_1, 2, grace_s=0.5)
 
 
 def fail_on_rank_1() -> None:

@@ -419,7 +419,7 @@ def error_on_one_rank(folder: Path) -> None:
 
 def test_a_save_after_an_error_of_one_rank_does_not_hang(pool: WorkerPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed):
-        pool.run(error_on_one_rank, 2, tmp_path, timeout_s=60)
+        pool.run(error_on_one_rank, 2, tmp_path, timeout_s=60, grace_s=0.5)
     shown = (tmp_path / "shown").read_text()
     assert 0 < shown.find("ValueError: rank 1 alone") < shown.find("rank 0 did not arrive within 2 s")
     assert float((tmp_path / "seconds").read_text()) < 10
