@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_dist.checkpoint import CheckpointError, read, take_snapshot, write
 
-__all__ = ["content", "found", "save", "with_ranks"]
+__all__ = ["content", "forked", "found", "save", "with_ranks"]
 
 SHAPES = {"weight": (64, 33), "bias": (33,), "odd": (7, 3)}
 
@@ -55,22 +56,31 @@ def found(path: Path) -> int | None:
     return number
 
 
-def with_ranks(num_ranks: int, store: Path, function: Any, *args: Any) -> list[int]:
+def with_ranks(num_ranks: int, store: Path, function: Callable[..., object], *args: Any) -> list[int]:
     """Run ``function(rank, *args)`` in forks of this process, one a rank, and return their exit codes.
 
     Where a rank dies, the others see it and end by themselves.
     """
+
+    def run(rank: int) -> None:
+        if num_ranks > 1:
+            dist.init_process_group(
+                "gloo", store=dist.FileStore(str(store), num_ranks), rank=rank, world_size=num_ranks
+            )
+        function(rank, *args)
+
+    return forked(num_ranks, run)
+
+
+def forked(num_ranks: int, function: Callable[[int], object]) -> list[int]:
+    """Run ``function(rank)`` in forks of this process, one a rank, and return their exit codes."""
     children = []
     for rank in range(num_ranks):
         child = os.fork()
         if child == 0:
             code = 1
             try:
-                if num_ranks > 1:
-                    dist.init_process_group(
-                        "gloo", store=dist.FileStore(str(store), num_ranks), rank=rank, world_size=num_ranks
-                    )
-                function(rank, *args)
+                function(rank)
                 code = 0
             except CheckpointError:
                 code = 3

@@ -6,13 +6,18 @@ import itertools
 import os
 import random
 import signal
+import socket
 import statistics
 import subprocess
 import sys
 import time
+import traceback
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.faults import soak_rank
+from tests.faults.saves import forked
 
 __all__ = ["campaign"]
 
@@ -67,6 +72,38 @@ def start(folder: Path, num_steps: int, num_ranks: int, num_restarts: int) -> su
         )
 
 
+def undisturbed(folder: Path, num_steps: int, num_ranks: int) -> list[int]:
+    """Train in forks of this process, which need not import again what it has; returns their exit codes."""
+    folder.mkdir(parents=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def run(rank: int) -> None:
+        output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        env = {
+            "RANK": rank,
+            "LOCAL_RANK": rank,
+            "GROUP_RANK": 0,
+            "WORLD_SIZE": num_ranks,
+            "LOCAL_WORLD_SIZE": num_ranks,
+            "GROUP_WORLD_SIZE": 1,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "TORCHELASTIC_RUN_ID": "undisturbed",
+        }
+        os.environ.update({key: str(value) for key, value in env.items()})
+        try:
+            soak_rank.train(folder, num_steps)
+        except BaseException:
+            traceback.print_exc()
+            raise
+
+    return forked(num_ranks, run)
+
+
 def disturb(process: subprocess.Popen[bytes], folder: Path, num_kills: int, num_ranks: int, seed: int) -> list[float]:
     """Kill a rank, some steps after the last start, so many times; returns when, in seconds."""
     chance = random.Random(seed)
@@ -94,8 +131,8 @@ def campaign(folder: Path, num_kills: int, num_ranks: int = 2, seed: int = 1) ->
         What it cost: steps lost, and seconds to the next step, in the median and at most.
     """
     num_steps = max(_STEPS_PER_KILL * num_kills, 40)
-    undisturbed = start(folder / "undisturbed", num_steps, num_ranks, 0)
-    assert undisturbed.wait() == 0, (folder / "undisturbed" / "output.txt").read_text()[-3000:]
+    exits = undisturbed(folder / "undisturbed", num_steps, num_ranks)
+    assert exits == [0] * num_ranks, (folder / "undisturbed" / "output.txt").read_text()[-3000:]
     process = start(folder / "killed", num_steps, num_ranks, num_kills)
     try:
         killed = disturb(process, folder / "killed", num_kills, num_ranks, seed)

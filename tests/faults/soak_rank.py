@@ -1,4 +1,4 @@
-"""A rank of the soak's training, started by torchrun: the GPT of the examples, logging each step's loss to a file."""
+"""A rank of the soak's training, as torchrun starts it: the examples' GPT, logging each step's loss to a file."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Diary(pl.Callback):
         self.note("step", trainer.global_step, float(outputs["loss"]).hex(), time.monotonic())
 
 
-def main() -> None:
-    folder, num_steps = Path(sys.argv[1]), int(sys.argv[2])
+def train(folder: Path, num_steps: int) -> None:
+    """Train ``num_steps`` steps, from the newest checkpoint in ``folder`` on."""
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
     # Dropout would be drawn anew if random numbers were not resumed; the example has none.
@@ -57,4 +57,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    train(Path(sys.argv[1]), int(sys.argv[2]))
