@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.fit import make_trainer
+from tests.launched import Forked, run_script
 from tests.pool import RankFailed, WorkerPool
 
 SCRIPT = """
@@ -100,24 +101,23 @@ def test_torchrun(script: Path) -> None:
 
 
 def test_slurm(script: Path) -> None:
-    """As srun starts it: two tasks on two nodes, each told who it is by SLURM's variables."""
+    """As srun starts it, but forked: two tasks on two nodes, each told who it is by SLURM's variables."""
     port = free_port()
     tasks = [
-        subprocess.Popen(
-            [sys.executable, script, "two_nodes"],
-            env=environment(
+        Forked(
+            run_script, script, "two_nodes",
+            environment=environment(
                 SLURM_JOB_ID=1, SLURM_JOB_NAME="train", SLURM_NTASKS=2, SLURM_NTASKS_PER_NODE=1, SLURM_PROCID=rank,
                 SLURM_LOCALID=0, SLURM_NODEID=rank, SLURM_JOB_NODELIST="127.0.0.1", MASTER_PORT=port,
             ),
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
     ]  # fmt: skip
     output = ""
     for task in tasks:
-        stdout, stderr = task.communicate(timeout=120)
-        assert task.returncode == 0, stderr
-        output += stdout
+        printed, _ = task.communicate(timeout=120)
+        assert task.returncode == 0, printed
+        output += printed
     # By default a node is a replica.
     assert ranks_of(output) == [(str(rank), "2", "dp_replicate 2 x dp_shard 1") for rank in range(2)]
 

@@ -42,7 +42,7 @@ def is_running(pid: int) -> bool:
 
 
 def test_a_stopped_rank_is_named_and_the_run_ends(mlflow_folder: Path) -> None:
-    process, last = launch(SCRIPT, mlflow_folder)
+    process, last = launch(SCRIPT, mlflow_folder, forked=True)
     os.kill(last, signal.SIGSTOP)
     start = time.monotonic()
     output, _ = process.communicate(timeout=60)

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from lightning_dist.preemption import EXIT_STOPPED
-from tests.launched import wait_for
+from tests.launched import ROOT, Forked, Job, run_script, wait_for
 
 SCRIPT = """
 import sys, time
@@ -37,8 +37,8 @@ pl.Trainer(
 """
 
 
-def start(folder: Path, max_steps: int) -> list[subprocess.Popen[str]]:
-    """The job's two tasks, as srun starts them."""
+def start(folder: Path, max_steps: int, forked: bool = False) -> list[Job]:
+    """The job's two tasks, as srun starts them, or forked: then how they end is not shown."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -46,16 +46,22 @@ def start(folder: Path, max_steps: int) -> list[subprocess.Popen[str]]:
     slurm = {
         "SLURM_JOB_ID": "77", "SLURM_JOB_NAME": "train", "SLURM_NTASKS": "2", "SLURM_NTASKS_PER_NODE": "2",
         "SLURM_NODEID": "0", "SLURM_JOB_NODELIST": "127.0.0.1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port,
-        "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": ".",
+        "PATH": f"{folder}:{os.environ['PATH']}", "PYTHONPATH": str(ROOT),
     }  # fmt: skip
-    return [
-        subprocess.Popen(
-            [sys.executable, folder / "train.py", str(folder), str(max_steps)],
-            text=True, cwd=Path(__file__).parents[2], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            env={**os.environ, **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
-        )
-        for rank in range(2)
-    ]  # fmt: skip
+    tasks: list[Job] = []
+    for rank in range(2):
+        script, arguments = folder / "train.py", (str(folder), str(max_steps))
+        environment = {**os.environ, **slurm, "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+        if forked:
+            tasks.append(Forked(run_script, script, *arguments, environment=environment))
+        else:
+            tasks.append(
+                subprocess.Popen(
+                    [sys.executable, script, *arguments], text=True, cwd=ROOT, env=environment,
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                )
+            )  # fmt: skip
+    return tasks
 
 
 def test_a_requeued_job_goes_on(tmp_path: Path) -> None:
@@ -71,7 +77,7 @@ def test_a_requeued_job_goes_on(tmp_path: Path) -> None:
     assert [task.returncode for task in tasks] == [EXIT_STOPPED] * 2, outputs
     assert (tmp_path / "asked.txt").read_text() == "requeue 77\n"
     assert (tmp_path / "hpc_ckpt_1.ckpt" / "manifest.json").exists()
-    tasks = start(tmp_path, 8)
+    tasks = start(tmp_path, 8, forked=True)
     outputs = [task.communicate(timeout=60)[0] for task in tasks]
     assert [task.returncode for task in tasks] == [0, 0], outputs
     assert all("FROM 0" not in output and "FROM" in output for output in outputs)
