@@ -59,14 +59,14 @@ class Forked:
         os.kill(self.pid, number)
 
     def communicate(self, timeout: float) -> tuple[str, None]:
-        """What it prints until its end; after ``timeout`` seconds it is killed."""
-        killer = threading.Timer(timeout, self.kill)
+        """What it prints until its end. Raises AssertionError, and kills it, where that is not within ``timeout`` s."""
+        late = threading.Event()
+        killer = threading.Timer(timeout, lambda: (late.set(), self.kill()))
         killer.start()
-        try:
-            output = self.stdout.read()
-            self._process.join()
-        finally:
-            killer.cancel()
+        output = self.stdout.read()
+        self._process.join()
+        killer.cancel()
+        assert not late.is_set(), f"still running after {timeout} s: {output[-3000:]}"
         return output, None
 
     def kill(self) -> None:

@@ -133,13 +133,20 @@ def test_wrong_sizes_end_before_anything_is_launched(script: Path) -> None:
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_fails_ends_the_run(script: Path, rank: int) -> None:
+def test_a_first_rank_that_fails_ends_the_run(script: Path) -> None:
     done = subprocess.run(
-        [sys.executable, script, "fail", str(rank)], env=environment(), capture_output=True, text=True, timeout=60
+        [sys.executable, script, "fail", "0"], env=environment(), capture_output=True, text=True, timeout=60
     )
     assert done.returncode != 0
-    assert f"RuntimeError: rank {rank} fails" in done.stderr
+    assert "RuntimeError: rank 0 fails" in done.stderr
+
+
+def test_a_launched_rank_that_fails_ends_the_run(script: Path) -> None:
+    """The launched one is an interpreter; the first, which is to end, is forked."""
+    first = Forked(run_script, script, "fail", "1", environment=environment())
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode != 0, output
+    assert "RuntimeError: rank 1 fails" in output
 
 
 def other_devices() -> None:

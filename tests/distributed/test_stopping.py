@@ -53,6 +53,11 @@ def whole() -> Any:
     return fit([], **HOW)
 
 
+@pytest.fixture(scope="module")
+def expected(pool: WorkerPool) -> Any:
+    return pool.run(whole, 2)
+
+
 def stopped(folder: Path, signals: Signal, slow_saves: bool) -> tuple[str, int, dict[str, Any]]:
     pl.seed_everything(0, verbose=False)
     model = Regression()
@@ -83,9 +88,8 @@ def resumed(path: str) -> Any:
     ],
 )
 def test_a_stopped_run_goes_on_as_if_it_had_not(
-    pool: WorkerPool, tmp_path: Path, where: str, ranks: list[int], number: int
+    pool: WorkerPool, expected: Any, tmp_path: Path, where: str, ranks: list[int], number: int
 ) -> None:
-    expected = pool.run(whole, 2)
     stops = pool.run(stopped, 2, tmp_path, Signal(where, ranks, number), where == "save")
     assert {(path, code) for path, code, _ in stops} == {(str(tmp_path / "last-stopped.ckpt"), EXIT_STOPPED)}
     after = pool.run(resumed, 2, stops[0][0])
@@ -128,9 +132,9 @@ trainer.fit(GPT())
 """
 
 
-def stop_launched_job(folder: Path, grace_seconds: float) -> tuple[int, str]:
+def stop_launched_job(folder: Path, grace_seconds: float, forked: bool = False) -> tuple[int | None, str]:
     """The signal comes from outside, to the process that was launched last. Returns the exit code and the output."""
-    process, last = launch(SCRIPT, folder, str(grace_seconds))
+    process, last = launch(SCRIPT, folder, str(grace_seconds), forked=forked)
     os.kill(last, signal.SIGTERM)
     output, _ = process.communicate(timeout=25)
     return process.returncode, output
@@ -144,7 +148,7 @@ def test_a_launched_job_exits_with_its_code(tmp_path: Path) -> None:
 
 
 def test_a_save_beyond_the_grace_period_ends_the_run(tmp_path: Path) -> None:
-    code, output = stop_launched_job(tmp_path, 0.5)
+    code, output = stop_launched_job(tmp_path, 0.5, forked=True)
     assert code == 1, output
     assert "was not written within grace_seconds=0.5" in output
     assert find(tmp_path / "checkpoints") == []
