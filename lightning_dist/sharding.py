@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -420,7 +420,11 @@ class ShardedModule:
             for group in self.groups:
                 group.gather()
             try:
-                with self.tensor_parallel.switched_off(self.module) if self.tensor_parallel else nullcontext():
+                with ExitStack() as whole:
+                    if self.tensor_parallel is not None:
+                        whole.enter_context(self.tensor_parallel.switched_off(self.module))
+                    if self.pipeline is not None:
+                        whole.enter_context(self.pipeline.whole())
                     yield
             finally:
                 self.free()

@@ -174,6 +174,6 @@ class UNet(Images):
 
 PIPELINE_MODELS: dict[str, type[TestModule]] = {
     "deep_gpt": DeepGPT, "deep_llama": Llama, "deep_gpt2": GPT2, "bert": Bert, "deep_mixtral": Mixtral,
-    "deep_t5": T5, "deep_resnet": ResNet, "sequential": Sequential, "deep_encoder": Encoder, "unet": UNet,
+    "deep_t5": T5, "deep_batch_norm": ResNet, "sequential": Sequential, "deep_encoder": Encoder, "unet": UNet,
 }  # fmt: skip
 MODELS |= PIPELINE_MODELS

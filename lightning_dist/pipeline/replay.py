@@ -135,6 +135,7 @@ class Replay:
         self._device = device
         self._foreign = foreign
         self._run: _Run | None = None
+        self._is_whole = False
         self._numbers = _Numbers(device)
         for name, part in parts.items():
             _compat.route_calls(part, partial(self._on_call, name, part))
@@ -182,6 +183,15 @@ class Replay:
         return result, tuple(sent)
 
     @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Inside, all parts are here, and may be called outside of a step."""
+        self._is_whole = True
+        try:
+            yield
+        finally:
+            self._is_whole = False
+
+    @contextmanager
     def stand_in_parameters(self, names: Iterable[str]) -> Iterator[None]:
         """Inside, those of ``names`` that are on other ranks are full of NaN, so that code between parts can run."""
         params = dict(self._root.named_parameters())
@@ -205,7 +215,7 @@ class Replay:
     def _on_call(self, name: str, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         if run is None or run.is_inside:
-            if name in self._foreign:
+            if name in self._foreign and not self._is_whole:
                 raise RuntimeError(
                     f"{name} was called outside of a step, and its weights are on another stage of the pipeline. Call"
                     " the model inside `with lightning_dist.full_parameters(module):`, entered on every rank."

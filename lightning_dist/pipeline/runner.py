@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -20,6 +21,7 @@ from lightning_dist.pipeline.replay import MicrobatchSeed, Replay, StagePlan
 from lightning_dist.pipeline.schedules import SCHEDULES
 from lightning_dist.pipeline.shared import SharedParameters
 from lightning_dist.pipeline.stages import PipelineConfig, Stages
+from lightning_dist.pipeline.whole_model import whole_model
 
 __all__ = ["Pipeline", "PreparedStep"]
 
@@ -140,6 +142,12 @@ class Pipeline:
             raise (self._error or error) from None  # the user's, and not what torch makes of it
         finally:
             self._steps, self._results, self._error = (), [], None
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Inside, every rank has the whole model, and may call it alone. A collective over ``pp``."""
+        with whole_model(self._root, self.group, self._device), self._replay.switched_off():
+            yield
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm of the gradients of all stages; what several stages have counts once. A collective over ``pp``.

@@ -15,9 +15,9 @@ from lightning_dist.plugins import _compat, _progress
 from lightning_dist.plugins.strategies.data_position import NUM_SEEN, make_resumable, with_its_own_seeds
 from lightning_dist.randomness import rng_state, set_rng_state
 
-__all__ = ["ExactResume"]
+__all__ = ["MODELS", "ExactResume"]
 
-_MODELS = ("current_model_state", "state_dict")
+MODELS = ("current_model_state", "state_dict")
 """Where a checkpoint has the weights that are trained: the first, where WeightAveraging has put its average in the
 second."""
 
@@ -55,7 +55,7 @@ class ExactResume:
         self._rng_at_update = rng_state()
         # All of them: BatchNorm's kernels change theirs without counting up the tensor's version.
         buffers = trainer.lightning_module.named_buffers()
-        self._buffers_at_update = {name: buffer.detach().clone() for name, buffer in buffers}
+        self._buffers_at_update = {name: buffer.detach().clone() for name, buffer in buffers if not buffer.is_meta}
 
     def before_validation(self, trainer: Trainer) -> None:
         """Keep the random numbers for training: it goes on the same, whatever validation draws."""
@@ -76,12 +76,12 @@ class ExactResume:
         _progress.prepare_resume(trainer, checkpoint["loops"])
         if _progress.training_progress(trainer).in_window:
             rng = self._rng_at_update or rng
-            weights = checkpoint[next(key for key in _MODELS if key in checkpoint)]
+            weights = checkpoint[next(key for key in MODELS if key in checkpoint)]
             weights.update({name: value for name, value in self._buffers_at_update.items() if name in weights})
         return {
             "rng": rng,
             "loaders": _loader_states(checkpoint),
-            "buffers": {key: _buffers(checkpoint[key]) for key in _MODELS if key in checkpoint},
+            "buffers": {key: _buffers(checkpoint[key]) for key in MODELS if key in checkpoint},
         }
 
     def restore(self, checkpoint: dict[str, Any], own: Mapping[str, Any], has_as_many_ranks: bool) -> None:
@@ -123,7 +123,7 @@ def _buffers(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     return {
         name: value
         for name, value in state_dict.items()
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor)
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not value.is_meta
     }
 
 

@@ -510,9 +510,13 @@ class MeshStrategy(ProcessStrategy):
         ):  # a callback saves after an error, of this rank alone?
             arrive("Saving a checkpoint after an error", AFTER_ERROR_S)
         path = self.broadcast(absolute(filepath))  # a name with the time in it, or a relative one, may differ
-        self._checkpoints.save(checkpoint, partial(self._exact_resume.rank_state, checkpoint, self._trainer), path)
+        self._checkpoints.save(checkpoint, partial(self._rank_state, checkpoint), path)
         if self._has_averages:  # their callbacks change weights before the next step, and not so that it is noticed
             self._checkpoints.before_update()
+
+    def _rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """What only this rank will read of ``checkpoint``, which is made ready to be written."""
+        return self._exact_resume.rank_state(checkpoint, self._trainer)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes; not after a save, which all have begun, and which ends for all or for none."""

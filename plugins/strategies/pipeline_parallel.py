@@ -16,6 +16,7 @@ from lightning_dist.pipeline import SCHEDULES, PipelineConfig, batch_size_of, sp
 from lightning_dist.pipeline.whole_state import optimizer_state_of_all, written_by_stage
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.checks import refuse_for_pipeline
+from lightning_dist.plugins.strategies.exact_resume import MODELS
 from lightning_dist.plugins.strategies.example_step import example_batch, fake_step
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 from lightning_dist.plugins.strategies.pipelined_steps import PipelinedSteps
@@ -162,10 +163,13 @@ class PipelineParallelStrategy(MeshStrategy):
         self._check_batch(name, args, kwargs)
         return self._steps.evaluate(name, args, kwargs)
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The module's state dict: sharded parameters and this stage's buffers are DTensors, others' on meta."""
-        state = super().lightning_module_state_dict()
-        return written_by_stage(state, self.layout.parameter_mesh(self.mesh)) if self._steps is not None else state
+    def _rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        own = super()._rank_state(checkpoint)
+        if self._steps is not None:
+            mesh = self.layout.parameter_mesh(self.mesh)
+            for key in checkpoint.keys() & set(MODELS):
+                checkpoint[key] = written_by_stage(checkpoint[key], mesh)
+        return own
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state, that of other stages on the meta device. A collective."""

@@ -14,7 +14,7 @@ from tests.parity.pipeline_run import PipelineCase, PipelineOutcome, one_process
 from tests.parity.run import tensors
 from tests.pool import WorkerPool
 
-MODELS = ["deep_llama", "deep_gpt2", "bert", "deep_t5", "deep_resnet", "sequential", "deep_encoder", "unet"]
+MODELS = ["deep_llama", "deep_gpt2", "bert", "deep_t5", "deep_batch_norm", "sequential", "deep_encoder", "unet"]
 LAYOUTS = ["pp2 x tp2", "pp2 x shard2", "pp2 x replicate2 x shard2"]
 SCHEDULED = [PipelineCase("deep_gpt", layout, schedule) for schedule in SCHEDULES for layout in ("pp2", "pp4")]
 SPREAD = [PipelineCase(model, layout) for model in ["deep_gpt", *MODELS] for layout in LAYOUTS]

@@ -1,0 +1,155 @@
+"""Checkpoints of a pipeline: from and to every other layout, the same weights and the same curve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dist import (
+    FullShardStrategy,
+    HybridShardStrategy,
+    NDParallelStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    full_parameters,
+)
+from lightning_dist.parity import whole_parameters
+from tests.distributed.fit import make_trainer
+from tests.models import build
+from tests.parity.run import PLANS
+from tests.pipeline_models import PIPELINE_MODELS
+from tests.pool import WorkerPool
+
+STRATEGIES: dict[str, tuple[int, Any]] = {
+    "pp2": (2, lambda: PipelineParallelStrategy(num_microbatches=4)),
+    "tp2": (2, lambda: TensorParallelStrategy(plan=PLANS["gpt"])),
+    "2x2": (4, lambda: HybridShardStrategy(2, 2)),
+    "one": (1, lambda: FullShardStrategy()),
+    "pp4": (4, lambda: PipelineParallelStrategy(num_microbatches=4)),
+    "pp2 x shard2": (4, lambda: PipelineParallelStrategy(2, num_microbatches=2)),
+    "pp2 x tp2, zbv": (4, lambda: NDParallelStrategy(2, tp_size=2, schedule="zbv", num_microbatches=4)),
+}
+STEPS = 3
+
+
+class Losses(pl.Callback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+        self.loaded: dict[str, np.ndarray] = {}
+        self.moments: dict[str, np.ndarray] = {}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.loaded, self.moments = state_of(trainer, pl_module)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, out: Any, *args: Any) -> None:
+        loss = torch.tensor(float(out["loss"]), dtype=torch.float64)
+        self.losses.append(float(trainer.strategy.reduce(loss, reduce_op="mean")))
+
+
+def state_of(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Whole weights, and this rank's part of the optimizer's state by name, whole."""
+    names = {param: name for name, param in module.named_parameters()}
+    moments = {}
+    for optimizer in trainer.optimizers:
+        for param, state in optimizer.state.items():
+            for key, value in state.items():
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                moments[f"{names[param]}/{key}"] = whole.detach().clone().numpy()
+    return {name: weight.numpy() for name, weight in whole_parameters(module).items()}, moments
+
+
+def train(model_name: str, name: str, start: Path | None, end: Path, num_steps: int) -> tuple[Any, ...]:
+    """Go on from ``start`` to ``num_steps`` and save at ``end``."""
+    assert model_name in PIPELINE_MODELS
+    model, losses = build(model_name, optimizer="adamw", global_batch_size=8), Losses()
+    trainer = make_trainer(
+        "auto",
+        strategy=STRATEGIES[name][1](),
+        devices=STRATEGIES[name][0],
+        use_distributed_sampler=True,
+        precision="64-true",
+        max_steps=num_steps,
+        callbacks=[losses],
+    )
+    batch_size = 8 // trainer.distributed_sampler_kwargs["num_replicas"]
+    trainer.fit(model, DataLoader(TensorDataset(*model.data()), batch_size), ckpt_path=start)
+    trainer.save_checkpoint(end)
+    return losses.losses, losses.loaded, losses.moments, *state_of(trainer, model)
+
+
+@pytest.mark.parametrize(
+    ("model", "chain"),
+    [
+        ("deep_gpt", ["pp2", "tp2", "2x2", "one", "pp4"]),
+        ("deep_gpt", ["2x2", "pp2 x shard2", "pp2 x tp2, zbv", "pp2"]),
+        ("deep_batch_norm", ["pp2", "one", "pp2 x shard2", "2x2"]),
+    ],
+)
+def test_any_layout_goes_on_from_any_other(pool: WorkerPool, tmp_path: Path, model: str, chain: list[str]) -> None:
+    if model == "deep_gpt":
+        staying = pool.run(train, 1, model, "one", None, tmp_path / "stayed", STEPS * len(chain))[0][0]
+    losses: list[float] = []
+    start, saved = None, ({}, {})
+    for hop, name in enumerate(chain):
+        end = tmp_path / f"{hop}"
+        ranks = pool.run(train, STRATEGIES[name][0], model, name, start, end, STEPS * (hop + 1))
+        losses += ranks[0][0]
+        for _, loaded, moments, *_ in ranks if start is not None else ():
+            assert loaded.keys() == saved[0].keys()
+            for key, weight in loaded.items():
+                np.testing.assert_array_equal(weight, saved[0][key])
+            for key, moment in moments.items():
+                np.testing.assert_array_equal(moment, saved[1][key])
+        start, saved = end, (ranks[0][3], {key: value for rank in ranks for key, value in rank[4].items()})
+    if model == "deep_gpt":
+        np.testing.assert_allclose(losses, staying, rtol=1e-10)
+
+
+def statistics(folder: Path) -> list[dict[str, np.ndarray]]:
+    """The buffers of a model that is trained on two stages, and those of the same model read by one process."""
+    path = folder / "saved"
+    model = build("deep_batch_norm", global_batch_size=8)
+    trainer = make_trainer("auto", strategy=PipelineParallelStrategy(num_microbatches=4), max_steps=2)
+    trainer.fit(model)
+    trainer.save_checkpoint(path)
+    own = {name: buffer.numpy() for name, buffer in model.named_buffers() if not buffer.is_meta}
+    read = build("deep_batch_norm", seed=1)
+    make_trainer("auto", strategy=HybridShardStrategy(1, 2), max_steps=2).fit(read, ckpt_path=path)
+    return [own, {name: buffer.numpy() for name, buffer in read.named_buffers()}]
+
+
+def test_each_stage_saves_its_buffers(pool: WorkerPool, tmp_path: Path) -> None:
+    ranks = pool.run(statistics, 2, tmp_path)
+    for own, read in ranks:
+        assert own
+        for name, buffer in own.items():
+            np.testing.assert_array_equal(buffer, read[name])
+    assert {name for own, _ in ranks for name in own} == ranks[0][1].keys()
+
+
+def call_alone() -> float:
+    """How far what rank 0 computes alone with the whole model is from one process."""
+    model, reference = build("deep_gpt"), build("deep_gpt", seed=1).double()
+    trainer = make_trainer(
+        "auto", strategy=PipelineParallelStrategy(num_microbatches=4), max_steps=2, precision="64-true"
+    )
+    trainer.fit(model)
+    reference.load_state_dict(whole_parameters(model), strict=False)  # tied
+    tokens = next(iter(reference.data()))[:3]
+    error = 0.0
+    with full_parameters(model):
+        if trainer.is_global_zero:
+            error = float((model.model(tokens) - reference.model(tokens)).abs().max())
+    trainer.validate(model, model.val_dataloader(), verbose=False)  # cut into stages again
+    return error
+
+
+def test_a_rank_may_call_the_whole_model_alone(pool: WorkerPool) -> None:
+    assert max(pool.run(call_alone, 2)) < 1e-12
