@@ -27,6 +27,7 @@ __all__ = [
     "accept_sequential_redistribution",
     "accumulating",
     "call",
+    "call_forward_hooks",
     "flush_gradients",
     "initialize_root",
     "keep_gathered",
@@ -181,6 +182,23 @@ def route_calls(module: nn.Module, function: Callable[..., Any]) -> None:
 def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module whose calls are routed elsewhere."""
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    """Call the forward hooks that users and libraries have put on ``module``, and return what they make of ``output``.
+
+    Those of torch.distributed and of this package are left out. Replaced by: as for :func:`route_calls`.
+    """
+    for key, hook in module._forward_hooks.items():
+        function = getattr(hook, "func", hook)
+        if (getattr(function, "__module__", None) or "").startswith(("torch.distributed", "lightning_dist")):
+            continue
+        given: tuple[Any, ...] = (
+            (module, args, {}, output) if key in module._forward_hooks_with_kwargs else (module, args, output)
+        )
+        result = hook(*given)
+        output = output if result is None else result
+    return output
 
 
 def reset_after_error(root: nn.Module) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.models import CONTEXT, GPT, MODELS, VOCAB, Residual, TestModule, Transformer
+from tests.models import CONTEXT, GPT, MODELS, VOCAB, Block, Residual, TestModule, Transformer
 from tests.split_models import SIZES, Images, LanguageModel
 
 __all__ = ["PIPELINE_MODELS"]
@@ -21,6 +21,30 @@ class DeepGPT(GPT):
         super().__init__(**kwargs)
         self.model = Transformer(num_layers=8)
         self.model.blocks[0].norm_1.bias.requires_grad_(False)
+
+
+class DropoutBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + functional.dropout(super().forward(x), 0.2, self.training)
+
+
+class Dropout(GPT):
+    """Drops within its blocks and between them, and noises its embedding."""
+
+    calls = ["model.embedding", *(f"model.blocks.{index}" for index in range(4)), "model.norm", "model.head"]
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.model = Transformer(num_layers=4, tied=False)
+        self.model.blocks = nn.ModuleList(DropoutBlock(20) for _ in range(4))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, targets = batch
+        x = functional.dropout(self.model.embedding(tokens) + self.model.position, 0.1)
+        for block in self.model.blocks:
+            x = functional.dropout(block(x), 0.1)
+        logits = self.model.head(self.model.norm(x)) * self.temperature
+        return functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 class Llama(LanguageModel):
@@ -76,7 +100,7 @@ class Mixtral(LanguageModel):
 
         config = MixtralConfig(
             hidden_size=24, intermediate_size=16, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=4,
-            num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager", output_router_logits=True,
+            num_local_experts=4, num_experts_per_tok=2, experts_implementation="batched_mm", output_router_logits=True,
             router_aux_loss_coef=0.5, **SIZES,
         )  # fmt: skip
         return MixtralForCausalLM(config)
@@ -175,5 +199,6 @@ class UNet(Images):
 PIPELINE_MODELS: dict[str, type[TestModule]] = {
     "deep_gpt": DeepGPT, "deep_llama": Llama, "deep_gpt2": GPT2, "bert": Bert, "deep_mixtral": Mixtral,
     "deep_t5": T5, "deep_batch_norm": ResNet, "sequential": Sequential, "deep_encoder": Encoder, "unet": UNet,
+    "dropout": Dropout,
 }  # fmt: skip
 MODELS |= PIPELINE_MODELS

@@ -11,7 +11,7 @@ result is.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -51,6 +51,47 @@ class Leaf:
 
 
 @dataclass
+class Output:
+    """What a module returns.
+
+    Args:
+        leaves: The tensors; None for what is no tensor.
+        constants: What there is besides tensors, in their places.
+        structure: How they are nested.
+    """
+
+    leaves: list[Leaf | None] = field(default_factory=list)
+    constants: list[Any] = field(default_factory=list)
+    structure: TreeSpec | None = None
+
+    @classmethod
+    def of(cls, value: Any) -> Output:
+        """What is to be known of ``value``."""
+        leaves, structure = tree_flatten(value)
+        known = [Leaf(t.shape, t.dtype, t.requires_grad) if isinstance(t, Tensor) else None for t in leaves]
+        return cls(known, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
+
+
+@dataclass
+class InnerCall:
+    """A call of a module inside a part, of whose output a hook has taken something.
+
+    Args:
+        name: The module's.
+        occurrence: Which of its calls within the part's.
+        args: What it is called with.
+        output: What it returns.
+        places: Of tensors that are taken: leaf of ``output`` to leaf of the part's.
+    """
+
+    name: str
+    occurrence: int
+    args: Output
+    output: Output
+    places: dict[int, int] = field(default_factory=dict)
+
+
+@dataclass
 class PartCall:
     """A call of a part.
 
@@ -58,9 +99,9 @@ class PartCall:
         name: The part's.
         uses: Values that it makes something of.
         params: Parameters that run in it or in what is made of the values on the way to it, by name.
-        leaves: The tensors that it returns; None for what is no tensor.
-        constants: What it returns besides tensors, in their places.
-        structure: How they are nested.
+        leaves: The tensors that it returns, None for what is no tensor; then those that hooks take from inside.
+        output: What it returns.
+        inner: Where hooks take something.
         cost: Time of its forward, in floating-point operations.
     """
 
@@ -68,8 +109,8 @@ class PartCall:
     uses: set[Value] = field(default_factory=set)
     params: set[str] = field(default_factory=set)
     leaves: list[Leaf | None] = field(default_factory=list)
-    constants: list[Any] = field(default_factory=list)
-    structure: TreeSpec | None = None
+    output: Output = field(default_factory=Output)
+    inner: list[InnerCall] = field(default_factory=list)
     cost: float = 0.0
 
 
@@ -236,6 +277,8 @@ class _FlowObserver:
         self._end = PartCall("the end of the step")
         self._active: PartCall | None = None
         self._flops_before = 0
+        self._inner_args: dict[str, Output] = {}
+        self._inner_calls: Counter[str] = Counter()
         self._params_between: set[str] = set()
         self._before: dict[tuple[str, str], list[Any]] = {}
         self._changed: list[tuple[str, str]] = []
@@ -252,8 +295,12 @@ class _FlowObserver:
         self._inputs.append((tensor, tensor._version))
 
     def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._active is not None or name not in self._parts:
+        if self._active is not None:
+            self._inner_args[name] = Output.of(args)
             return
+        if name not in self._parts:
+            return
+        self._inner_args, self._inner_calls = {}, Counter()
         self._active = PartCall(name)
         self._flops_before = self.functions.flops()
         for tensor in _tensors((args, kwargs)):
@@ -261,16 +308,22 @@ class _FlowObserver:
 
     def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         call = self._active
-        if call is None or name != call.name:
+        if call is None:
+            return
+        if name != call.name:
+            inner = InnerCall(name, self._inner_calls[name], self._inner_args[name], Output.of(out))
+            self._inner_calls[name] += 1
+            for place, leaf in enumerate(tree_flatten(out)[0]):
+                if isinstance(leaf, Tensor):
+                    leaf.__dict__["_made_by"] = (call, inner, place)
             return
         index = len(self._calls)
-        leaves, call.structure = tree_flatten(out)
-        for place, leaf in enumerate(leaves):
-            is_tensor = isinstance(leaf, Tensor)
-            call.leaves.append(Leaf(leaf.shape, leaf.dtype, leaf.requires_grad) if is_tensor else None)
-            call.constants.append(None if is_tensor else leaf)
-            if is_tensor:
+        call.output = Output.of(out)
+        call.leaves += call.output.leaves
+        for place, leaf in enumerate(tree_flatten(out)[0]):
+            if isinstance(leaf, Tensor):
                 leaf.__dict__.pop("_made_in", None)
+                leaf.__dict__.pop("_made_by", None)
                 leaf.__dict__["_marks"] = _Marks(frozenset({(index, place)}))
                 self._outputs.append(((index, place), leaf, leaf._version))
         call.cost += self.functions.flops() - self._flops_before
@@ -317,7 +370,7 @@ class _FlowObserver:
         self._end.cost += _MEMORY * written
         marks = _Marks()
         for tensor in inputs:
-            self._refuse_escaped(tensor, function)
+            self._let_out(tensor, function)
             marks |= self._marks_of(tensor)
         changed = inputs[:1] if getattr(function, "__name__", "") in ("__setitem__",) else []
         for tensor in [*outputs, *changed]:
@@ -345,19 +398,34 @@ class _FlowObserver:
             call.params.add(name)
             return
         if call is self._end:
-            self._refuse_escaped(tensor, None)
+            self._let_out(tensor, None)
         marks = _marks(tensor)
         call.uses |= marks.values
         call.params |= marks.params
 
-    def _refuse_escaped(self, tensor: Tensor, function: Any) -> None:
+    def _let_out(self, tensor: Tensor, function: Any) -> None:
         made_in = tensor.__dict__.get("_made_in")
-        if made_in is not None:
+        made_by = tensor.__dict__.get("_made_by")
+        if made_in is not None and made_by is not None:
+            self._carry(tensor, *made_by)
+        elif made_in is not None:
             where = f"given to {function.__name__}" if function is not None else "kept, logged or returned"
             raise FlowError(
                 f"A tensor that is made inside {made_in} is {where} outside of it, and {made_in} does not return it:"
                 " on a stage that does not run this block it would be missing. Let the block return it."
             )
+
+    def _carry(self, tensor: Tensor, call: PartCall, inner: InnerCall, leaf: int) -> None:
+        """A hook has taken what a module inside a part returned: it is a value like those that the part returns."""
+        index = next((index for index, known in enumerate(self._calls) if known is call), len(self._calls))
+        if inner not in call.inner:
+            call.inner.append(inner)
+        if leaf not in inner.places:
+            inner.places[leaf] = len(call.leaves)
+            call.leaves.append(inner.output.leaves[leaf])
+            self._outputs.append(((index, inner.places[leaf]), tensor, tensor._version))
+        del tensor.__dict__["_made_in"], tensor.__dict__["_made_by"]
+        tensor.__dict__["_marks"] = _Marks(frozenset({(index, inner.places[leaf])}))
 
     def flow(self) -> Flow:
         """What was seen.

@@ -14,6 +14,7 @@ microbatch. A part draws numbers of its own, and leaves those of the step as the
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_dist import _compat
-from lightning_dist.pipeline.flow import Flow, FlowError, Leaf, Value
+from lightning_dist.pipeline.flow import Flow, FlowError, InnerCall, Leaf, Output, Value
 
 __all__ = ["MicrobatchSeed", "Replay", "StagePlan"]
 
@@ -233,40 +234,76 @@ class Replay:
         if stage > run.plan.stage:
             raise _EndOfStage
         if stage < run.plan.stage:
-            return self._stand_in(run, index)
+            return self._stand_in(run, index, part, args)
         run.is_inside = True
         try:
-            with self._numbers.seeded(run.seed.of(index)):
+            with self._taken_from_inside(run, index), self._numbers.seeded(run.seed.of(index)):
                 output = _compat.call(part, *args, **kwargs)
         finally:
             run.is_inside = False
         for place, leaf in enumerate(tree_flatten(output)[0]):
-            if (index, place) in run.wanted:
-                known = run.plan.leaf((index, place))
-                if not isinstance(leaf, Tensor) or leaf.shape != known.shape:
-                    found = tuple(leaf.shape) if isinstance(leaf, Tensor) else leaf
-                    raise FlowError(
-                        f"{name} returned {found} where it returned a tensor of shape {tuple(known.shape)} when the"
-                        " step was followed: what a stage hands on must have the same shape in each microbatch."
-                    )
-                kept = leaf.clone() if known.is_changed else leaf
-                run.made[index, place] = kept.to(known.dtype)
+            self._keep(run, (index, place), leaf)
         return output
 
-    def _stand_in(self, run: _Run, index: int) -> Any:
+    def _keep(self, run: _Run, value: Value, tensor: Any) -> None:
+        """Take ``tensor`` for ``value``, if the next stage is to have it."""
+        if value not in run.wanted:
+            return
+        known = run.plan.leaf(value)
+        if not isinstance(tensor, Tensor) or tensor.shape != known.shape:
+            found = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
+            raise FlowError(
+                f"{run.plan.flow.calls[value[0]].name} returned {found} where it returned a tensor of shape"
+                f" {tuple(known.shape)} when the step was followed: what a stage hands on must have the same shape in"
+                " each microbatch."
+            )
+        run.made[value] = (tensor.clone() if known.is_changed else tensor).to(known.dtype)
+
+    @contextmanager
+    def _taken_from_inside(self, run: _Run, index: int) -> Iterator[None]:
+        """Around a call of a part: keep what modules inside it return, where hooks take it."""
+        num_calls: Counter[str] = Counter()
+
+        def take(name: str, inner: list[InnerCall], module: nn.Module, args: Any, output: Any) -> None:
+            leaves = tree_flatten(output)[0]
+            for call in inner:
+                for leaf, place in call.places.items() if call.occurrence == num_calls[name] else ():
+                    self._keep(run, (index, place), leaves[leaf])
+            num_calls[name] += 1
+
+        by_name: dict[str, list[InnerCall]] = {}
+        for call in run.plan.flow.calls[index].inner:
+            by_name.setdefault(call.name, []).append(call)
+        hooks = [
+            self._root.get_submodule(name).register_forward_hook(partial(take, name, inner))
+            for name, inner in by_name.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _stand_in(self, run: _Run, index: int, part: nn.Module, args: tuple[Any, ...]) -> Any:
+        """What a part of another stage returns; its hooks, and those inside it that take something, are called."""
         call = run.plan.flow.calls[index]
-        leaves = []
-        for place, (leaf, constant) in enumerate(zip(call.leaves, call.constants, strict=True)):
-            if leaf is None:
-                leaves.append(constant)
-                continue
-            given = run.given.get((index, place))
-            if given is None:
-                leaves.append(self._nothing(leaf))
-            else:
-                leaves.append(given.clone() if leaf.is_changed else given)
-        assert call.structure is not None
-        return tree_unflatten(leaves, call.structure)
+
+        def given(output: Output, places: Mapping[int, int]) -> Any:
+            leaves = []
+            for at, (leaf, constant) in enumerate(zip(output.leaves, output.constants, strict=True)):
+                tensor = run.given.get((index, places[at])) if at in places else None
+                if leaf is None or tensor is None:
+                    leaves.append(constant if leaf is None else self._nothing(leaf))
+                else:
+                    leaves.append(tensor.clone() if run.plan.leaf((index, places[at])).is_changed else tensor)
+            assert output.structure is not None
+            return tree_unflatten(leaves, output.structure)
+
+        for inner in call.inner:
+            module = self._root.get_submodule(inner.name)
+            _compat.call_forward_hooks(module, given(inner.args, {}), given(inner.output, inner.places))
+        result = given(call.output, {at: at for at in range(len(call.output.leaves))})
+        return _compat.call_forward_hooks(part, args, result)
 
     def _nothing(self, leaf: Leaf) -> Tensor:
         value = float("nan") if leaf.dtype.is_floating_point or leaf.dtype.is_complex else 0

@@ -186,7 +186,7 @@ class Hidden(DeepGPT):
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[Tensor] = []
-        self.model.blocks[0].mlp.register_forward_hook(lambda module, args, out: self.seen.append(out))
+        self.model.blocks[0].mlp.register_forward_hook(lambda module, args, out: self.seen.append(out * 1))
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.seen.clear()

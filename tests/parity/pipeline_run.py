@@ -122,16 +122,27 @@ def _reseed(model: pl.LightningModule, case: PipelineCase) -> None:
     """Give the step of each microbatch, and each of the model's blocks and layers in it, a pipeline's numbers."""
     step: Callable[..., Any] = model.training_step
     number = case.num_microbatches
-    base = 0
+    base, seed = 0, MicrobatchSeed(0, 0, 0)
 
     def training_step(batch: Any, batch_idx: int) -> Any:
-        nonlocal base
+        nonlocal base, seed
         index = batch_idx % (number * case.num_data_parallel)
         if index == 0:
             base = int(torch.randint(2**62, ()))
-        with _seeded(MicrobatchSeed(base, index % number, index // number).of(-1)):
+        seed = MicrobatchSeed(base, index % number, index // number)
+        with _seeded(seed.of(-1)):
             return step(batch, batch_idx)
 
+    def reseeded(call: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            with _seeded(seed.of(call)):
+                return forward(*args)
+
+        return run
+
+    for call, name in enumerate(getattr(model, "calls", [])):
+        module = model.get_submodule(name)
+        module.forward = reseeded(call, module.forward)  # type: ignore[method-assign]
     model.training_step = training_step  # type: ignore[method-assign]
 
 

@@ -14,7 +14,10 @@ from tests.parity.pipeline_run import PipelineCase, PipelineOutcome, one_process
 from tests.parity.run import tensors
 from tests.pool import WorkerPool
 
-MODELS = ["deep_llama", "deep_gpt2", "bert", "deep_t5", "deep_batch_norm", "sequential", "deep_encoder", "unet"]
+MODELS = [
+    "deep_llama", "deep_gpt2", "bert", "deep_t5", "deep_batch_norm", "sequential", "deep_encoder", "unet",
+    "deep_mixtral", "dropout",
+]  # fmt: skip
 LAYOUTS = ["pp2 x tp2", "pp2 x shard2", "pp2 x replicate2 x shard2"]
 SCHEDULED = [PipelineCase("deep_gpt", layout, schedule) for schedule in SCHEDULES for layout in ("pp2", "pp4")]
 SPREAD = [PipelineCase(model, layout) for model in ["deep_gpt", *MODELS] for layout in LAYOUTS]
@@ -23,6 +26,7 @@ EXTRA = [
     PipelineCase("deep_gpt2", "pp2 x shard2", "interleaved_1f1b", accumulate=2, clip=0.1),
     PipelineCase("deep_llama", "pp4", precision="32-true"),
     PipelineCase("deep_gpt", "pp2 x tp2", "zbv", clip=0.1),
+    PipelineCase("dropout", "pp2 x shard2", "interleaved_1f1b", accumulate=2),
 ]
 
 
