@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
@@ -45,7 +47,8 @@ def together(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None
         raise error
 
 
-_arrivals: dict[str, int] = {}
+_arrivals: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
+"""How often, in the processes' default group, which a process may make anew with others."""
 
 
 def arrive(what: str, timeout_s: float = 60.0, ranks: Sequence[int] | None = None) -> None:
@@ -62,9 +65,10 @@ def arrive(what: str, timeout_s: float = 60.0, ranks: Sequence[int] | None = Non
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     together_with = list(range(dist.get_world_size())) if ranks is None else list(ranks)
-    _arrivals[what] = _arrivals.get(what, 0) + 1
+    arrivals = _arrivals.setdefault(dist.distributed_c10d._get_default_group(), Counter())
+    arrivals[what] += 1
     store = dist.distributed_c10d._get_default_store()
-    keys = [f"lightning_dist/arrive/{what}/{_arrivals[what]}/{rank}" for rank in together_with]
+    keys = [f"lightning_dist/arrive/{what}/{arrivals[what]}/{rank}" for rank in together_with]
     store.set(keys[together_with.index(dist.get_rank())], "")
     deadline = time.monotonic() + timeout_s
     try:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from lightning.pytorch import LightningDataModule
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Subset
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
 from examples.batching import per_rank_batch_size
 from examples.gpt.model import VOCAB_SIZE
@@ -103,9 +103,15 @@ class TextDataModule(LightningDataModule):
         self.held_out_windows = Subset(held_out, order.tolist())
 
     def train_dataloader(self) -> DataLoader:
-        """Shuffled windows, the last incomplete batch dropped."""
+        """Shuffled windows, the last incomplete batch dropped; in one order, however many processes share them."""
+        order = DistributedSampler(self.train_windows, 1, 0, seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))
         return DataLoader(
-            self.train_windows, batch_size=self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers
+            self.train_windows,
+            batch_size=self.batch_size,
+            # Of several processes, Lightning gives each its part of the same order.
+            **({"sampler": order} if self.trainer.world_size == 1 else {"shuffle": True}),
+            drop_last=True,
+            num_workers=self.num_workers,
         )
 
     def val_dataloader(self) -> DataLoader:

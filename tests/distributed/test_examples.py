@@ -55,24 +55,28 @@ def curves(folder: Path) -> dict[str, dict[str, dict[int, float]]]:
     }
 
 
-def test_one_loss_curve_under_three_strategies(pool: WorkerPool, tmp_path: Path) -> None:
+RANKS = {"single": 1, "ddp": 2, "full_shard": 2, "tensor_parallel": 2, "pipeline_parallel": 2, "nd_parallel": 4}
+
+
+def test_one_loss_curve_under_every_strategy(pool: WorkerPool, tmp_path: Path) -> None:
     sizes = ["--trainer.strategy.dp_replicate_size=2", "--trainer.strategy.dp_shard_size=1"]
     output = fit(tmp_path, "gpt", "hybrid_shard", *SMALL_GPT, *sizes)
     for expected in ("dp_replicate 2 x dp_shard 1 = 2 processes", "this model, held-out text", "uniform guess, ln 256",
                      "Checkpoint: ", "mlflow server --backend-store-uri", "/runs/"):  # fmt: skip
         assert expected in output
-    for strategy in ("full_shard", "ddp"):
-        assert pool.run(fit_on_rank, 2, tmp_path, [f"gpt/{strategy}"], SMALL_GPT) == [0, 0]
+    for strategy, num_ranks in RANKS.items():
+        flags = [*SMALL_GPT, f"--trainer.devices={num_ranks}"]
+        assert pool.run(fit_on_rank, num_ranks, tmp_path, [f"gpt/{strategy}"], flags) == [0] * num_ranks
     runs = curves(tmp_path)
-    assert sorted(runs) == ["ddp", "full_shard", "hybrid_shard"]
+    assert sorted(runs) == sorted([*RANKS, "hybrid_shard"])
     for metric, num_points in (("train/loss", 6), ("val/loss", 3)):
-        reference = runs["ddp"][metric]
+        reference = runs["single"][metric]
         assert len(reference) == num_points
         assert reference[max(reference)] < reference[min(reference)]
-        for strategy in ("full_shard", "hybrid_shard"):
-            assert runs[strategy][metric] == pytest.approx(reference, abs=1e-4)
+        for metrics in runs.values():
+            assert metrics[metric] == pytest.approx(reference, abs=1e-4)
     for metrics in runs.values():
-        assert {"perf/step_ms", "perf/tokens_per_s", "memory/peak_mib", "memory/peak_mib_rank1"} <= metrics.keys()
+        assert {"perf/step_ms", "perf/tokens_per_s", "memory/peak_mib", "memory/peak_mib_rank0"} <= metrics.keys()
 
 
 def test_digits_are_learned(pool: WorkerPool, mlflow_folder: Path) -> None:
