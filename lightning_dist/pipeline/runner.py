@@ -18,7 +18,9 @@ from lightning_dist.pipeline.flow import Flow
 from lightning_dist.pipeline.replay import MicrobatchSeed, Replay, StagePlan
 from lightning_dist.pipeline.schedules import SCHEDULES
 from lightning_dist.pipeline.shared import SharedParameters
+from lightning_dist.pipeline.simulation import order_of
 from lightning_dist.pipeline.stages import PipelineConfig, Stages
+from lightning_dist.pipeline.timeline import Order, Recorder, TimedStage, Timeline
 
 __all__ = ["Pipeline"]
 
@@ -32,6 +34,7 @@ class _Prepared:
     plans: dict[int, StagePlan]
     schedule: Any
     params_between: frozenset[str]
+    order: Order = ()
 
 
 class Pipeline:
@@ -70,6 +73,8 @@ class Pipeline:
         self._replay = Replay(root, {name: modules[name] for name in stages.parts}, foreign, device)
         self.shared = SharedParameters(root, stages, config, group)
         self._prepared: dict[object, _Prepared] = {}
+        self._recorder = Recorder(device)
+        self.order: Order = ()
         # Of the step that runs:
         self._steps: Sequence[Callable[[], Any]] = ()
         self._loss_of: Callable[[Any], Tensor] | None = None
@@ -108,6 +113,9 @@ class Pipeline:
         self._results = [None] * len(steps) if self.is_last else []
         self._base = int(torch.randint(2**62, ()))  # the same on all ranks of the pipeline, and after a resume
         self._plans = prepared.plans
+        if has_backward:
+            self.order = prepared.order
+            self._recorder.begin()
         numbers = torch.arange(len(steps))
         try:
             with self._replay.stand_in_parameters(prepared.params_between):
@@ -120,6 +128,10 @@ class Pipeline:
             raise (self._error or error) from None  # the user's, and not what torch makes of it
         finally:
             self._steps, self._results, self._error = (), [], None
+
+    def timeline(self) -> Timeline | None:
+        """When what ran in the latest step with a backward; None: there was none. A collective over ``pp``."""
+        return self._recorder.timeline(self.order, self.group) if self.order else None
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm of the gradients of all stages; what several stages have counts once. A collective over ``pp``.
@@ -145,18 +157,19 @@ class Pipeline:
         plans = {stage: StagePlan(flow, calls, stage, num_stages) for stage in self.own_stages}
         torch_stages = []
         for stage, plan in plans.items():
-            torch_stages.append(
-                PipelineStage(
-                    _Submodule(partial(self._run_stage, stage), self._root),
-                    stage,
-                    num_stages,
-                    self._device,
-                    input_args=tuple(map(partial(_example, plan), plan.received)),
-                    # The last one's is the loss, which goes nowhere.
-                    output_args=tuple(map(partial(_example, plan), plan.sent)) or torch.empty((), device="meta"),
-                    group=self.group,
-                )
+            torch_stage = (TimedStage if has_backward else PipelineStage)(
+                _Submodule(partial(self._run_stage, stage), self._root),
+                stage,
+                num_stages,
+                self._device,
+                input_args=tuple(map(partial(_example, plan), plan.received)),
+                # The last one's is the loss, which goes nowhere.
+                output_args=tuple(map(partial(_example, plan), plan.sent)) or torch.empty((), device="meta"),
+                group=self.group,
             )
+            if isinstance(torch_stage, TimedStage):
+                torch_stage.recorder = self._recorder
+            torch_stages.append(torch_stage)
         if not has_backward:
             schedule = _compat.forward_only_schedule(torch_stages, num_microbatches, self.config.stages_on)
             return _Prepared(plans, schedule, flow.params_between)
@@ -170,7 +183,8 @@ class Pipeline:
             loss_fn=lambda output, target: output,
             scale_grads=False,
         )
-        return _Prepared(plans, schedule, flow.params_between)
+        order = order_of(schedule, self.config.pp_size, num_microbatches)
+        return _Prepared(plans, schedule, flow.params_between, order)
 
     def _run_stage(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
         seed = MicrobatchSeed(self._base, microbatch, self._data_parallel_rank)
