@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
@@ -19,6 +20,8 @@ from torch.utils.data import DataLoader
 from lightning_dist import PipelineParallelStrategy
 from lightning_dist.pipeline.simulation import simulate
 from lightning_dist.pipeline.timeline import Order, Timeline
+from lightning_dist.plugins.callbacks import StepTelemetry
+from lightning_dist.plugins.loggers import MLflowLogger
 from lightning_dist.sharding import sharded
 from tests.pool import WorkerPool
 
@@ -180,3 +183,38 @@ def most_in_flight(actions: Sequence[Any]) -> int:
         now += {"F": 1, "B": -1}[action.kind]
         peak = max(peak, now)
     return peak
+
+
+def run_logged(folder: Path) -> list[list[tuple[int, float]]]:
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    logger = MLflowLogger(tracking_uri=f"sqlite:///{folder}/mlflow.db")
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=4,
+        strategy=PipelineParallelStrategy(2, 4, dp_replicate_size=2),
+        max_steps=5,
+        use_distributed_sampler=False,
+        callbacks=[StepTelemetry(log_every_n_steps=2)],
+        logger=logger,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(Sleeper(0.001), DataLoader(torch.ones(64, 4), batch_size=8))
+    if trainer.global_rank:
+        return []
+    logger.flush()
+    client, run_id = logger.experiment, str(logger.run_id)
+    picture = client.download_artifacts(run_id, "pipeline/schedule.png", str(folder))
+    assert Path(picture).read_bytes().startswith(b"\x89PNG")
+    return [
+        [(metric.step, metric.value) for metric in client.get_metric_history(run_id, name)]
+        for name in ("perf/bubble", "perf/bubble_theory")
+    ]
+
+
+def test_bubbles_and_a_picture_are_logged(pool: WorkerPool, tmp_path: Path) -> None:
+    measured, theory = pool.run(run_logged, 4, tmp_path)[0]
+    assert [step for step, _ in measured] == [1, 3, 4]
+    assert all(0 < bubble < 1 for _, bubble in measured)
+    assert theory == [(step, pytest.approx(1 / 5)) for step in (1, 3, 4)]
