@@ -146,7 +146,7 @@ def run(schedule: str, num_microbatches: int, seconds: float, num_steps: int) ->
 @pytest.mark.parametrize(("schedule", "virtual_stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
 def test_bubbles_are_those_of_the_formulas(pool: WorkerPool, schedule: str, virtual_stages: int) -> None:
     num_microbatches = 8
-    ranks = pool.run(run, PP_SIZE, schedule, num_microbatches, SECONDS, NUM_STEPS)
+    ranks = pool.run(run, PP_SIZE, schedule, num_microbatches, virtual_stages * SECONDS, NUM_STEPS)
     theory = (PP_SIZE - 1) / (virtual_stages * num_microbatches + PP_SIZE - 1)
     for seen in ranks:
         assert simulate(seen.order).bubble == pytest.approx(theory)
