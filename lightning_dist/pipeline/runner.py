@@ -118,7 +118,7 @@ class Pipeline:
             self._recorder.begin()
         numbers = torch.arange(len(steps))
         try:
-            with self._replay.stand_in_parameters(prepared.params_between):
+            with self._replay.numbers_kept(), self._replay.stand_in_parameters(prepared.params_between):
                 if has_backward:
                     prepared.schedule.step(microbatch=numbers, target=numbers, losses=[], return_outputs=False)
                 else:
