@@ -167,7 +167,12 @@ def test_activations_are_those_of_the_formulas(pool: WorkerPool, schedule: str, 
     ranks = pool.run(run, PP_SIZE, schedule, num_microbatches, 0.0, 3)
     order = ranks[0].order
     stages_per_rank = len({action.stage for action in order[0]})
-    formulas = {"gpipe": lambda rank: num_microbatches, "1f1b": lambda rank: min(num_microbatches, PP_SIZE - rank)}
+    interleaved = (stages_per_rank - 1) * PP_SIZE + 2 * (PP_SIZE - 1) + 1
+    formulas = {
+        "gpipe": lambda rank: num_microbatches,
+        "1f1b": lambda rank: min(num_microbatches, PP_SIZE - rank),
+        "interleaved_1f1b": lambda rank: min(stages_per_rank * num_microbatches, interleaved - 2 * rank),
+    }
     for rank, seen in enumerate(ranks):
         in_flight = most_in_flight(order[rank])
         if schedule in formulas:
