@@ -150,7 +150,7 @@ def accumulating(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iterator[
     context = _state(root)._state_ctx
     context.is_last_backward = False
     try:
-        with keep_gathered(groups):
+        with keep_gathered(groups), _hooks_off(root, groups):
             yield
     finally:
         context.is_last_backward = True
@@ -158,6 +158,38 @@ def accumulating(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iterator[
             group._group.reshard_after_backward = reshard
             group._group.reduce_grads = reduce
             group._group.all_reduce_grads = all_reduce
+
+
+@contextmanager
+def _hooks_off(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iterator[None]:
+    """Inside, forwards and backwards do not come by FSDP2, where it has nothing to do but to gather what is gathered.
+
+    It casts, too, under mixed precision; then its hooks stay. Replaced by: hooks that look first whether there is
+    something to do, which now take as long as a small block does.
+    """
+    policies = [group._group.mp_policy for group in groups]
+    if any((p.param_dtype, p.reduce_dtype, p.output_dtype) != (None, None, None) for p in policies):
+        yield
+        return
+    taken: list[tuple[dict[int, Any], int, Any]] = []
+    for module in (root, *(group._group.modules[0] for group in groups)):
+        state = _state(module)
+        for handle in {id(h): h for h in (state._pre_forward_hook_handle, state._post_forward_hook_handle)}.values():
+            for single in getattr(handle, "handles", (handle,)):
+                hooks = single.hooks_dict_ref()
+                if hooks is not None and single.id in hooks:
+                    taken.append((hooks, single.id, hooks[single.id]))
+    try:
+        for hooks, number, _ in taken:
+            hooks[number] = _do_nothing  # in its place: hooks are called in order
+        yield
+    finally:
+        for hooks, number, hook in taken:
+            hooks[number] = hook
+
+
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 def reduce_gradients(root: nn.Module, groups: Sequence[ParameterGroup]) -> None:

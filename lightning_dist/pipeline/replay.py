@@ -13,10 +13,11 @@ microbatch. A part draws numbers of its own, and leaves those of the step as the
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -162,8 +163,8 @@ class Replay:
         run = self._run = _Run(plan, seed, given, frozenset(plan.sent))
         result = None
         try:
-            with self._numbers.seeded(seed.of(-1)):
-                result = step()
+            self._numbers.seed(seed.of(-1))
+            result = step()
         except _EndOfStage:
             pass
         else:
@@ -182,6 +183,10 @@ class Replay:
                 tensor = tensor.view_as(tensor) if tensor.requires_grad else tensor
             sent.append(tensor)
         return result, tuple(sent)
+
+    def numbers_kept(self) -> AbstractContextManager[None]:
+        """Around microbatches: afterwards, random numbers go on as if none had been drawn."""
+        return self._numbers.kept()
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -316,24 +321,28 @@ def _like(param: Tensor) -> Leaf:
     return Leaf(param.shape, param.dtype, requires_grad=False)
 
 
+_NUMPY_STATE_BYTES = 625 * 4  # of a Mersenne twister: 624 words, and how many of them are used
+
+
 class _Numbers:
-    """All generators that a step may draw from."""
+    """All generators that a step may draw from.
+
+    NumPy's state takes much longer to read and to write than to seed. So it is read only where something was drawn.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._generators = [torch.default_generator]
         if device.type != "cpu":
             module = torch.get_device_module(device)
             self._generators.append(module.default_generators[module.current_device()])
+        self._numpy_seed = 0
+        self._numpy_seeded = b""
 
     @contextmanager
-    def seeded(self, seed: int) -> Iterator[None]:
-        """Inside, numbers follow from ``seed``; afterwards they go on as if nothing had been drawn."""
+    def kept(self) -> Iterator[None]:
+        """Afterwards, numbers go on as if nothing had been drawn inside."""
         states = [generator.get_state() for generator in self._generators]
         python, numpy_state = random.getstate(), np.random.get_state()
-        for generator in self._generators:
-            generator.manual_seed(seed)
-        random.seed(seed)
-        np.random.seed(seed % 2**32)
         try:
             yield
         finally:
@@ -341,3 +350,39 @@ class _Numbers:
                 generator.set_state(state)
             random.setstate(python)
             np.random.set_state(numpy_state)
+
+    def seed(self, seed: int) -> None:
+        """From here on, numbers follow from ``seed``."""
+        for generator in self._generators:
+            generator.manual_seed(seed)
+        random.seed(seed)
+        self._seed_numpy(seed % 2**32)
+
+    @contextmanager
+    def seeded(self, seed: int) -> Iterator[None]:
+        """Inside, numbers follow from ``seed``; afterwards they go on from the last :meth:`seed`, as if none was drawn.
+
+        To be used after it.
+        """
+        states = [generator.get_state() for generator in self._generators]
+        python, numpy_seed = random.getstate(), self._numpy_seed
+        numpy_state = np.random.get_state() if _numpy_words() != self._numpy_seeded else None
+        self.seed(seed)
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=True):
+                generator.set_state(state)
+            random.setstate(python)
+            self._seed_numpy(numpy_seed)
+            if numpy_state is not None:
+                np.random.set_state(numpy_state)
+
+    def _seed_numpy(self, seed: int) -> None:
+        np.random.seed(seed)
+        self._numpy_seed, self._numpy_seeded = seed, _numpy_words()
+
+
+def _numpy_words() -> bytes:
+    """All that NumPy's next number depends on, but for a second one from a normal distribution."""
+    return ctypes.string_at(np.random.get_bit_generator().ctypes.state_address, _NUMPY_STATE_BYTES)  # type: ignore[attr-defined]

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.pipeline.as_written import AsWritten
@@ -20,7 +19,9 @@ from lightning_dist.pipeline.flow import Flow
 from lightning_dist.pipeline.replay import MicrobatchSeed, Replay, StagePlan
 from lightning_dist.pipeline.schedules import SCHEDULES
 from lightning_dist.pipeline.shared import SharedParameters
+from lightning_dist.pipeline.simulation import order_of
 from lightning_dist.pipeline.stages import PipelineConfig, Stages
+from lightning_dist.pipeline.timeline import Order, Recorder, TimedStage, Timeline
 from lightning_dist.pipeline.whole_model import whole_model
 
 __all__ = ["Pipeline", "PreparedStep"]
@@ -36,6 +37,7 @@ class PreparedStep:
     plans: dict[int, StagePlan]
     schedule: Any
     """torch's; None for a step without backwards."""
+    order: Order = ()
 
 
 class Pipeline:
@@ -82,6 +84,8 @@ class Pipeline:
         self._replay = Replay(root, {name: modules[name] for name in stages.parts}, foreign, device)
         self.shared = SharedParameters(root, stages, config, group)
         self._prepared: dict[object, PreparedStep] = {}
+        self._recorder = Recorder(device)
+        self.order: Order = ()
         # Of the step that runs:
         self._steps: Sequence[Callable[[], Any]] = ()
         self._loss_of: Callable[[Any], Tensor] | None = None
@@ -130,9 +134,12 @@ class Pipeline:
         self._results = [None] * len(steps) if self.is_last else []
         self._base = int(torch.randint(2**62, ()))  # the same on all ranks of the pipeline, and after a resume
         self._plans = prepared.plans
+        if loss_of is not None:
+            self.order = prepared.order
+            self._recorder.begin()
         numbers = torch.arange(len(steps))
         try:
-            with self._replay.stand_in_parameters(prepared.flow.params_between):
+            with self._replay.numbers_kept(), self._replay.stand_in_parameters(prepared.flow.params_between):
                 if loss_of is not None:
                     prepared.schedule.step(microbatch=numbers, target=numbers, losses=[], return_outputs=False)
                 else:
@@ -148,6 +155,10 @@ class Pipeline:
         """Inside, every rank has the whole model, and may call it alone. A collective over ``pp``."""
         with whole_model(self._root, self.group, self._device), self._replay.switched_off():
             yield
+
+    def timeline(self) -> Timeline | None:
+        """When what ran in the latest step with a backward; None: there was none. A collective over ``pp``."""
+        return self._recorder.timeline(self.order, self.group) if self.order else None
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm of the gradients of all stages; what several stages have counts once. A collective over ``pp``.
@@ -175,19 +186,19 @@ class Pipeline:
             return PreparedStep(flow, plans, None)
         torch_stages = []
         for stage, plan in plans.items():
-            torch_stages.append(
-                PipelineStage(
-                    _Submodule(partial(self._run_stage, stage), self._root),
-                    stage,
-                    num_stages,
-                    self._device,
-                    input_args=tuple(map(partial(_example, plan), plan.received)),
-                    # The last one's is the loss, which goes nowhere.
-                    output_args=tuple(map(partial(_example, plan), plan.sent)) or torch.empty((), device="meta"),
-                    group=self.group,
-                    dw_builder=None if self._splits_backward else _nothing_is_left,
-                )
+            torch_stage = TimedStage(
+                _Submodule(partial(self._run_stage, stage), self._root),
+                stage,
+                num_stages,
+                self._device,
+                input_args=tuple(map(partial(_example, plan), plan.received)),
+                # The last one's is the loss, which goes nowhere.
+                output_args=tuple(map(partial(_example, plan), plan.sent)) or torch.empty((), device="meta"),
+                group=self.group,
+                dw_builder=None if self._splits_backward else _nothing_is_left,
             )
+            torch_stage.recorder = self._recorder
+            torch_stages.append(torch_stage)
         wanted = SCHEDULES[self.config.schedule]
         if not wanted.fits(num_microbatches, self.config.pp_size, num_stages):
             wanted = SCHEDULES[wanted.for_few]
@@ -198,12 +209,13 @@ class Pipeline:
             loss_fn=lambda output, target: output,
             scale_grads=False,
         )
-        return PreparedStep(flow, plans, schedule)
+        order = order_of(schedule, self.config.pp_size, num_microbatches)
+        return PreparedStep(flow, plans, schedule, order)
 
     def _run_forward(self, num_microbatches: int) -> None:
         """Run each stage on all microbatches, one stage after another; torch's schedules all want backwards."""
         local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-        sending: list[dist.Work | None] = []
+        sending: list[tuple[dist.Work | None, Tensor]] = []
         for stage, plan in self._plans.items():
             for microbatch in range(num_microbatches):
                 received = local.pop((stage, microbatch), None)
@@ -219,8 +231,9 @@ class Pipeline:
                     local[stage + 1, microbatch] = sent
                     continue
                 peer = self.config.rank_of(stage + 1)
-                sending += [dist.isend(t.contiguous(), group=self.group, group_dst=peer) for t in sent]
-        for work in sending:
+                for tensor in map(Tensor.contiguous, sent):
+                    sending.append((dist.isend(tensor, group=self.group, group_dst=peer), tensor))
+        for work, _ in sending:
             if work is not None:
                 work.wait()
 

@@ -1,6 +1,8 @@
 """Speed and memory of a run, in its loggers and on its progress bar."""
 
-from functools import wraps
+import math
+from functools import partial, wraps
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -9,7 +11,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_dist.pipeline import Pipeline, Timeline, simulate
 from lightning_dist.plugins._compat import logging_step, observe_fetching
+from lightning_dist.plugins.loggers.mlflow import MLflowLogger
+from lightning_dist.plugins.loggers.schedule_picture import can_draw, draw_schedule
+from lightning_dist.sharding import sharded
 from lightning_dist.telemetry import StepTimer, Stopwatch, batch_size, peak_memory_mib
 
 _MAX_RANKS_LISTED = 64
@@ -25,10 +31,17 @@ class StepTelemetry(Callback):
     ``perf/tokens_per_s``     of the whole run: elements of its first 2-D integer tensor, where there is one
     ``memory/peak_mib``       since the start, on the rank that needed most (CUDA: allocated, else resident)
     ``memory/peak_mib_rank0`` and so on: the same on each rank, listed for up to 64 ranks
+    ``perf/bubble``           of a pipeline: the part of its ranks' time in which they waited for each other, in the
+                              interval's last step; the mean over the replicas
+    ``perf/bubble_theory``    the same for ranks that are alike, and a backward of two forwards' time
     ========================= ============================================================================
 
+    The first time, an :class:`~lightning_dist.plugins.loggers.MLflowLogger` is given a picture of the pipeline's step,
+    as the artifact ``pipeline/schedule.png``.
+
     The first step after a start is left out (it initialises lazily); so is the time of validation, of checkpoints and
-    between epochs. A device is synchronized once an interval, and the ranks exchange one small tensor.
+    between epochs. A device is synchronized once an interval, and the ranks exchange one small tensor; two with a
+    pipeline.
 
     Args:
         log_every_n_steps: Optimizer steps in an interval; by default the Trainer's ``log_every_n_steps``.
@@ -52,6 +65,7 @@ class StepTelemetry(Callback):
         self._global_step = 0
         self._logging_step = 0
         self._warm = False
+        self._has_drawn = False
         self._trainer: Trainer | None = None
 
     @override
@@ -67,7 +81,7 @@ class StepTelemetry(Callback):
         self._timer = StepTimer(lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else StepTimer()
         self._data_watch = Stopwatch()
         self._samples = self._tokens = 0
-        self._warm = False
+        self._warm = self._has_drawn = False
         self._global_step = trainer.global_step
         self._interval = self.log_every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
 
@@ -113,8 +127,15 @@ class StepTelemetry(Callback):
         if steps == 0:
             return
         device = trainer.strategy.root_device
-        ranks = _gather([seconds, data_seconds, samples, tokens, peak_memory_mib(device)], device)
-        metrics = _summarize(ranks, steps, _num_replicas(trainer))
+        pipeline = _pipeline(pl_module)
+        timeline = None if pipeline is None else pipeline.timeline()
+        bubble = math.nan if timeline is None else timeline.bubble
+        ranks = _gather([seconds, data_seconds, samples, tokens, peak_memory_mib(device), bubble], device)
+        metrics = _summarize([own[:-1] for own in ranks], steps, _num_replicas(trainer))
+        if pipeline is not None and timeline is not None:
+            metrics["perf/bubble"] = fmean(own[-1] for own in ranks)
+            metrics["perf/bubble_theory"] = simulate(pipeline.order).bubble
+            self._draw(trainer, timeline, f"{pipeline.config.schedule}, step {self._logging_step}", metrics)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=self._logging_step)
         if on_progress_bar:
@@ -122,6 +143,16 @@ class StepTelemetry(Callback):
                 if name in metrics:
                     pl_module.log(unit, round(metrics[name]), prog_bar=True, logger=False)
                     break
+
+    def _draw(self, trainer: Trainer, timeline: Timeline, name: str, metrics: dict[str, float]) -> None:
+        """Give rank 0's pipeline to the loggers that take pictures, once a run."""
+        if self._has_drawn or not trainer.is_global_zero or not can_draw():
+            return
+        self._has_drawn = True
+        title = f"{name}: bubble {timeline.bubble:.1%}; by the schedule {metrics['perf/bubble_theory']:.1%}"
+        for logger in trainer.loggers:
+            if isinstance(logger, MLflowLogger):
+                logger.log_file(partial(draw_schedule, timeline, title), "pipeline/schedule.png")
 
     def _leave_out_checkpoints(self, trainer: Trainer) -> None:
         """Pause the timer while a checkpoint is written, whoever asks for it; no hook of a callback surrounds that."""
@@ -145,6 +176,11 @@ class StepTelemetry(Callback):
 
     def _after_fetch(self) -> None:
         self._data_watch.stop()
+
+
+def _pipeline(pl_module: LightningModule) -> Pipeline | None:
+    spread = sharded(pl_module)
+    return None if spread is None else spread.pipeline
 
 
 def _gather(values: list[float], device: torch.device) -> list[list[float]]:

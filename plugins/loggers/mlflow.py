@@ -7,7 +7,7 @@ import re
 import sys
 import tempfile
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from time import time
@@ -234,6 +234,13 @@ class MLflowLogger(MLFlowLogger):
         """Upload a local folder as the artifacts under ``name``, at once."""
         self.experiment.log_artifacts(str(self._run_id), str(folder), name)
 
+    @rank_zero_only
+    def log_file(self, write: Callable[[Path], None], name: str) -> None:
+        """Log what ``write`` writes to the path that it is given as the artifact ``name``, in the background."""
+        self._writer.put(partial(self._upload_file, self.experiment, write, name))
+        if self._synchronous:
+            self._writer.flush()
+
     @override
     @rank_zero_only
     def log_graph(self, model: nn.Module, input_array: Tensor | None = None) -> None:
@@ -344,6 +351,12 @@ class MLflowLogger(MLFlowLogger):
         if self._artifact_location is None and self._tracking_uri.startswith(SQLITE):
             return Path(self.save_dir, self.name).resolve().as_uri()
         return self._artifact_location
+
+    def _upload_file(self, client: "MlflowClient", write: Callable[[Path], None], name: str) -> None:
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch, Path(name).name)
+            write(path)
+            client.log_artifact(str(self._run_id), str(path), str(Path(name).parent))
 
     def _upload_checkpoints(self, client: "MlflowClient", callback: ModelCheckpoint) -> None:
         run_id = str(self._run_id)

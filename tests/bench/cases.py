@@ -97,6 +97,8 @@ CASES = [
     Case("step", 4, "hybrid_2x2", "deepspeed"),
     Case("step", 2, "tensor_parallel", "by_hand_tp", SAME_COMMUNICATION),
     Case("step", 4, "tensor_parallel", "by_hand_tp", SAME_COMMUNICATION),
+    Case("step", 2, "pipeline_1f1b", "by_hand_1f1b", SAME_COMMUNICATION),
+    Case("step", 2, "pipeline_gpipe", "by_hand_gpipe", SAME_COMMUNICATION),
     Case("startup", 2, "hybrid_1x2", "ddp", STARTUP_S),
     Case("startup", 4, "hybrid_2x2", "ddp", STARTUP_S),
     Case("memory", 2, "full_shard", "by_hand_two_shot", MEMORY),

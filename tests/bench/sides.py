@@ -15,13 +15,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from examples.gpt.model import GPT, GPTModule
-from lightning_dist import FullShardStrategy, HybridShardStrategy, TensorParallelStrategy
+from lightning_dist import FullShardStrategy, HybridShardStrategy, PipelineParallelStrategy, TensorParallelStrategy
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
-from tests.bench import handwritten, handwritten_tp
+from tests.bench import handwritten, handwritten_pp, handwritten_tp
 from tests.bench.harness import EndStep
 from tests.bench.workload import Workload
 
@@ -39,6 +40,10 @@ class SelfShardingGPT(GPTModule):
         fully_shard(self.model, mesh=dp_mesh)
 
 
+def _pipeline(schedule: str) -> Strategy:
+    return PipelineParallelStrategy(handwritten_pp.PP_SIZE, handwritten_pp.NUM_MICROBATCHES, schedule)
+
+
 def _model_parallel() -> Strategy:
     return ModelParallelStrategy(data_parallel_size=int(os.environ["WORLD_SIZE"]), tensor_parallel_size=1)
 
@@ -50,12 +55,15 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], type[GPTModule]]] = {
     "hybrid_2x2": (partial(HybridShardStrategy, 2, 2), GPTModule),
     "tensor_parallel": (partial(TensorParallelStrategy, 2), GPTModule),
     "tensor_parallel_4": (partial(TensorParallelStrategy, 4), GPTModule),
+    "pipeline_1f1b": (partial(_pipeline, "1f1b"), GPTModule),
+    "pipeline_gpipe": (partial(_pipeline, "gpipe"), GPTModule),
     "model_parallel": (_model_parallel, SelfShardingGPT),
     "ddp": (DDPStrategy, GPTModule),
 }
 """Ours and Lightning's, each with the module that it trains.
 
 Sizes are replicas x ranks that share one, and of ``tensor_parallel`` the ranks that split a layer (2 if not said).
+After ``pipeline`` stands its schedule.
 """
 
 
@@ -105,6 +113,8 @@ SIDES: dict[str, Callable[[Workload, EndStep], None]] = {
     "by_hand_2x1": partial(handwritten.train, dp_replicate_size=2, two_shot=True),
     "by_hand_2x2": partial(handwritten.train, dp_replicate_size=2, two_shot=True),
     "by_hand_tp": handwritten_tp.train,
+    "by_hand_1f1b": partial(handwritten_pp.train, schedule_class=Schedule1F1B),
+    "by_hand_gpipe": partial(handwritten_pp.train, schedule_class=ScheduleGPipe),
     "deepspeed": deepspeed_zero_3,
 }
 

@@ -1,0 +1,97 @@
+"""A pipeline's step as a picture: a row a rank, a box an action, the microbatch's number in it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+from lightning_dist.pipeline.timeline import Kind, Timeline
+
+__all__ = ["can_draw", "draw_schedule"]
+
+# Okabe and Ito's, which those tell apart who see fewer colours.
+_COLOURS: dict[Kind, tuple[str, str, str]] = {
+    "F": ("#56b4e9", "black", "forward"),
+    "B": ("#e69f00", "black", "backward"),
+    "I": ("#e69f00", "black", "backward, input"),
+    "W": ("#009e73", "white", "backward, weights"),
+}
+_MIN_WIDTH_IN, _MAX_WIDTH_IN, _BOX_IN, _ROW_IN, _DPI = 14.0, 32.0, 0.16, 0.5, 120
+_LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN = 0.8, 0.2, 0.5, 0.6
+_SMALLEST_TEXT = 4.0  # points
+_BOX_HEIGHT = 0.8  # of a row's
+_LIGHTEST = 0.55
+"""How much of a rank's last stage is white."""
+
+
+def can_draw() -> bool:
+    """Whether matplotlib is installed."""
+    return importlib.util.find_spec("matplotlib") is not None
+
+
+def draw_schedule(timeline: Timeline, title: str, path: Path) -> None:
+    """Write a PNG of ``timeline``.
+
+    Later stages of the same rank are lighter. A number is left out where its box is too narrow for it.
+
+    Args:
+        timeline: A step.
+        title: What stands over it.
+        path: Of the PNG.
+    """
+    # Not pyplot, which keeps figures, and looks for a display.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.colors import to_rgb
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    by_rank = [[span for span in timeline.spans if span.rank == rank] for rank in range(timeline.num_ranks)]
+    inner_width = min(max(_MIN_WIDTH_IN, _BOX_IN * max(map(len, by_rank))), _MAX_WIDTH_IN) - _LEFT_IN - _RIGHT_IN
+    inner_height = _ROW_IN * timeline.num_ranks
+    width, height = inner_width + _LEFT_IN + _RIGHT_IN, inner_height + _TOP_IN + _BOTTOM_IN
+    figure = Figure(figsize=(width, height), dpi=_DPI)
+    canvas = FigureCanvasAgg(figure)
+    axes = figure.add_axes(
+        (_LEFT_IN / width, _BOTTOM_IN / height, inner_width / width, inner_height / height), facecolor="#f2f2f2"
+    )  # what shows of it is the bubble
+    axes.set_xlim(0, 1000 * timeline.makespan)
+    axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
+    axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])
+    axes.tick_params(axis="y", length=0)
+    axes.set_xlabel("ms")
+    axes.set_title(title, loc="left", fontsize=11)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+
+    points_per_ms = 72 * inner_width / (1000 * timeline.makespan)
+    for rank, spans in enumerate(by_rank):
+        stages = sorted({span.action.stage for span in spans})
+        boxes, faces = [], []
+        for span in spans:
+            colour, text_colour, _ = _COLOURS[span.action.kind]
+            light = _LIGHTEST * stages.index(span.action.stage) / max(1, len(stages) - 1)
+            faces.append(tuple(light + (1 - light) * part for part in to_rgb(colour)))
+            start, length = 1000 * (span.start - timeline.start), 1000 * (span.end - span.start)
+            boxes.append((start, length))
+            number = str(span.action.microbatch)
+            size = min(9.0, 1.4 * points_per_ms * length / len(number))
+            if size >= _SMALLEST_TEXT:
+                text_colour = "black" if light > _LIGHTEST / 2 else text_colour
+                centre = start + length / 2
+                axes.text(centre, rank, number, ha="center", va="center_baseline", fontsize=size, color=text_colour)
+        axes.broken_barh(
+            boxes, (rank - _BOX_HEIGHT / 2, _BOX_HEIGHT), facecolors=faces, edgecolor="white", linewidth=0.5
+        )
+
+    handles = [
+        Patch(color=colour, label=label)
+        for kind, (colour, _, label) in _COLOURS.items()
+        if any(span.action.kind == kind for span in timeline.spans)
+    ]
+    if len({span.action.stage for span in timeline.spans}) > timeline.num_ranks:
+        handles.append(Patch(color="none", label="(lighter: the rank's later stages)"))
+    axes.legend(
+        handles=handles, loc="lower right", bbox_to_anchor=(1, 1), ncols=len(handles), frameon=False, fontsize=9,
+        borderaxespad=0.2,
+    )  # fmt: skip
+    canvas.print_png(path)

@@ -1,0 +1,65 @@
+"""Backwards that only add up gradients go by FSDP2 only where it has something to do."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from lightning_dist import _compat
+from tests.pool import WorkerPool
+
+
+def hooks_of(model: nn.Module) -> list[tuple[int, object]]:
+    dicts = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
+    return [item for hooks in dicts for item in hooks.items()]
+
+
+def accumulate(param_dtype: torch.dtype | None, grouped: bool) -> tuple[list[str], list[torch.Tensor], int]:
+    """Types of outputs, the mean gradients of two microbatches a rank, and how many hooks were off."""
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    policy = MixedPrecisionPolicy(param_dtype=param_dtype)
+    for unit in [list(model)] if grouped else list(model):
+        fully_shard(unit, mesh=mesh, mp_policy=policy)
+    root = nn.Sequential(model)
+    fully_shard(root, mesh=mesh, mp_policy=policy)
+    _compat.initialize_root(root)
+    groups = [_compat.parameter_group(unit) for unit in (model[:1] if grouped else model)]
+    before, dtypes = hooks_of(root), []
+    rank = int(os.environ["RANK"])
+    with _compat.accumulating(root, groups):
+        for group in groups:
+            group.gather()
+        num_off = sum(a != b for a, b in zip(before, hooks_of(root), strict=True))
+        for number in (1.0, 2.0):
+            output = root(torch.full((2, 4), number + 2 * rank))
+            dtypes.append(str(output.dtype))
+            output.float().square().mean().backward()
+    _compat.reduce_gradients(root, groups)
+    for group in groups:
+        group.free()
+    assert hooks_of(root) == before
+    return dtypes, [param.grad.full_tensor() for param in model.parameters()], num_off
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
+def test_gradients_add_up(pool: WorkerPool, param_dtype: torch.dtype | None, grouped: bool) -> None:
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for number in (1.0, 2.0, 3.0, 4.0):
+        (model(torch.full((2, 4), number)).square().mean() / 2).backward()
+    for dtypes, gradients, num_off in pool.run(accumulate, 2, param_dtype, grouped):
+        assert (num_off > 0) == (param_dtype is None)
+        assert dtypes == [str(param_dtype or torch.float32)] * 2
+        tolerance = 1e-6 if param_dtype is None else 0.05
+        for actual, param in zip(gradients, model.parameters(), strict=True):
+            torch.testing.assert_close(actual, param.grad, rtol=tolerance, atol=tolerance)
