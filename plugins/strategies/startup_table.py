@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.pipeline import Pipeline
 from lightning_dist.sharding import ShardedModule
 from lightning_dist.tensor_parallel import Entry
 
@@ -27,7 +28,7 @@ def startup_table(strategy: MeshStrategy, module: ShardedModule) -> str:
         label = {"own": "on the LightningModule itself", "scalars": "scalar"}.get(unit.kind, f"{name} ({unit.kind})")
         kinds.setdefault(label, []).append(group.numel)
     units = [f"{len(sizes)} x {label}: {_range(sizes)}" for label, sizes in kinds.items()]
-    numel = sum(group.numel for group in module.groups)
+    numel = sum(param.numel() for param in module.module.parameters())
     layout, policy = strategy.layout, strategy.precision_policy
     stored = next(module.module.parameters()).dtype
     computed = policy.param_dtype or stored
@@ -45,6 +46,13 @@ def startup_table(strategy: MeshStrategy, module: ShardedModule) -> str:
         done = ["run again in the backward"] if strategy.activation_checkpointing else []
         done += [f"compiled ({strategy.compile_backend})"] if strategy.compile_backend else []
         rows.append(("blocks", ", ".join(done)))
+    if module.pipeline is not None:
+        config, stages = module.pipeline.config, module.pipeline.stages
+        rows += [("stages" if not index else "", text) for index, text in enumerate(_stages(module.pipeline))]
+        shared = sum(len(needed) > 1 for needed in stages.stages_of_param.values())
+        if shared:
+            rows.append(("", f"{shared} parameters are on several stages, their gradients summed"))
+        rows.append(("schedule", f"{config.schedule}, {config.num_microbatches} microbatches of a rank's batch"))
     if module.tensor_parallel is not None:
         plan = module.tensor_parallel.plan
         split = [*_split(plan.entries), *plan.notes]
@@ -53,6 +61,15 @@ def startup_table(strategy: MeshStrategy, module: ShardedModule) -> str:
         every = strategy.check_replicas_every_n_steps
         rows.append(("replicas", f"compared every {every} optimizer steps" if every else "not compared"))
     return "\n".join([strategy.strategy_name, *(f"  {key:<12}{value}" for key, value in rows)])
+
+
+def _stages(pipeline: Pipeline) -> Iterator[str]:
+    """A line for each stage: where, from which part to which, and its share of a step's time."""
+    config, stages = pipeline.config, pipeline.stages
+    for stage, share in enumerate(stages.costs):
+        parts = [part for part in stages.parts if stage in stages.stages_of_part[part]]
+        span = parts[0] if len(parts) == 1 else f"{parts[0]} to {parts[-1]}"
+        yield f"{stage} on {config.rank_of(stage)}: {span}, {share:.0%} of the time as estimated"
 
 
 def _split(plan: Mapping[str, Entry]) -> Iterator[str]:
