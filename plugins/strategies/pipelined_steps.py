@@ -82,7 +82,10 @@ class PipelinedSteps:
             results = self._pipeline.run(prepared, steps, run_root, loss_of)
         self._spread.after_microbatches()
         output = _merged_outputs(results, losses) if self._pipeline.is_last else None
-        return told.tell(output, self._pipeline)
+        output = told.tell(output, self._pipeline)
+        if not self._pipeline.is_last and isinstance(output, Mapping) and output.get("weight") is not None:
+            weights.add(torch.as_tensor(output["weight"], dtype=torch.float64, device=self._module.device))
+        return output
 
     def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step without a backward, and return what it returned."""

@@ -43,6 +43,10 @@ class LossWeights:
             raise ValueError(f"training_step returned weight={float(weight)}; it must be a finite number, 0 or more.")
         self._current = weight
 
+    def add(self, weight: Tensor) -> None:
+        """Count the weight of a loss that another rank has scaled."""
+        self._total = weight if self._total is None else self._total + weight
+
     def scale(self, loss: Tensor) -> Tensor:
         """``loss`` times its weight."""
         if self._current is None:
