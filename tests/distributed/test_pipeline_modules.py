@@ -1,0 +1,129 @@
+"""Modules and batches of all kinds under a pipeline, against one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader
+
+from lightning_dist import PipelineParallelStrategy
+from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
+from tests.models import VOCAB, Transformer
+from tests.pipeline_models import DeepGPT
+from tests.pool import WorkerPool
+
+
+class Varying(DeepGPT):
+    """Batches of another size and length in each step."""
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = ((8, 8), (8, 5), (8, 8), (6, 7), (4, 8), (5, 3))
+        tokens = [torch.randint(VOCAB, (size, length + 1), generator=generator) for size, length in shapes]
+        return DataLoader([(t[:, :-1], t[:, 1:]) for t in tokens], batch_size=None)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, targets = batch
+        x = self.model.embedding(tokens) + self.model.position[: tokens.shape[1]]
+        for block in self.model.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.model.head(self.model.norm(x)).flatten(0, 1), targets.flatten())
+
+
+class Frozen(DeepGPT):
+    """The first stage has nothing to train."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.model.head.weight = nn.Parameter(self.model.head.weight.detach().clone())
+        for name, param in self.model.named_parameters():
+            if name.startswith(("embedding", "position", *(f"blocks.{index}." for index in range(5)))):
+                param.requires_grad_(False)
+
+
+class Nested(DeepGPT):
+    """A dictionary with a tuple and a list, changed in place by the step; a weighted loss; a count of samples."""
+
+    count = 0
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        tokens, targets = self.data()
+        batches = [slice(8 * index, 8 * index + 8) for index in range(6)]
+        return DataLoader(
+            [{"ids": tokens[b].clone(), "rest": (targets[b], ["text"] * 8)} for b in batches], batch_size=None
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> dict[str, Any]:
+        batch["ids"][:, 0] += 1
+        batch["ids"] %= VOCAB
+        targets, texts = batch["rest"]
+        self.count += len(texts)
+        return {"loss": self.loss((batch["ids"], targets)), "weight": float(batch["ids"].numel())}
+
+
+class Averaged(DeepGPT):
+    def configure_callbacks(self) -> Any:
+        return WeightAveraging()
+
+
+MODULES: list[tuple[type[DeepGPT], dict[str, Any], dict[str, Any]]] = [
+    (Varying, {}, {}),
+    (Frozen, {}, {}),
+    (Nested, {"accumulate_grad_batches": 2}, {}),
+    (Averaged, {}, {}),
+    (DeepGPT, {"gradient_clip_val": 0.5, "gradient_clip_algorithm": "value"}, {"check_replicas_every_n_steps": 1}),
+    (DeepGPT, {"gradient_clip_val": 0.5}, {"split": ["blocks.2"], "activation_checkpointing": True}),
+]
+
+
+def trained(cls: type[DeepGPT], of_trainer: dict[str, Any], of_strategy: dict[str, Any], in_stages: bool) -> Any:
+    torch.manual_seed(0)
+    model = cls()
+    strategy = PipelineParallelStrategy(num_microbatches=4, **of_strategy) if in_stages else "auto"
+    limits = {"max_steps": 6 // of_trainer.get("accumulate_grad_batches", 1), "precision": "64-true"}
+    make_trainer("auto", strategy=strategy, **limits, **of_trainer).fit(model)
+    return weights_of(model), getattr(model, "count", None)
+
+
+@pytest.mark.parametrize(("cls", "of_trainer", "of_strategy"), MODULES)
+def test_trains_as_in_one_process(pool: WorkerPool, cls: Any, of_trainer: Any, of_strategy: Any) -> None:
+    ((expected, count),) = pool.run(trained, 1, cls, of_trainer, {}, False)
+    for weights, found in pool.run(trained, 2, cls, of_trainer, of_strategy, True):
+        assert_same(weights, expected, 1e-7 if cls is Averaged else 1e-10)  # torch's average divides in float32
+        assert found == count
+
+
+class Meta(DeepGPT):
+    """Made on the meta device."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.model = None  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        if self.model is None:
+            self.model = Initialized(num_layers=8)
+
+
+class Initialized(Transformer):
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.position, std=0.02)
+
+
+def materialized() -> tuple[Weights, int, int]:
+    """Weights after training, and how many elements are on this rank, and in all."""
+    model = Meta()
+    make_trainer("auto", strategy=PipelineParallelStrategy(num_microbatches=4), max_steps=2).fit(model)
+    own = sum(param.numel() for param in model.parameters() if not param.is_meta)
+    return weights_of(model), own, sum(param.numel() for param in model.parameters())
+
+
+def test_each_rank_materializes_its_own_stages(pool: WorkerPool) -> None:
+    for weights, own, whole in pool.run(materialized, 2):
+        assert own < 0.6 * whole
+        assert all(weight.std() > 0 for name, weight in weights.items() if name.endswith("qkv.weight"))
