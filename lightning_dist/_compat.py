@@ -195,12 +195,33 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None:
 def reduce_gradients(root: nn.Module, groups: Sequence[ParameterGroup]) -> None:
     """Reduce what backwards inside :func:`accumulating` have left; as torch's own pipeline stages do it."""
     for group in reversed(groups):
-        group._group.post_backward()
+        if group._group.mesh_info.mesh.size() == 1:
+            _keep_gradients(group._group)
+        else:
+            group._group.post_backward()
     _state(root)._root_post_backward_final_callback()
 
 
 ROUTE = "_compiled_call_impl"
 """The attribute of a module that :func:`route_calls` sets."""
+
+
+def _keep_gradients(group: FSDPParamGroup) -> None:
+    """What ``post_backward`` does, where there is nobody to reduce with: it would copy each gradient twice."""
+    for param in group.fsdp_params:
+        if not hasattr(param, "_unsharded_param"):
+            continue
+        if param.unsharded_accumulated_grad is not None:
+            gradient, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad_data, None
+        elif param.unsharded_param.grad is not None:
+            gradient, param.unsharded_param.grad = param.unsharded_grad_data, None
+        else:
+            continue
+        gradient = param.to_sharded_dtensor(gradient.to(param.orig_dtype).view(param.sharded_size))
+        if param.sharded_param.grad is None:
+            param.sharded_param.grad = gradient
+        else:
+            param.sharded_param.grad += gradient
 
 
 def route_calls(module: nn.Module, function: Callable[..., Any]) -> None:

@@ -11,6 +11,8 @@ result is.
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -18,9 +20,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -103,6 +107,7 @@ class PartCall:
         output: What it returns.
         inner: Where hooks take something.
         cost: Time of its forward, in floating-point operations.
+        draws: Whether it draws random numbers.
     """
 
     name: str
@@ -112,6 +117,7 @@ class PartCall:
     output: Output = field(default_factory=Output)
     inner: list[InnerCall] = field(default_factory=list)
     cost: float = 0.0
+    draws: bool = False
 
 
 @dataclass
@@ -120,7 +126,8 @@ class Flow:
 
     Args:
         calls: Of the parts, in order.
-        end: What the loss, what is logged and what is kept is made of, as a call after the last.
+        end: What the loss, what is logged and what is kept is made of, as a call after the last; it draws what the code
+            between the parts does.
         changes_batch: Whether the step changes tensors of the batch in place.
         params_between: Parameters that the code between parts uses, by name.
         changed: Attributes outside of parts that the step sets, or containers in them that it adds to: the module's
@@ -132,6 +139,11 @@ class Flow:
     changes_batch: bool
     params_between: frozenset[str] = frozenset()
     changed: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def draws(self) -> bool:
+        """Whether anything in the step draws random numbers."""
+        return self.end.draws or any(call.draws for call in self.calls)
 
     def crossing(self, stage_of: Callable[[int], int], stage: int) -> list[Value]:
         """The values that ``stage`` is given, in order: made before it, and used in it or after it."""
@@ -269,7 +281,8 @@ class _FlowObserver:
     """Marks tensors by the values and parameters that they are made of."""
 
     def __init__(self, root: nn.Module, parts: frozenset[str], blocks: Mapping[str, nn.Module]) -> None:
-        self.functions = _Functions(self)
+        self._numbers = _Numbers()
+        self.functions = _Functions(self, self._numbers)
         self._root = root
         self._parts = parts
         self._blocks = blocks
@@ -290,6 +303,7 @@ class _FlowObserver:
         for name, param in self._root.named_parameters():
             param.__dict__["_param_name"] = name
         self._before = {(name, key): _content(value) for name, key, value in self._attributes()}
+        self._numbers.were_drawn()
 
     def on_input(self, tensor: Tensor) -> None:
         self._inputs.append((tensor, tensor._version))
@@ -301,6 +315,7 @@ class _FlowObserver:
         if name not in self._parts:
             return
         self._inner_args, self._inner_calls = {}, Counter()
+        self._end.draws |= self._numbers.were_drawn()
         self._active = PartCall(name)
         self._flops_before = self.functions.flops()
         for tensor in _tensors((args, kwargs)):
@@ -327,10 +342,12 @@ class _FlowObserver:
                 leaf.__dict__["_marks"] = _Marks(frozenset({(index, place)}))
                 self._outputs.append(((index, place), leaf, leaf._version))
         call.cost += self.functions.flops() - self._flops_before
+        call.draws = self._numbers.were_drawn()
         self._calls.append(call)
         self._active = None
 
     def on_end(self, result: Any) -> None:
+        self._end.draws |= self._numbers.were_drawn()
         for tensor in _tensors(result):
             self._use(self._end, tensor)
         for name, key, value in self._attributes():
@@ -473,16 +490,39 @@ def _marks(tensor: Tensor) -> _Marks:
     return marks
 
 
+class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices what draws random numbers: torch's operations, on which fakes leave no trace, Python's and NumPy's."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._by_torch = False
+        self._others: object = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Of operations that are not torch's own, nothing is known.
+        self._by_torch |= torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prims")
+        return func(*args, **(kwargs or {}))
+
+    def were_drawn(self) -> bool:
+        """Whether any were since the last call."""
+        others = (random.getstate(), pickle.dumps(np.random.get_state()))
+        drawn = self._by_torch or others != self._others
+        self._by_torch, self._others = False, others
+        return drawn
+
+
 class _Functions(TorchFunctionMode):
-    def __init__(self, observer: _FlowObserver) -> None:
+    def __init__(self, observer: _FlowObserver, numbers: _Numbers) -> None:
         super().__init__()
         self._observer = observer
+        self._numbers = numbers
         self._counter = FlopCounterMode(display=False)
         self._entered = ExitStack()
 
     def __enter__(self) -> _Functions:
         self._observer.on_start()
         self._entered.enter_context(self._counter)
+        self._entered.enter_context(self._numbers)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 

@@ -17,9 +17,9 @@ import ctypes
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -49,12 +49,12 @@ class StagePlan:
     stage: int
     num_stages: int
 
-    @property
+    @cached_property
     def received(self) -> list[Value]:
         """What the stage before hands on, in order."""
         return self.flow.crossing(self.stages.__getitem__, self.stage) if self.stage else []
 
-    @property
+    @cached_property
     def sent(self) -> list[Value]:
         """What this stage hands on, in order; nothing on the last."""
         return self.flow.crossing(self.stages.__getitem__, self.stage + 1) if not self.is_last else []
@@ -163,7 +163,8 @@ class Replay:
         run = self._run = _Run(plan, seed, given, frozenset(plan.sent))
         result = None
         try:
-            self._numbers.seed(seed.of(-1))
+            if plan.flow.draws:
+                self._numbers.seed(seed.of(-1))
             result = step()
         except _EndOfStage:
             pass
@@ -242,7 +243,11 @@ class Replay:
             return self._stand_in(run, index, part, args)
         run.is_inside = True
         try:
-            with self._taken_from_inside(run, index), self._numbers.seeded(run.seed.of(index)):
+            with ExitStack() as around:
+                if calls[index].inner:
+                    around.enter_context(self._taken_from_inside(run, index))
+                if calls[index].draws:
+                    around.enter_context(self._numbers.seeded(run.seed.of(index)))
                 output = _compat.call(part, *args, **kwargs)
         finally:
             run.is_inside = False
