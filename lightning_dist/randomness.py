@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-__all__ = ["Apart", "agree_on_random_numbers", "rng_state", "set_rng_state"]
+__all__ = ["Apart", "Numbers", "agree_on_random_numbers", "rng_state", "set_rng_state"]
 
 
 def rng_state() -> dict[str, Any]:
@@ -56,6 +57,48 @@ def agree_on_random_numbers(group: dist.ProcessGroup) -> None:
     state = [rng_state()]
     dist.broadcast_object_list(state, group=group, group_src=0)
     set_rng_state(state[0])
+
+
+class Numbers:
+    """The generators that a step may draw from: ``torch`` (on the CPU and on a device), ``python`` and ``numpy``.
+
+    Args:
+        device: Whose generator, besides the CPU's.
+    """
+
+    KINDS = frozenset({"torch", "python", "numpy"})
+
+    def __init__(self, device: torch.device) -> None:
+        self._generators = [torch.default_generator]
+        if device.type != "cpu":
+            module = torch.get_device_module(device)
+            self._generators.append(module.default_generators[module.current_device()])
+
+    def seed(self, seed: int, kinds: Collection[str] = KINDS) -> None:
+        """From here on, numbers of ``kinds`` follow from ``seed``, a number of 63 bits."""
+        if "torch" in kinds:
+            for generator in self._generators:
+                generator.manual_seed(seed)
+        if "python" in kinds:
+            random.seed(seed)
+        if "numpy" in kinds:
+            np.random.seed(seed % 2**32)
+
+    @contextmanager
+    def kept(self, kinds: Collection[str] = KINDS) -> Iterator[None]:
+        """Afterwards, numbers of ``kinds`` go on as if none had been drawn inside."""
+        states = [generator.get_state() for generator in self._generators] if "torch" in kinds else []
+        python = random.getstate() if "python" in kinds else None
+        numpy_state = np.random.get_state() if "numpy" in kinds else None
+        try:
+            yield
+        finally:
+            for generator, state in zip(self._generators, states, strict=False):
+                generator.set_state(state)
+            if python is not None:
+                random.setstate(python)
+            if numpy_state is not None:
+                np.random.set_state(numpy_state)
 
 
 class Apart:

@@ -107,7 +107,7 @@ class PartCall:
         output: What it returns.
         inner: Where hooks take something.
         cost: Time of its forward, in floating-point operations.
-        draws: Whether it draws random numbers.
+        draws: Of which generators it draws random numbers (see :class:`~lightning_dist.randomness.Numbers`).
     """
 
     name: str
@@ -117,7 +117,7 @@ class PartCall:
     output: Output = field(default_factory=Output)
     inner: list[InnerCall] = field(default_factory=list)
     cost: float = 0.0
-    draws: bool = False
+    draws: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -141,9 +141,9 @@ class Flow:
     changed: tuple[tuple[str, str], ...] = ()
 
     @property
-    def draws(self) -> bool:
-        """Whether anything in the step draws random numbers."""
-        return self.end.draws or any(call.draws for call in self.calls)
+    def draws(self) -> frozenset[str]:
+        """Of which generators anything in the step draws random numbers."""
+        return self.end.draws.union(*(call.draws for call in self.calls))
 
     def crossing(self, stage_of: Callable[[int], int], stage: int) -> list[Value]:
         """The values that ``stage`` is given, in order: made before it, and used in it or after it."""
@@ -496,19 +496,21 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._by_torch = False
-        self._others: object = None
+        self._states: dict[str, object] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Of operations that are not torch's own, nothing is known.
         self._by_torch |= torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prims")
         return func(*args, **(kwargs or {}))
 
-    def were_drawn(self) -> bool:
-        """Whether any were since the last call."""
-        others = (random.getstate(), pickle.dumps(np.random.get_state()))
-        drawn = self._by_torch or others != self._others
-        self._by_torch, self._others = False, others
-        return drawn
+    def were_drawn(self) -> frozenset[str]:
+        """Of which generators any were since the last call."""
+        states: dict[str, object] = {"python": random.getstate(), "numpy": pickle.dumps(np.random.get_state())}
+        drawn = {kind for kind, state in states.items() if state != self._states.get(kind)}
+        if self._by_torch:
+            drawn.add("torch")
+        self._by_torch, self._states = False, states
+        return frozenset(drawn)
 
 
 class _Functions(TorchFunctionMode):

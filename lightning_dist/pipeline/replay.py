@@ -13,8 +13,6 @@ microbatch. A part draws numbers of its own, and leaves those of the step as the
 
 from __future__ import annotations
 
-import ctypes
-import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -22,13 +20,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_dist import _compat
 from lightning_dist.pipeline.flow import Flow, FlowError, InnerCall, Leaf, Output, Value
+from lightning_dist.randomness import Numbers
 
 __all__ = ["MicrobatchSeed", "Replay", "StagePlan"]
 
@@ -138,7 +136,7 @@ class Replay:
         self._foreign = foreign
         self._run: _Run | None = None
         self._is_whole = False
-        self._numbers = _Numbers(device)
+        self._numbers = Numbers(device)
         for name, part in parts.items():
             _compat.route_calls(part, partial(self._on_call, name, part))
 
@@ -163,8 +161,7 @@ class Replay:
         run = self._run = _Run(plan, seed, given, frozenset(plan.sent))
         result = None
         try:
-            if plan.flow.draws:
-                self._numbers.seed(seed.of(-1))
+            self._numbers.seed(seed.of(-1), plan.flow.draws)
             result = step()
         except _EndOfStage:
             pass
@@ -185,9 +182,9 @@ class Replay:
             sent.append(tensor)
         return result, tuple(sent)
 
-    def numbers_kept(self) -> AbstractContextManager[None]:
-        """Around microbatches: afterwards, random numbers go on as if none had been drawn."""
-        return self._numbers.kept()
+    def numbers_kept(self, flow: Flow) -> AbstractContextManager[None]:
+        """Around microbatches of a step: afterwards, random numbers go on as if none had been drawn."""
+        return self._numbers.kept(flow.draws)
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -247,7 +244,8 @@ class Replay:
                 if calls[index].inner:
                     around.enter_context(self._taken_from_inside(run, index))
                 if calls[index].draws:
-                    around.enter_context(self._numbers.seeded(run.seed.of(index)))
+                    around.enter_context(self._numbers.kept(calls[index].draws))
+                    self._numbers.seed(run.seed.of(index), calls[index].draws)
                 output = _compat.call(part, *args, **kwargs)
         finally:
             run.is_inside = False
@@ -324,70 +322,3 @@ class Replay:
 
 def _like(param: Tensor) -> Leaf:
     return Leaf(param.shape, param.dtype, requires_grad=False)
-
-
-_NUMPY_STATE_BYTES = 625 * 4  # of a Mersenne twister: 624 words, and how many of them are used
-
-
-class _Numbers:
-    """All generators that a step may draw from.
-
-    NumPy's state takes much longer to read and to write than to seed. So it is read only where something was drawn.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._generators = [torch.default_generator]
-        if device.type != "cpu":
-            module = torch.get_device_module(device)
-            self._generators.append(module.default_generators[module.current_device()])
-        self._numpy_seed = 0
-        self._numpy_seeded = b""
-
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Afterwards, numbers go on as if nothing had been drawn inside."""
-        states = [generator.get_state() for generator in self._generators]
-        python, numpy_state = random.getstate(), np.random.get_state()
-        try:
-            yield
-        finally:
-            for generator, state in zip(self._generators, states, strict=True):
-                generator.set_state(state)
-            random.setstate(python)
-            np.random.set_state(numpy_state)
-
-    def seed(self, seed: int) -> None:
-        """From here on, numbers follow from ``seed``."""
-        for generator in self._generators:
-            generator.manual_seed(seed)
-        random.seed(seed)
-        self._seed_numpy(seed % 2**32)
-
-    @contextmanager
-    def seeded(self, seed: int) -> Iterator[None]:
-        """Inside, numbers follow from ``seed``; afterwards they go on from the last :meth:`seed`, as if none was drawn.
-
-        To be used after it.
-        """
-        states = [generator.get_state() for generator in self._generators]
-        python, numpy_seed = random.getstate(), self._numpy_seed
-        numpy_state = np.random.get_state() if _numpy_words() != self._numpy_seeded else None
-        self.seed(seed)
-        try:
-            yield
-        finally:
-            for generator, state in zip(self._generators, states, strict=True):
-                generator.set_state(state)
-            random.setstate(python)
-            self._seed_numpy(numpy_seed)
-            if numpy_state is not None:
-                np.random.set_state(numpy_state)
-
-    def _seed_numpy(self, seed: int) -> None:
-        np.random.seed(seed)
-        self._numpy_seed, self._numpy_seeded = seed, _numpy_words()
-
-
-def _numpy_words() -> bytes:
-    """All that NumPy's next number depends on, but for a second one from a normal distribution."""
-    return ctypes.string_at(np.random.get_bit_generator().ctypes.state_address, _NUMPY_STATE_BYTES)  # type: ignore[attr-defined]

@@ -139,7 +139,10 @@ class Pipeline:
             self._recorder.begin()
         numbers = torch.arange(len(steps))
         try:
-            with self._replay.numbers_kept(), self._replay.stand_in_parameters(prepared.flow.params_between):
+            with (
+                self._replay.numbers_kept(prepared.flow),
+                self._replay.stand_in_parameters(prepared.flow.params_between),
+            ):
                 if loss_of is not None:
                     prepared.schedule.step(microbatch=numbers, target=numbers, losses=[], return_outputs=False)
                 else:

@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 import random
+from itertools import product
 
 import numpy as np
 import pytest
 import torch
 
-from lightning_dist.pipeline.replay import _Numbers
+from lightning_dist.pipeline.replay import MicrobatchSeed
+from lightning_dist.randomness import Numbers
 
 
 def draw() -> list[float]:
     return [float(torch.rand(())), random.random(), float(np.random.rand()), float(np.random.randn())]
 
 
-@pytest.mark.parametrize("num_drawn", [0, 1, 3, 312])  # a normal number leaves a second one; 312 use up the twister
-@pytest.mark.parametrize("draws_inside", [False, True])
-def test_a_part_leaves_the_steps_numbers_alone(num_drawn: int, draws_inside: bool) -> None:
-    numbers = _Numbers(torch.device("cpu"))
+@pytest.mark.parametrize("num_drawn", [0, 1, 3])  # a normal number leaves a second one
+def test_numbers_go_on_as_if_none_had_been_drawn(num_drawn: int) -> None:
+    numbers = Numbers(torch.device("cpu"))
 
     def drawn(has_part: bool) -> list[list[float]]:
         numbers.seed(17)
         before = [draw() for _ in range(num_drawn)]
         if has_part:
-            with numbers.seeded(23):
-                if draws_inside:
-                    draw()
+            with numbers.kept():
+                numbers.seed(23)
+                draw()
         return [*before, draw(), draw()]
 
-    assert drawn(has_part=True) == drawn(has_part=False)
+    with numbers.kept():
+        assert drawn(has_part=True) == drawn(has_part=False)
 
 
-def test_all_numbers_of_a_step_follow_from_its_seed_and_leave_no_trace() -> None:
-    numbers = _Numbers(torch.device("cpu"))
-    np.random.seed(1)
-    np.random.randn()
-    random.seed(1)
-    torch.manual_seed(1)
+def test_numbers_follow_from_a_seed_and_leave_no_trace() -> None:
+    numbers = Numbers(torch.device("cpu"))
     with numbers.kept():
         expected = draw()
     found = []
@@ -45,20 +43,29 @@ def test_all_numbers_of_a_step_follow_from_its_seed_and_leave_no_trace() -> None
         with numbers.kept():
             draw()
             numbers.seed(2**63 - 1)
-            step = draw()
-            with numbers.seeded(5):
-                found.append((step, draw()))
+            found.append(draw())
     assert found[0] == found[1]
-    assert found[0][0] != found[0][1]
     assert draw() == expected
 
 
-def test_numbers_inside_of_parts_do_not_depend_on_what_was_drawn_before() -> None:
-    numbers = _Numbers(torch.device("cpu"))
+def test_generators_that_are_not_named_are_left_alone() -> None:
+    numbers = Numbers(torch.device("cpu"))
     with numbers.kept():
-        numbers.seed(3)
-        with numbers.seeded(4):
-            first = draw()
-        draw()
-        with numbers.seeded(4):
-            assert draw() == first
+        numbers.seed(1)
+        first = draw()
+        numbers.seed(1)
+        with numbers.kept({"torch"}):
+            numbers.seed(2, {"torch"})
+            inside = draw()
+        assert inside[0] != first[0]
+        assert inside[1:] == first[1:]
+        assert float(torch.rand(())) == first[0]
+
+
+def test_no_two_calls_have_the_same_seed() -> None:
+    seeds = {
+        MicrobatchSeed(base, microbatch, rank).of(call)
+        for base, microbatch, rank, call in product((0, 1, 2**62 - 1), range(8), range(8), range(-1, 8))
+    }
+    assert len(seeds) == 3 * 8 * 8 * 9
+    assert all(0 <= seed < 2**63 for seed in seeds)
