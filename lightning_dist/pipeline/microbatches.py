@@ -41,7 +41,7 @@ def num_microbatches_for(size: int, wanted: int, largest: int) -> int:
     Args:
         size: Of this batch.
         wanted: ``num_microbatches`` as it was asked for.
-        largest: The size of the largest batch so far; 0 if this is the first.
+        largest: The size of the largest batch so far; 0 if this is the first. One that is smaller need not divide.
 
     Returns:
         ``wanted``, or for the smaller batch at the end of an epoch the greatest number up to it that divides ``size``.
@@ -57,7 +57,7 @@ def num_microbatches_for(size: int, wanted: int, largest: int) -> int:
             f"num_microbatches={wanted} does not divide the batch of {size} samples that this rank has. Use one of"
             f" {divisors}, or another batch size."
         )
-    return max(number for number in range(1, wanted + 1) if size % number == 0)
+    return max(number for number in range(1, min(wanted, size) + 1) if size % number == 0) if size else 1
 
 
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:

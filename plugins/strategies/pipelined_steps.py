@@ -53,7 +53,7 @@ class PipelinedSteps:
         self._pipeline: Pipeline = spread.pipeline
         self._step_context = step_context
         self._metrics = SharedMetrics(module, spread.pipeline)
-        self._largest: dict[str, int] = {}
+        self._largest = 0
 
     def train(self, weights: LossWeights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``training_step`` and its backward, and return what it returned, without a graph.
@@ -64,7 +64,10 @@ class PipelinedSteps:
             kwargs: Of the step.
         """
         accumulate = self._module.trainer.accumulate_grad_batches
-        microbatches = self._split("training_step", args[0])
+        size = batch_size_of(args[0])
+        number = num_microbatches_for(size, self._pipeline.config.num_microbatches, self._largest)
+        self._largest = max(size, self._largest)
+        microbatches = split_batch(args[0], number)
         losses: list[Tensor] = []
 
         def loss_of(result: Any) -> Tensor:
@@ -89,7 +92,11 @@ class PipelinedSteps:
 
     def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step without a backward, and return what it returned."""
-        microbatches = self._split(name, args[0])
+        size = batch_size_of(args[0])
+        # Whatever divides the batch will do: nothing depends on the number.
+        microbatches = split_batch(
+            args[0], num_microbatches_for(size, self._pipeline.config.num_microbatches, size + 1)
+        )
         prepared = self._prepare(name, microbatches[0], args, kwargs, len(microbatches), False)
         told = _Told(self._module, prepared.flow, len(microbatches), self._metrics)
         with self._spread.microbatches(with_backward=False) as run_root:
@@ -126,12 +133,6 @@ class PipelinedSteps:
                 return getattr(self._module, name)(batch, *args[1:], **kwargs)
 
         return [partial(step, index) for index in range(len(microbatches))]
-
-    def _split(self, name: str, batch: Any) -> list[Any]:
-        size, largest = batch_size_of(batch), self._largest.get(name, 0)
-        number = num_microbatches_for(size, self._pipeline.config.num_microbatches, largest)
-        self._largest[name] = max(size, largest)
-        return split_batch(batch, number)
 
 
 @dataclass

@@ -1,0 +1,80 @@
+"""Batches of all kinds, split."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_dist.pipeline import batch_size_of, num_microbatches_for, signature, split_batch
+
+Pair = namedtuple("Pair", ["first", "second"])
+
+
+@dataclass
+class Sample:
+    image: Tensor
+    label: Tensor
+    scale: float
+
+
+def test_every_container_is_split_and_keeps_its_kind() -> None:
+    tokens = torch.arange(12).view(6, 2)
+    batch: Any = {
+        "tokens": tokens,
+        "pair": Pair(tokens.float(), [tokens + 1, (tokens + 2,)]),
+        "ordered": OrderedDict(a=tokens[:, 0]),
+        "sample": Sample(tokens, tokens[:, 1], 0.5),
+        "texts": list("abcdef"),
+        "name": "train",
+        "temperature": torch.tensor(2.0),
+        "nothing": None,
+        "sizes": [1, 2],
+    }
+    parts = split_batch(batch, 3)
+    assert len(parts) == 3
+    second = parts[1]
+    assert second["tokens"].tolist() == [[4, 5], [6, 7]]
+    assert second["tokens"].data_ptr() == tokens[2:].data_ptr()  # a view
+    assert isinstance(second["pair"], Pair)
+    assert second["pair"].second[1][0].tolist() == [[6, 7], [8, 9]]
+    assert type(second["ordered"]) is OrderedDict
+    assert isinstance(second["sample"], Sample)
+    assert second["sample"].label.tolist() == [5, 7]
+    assert second["sample"].scale == 0.5
+    assert second["texts"] == ["c", "d"]
+    assert (second["name"], second["nothing"], second["sizes"]) == ("train", None, [1, 2])
+    assert second["temperature"] == 2
+
+
+def test_tensors_must_have_as_many_samples() -> None:
+    with pytest.raises(ValueError, match=r"batch\['a'\] has shape \(4, 2\) and batch\['b'\]\[0\] has shape \(3,\)"):
+        batch_size_of({"a": torch.zeros(4, 2), "b": [torch.zeros(3)]})
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted", "largest", "number"), [(8, 4, 0, 4), (6, 4, 8, 3), (5, 4, 8, 1), (2, 4, 8, 2), (8, 4, 8, 4)]
+)
+def test_a_smaller_batch_is_split_as_it_can_be(size: int, wanted: int, largest: int, number: int) -> None:
+    assert num_microbatches_for(size, wanted, largest) == number
+
+
+def test_a_full_batch_must_be_divisible() -> None:
+    with pytest.raises(ValueError, match=r"num_microbatches=4 does not divide the batch of 6 .* Use one of 1, 2, 3, 6"):
+        num_microbatches_for(6, 4, 0)
+
+
+def test_signatures_tell_shapes_dtypes_and_switches_apart() -> None:
+    batches: list[Any] = [
+        (torch.zeros(2, 3), True),
+        (torch.zeros(2, 4), True),
+        (torch.zeros(2, 3, dtype=torch.int64), True),
+        (torch.zeros(2, 3), False),
+        [torch.zeros(2, 3), True, "more"],
+    ]
+    assert len({signature(batch) for batch in batches}) == len(batches)
+    assert signature(("a", torch.zeros(2))) == signature(("b", torch.ones(2)))
