@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
-__all__ = ["Observer", "RefusalError", "run_on_fakes"]
+__all__ = ["Observer", "RefusalError", "run_on_fakes", "tensors_in"]
 
 
 class RefusalError(ValueError):
@@ -89,6 +89,18 @@ def run_on_fakes(
             text = str(error).strip().split("\n")[0]
             return f"{type(error).__name__}: {text}"
     return ""
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """The tensors in nested dictionaries, lists, tuples and sets."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+    elif isinstance(value, list | tuple | set | frozenset):
+        for item in value:
+            yield from tensors_in(item)
 
 
 @contextmanager

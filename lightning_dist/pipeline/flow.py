@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_dist.tracing import Observer, RefusalError, run_on_fakes
+from lightning_dist.tracing import Observer, RefusalError, run_on_fakes, tensors_in
 
 __all__ = ["Flow", "FlowError", "Leaf", "PartCall", "Value", "find_flow", "find_parts"]
 
@@ -318,7 +318,7 @@ class _FlowObserver:
         self._end.draws |= self._numbers.were_drawn()
         self._active = PartCall(name)
         self._flops_before = self.functions.flops()
-        for tensor in _tensors((args, kwargs)):
+        for tensor in tensors_in((args, kwargs)):
             self._use(self._active, tensor)
 
     def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
@@ -348,10 +348,10 @@ class _FlowObserver:
 
     def on_end(self, result: Any) -> None:
         self._end.draws |= self._numbers.were_drawn()
-        for tensor in _tensors(result):
+        for tensor in tensors_in(result):
             self._use(self._end, tensor)
         for name, key, value in self._attributes():
-            for tensor in _tensors(value):
+            for tensor in tensors_in(value):
                 self._use(self._end, tensor)
             before = self._before.get((name, key))
             if before is None or not _is_same(_content(value), before):
@@ -367,12 +367,12 @@ class _FlowObserver:
 
     def on_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """A value is logged."""
-        for tensor in _tensors(value):
+        for tensor in tensors_in(value):
             self._use(self._end, tensor)
 
     def on_function(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Of a torch function."""
-        inputs, outputs = list(_tensors((args, kwargs))), list(_tensors(out))
+        inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
         if not outputs and getattr(function, "__name__", "") != "__setitem__":
             return  # shapes and the like
         written = sum(tensor.numel() for tensor in outputs if not _is_view(tensor, inputs))
@@ -559,20 +559,6 @@ def _is_same(content: list[Any], other: list[Any]) -> bool:
 
 def _is_view(tensor: Tensor, inputs: list[Tensor]) -> bool:
     return tensor._base is not None and any(tensor._base is given or tensor._base is given._base for given in inputs)
-
-
-def _tensors(value: Any, depth: int = 6) -> Iterator[Tensor]:
-    """The tensors in nested containers and objects."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth == 0 or isinstance(value, str | bytes | int | float | type | nn.Module | None):
-        return
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item, depth - 1)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from _tensors(item, depth - 1)
 
 
 _: type[Observer] = _FlowObserver

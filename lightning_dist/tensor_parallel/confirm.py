@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist.tensor_parallel.apply import TensorParallel
 from lightning_dist.tensor_parallel.plan import Plan
-from lightning_dist.tensor_parallel.provenance import Call, is_learned, tensors_in
+from lightning_dist.tensor_parallel.provenance import Call, is_learned
+from lightning_dist.tracing import tensors_in
 
 __all__ = ["BLOCK", "Trial"]
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lightning_dist.tensor_parallel.confirm import BLOCK
 from lightning_dist.tensor_parallel.plan import Entry, SplitSequence
-from lightning_dist.tensor_parallel.provenance import Call, Provenance, is_stream, is_used_outside, tensors_in
+from lightning_dist.tensor_parallel.provenance import Call, Provenance, is_stream, is_used_outside
+from lightning_dist.tracing import tensors_in
 
 __all__ = ["SequenceFinder"]
 

@@ -19,7 +19,8 @@ from lightning_dist.tensor_parallel.find_sequence import SequenceFinder
 from lightning_dist.tensor_parallel.infer import inferred
 from lightning_dist.tensor_parallel.layers import linear_layer, shared_heads
 from lightning_dist.tensor_parallel.plan import Entry, Plan, PlanError, SplitSequence, with_tied
-from lightning_dist.tensor_parallel.provenance import Call, Provenance, tensors_in
+from lightning_dist.tensor_parallel.provenance import Call, Provenance
+from lightning_dist.tracing import tensors_in
 
 __all__ = ["Seen", "make_plan"]
 

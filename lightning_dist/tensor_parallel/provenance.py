@@ -8,7 +8,7 @@ that tensor: the sources of the first are among the ancestors of the second.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_dist.tensor_parallel.split_logits import works_on_parts
+from lightning_dist.tracing import tensors_in
 
-__all__ = ["Call", "Provenance", "is_learned", "is_stream", "is_used_outside", "tensors_in"]
+__all__ = ["Call", "Provenance", "is_learned", "is_stream", "is_used_outside"]
 
 _INPUT = frozenset({"<the batch>"})
 _NONE: frozenset[str] = frozenset()
@@ -156,17 +157,6 @@ class _Functions(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         self._provenance.on_function(func, args, kwargs or {}, out)
         return out
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, tuples and dictionaries."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from tensors_in(list(value.values()))
-    elif isinstance(value, Iterable) and isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors_in(item)
 
 
 def is_stream(tensor: Tensor, hidden: Tensor) -> bool:
