@@ -30,6 +30,7 @@ __all__ = [
     "call_forward_hooks",
     "flush_gradients",
     "initialize_root",
+    "is_in_backward",
     "keep_gathered",
     "num_collectives",
     "num_packed",
@@ -140,7 +141,7 @@ def flush_gradients(root: nn.Module) -> None:
 
 @contextmanager
 def accumulating(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iterator[None]:
-    """Inside, backwards leave parameters gathered and gradients unreduced, in what order they and forwards may come.
+    """Inside, backwards leave parameters gathered and gradients unreduced; forwards and backwards come in any order.
 
     Replaced by: ``set_reshard_after_backward`` and its like on a root without parameters, undone afterwards.
     """
@@ -211,6 +212,7 @@ def _keep_gradients(group: FSDPParamGroup) -> None:
     for param in group.fsdp_params:
         if not hasattr(param, "_unsharded_param"):
             continue
+        param.accumulate_unsharded_grad_if_needed()
         if param.unsharded_accumulated_grad is not None:
             gradient, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad_data, None
         elif param.unsharded_param.grad is not None:
@@ -252,6 +254,11 @@ def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], output: Any) ->
         result = hook(*given)
         output = output if result is None else result
     return output
+
+
+def is_in_backward() -> bool:
+    """Whether autograd is running a backward in this thread; replaced by a public question to it."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 def reset_after_error(root: nn.Module) -> None:

@@ -8,21 +8,31 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-__all__ = ["agreed_seed", "broadcast_weights", "materialize", "refuse_meta_attributes"]
+__all__ = ["agreed_seed", "broadcast_tensors", "broadcast_weights", "materialize", "refuse_meta_attributes"]
 
 
-def broadcast_weights(module: nn.Module, buffers_only: bool = False) -> None:
-    """Overwrite the parameters and buffers of ``module`` with those of rank 0. A collective over all processes.
-
-    Tensors on the meta device are left out.
+def broadcast_weights(module: nn.Module, buffers_only: bool = False, group: dist.ProcessGroup | None = None) -> None:
+    """Overwrite the parameters and buffers of ``module`` with those of rank 0. A collective over ``group``.
 
     Args:
-        module: On the device that the default process group communicates on.
+        module: On the device that the group communicates on.
         buffers_only: Leave the parameters alone.
+        group: Ranks that have the same module, and of which the first one's counts; None: all processes.
     """
-    tensors = [t.detach() for t in (module.buffers() if buffers_only else _tensors(module)) if not t.is_meta]
+    broadcast_tensors(list(module.buffers() if buffers_only else _tensors(module)), group)
+
+
+def broadcast_tensors(values: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, source: int = 0) -> None:
+    """Overwrite ``values`` with those of a rank of ``group``. A collective over it.
+
+    Args:
+        values: As many on each rank, of the same shapes; those on the meta device are left out.
+        group: The ranks; None: all processes.
+        source: Its rank in the group.
+    """
+    tensors = [tensor.detach() for tensor in values if not tensor.is_meta]
     sent = [tensor.contiguous() for tensor in tensors]
-    for work in [dist.broadcast(tensor, src=0, async_op=True) for tensor in sent]:
+    for work in [dist.broadcast(tensor, group=group, group_src=source, async_op=True) for tensor in sent]:
         work.wait()
     for tensor, received in zip(tensors, sent, strict=True):
         if not tensor.is_contiguous() and not torch.equal(tensor, received):

@@ -81,7 +81,8 @@ def run_on_fakes(
     with _restored(root), _observed(root, observer), _quietly():
         _swap_in_fakes(root, mode, device)
         try:
-            with torch.set_grad_enabled(with_gradients), mode, observer.functions:
+            # Tensors of inference mode count no versions.
+            with torch.inference_mode(False), torch.set_grad_enabled(with_gradients), mode, observer.functions:
                 observer.on_end(step(fake))
         except RefusalError:
             raise
@@ -91,16 +92,13 @@ def run_on_fakes(
     return ""
 
 
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested dictionaries, lists, tuples and sets."""
+def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
+    """The tensors in dictionaries, lists, tuples and sets that are nested so deep: some hold themselves."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from tensors_in(item)
-    elif isinstance(value, list | tuple | set | frozenset):
-        for item in value:
-            yield from tensors_in(item)
+    elif isinstance(value, Mapping | list | tuple | set | frozenset) and depth:
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(item, depth - 1)
 
 
 @contextmanager

@@ -9,7 +9,13 @@ In the order in which they build on each other: ``flow`` (what flows between a m
 
 from lightning_dist.pipeline.as_written import AsWritten
 from lightning_dist.pipeline.flow import Flow, FlowError, find_flow
-from lightning_dist.pipeline.microbatches import batch_size_of, num_microbatches_for, signature, split_batch
+from lightning_dist.pipeline.microbatches import (
+    batch_size_of,
+    check_divides,
+    num_microbatches_for,
+    signature,
+    split_batch,
+)
 from lightning_dist.pipeline.runner import Pipeline, PreparedStep
 from lightning_dist.pipeline.schedules import SCHEDULES
 from lightning_dist.pipeline.simulation import simulate
@@ -27,6 +33,7 @@ __all__ = [
     "Stages",
     "Timeline",
     "batch_size_of",
+    "check_divides",
     "find_flow",
     "find_stages",
     "keep_own",

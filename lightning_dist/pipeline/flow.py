@@ -500,7 +500,11 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # Of operations that are not torch's own, nothing is known.
-        self._by_torch |= torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in ("aten", "prims")
+        self._by_torch |= torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in (
+            "aten",
+            "prim",
+            "prims",
+        )
         return func(*args, **(kwargs or {}))
 
     def were_drawn(self) -> frozenset[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-__all__ = ["batch_size_of", "map_leaves", "num_microbatches_for", "signature", "split_batch"]
+__all__ = ["batch_size_of", "check_divides", "map_leaves", "num_microbatches_for", "signature", "split_batch"]
 
 
 def batch_size_of(batch: Any) -> int:
@@ -35,29 +35,27 @@ def batch_size_of(batch: Any) -> int:
     return next(iter(sizes), 0)
 
 
-def num_microbatches_for(size: int, wanted: int, largest: int) -> int:
-    """Into how many microbatches a batch of ``size`` samples is split.
+def check_divides(size: int, num_microbatches: int) -> None:
+    """See to it that a full batch can be split.
 
     Args:
-        size: Of this batch.
-        wanted: ``num_microbatches`` as it was asked for.
-        largest: The size of the largest batch so far; 0 if this is the first. One that is smaller need not divide.
-
-    Returns:
-        ``wanted``, or for the smaller batch at the end of an epoch the greatest number up to it that divides ``size``.
+        size: Number of samples that a rank has of it.
+        num_microbatches: As it was asked for.
 
     Raises:
-        ValueError: If ``wanted`` does not divide a batch that is no smaller than those before.
+        ValueError: If it does not divide ``size``.
     """
-    if size % wanted == 0 and size > 0:
-        return wanted
-    if size >= largest:
+    if size == 0 or size % num_microbatches:
         divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
         raise ValueError(
-            f"num_microbatches={wanted} does not divide the batch of {size} samples that this rank has. Use one of"
-            f" {divisors}, or another batch size."
+            f"num_microbatches={num_microbatches} does not divide the batch of {size} samples that this rank has. Use"
+            f" one of {divisors}, or another batch size."
         )
-    return max(number for number in range(1, min(wanted, size) + 1) if size % number == 0) if size else 1
+
+
+def num_microbatches_for(size: int, wanted: int) -> int:
+    """The greatest number up to ``wanted`` that divides ``size``: of a batch that may be an epoch's smaller last."""
+    return max((number for number in range(1, wanted + 1) if size and size % number == 0), default=1)
 
 
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:

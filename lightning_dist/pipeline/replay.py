@@ -87,12 +87,22 @@ class MicrobatchSeed:
     microbatch: int
     data_parallel_rank: int
 
-    def of(self, call: int) -> int:
-        """The seed of a call of a part; -1: of the code between."""
+    @property
+    def between(self) -> int:
+        """The seed of the code between parts."""
         state = self.base & _MASK
-        for number in (self.microbatch, self.data_parallel_rank, call + 1):
+        for number in (self.microbatch, self.data_parallel_rank):
             state = _mixed(state + (number + 1) * _GOLDEN)
         return state >> 1
+
+    def of(self, call: int) -> int:
+        """The seed of a call of a part."""
+        return part_seed(self.between, call)
+
+
+def part_seed(between: int, call: int) -> int:
+    """The seed of a call of a part, from that of the code around it."""
+    return _mixed(between + (call + 1) * _GOLDEN) >> 1
 
 
 _MASK = 2**64 - 1
@@ -136,6 +146,7 @@ class Replay:
         self._foreign = foreign
         self._run: _Run | None = None
         self._is_whole = False
+        self._drawing: dict[str, tuple[int, frozenset[str]]] = {}
         self._numbers = Numbers(device)
         for name, part in parts.items():
             _compat.route_calls(part, partial(self._on_call, name, part))
@@ -161,7 +172,7 @@ class Replay:
         run = self._run = _Run(plan, seed, given, frozenset(plan.sent))
         result = None
         try:
-            self._numbers.seed(seed.of(-1), plan.flow.draws)
+            self._numbers.seed(seed.between, plan.flow.draws)
             result = step()
         except _EndOfStage:
             pass
@@ -175,11 +186,11 @@ class Replay:
             self._run = None
         sent = []
         for value in plan.sent:
-            tensor = run.made.get(value)
-            if tensor is None:
-                tensor = given[value]
-                tensor = tensor.view_as(tensor) if tensor.requires_grad else tensor
-            sent.append(tensor)
+            tensor = run.made[value] if value in run.made else given[value]
+            # A leaf has no backward of its own, and what is a view cannot be cut off from the rest of its graph.
+            is_bare = tensor.requires_grad and (tensor.is_leaf or tensor._is_view())
+            is_sendable = tensor.is_contiguous() and not is_bare
+            sent.append(tensor if is_sendable else tensor.clone(memory_format=torch.contiguous_format))
         return result, tuple(sent)
 
     def numbers_kept(self, flow: Flow) -> AbstractContextManager[None]:
@@ -224,6 +235,12 @@ class Replay:
                     f"{name} was called outside of a step, and its weights are on another stage of the pipeline. Call"
                     " the model inside `with lightning_dist.full_parameters(module):`, entered on every rank."
                 )
+            if run is None and name in self._drawing and _compat.is_in_backward():
+                # A model's own checkpointing runs its block again, with the numbers from before it was called.
+                call, draws = self._drawing[name]
+                with self._numbers.kept(draws):
+                    self._numbers.seed(part_seed(torch.default_generator.initial_seed(), call), draws)
+                    return _compat.call(part, *args, **kwargs)
             return _compat.call(part, *args, **kwargs)
         index, calls = run.num_calls, run.plan.flow.calls
         if index >= len(calls) or calls[index].name != name:
@@ -244,6 +261,7 @@ class Replay:
                 if calls[index].inner:
                     around.enter_context(self._taken_from_inside(run, index))
                 if calls[index].draws:
+                    self._drawing[name] = (index, calls[index].draws)
                     around.enter_context(self._numbers.kept(calls[index].draws))
                     self._numbers.seed(run.seed.of(index), calls[index].draws)
                 output = _compat.call(part, *args, **kwargs)
@@ -301,7 +319,8 @@ class Replay:
             for at, (leaf, constant) in enumerate(zip(output.leaves, output.constants, strict=True)):
                 tensor = run.given.get((index, places[at])) if at in places else None
                 if leaf is None or tensor is None:
-                    leaves.append(constant if leaf is None else self._nothing(leaf))
+                    known = run.plan.leaf((index, places[at])) if leaf is not None and at in places else leaf
+                    leaves.append(constant if known is None else self._nothing(known))
                 else:
                     leaves.append(tensor.clone() if run.plan.leaf((index, places[at])).is_changed else tensor)
             assert output.structure is not None

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.initialization import broadcast_tensors
 from lightning_dist.pipeline.as_written import AsWritten
 from lightning_dist.pipeline.attributes import unchanged
 from lightning_dist.pipeline.flow import Flow
@@ -25,6 +26,9 @@ from lightning_dist.pipeline.timeline import Order, Recorder, TimedStage, Timeli
 from lightning_dist.pipeline.whole_model import whole_model
 
 __all__ = ["Pipeline", "PreparedStep"]
+
+_MOST_PREPARED = 4
+"""Schedules that are kept, each with buffers for what all its microbatches receive; of batches of other shapes."""
 
 RunRoot = Callable[[Callable[[], Any]], Any]
 
@@ -83,6 +87,7 @@ class Pipeline:
         self._data_parallel_rank = data_parallel_rank
         self._replay = Replay(root, {name: modules[name] for name in stages.parts}, foreign, device)
         self.shared = SharedParameters(root, stages, config, group)
+        self._flows: dict[object, Flow] = {}
         self._prepared: dict[object, PreparedStep] = {}
         self._recorder = Recorder(device)
         self.order: Order = ()
@@ -106,10 +111,15 @@ class Pipeline:
             num_microbatches: How many there are.
             has_backward: Whether each is followed by a backward.
         """
-        prepared = self._prepared.get((key, num_microbatches, has_backward))
+        whole_key = (key, num_microbatches, has_backward)
+        prepared = self._prepared.pop(whole_key, None)
         if prepared is None:
-            prepared = self._prepare(follow(), num_microbatches, has_backward)
-            self._prepared[key, num_microbatches, has_backward] = prepared
+            if key not in self._flows:
+                self._flows[key] = follow()
+            prepared = self._prepare(self._flows[key], num_microbatches, has_backward)
+        self._prepared[whole_key] = prepared  # the newest is last
+        if len(self._prepared) > _MOST_PREPARED:
+            del self._prepared[next(iter(self._prepared))]
         return prepared
 
     def run(
@@ -163,6 +173,16 @@ class Pipeline:
         """When what ran in the latest step with a backward; None: there was none. A collective over ``pp``."""
         return self._recorder.timeline(self.order, self.group) if self.order else None
 
+    def agree_on_buffers(self) -> None:
+        """Give every stage the last one's buffers that are in no part, where the code between parts may change them."""
+        parts = self.stages.parts
+        between = [
+            buffer
+            for name, buffer in self._root.named_buffers()
+            if not any(name.startswith(f"{part}.") for part in parts)
+        ]
+        broadcast_tensors(between, self.group, self.last_rank)
+
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm of the gradients of all stages; what several stages have counts once. A collective over ``pp``.
 
@@ -183,6 +203,7 @@ class Pipeline:
 
     def _prepare(self, flow: Flow, num_microbatches: int, has_backward: bool) -> PreparedStep:
         calls = self.stages.stages_of_calls(flow)
+        self.stages.check_parameters(flow, calls)
         num_stages = self.stages.num_stages
         plans = {stage: StagePlan(flow, calls, stage, num_stages) for stage in self.own_stages}
         if not has_backward:

@@ -114,6 +114,25 @@ class Stages:
             found.append(later[0])
         return found
 
+    def check_parameters(self, flow: Flow, calls: Sequence[int]) -> None:
+        """See to it that each parameter is where another step of the same model needs it.
+
+        Args:
+            flow: The step.
+            calls: The stage of each of its calls.
+
+        Raises:
+            FlowError: If one is not.
+        """
+        for call, stage in [*zip(flow.calls, calls, strict=True), (flow.end, self.num_stages - 1)]:
+            missing = sorted(name for name in call.params if stage not in self.stages_of_param[name])
+            if missing:
+                raise FlowError(
+                    f"The step uses {', '.join(missing[:3])} in {call.name}, on stage {stage}, and the step by which"
+                    " the model was cut does not: they are on another stage. Use them in training_step as well,"
+                    " if only times zero, or use a strategy without stages."
+                )
+
 
 def find_stages(
     root: nn.Module, config: PipelineConfig, blocks: Mapping[str, nn.Module], device: torch.device

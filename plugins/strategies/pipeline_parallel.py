@@ -7,12 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import REMAINING
-from lightning_dist.pipeline import SCHEDULES, PipelineConfig, batch_size_of, split_batch
+from lightning_dist.pipeline import SCHEDULES, PipelineConfig, batch_size_of, check_divides, split_batch
 from lightning_dist.pipeline.whole_state import optimizer_state_of_all, written_by_stage
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.checks import refuse_for_pipeline
@@ -20,7 +22,7 @@ from lightning_dist.plugins.strategies.exact_resume import MODELS
 from lightning_dist.plugins.strategies.example_step import example_batch, fake_step
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 from lightning_dist.plugins.strategies.pipelined_steps import PipelinedSteps
-from lightning_dist.sharding import ShardedModule
+from lightning_dist.sharding import ShardedModule, sharded
 
 __all__ = ["PipelineParallelStrategy"]
 
@@ -95,21 +97,39 @@ class PipelineParallelStrategy(MeshStrategy):
             most = 4 * config.num_stages
             number = max(n for n in range(1, max(min(most, size), 1) + 1) if size % n == 0)
             config = replace(config, num_microbatches=number)
+        check_divides(size, config.num_microbatches)
         if not SCHEDULES[config.schedule].fits(config.num_microbatches, config.pp_size, config.num_stages):
             raise ValueError(
                 f"num_microbatches={config.num_microbatches} is too few for schedule={config.schedule!r} with"
                 f" {config.num_stages} stages, or no multiple of what it takes at a time: use a multiple of"
                 f" {config.num_stages}, or schedule={SCHEDULES[config.schedule].for_few!r}."
             )
-        part = split_batch(batch, config.num_microbatches)[0] if size % config.num_microbatches == 0 else batch
+        part = split_batch(batch, config.num_microbatches)[0]
         name = _compat.step_name(self._trainer)
         return replace(config, step=fake_step(module, self._trainer, name, (part, 0), {}))
 
     def _shard(self, module: LightningModule, copied: ShardedModule | None = None) -> ShardedModule:
+        existing = sharded(module)
         spread = super()._shard(module, copied)
+        if existing is not None and copied is None:
+            self._check_same_stages(existing, module)
         if spread.pipeline is not None and copied is None:
             self._steps = PipelinedSteps(module, spread, self._step_context)
         return spread
+
+    def _check_same_stages(self, existing: ShardedModule, module: LightningModule) -> None:
+        """A module that an earlier Trainer has cut stays as it is."""
+        was = existing.pipeline.config if existing.pipeline is not None else None
+        now = PipelineConfig(self.layout.pp, self._schedule, self._virtual_stages)
+        wanted = None if self.layout.pp == 1 else (now.pp_size, now.schedule, now.stages_per_rank)
+        found = None if was is None else (was.pp_size, was.schedule, was.stages_per_rank)
+        other_number = was is not None and self._num_microbatches not in (None, was.num_microbatches)
+        if wanted != found or other_number:
+            raise MisconfigurationException(
+                f"This {type(module).__name__} is cut into stages by an earlier Trainer, with {found} as pp_size,"
+                f" schedule and virtual_stages, and cannot be cut as {wanted} as well. Make a new one, and load the"
+                " weights from a checkpoint."
+            )
 
     def _step_context(self, name: str) -> Any:
         plugin = self.precision_plugin
@@ -162,6 +182,14 @@ class PipelineParallelStrategy(MeshStrategy):
             return super()._step(name, backward_follows, args, kwargs)
         self._check_batch(name, args, kwargs)
         return self._steps.evaluate(name, args, kwargs)
+
+    def _agree_on_buffers(self) -> None:
+        if self._sharded is None or self._sharded.pipeline is None:
+            super()._agree_on_buffers()
+            return
+        self._checkpoints.before_update()
+        broadcast_weights(self._sharded.module, buffers_only=True, group=self._data_parallel_group)
+        self._sharded.pipeline.agree_on_buffers()
 
     def _rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         own = super()._rank_state(checkpoint)

@@ -53,7 +53,6 @@ class PipelinedSteps:
         self._pipeline: Pipeline = spread.pipeline
         self._step_context = step_context
         self._metrics = SharedMetrics(module, spread.pipeline)
-        self._largest = 0
 
     def train(self, weights: LossWeights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``training_step`` and its backward, and return what it returned, without a graph.
@@ -64,10 +63,7 @@ class PipelinedSteps:
             kwargs: Of the step.
         """
         accumulate = self._module.trainer.accumulate_grad_batches
-        size = batch_size_of(args[0])
-        number = num_microbatches_for(size, self._pipeline.config.num_microbatches, self._largest)
-        self._largest = max(size, self._largest)
-        microbatches = split_batch(args[0], number)
+        microbatches = self._split(args[0])
         losses: list[Tensor] = []
 
         def loss_of(result: Any) -> Tensor:
@@ -92,17 +88,16 @@ class PipelinedSteps:
 
     def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step without a backward, and return what it returned."""
-        size = batch_size_of(args[0])
-        # Whatever divides the batch will do: nothing depends on the number.
-        microbatches = split_batch(
-            args[0], num_microbatches_for(size, self._pipeline.config.num_microbatches, size + 1)
-        )
+        microbatches = self._split(args[0])
         prepared = self._prepare(name, microbatches[0], args, kwargs, len(microbatches), False)
         told = _Told(self._module, prepared.flow, len(microbatches), self._metrics)
         with self._spread.microbatches(with_backward=False) as run_root:
             steps = self._steps(name, microbatches, args, kwargs, prepared.flow, told)
             results = self._pipeline.run(prepared, steps, run_root)
         return told.tell(joined(results) if self._pipeline.is_last else None, self._pipeline)
+
+    def _split(self, batch: Any) -> list[Any]:
+        return split_batch(batch, num_microbatches_for(batch_size_of(batch), self._pipeline.config.num_microbatches))
 
     def _prepare(
         self, name: str, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, has_backward: bool
@@ -114,7 +109,14 @@ class PipelinedSteps:
             with self._pipeline.as_written.again():
                 return find_flow(module, fake, module.device, stages.parts, stages.blocks)
 
-        return self._pipeline.prepare((name, module.training, signature(batch)), follow, number, has_backward)
+        # All that a step's path, and which gradients it needs, may depend on.
+        key = (
+            name,
+            signature((batch, args[2:], kwargs)),
+            tuple(part.training for part in module.modules()),
+            tuple(param.requires_grad for param in module.parameters()),
+        )
+        return self._pipeline.prepare(key, follow, number, has_backward)
 
     def _steps(
         self,
@@ -218,10 +220,9 @@ class _Told:
 
     def _of_one_step(self, added: list[Any]) -> list[Any]:
         """What microbatches have added to a list, each as much, as what the whole batch would have."""
-        number = self._num_microbatches
-        per_microbatch, rest = divmod(len(added), number)
-        if rest:
-            return added
+        per_microbatch, rest = divmod(len(added), self._num_microbatches)
+        if rest or not all(isinstance(item, Tensor | Mapping | tuple | float) for item in added):
+            return added  # an item a sample, say
         return [joined(added[place::per_microbatch]) for place in range(per_microbatch)]
 
     def _merged(self, calls: list[_Logged]) -> _Logged:
@@ -249,8 +250,8 @@ class _Told:
 
 
 def _portable(tensor: Tensor) -> Tensor:
-    """``tensor`` as it is pickled: on the CPU, and no more of its memory than is its own."""
-    return tensor.detach().cpu().clone() if tensor._base is not None else tensor.detach().cpu()
+    """``tensor`` as it is pickled: on the CPU, and in memory of its own, which no later step changes."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 _LOG_ARGUMENTS = tuple(signature_of(LightningModule.log).parameters)[3:]
@@ -284,11 +285,20 @@ def _merged_outputs(results: list[Any], losses: list[Tensor]) -> Any:
 
 
 def joined(results: list[Any]) -> Any:
-    """Outputs of microbatches as that of the batch: tensors one after another, numbers without dimensions averaged."""
+    """Outputs of microbatches as that of the batch.
+
+    Tensors one after another; floating-point numbers averaged, and whole numbers, which count, summed.
+    """
     first = results[0]
     if isinstance(first, Tensor):
         detached = [result.detach() for result in results]
-        return torch.cat(detached) if first.ndim else torch.stack(detached).float().mean().to(first.dtype)
+        if first.ndim:
+            return torch.cat(detached)
+        return torch.stack(detached).mean() if first.is_floating_point() else torch.stack(detached).sum()
+    if isinstance(first, float):
+        return sum(results) / len(results)
+    if isinstance(first, int) and not isinstance(first, bool):
+        return sum(results)
     if isinstance(first, Mapping):
         return {key: joined([result[key] for result in results]) for key in first}
     if isinstance(first, tuple):

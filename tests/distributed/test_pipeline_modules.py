@@ -6,15 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from lightning_dist import PipelineParallelStrategy
 from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
 from tests.models import VOCAB, Transformer
-from tests.pipeline_models import DeepGPT
+from tests.pipeline_models import DeepGPT, Dropout, ResNet
 from tests.pool import WorkerPool
 
 
@@ -127,3 +129,104 @@ def test_each_rank_materializes_its_own_stages(pool: WorkerPool) -> None:
     for weights, own, whole in pool.run(materialized, 2):
         assert own < 0.6 * whole
         assert all(weight.std() > 0 for name, weight in weights.items() if name.endswith("qkv.weight"))
+
+
+class Recomputing(Dropout):
+    """Runs its blocks again in the backward by itself, with the dropout of the forward."""
+
+    is_on = True
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.model.embedding(batch[0]) + self.model.position
+        for block in self.model.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.is_on else block(x)
+        return functional.cross_entropy(self.model.head(self.model.norm(x)).flatten(0, 1), batch[1].flatten())
+
+
+class Keeping(Recomputing):
+    is_on = False
+
+
+def dropped(cls: type[Dropout], schedule: str) -> Weights:
+    torch.manual_seed(0)
+    model = cls()
+    strategy = PipelineParallelStrategy(num_microbatches=4, schedule=schedule)
+    make_trainer("auto", strategy=strategy, max_steps=3, precision="64-true").fit(model)
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_a_block_that_runs_again_drops_the_same(pool: WorkerPool, schedule: str) -> None:
+    expected = pool.run(dropped, 2, Keeping, schedule)[0]
+    for weights in pool.run(dropped, 2, Recomputing, schedule):
+        assert_same(weights, expected)
+
+
+class Viewing(DeepGPT):
+    """Blocks hand on views, one of them not contiguous, and the embedding is used again at the end."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        embedded = self.model.embedding(batch[0])
+        x = embedded + self.model.position
+        for block in self.model.blocks:
+            x = block(x)
+        return functional.cross_entropy(self.model.head(x + embedded).flatten(0, 1), batch[1].flatten())
+
+
+class View(nn.Module):
+    def __init__(self, block: nn.Module, turns: bool) -> None:
+        super().__init__()
+        self.block, self.turns = block, turns
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.block(x)
+        return out.transpose(1, 2).contiguous().transpose(1, 2) if self.turns else out.view(*out.shape)
+
+
+def viewed(in_stages: bool) -> Weights:
+    torch.manual_seed(0)
+    model = Viewing()
+    model.model.blocks = nn.ModuleList(View(block, index % 2 == 0) for index, block in enumerate(model.model.blocks))
+    strategy = PipelineParallelStrategy(num_microbatches=4, schedule="zbv") if in_stages else "auto"
+    make_trainer("auto", strategy=strategy, max_steps=3, precision="64-true").fit(model)
+    return weights_of(model)
+
+
+def test_views_are_handed_on(pool: WorkerPool) -> None:
+    expected = pool.run(viewed, 1, False)[0]
+    for weights in pool.run(viewed, 2, True):
+        assert_same(weights, expected)
+
+
+class Buffers(Callback):
+    """Whether validation leaves this rank's buffers alone."""
+
+    def __init__(self) -> None:
+        self.found: list[bool] = []
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
+        self.kept = {name: buffer.clone() for name, buffer in pl_module.named_buffers() if not buffer.is_meta}
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        buffers = dict(pl_module.named_buffers())
+        self.found.append(all(torch.equal(buffers[name], buffer) for name, buffer in self.kept.items()))
+
+
+class Normed(ResNet):
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", functional.cross_entropy(self.model(batch[0]), batch[1]))
+
+
+def validated() -> tuple[list[bool], int]:
+    buffers = Buffers()
+    options = {"max_steps": 3, "limit_val_batches": 1, "val_check_interval": 1, "num_sanity_val_steps": 0}
+    strategy = PipelineParallelStrategy(num_microbatches=4)
+    make_trainer("auto", strategy=strategy, callbacks=[buffers], **options).fit(Normed())
+    return buffers.found, len(buffers.kept)
+
+
+def test_validation_leaves_each_stage_its_buffers(pool: WorkerPool) -> None:
+    for found, number in pool.run(validated, 2):
+        assert len(found) >= 2
+        assert all(found)
+        assert number

@@ -130,7 +130,7 @@ def _reseed(model: pl.LightningModule, case: PipelineCase) -> None:
         if index == 0:
             base = int(torch.randint(2**62, ()))
         seed = MicrobatchSeed(base, index % number, index // number)
-        with _seeded(seed.of(-1)):
+        with _seeded(seed.between):
             return step(batch, batch_idx)
 
     def reseeded(call: int, forward: Callable[..., Any]) -> Callable[..., Any]:

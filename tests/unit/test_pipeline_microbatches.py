@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_dist.pipeline import batch_size_of, num_microbatches_for, signature, split_batch
+from lightning_dist.pipeline import batch_size_of, check_divides, num_microbatches_for, signature, split_batch
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -56,16 +56,15 @@ def test_tensors_must_have_as_many_samples() -> None:
         batch_size_of({"a": torch.zeros(4, 2), "b": [torch.zeros(3)]})
 
 
-@pytest.mark.parametrize(
-    ("size", "wanted", "largest", "number"), [(8, 4, 0, 4), (6, 4, 8, 3), (5, 4, 8, 1), (2, 4, 8, 2), (8, 4, 8, 4)]
-)
-def test_a_smaller_batch_is_split_as_it_can_be(size: int, wanted: int, largest: int, number: int) -> None:
-    assert num_microbatches_for(size, wanted, largest) == number
+@pytest.mark.parametrize(("size", "wanted", "number"), [(8, 4, 4), (6, 4, 3), (5, 4, 1), (2, 4, 2), (0, 4, 1)])
+def test_a_smaller_batch_is_split_as_it_can_be(size: int, wanted: int, number: int) -> None:
+    assert num_microbatches_for(size, wanted) == number
 
 
 def test_a_full_batch_must_be_divisible() -> None:
-    with pytest.raises(ValueError, match=r"num_microbatches=4 does not divide the batch of 6 .* Use one of 1, 2, 3, 6"):
-        num_microbatches_for(6, 4, 0)
+    check_divides(8, 4)
+    with pytest.raises(ValueError, match=r"num_microbatches=4 does not divide the batch of 6 .* one of 1, 2, 3, 6"):
+        check_divides(6, 4)
 
 
 def test_signatures_tell_shapes_dtypes_and_switches_apart() -> None:
