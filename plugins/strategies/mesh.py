@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_dist.checkpoint import Part
-from lightning_dist.consensus import arrive
+from lightning_dist.consensus import arrive, together
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.local_step import LocalStep
@@ -557,12 +557,14 @@ class MeshStrategy(ProcessStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of a checkpoint that :meth:`load_checkpoint` read."""
         assert self.lightning_module is not None
-        loading.load_weights(checkpoint, self.lightning_module, strict)
+        with together("loading the weights"):  # which may not fit on one stage of a pipeline alone
+            loading.load_weights(checkpoint, self.lightning_module, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states of a checkpoint that :meth:`load_checkpoint` read."""
         assert self.lightning_module is not None
-        loading.load_optimizers(checkpoint, self.optimizers, self.lightning_module)
+        with together("loading the optimizers' states"):
+            loading.load_optimizers(checkpoint, self.optimizers, self.lightning_module)
 
     def teardown(self) -> None:
         """Free gathered parameters; the module stays sharded and on its device."""

@@ -176,7 +176,12 @@ class _Told:
             size = kwargs.get("batch_size") or num_samples
             metric = None
             if isinstance(value, Metric):
-                metric = next(path for path, found in self._module.named_modules() if found is value)
+                metric = next((path for path, found in self._module.named_modules() if found is value), None)
+                if metric is None:
+                    raise ValueError(
+                        f"self.log({name!r}, ...) was given a {type(value).__name__} that is no attribute of"
+                        f" {type(self._module).__name__}: under a pipeline it must be one, so that all ranks know it."
+                    )
                 value = None
             kept = apply_to_collection(value, Tensor, Tensor.detach)
             self._logged.setdefault(name, {})[index] = _Logged(kept, kwargs, size, metric)
