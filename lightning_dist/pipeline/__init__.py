@@ -1,14 +1,15 @@
 """Pipeline parallelism: a model cut into stages, its step left as it is.
 
-In the order in which they build on each other: ``flow`` (what flows between a model's parts in a step), ``balance``
-(which parts are which stage), ``schedules``, ``stages`` (where each parameter is), ``replay`` (a step on one stage),
-``microbatches``, ``simulation`` and ``timeline`` (when what runs), ``shared`` (parameters of several stages),
-``attributes`` (what a step leaves), ``as_written`` and ``whole_model`` (the module as it was, and whole),
-``whole_state`` (a checkpoint of all stages), ``runner`` (a step on all of them).
+In the order in which they build on each other: ``flow`` (what flows between a model's parts in a step), ``follow`` (how
+it is found), ``balance`` (which parts are which stage), ``schedules``, ``stages`` (where each parameter is), ``replay``
+(a step on one stage), ``microbatches``, ``simulation`` and ``timeline`` (when what runs), ``shared`` (parameters of
+several stages), ``attributes`` (what a step leaves), ``as_written`` and ``whole_model`` (the module as it was, and
+whole), ``whole_state`` (a checkpoint of all stages), ``runner`` (a step on all of them).
 """
 
 from lightning_dist.pipeline.as_written import AsWritten
-from lightning_dist.pipeline.flow import Flow, FlowError, find_flow
+from lightning_dist.pipeline.flow import Flow, FlowError
+from lightning_dist.pipeline.follow import find_flow
 from lightning_dist.pipeline.microbatches import (
     batch_size_of,
     check_divides,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.pipeline.balance import balanced, costs, split_by_hand
-from lightning_dist.pipeline.flow import Flow, FlowError, find_flow, find_parts
+from lightning_dist.pipeline.flow import Flow, FlowError
+from lightning_dist.pipeline.follow import find_flow, find_parts
 from lightning_dist.pipeline.schedules import SCHEDULES, stages_of
 from lightning_dist.units import Unit
 
@@ -27,8 +28,8 @@ class PipelineConfig:
         virtual_stages: Number of stages on a rank; None: the schedule's.
         num_microbatches: Into how many parts a batch is split.
         split: The parts that each stage but the first begins with; None: balanced by cost.
-        step: A step of the module on a microbatch (see :func:`~lightning_dist.pipeline.flow.find_flow`); None: none is
-            known, and ``why_no_step`` says why.
+        step: A step of the module on a microbatch, for :func:`~lightning_dist.pipeline.follow.find_flow`; None: none
+            is known, and ``why_no_step`` says why.
         why_no_step: See ``step``.
     """
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
@@ -149,6 +150,11 @@ class PipelineParallelStrategy(MeshStrategy):
         assert self.lightning_module is not None
         if self.layout.pp > 1:
             refuse_for_pipeline(self.lightning_module)
+        elif self._num_microbatches or self._virtual_stages or self._split_at:
+            rank_zero_warn(
+                f"{type(self).__name__} has pp_size=1, so there are no stages: num_microbatches, virtual_stages, split"
+                " and schedule have no effect. Use accumulate_grad_batches for smaller batches."
+            )
         super().setup(trainer)
         if self._steps is not None:
             _compat.clip_by_total_norm(self.precision_plugin, self._total_norm)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_dist.consensus import OtherRankError
 from lightning_dist.pipeline import (
     Flow,
     Pipeline,
@@ -80,8 +82,7 @@ class PipelinedSteps:
             steps = self._steps("training_step", microbatches, args, kwargs, prepared.flow, told)
             results = self._pipeline.run(prepared, steps, run_root, loss_of)
         self._spread.after_microbatches()
-        output = _merged_outputs(results, losses) if self._pipeline.is_last else None
-        output = told.tell(output, self._pipeline)
+        output = told.tell(partial(_merged_outputs, results, losses), self._pipeline)
         if not self._pipeline.is_last and isinstance(output, Mapping) and output.get("weight") is not None:
             weights.add(torch.as_tensor(output["weight"], dtype=torch.float64, device=self._module.device))
         return output
@@ -94,7 +95,7 @@ class PipelinedSteps:
         with self._spread.microbatches(with_backward=False) as run_root:
             steps = self._steps(name, microbatches, args, kwargs, prepared.flow, told)
             results = self._pipeline.run(prepared, steps, run_root)
-        return told.tell(joined(results) if self._pipeline.is_last else None, self._pipeline)
+        return told.tell(partial(joined, results), self._pipeline)
 
     def _split(self, batch: Any) -> list[Any]:
         return split_batch(batch, num_microbatches_for(batch_size_of(batch), self._pipeline.config.num_microbatches))
@@ -189,14 +190,30 @@ class _Told:
         with _compat.logging_to(self._module, on_log):
             yield
 
-    def tell(self, output: Any, pipeline: Pipeline) -> Any:
-        """Give every rank of ``pipeline`` the last stage's ``output``, attributes and logs. A collective."""
-        told: list[Any] = [None]
+    def tell(self, merge: Callable[[], Any], pipeline: Pipeline) -> Any:
+        """Give every rank of ``pipeline`` what the last stage has, attributes and logs. A collective.
+
+        Args:
+            merge: Makes the step's output, on the last stage.
+            pipeline: Whose ranks.
+
+        Raises:
+            OtherRankError: If the last stage could not put together what its microbatches have left.
+        """
+        told: list[bytes | str] = [""]
+        error: Exception | None = None
         if pipeline.is_last:
-            logged = {name: self._merged(list(calls.values())) for name, calls in self._logged.items()}
-            told = [apply_to_collection((output, logged, self._attributes()), Tensor, _portable)]
+            try:
+                logged = {name: self._merged(list(calls.values())) for name, calls in self._logged.items()}
+                content = apply_to_collection((merge(), logged, self._attributes()), Tensor, _portable)
+                told = [pickle.dumps(content)]
+            except Exception as raised:  # the others wait for it
+                error = raised
+                told = [f"{type(raised).__name__}: {raised}"]
         dist.broadcast_object_list(told, group=pipeline.group, group_src=pipeline.last_rank)
-        output, logged, attributes = apply_to_collection(told[0], Tensor, Tensor.to, self._module.device)
+        if isinstance(told[0], str):
+            raise error or OtherRankError(f"The last stage could not tell what a step has left: {told[0]}")
+        output, logged, attributes = apply_to_collection(pickle.loads(told[0]), Tensor, Tensor.to, self._module.device)
         restore(self._module, self._changed, self._before)
         for (owner, key), (is_added, value) in zip(self._changed, attributes, strict=True):
             if is_added:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
@@ -215,6 +216,15 @@ class Wandering(DeepGPT):
         return functional.cross_entropy(self.model.head(x).flatten(0, 1), batch[1].flatten())
 
 
+class Unpicklable(DeepGPT):
+    """Keeps what cannot be sent."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.kept = (value for value in ())
+        return loss
+
+
 MISTAKES: list[tuple[type[DeepGPT], dict[str, Any], str]] = [
     (Manual, {}, "automatic_optimization = False"),
     (OwnBackward, {}, "overrides backward"),
@@ -223,6 +233,7 @@ MISTAKES: list[tuple[type[DeepGPT], dict[str, Any], str]] = [
     (Independent, {}, "does not depend on what the model returns"),
     (Twice, {}, "calls model.blocks.0 2 times"),
     (Penalty, {}, "weight_decay"),
+    (Unpicklable, {}, "The last stage could not tell what a step has left: TypeError: cannot pickle 'generator'"),
     (Looks, {}, "could not be followed on tensors without values"),
     (Hidden, {}, "made inside model.blocks.0"),
     (DeepGPT, {"virtual_stages": 5, "schedule": "interleaved_1f1b"}, "10 stages, and the model only 8 repeated blocks"),
@@ -243,6 +254,17 @@ def refused(cls: type[DeepGPT], options: dict[str, Any]) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
+
+
+def without_stages() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer(PipelineParallelStrategy(1, num_microbatches=4), max_steps=1, limit_val_batches=0).fit(DeepGPT())
+    return [str(warning.message) for warning in caught]
+
+
+def test_what_has_no_effect_is_said(pool: WorkerPool) -> None:
+    assert any("have no effect" in text for text in pool.run(without_stages, 2)[0])
 
 
 def fit_deep(cls: type[DeepGPT]) -> None:

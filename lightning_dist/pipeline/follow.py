@@ -1,0 +1,437 @@
+"""Following a step on fake tensors, to see what flows between the parts of a model before it is split into stages."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_dist.pipeline.flow import Flow, FlowError, InnerCall, Leaf, Output, PartCall, Value
+from lightning_dist.tracing import Observer, run_on_fakes, tensors_in
+
+__all__ = ["find_flow", "find_parts"]
+
+_MEMORY = 30
+"""An element that is written costs as much time as so many floating-point operations of a matrix product."""
+
+
+def find_parts(
+    root: nn.Module,
+    step: Callable[..., Any],
+    device: torch.device,
+    blocks: Mapping[str, nn.Module],
+    num_wanted: int,
+) -> list[str]:
+    """The names of the parts of ``root``, in the order of their first calls.
+
+    The blocks, and outside of them the outermost modules with parameters and without blocks. ``nn.Sequential`` is
+    taken apart, and where there are fewer parts than are wanted, so are the largest that are no blocks.
+
+    Raises:
+        FlowError: If the step does not run on fake tensors, or calls no module.
+    """
+    tree = _CallTree()
+    why_not = run_on_fakes(root, partial(step, on_log=tree.on_log), device, tree)
+    if why_not:
+        raise FlowError(
+            f"The step could not be followed on tensors without values ({why_not}): a pipeline must know what flows"
+            " between a model's blocks before it splits them. A step that looks at a value (`.item()`, `if loss > ...`)"
+            " cannot be followed; move that out of the step, or into a callback."
+        )
+    modules = dict(root.named_modules())
+    with_blocks = {name.rpartition(".")[0] for name in blocks}
+    with_blocks |= {parent for name in with_blocks for parent in _parents(name)}
+
+    def has_params(name: str) -> bool:
+        return any(True for _ in modules[name].parameters())
+
+    def inside(name: str) -> list[str]:
+        return [child for child in tree.children[name] if has_params(child)]
+
+    parts: list[str] = []
+
+    def visit(name: str) -> None:
+        if name in blocks or (name not in with_blocks and not isinstance(modules[name], nn.Sequential)):
+            if name not in parts:
+                parts.append(name)
+        else:
+            for child in inside(name):
+                visit(child)
+
+    for name in inside(""):
+        visit(name)
+    while len(parts) < num_wanted:
+        divisible = [name for name in parts if name not in blocks and len(inside(name)) > 1]
+        if not divisible:
+            break
+        largest = max(divisible, key=lambda name: sum(param.numel() for param in modules[name].parameters()))
+        index = parts.index(largest)
+        parts[index : index + 1] = [child for child in inside(largest) if child not in parts]
+    if not parts:
+        raise FlowError(
+            "The step calls no module with parameters, so there is nothing to split into stages: call the model in it,"
+            " by `self(...)` or `self.model(...)`."
+        )
+    return parts
+
+
+def find_flow(
+    root: nn.Module,
+    step: Callable[..., Any],
+    device: torch.device,
+    parts: list[str],
+    blocks: Mapping[str, nn.Module],
+) -> Flow:
+    """Follow one step.
+
+    Args:
+        root: The model.
+        step: Is given what makes a fake of a tensor, and what to call with what is logged.
+        device: Where the fakes pretend to be.
+        parts: Names of the parts.
+        blocks: Those of them that are blocks.
+
+    Raises:
+        FlowError: If it does not run on fake tensors, or cannot be split into stages.
+    """
+    observer = _FlowObserver(root, frozenset(parts), blocks)
+    why_not = run_on_fakes(root, partial(step, on_log=observer.on_log), device, observer, with_gradients=True)
+    if why_not:
+        raise FlowError(f"The step could not be followed on tensors without values: {why_not}.")
+    return observer.flow()
+
+
+def _parents(name: str) -> Iterator[str]:
+    while name:
+        name = name.rpartition(".")[0]
+        yield name
+
+
+class _CallTree:
+    """Which modules are called within which."""
+
+    def __init__(self) -> None:
+        self.functions: TorchFunctionMode = BaseTorchFunctionMode()
+        self.children: dict[str, list[str]] = defaultdict(list)
+        self._running = [""]
+
+    def on_input(self, tensor: Tensor) -> None:
+        pass
+
+    def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name not in self.children[self._running[-1]]:
+            self.children[self._running[-1]].append(name)
+        self._running.append(name)
+
+    def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        self._running.pop()
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def on_end(self, result: Any) -> None:
+        pass
+
+
+class _FlowObserver:
+    """Marks tensors by the values and parameters that they are made of."""
+
+    def __init__(self, root: nn.Module, parts: frozenset[str], blocks: Mapping[str, nn.Module]) -> None:
+        self._numbers = _Numbers()
+        self.functions = _Functions(self, self._numbers)
+        self._root = root
+        self._parts = parts
+        self._blocks = blocks
+        self._calls: list[PartCall] = []
+        self._end = PartCall("the end of the step")
+        self._active: PartCall | None = None
+        self._flops_before = 0
+        self._inner_args: dict[str, Output] = {}
+        self._inner_calls: Counter[str] = Counter()
+        self._params_between: set[str] = set()
+        self._before: dict[tuple[str, str], list[Any]] = {}
+        self._changed: list[tuple[str, str]] = []
+        self._inputs: list[tuple[Tensor, int]] = []
+        self._outputs: list[tuple[Value, Tensor, int]] = []
+
+    def on_start(self) -> None:
+        """The model's tensors are fakes now."""
+        for name, param in self._root.named_parameters():
+            param.__dict__["_param_name"] = name
+        self._before = {(name, key): _content(value) for name, key, value in self._attributes()}
+        self._numbers.were_drawn()
+
+    def on_input(self, tensor: Tensor) -> None:
+        self._inputs.append((tensor, tensor._version))
+
+    def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._active is not None:
+            self._inner_args[name] = Output.of(args)
+            return
+        if name not in self._parts:
+            return
+        self._inner_args, self._inner_calls = {}, Counter()
+        self._end.draws |= self._numbers.were_drawn()
+        self._active = PartCall(name)
+        self._flops_before = self.functions.flops()
+        for tensor in tensors_in((args, kwargs)):
+            self._use(self._active, tensor)
+
+    def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        call = self._active
+        if call is None:
+            return
+        if name != call.name:
+            inner = InnerCall(name, self._inner_calls[name], self._inner_args[name], Output.of(out))
+            self._inner_calls[name] += 1
+            for place, leaf in enumerate(tree_flatten(out)[0]):
+                if isinstance(leaf, Tensor):
+                    leaf.__dict__["_made_by"] = (call, inner, place)
+            return
+        index = len(self._calls)
+        call.output = Output.of(out)
+        call.leaves += call.output.leaves
+        for place, leaf in enumerate(tree_flatten(out)[0]):
+            if isinstance(leaf, Tensor):
+                leaf.__dict__.pop("_made_in", None)
+                leaf.__dict__.pop("_made_by", None)
+                leaf.__dict__["_marks"] = _Marks(frozenset({(index, place)}))
+                self._outputs.append(((index, place), leaf, leaf._version))
+        call.cost += self.functions.flops() - self._flops_before
+        call.draws = self._numbers.were_drawn()
+        self._calls.append(call)
+        self._active = None
+
+    def on_end(self, result: Any) -> None:
+        self._end.draws |= self._numbers.were_drawn()
+        for tensor in tensors_in(result):
+            self._use(self._end, tensor)
+        for name, key, value in self._attributes():
+            for tensor in tensors_in(value):
+                self._use(self._end, tensor)
+            before = self._before.get((name, key))
+            if before is None or not _is_same(_content(value), before):
+                self._changed.append((name, key))
+
+    def _attributes(self) -> Iterator[tuple[str, str, Any]]:
+        """Of modules outside of parts: module's name, attribute, value."""
+        for name, module in self._root.named_modules():
+            if not any(name == part or name.startswith(f"{part}.") for part in self._parts):
+                for key, value in vars(module).items():
+                    if key not in ("_parameters", "_buffers", "_modules"):
+                        yield name, key, value
+
+    def on_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """A value is logged."""
+        for tensor in tensors_in(value):
+            self._use(self._end, tensor)
+
+    def on_function(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Of a torch function."""
+        inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
+        if not outputs and getattr(function, "__name__", "") != "__setitem__":
+            return  # shapes and the like
+        written = sum(tensor.numel() for tensor in outputs if not _is_view(tensor, inputs))
+        if self._active is not None:
+            self._active.cost += _MEMORY * written
+            for tensor in inputs:
+                self._use(self._active, tensor)
+            for tensor in outputs:
+                if all(tensor is not given for given in inputs):
+                    tensor.__dict__["_made_in"] = self._active.name
+            return
+        self._end.cost += _MEMORY * written
+        marks = _Marks()
+        for tensor in inputs:
+            self._let_out(tensor, function)
+            marks |= self._marks_of(tensor)
+        changed = inputs[:1] if getattr(function, "__name__", "") in ("__setitem__",) else []
+        for tensor in [*outputs, *changed]:
+            tensor.__dict__["_marks"] = marks | _marks(tensor)
+
+    # ---
+
+    def _marks_of(self, tensor: Tensor) -> _Marks:
+        name = tensor.__dict__.get("_param_name")
+        if name is None:
+            return _marks(tensor)
+        block = next((block for block in self._blocks if name.startswith(f"{block}.")), None)
+        if block is not None:
+            raise FlowError(
+                f"The step uses the parameter {name!r} outside of {block}, the block that it belongs to. A stage has"
+                " the parameters of its own blocks only. A penalty on weights belongs into the optimizer"
+                " (weight_decay)."
+            )
+        self._params_between.add(name)
+        return _Marks(params=frozenset({name}))
+
+    def _use(self, call: PartCall, tensor: Tensor) -> None:
+        name = tensor.__dict__.get("_param_name")
+        if name is not None:
+            call.params.add(name)
+            return
+        if call is self._end:
+            self._let_out(tensor, None)
+        marks = _marks(tensor)
+        call.uses |= marks.values
+        call.params |= marks.params
+
+    def _let_out(self, tensor: Tensor, function: Any) -> None:
+        made_in = tensor.__dict__.get("_made_in")
+        made_by = tensor.__dict__.get("_made_by")
+        if made_in is not None and made_by is not None:
+            self._carry(tensor, *made_by)
+        elif made_in is not None:
+            where = f"given to {function.__name__}" if function is not None else "kept, logged or returned"
+            raise FlowError(
+                f"A tensor that is made inside {made_in} is {where} outside of it, and {made_in} does not return it:"
+                " on a stage that does not run this block it would be missing. Let the block return it."
+            )
+
+    def _carry(self, tensor: Tensor, call: PartCall, inner: InnerCall, leaf: int) -> None:
+        """A hook has taken what a module inside a part returned: it is a value like those that the part returns."""
+        index = next((index for index, known in enumerate(self._calls) if known is call), len(self._calls))
+        if inner not in call.inner:
+            call.inner.append(inner)
+        if leaf not in inner.places:
+            inner.places[leaf] = len(call.leaves)
+            call.leaves.append(inner.output.leaves[leaf])
+            self._outputs.append(((index, inner.places[leaf]), tensor, tensor._version))
+        del tensor.__dict__["_made_in"], tensor.__dict__["_made_by"]
+        tensor.__dict__["_marks"] = _Marks(frozenset({(index, inner.places[leaf])}))
+
+    def flow(self) -> Flow:
+        """What was seen.
+
+        Raises:
+            FlowError: If the step cannot be split.
+        """
+        for (index, place), tensor, version in self._outputs:
+            if tensor._version != version:
+                leaf = self._calls[index].leaves[place]
+                assert leaf is not None
+                self._calls[index].leaves[place] = Leaf(leaf.shape, leaf.dtype, leaf.requires_grad, is_changed=True)
+        names = [call.name for call in self._calls]
+        for block in self._blocks:
+            if names.count(block) > 1:
+                raise FlowError(
+                    f"The step calls {block} {names.count(block)} times: a pipeline runs a model's blocks once a"
+                    " microbatch. Put what the calls are for into one batch, or use another strategy."
+                )
+        if not self._calls:
+            raise FlowError("The step calls none of the model's parts, so there is nothing to split into stages.")
+        if not self._end.uses:
+            raise FlowError(
+                "The loss that the step returns does not depend on what the model returns, so that nothing would be"
+                " trained. Return the loss, computed from the model's output."
+            )
+        changes_batch = any(tensor._version != version for tensor, version in self._inputs)
+        return Flow(self._calls, self._end, changes_batch, frozenset(self._params_between), tuple(self._changed))
+
+
+@dataclass(frozen=True)
+class _Marks:
+    values: frozenset[Value] = frozenset()
+    params: frozenset[str] = frozenset()
+
+    def __or__(self, other: _Marks) -> _Marks:
+        return _Marks(self.values | other.values, self.params | other.params)
+
+
+_NOTHING = _Marks()
+
+
+def _marks(tensor: Tensor) -> _Marks:
+    marks: _Marks = tensor.__dict__.get("_marks", _NOTHING)
+    return marks
+
+
+class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices what draws random numbers: torch's operations, on which fakes leave no trace, Python's and NumPy's."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._by_torch = False
+        self._states: dict[str, object] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # Of operations that are not torch's own, nothing is known.
+        self._by_torch |= torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in (
+            "aten",
+            "prim",
+            "prims",
+        )
+        return func(*args, **(kwargs or {}))
+
+    def were_drawn(self) -> frozenset[str]:
+        """Of which generators any were since the last call."""
+        states: dict[str, object] = {"python": random.getstate(), "numpy": pickle.dumps(np.random.get_state())}
+        drawn = {kind for kind, state in states.items() if state != self._states.get(kind)}
+        if self._by_torch:
+            drawn.add("torch")
+        self._by_torch, self._states = False, states
+        return frozenset(drawn)
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, observer: _FlowObserver, numbers: _Numbers) -> None:
+        super().__init__()
+        self._observer = observer
+        self._numbers = numbers
+        self._counter = FlopCounterMode(display=False)
+        self._entered = ExitStack()
+
+    def __enter__(self) -> _Functions:
+        self._observer.on_start()
+        self._entered.enter_context(self._counter)
+        self._entered.enter_context(self._numbers)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._entered.close()
+
+    def flops(self) -> int:
+        return int(self._counter.get_total_flops())
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self._observer.on_function(func, args, kwargs or {}, out)
+        return out
+
+
+def _content(value: Any) -> list[Any]:
+    """An attribute's value, and what is in it where it is a container."""
+    if isinstance(value, Mapping):
+        return [value, *value.items()]
+    if isinstance(value, list | deque | set):
+        return [value, *value]
+    return [value]
+
+
+def _is_same(content: list[Any], other: list[Any]) -> bool:
+    return len(content) == len(other) and all(
+        a is b or (isinstance(a, tuple) and isinstance(b, tuple) and a[0] is b[0] and a[1:] and a[1] is b[1])
+        for a, b in zip(content, other, strict=True)
+    )
+
+
+def _is_view(tensor: Tensor, inputs: list[Tensor]) -> bool:
+    return tensor._base is not None and any(tensor._base is given or tensor._base is given._base for given in inputs)
+
+
+_: type[Observer] = _FlowObserver
