@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -44,6 +44,7 @@ __all__ = [
     "reset_after_error",
     "restore_class",
     "route_calls",
+    "without_forward_hooks",
 ]
 
 
@@ -140,19 +141,23 @@ def flush_gradients(root: nn.Module) -> None:
 
 
 @contextmanager
-def accumulating(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iterator[None]:
+def accumulating(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iterator[bool]:
     """Inside, backwards leave parameters gathered and gradients unreduced; forwards and backwards come in any order.
 
     Replaced by: ``set_reshard_after_backward`` and its like on a root without parameters, undone afterwards.
+
+    Yields:
+        Whether FSDP2's hooks would have nothing to do; if not, it casts, and ``root`` must be called.
     """
     before = [(g._group.reshard_after_backward, g._group.reduce_grads, g._group.all_reduce_grads) for g in groups]
     for group in groups:
         group._group.reshard_after_backward = group._group.reduce_grads = group._group.all_reduce_grads = False
     context = _state(root)._state_ctx
     context.is_last_backward = False
+    policies = [group._group.mp_policy for group in groups]
     try:
-        with keep_gathered(groups), _hooks_off(root, groups):
-            yield
+        with keep_gathered(groups):
+            yield all((p.param_dtype, p.reduce_dtype, p.output_dtype) == (None, None, None) for p in policies)
     finally:
         context.is_last_backward = True
         for group, (reshard, reduce, all_reduce) in zip(groups, before, strict=True):
@@ -162,35 +167,39 @@ def accumulating(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iterator[
 
 
 @contextmanager
-def _hooks_off(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iterator[None]:
-    """Inside, forwards and backwards do not come by FSDP2, where it has nothing to do but to gather what is gathered.
+def without_forward_hooks(modules: Iterable[nn.Module], origins: tuple[str, ...]) -> Iterator[None]:
+    """Inside, calls of ``modules`` do not come by the forward hooks that Python modules of ``origins`` have put there.
 
-    It casts, too, under mixed precision; then its hooks stay. Replaced by: hooks that look first whether there is
-    something to do, which now take as long as a small block does.
+    A call with hooks takes as long as a small layer. The others stay in their order; hooks may come and go meanwhile.
+    Replaced by: a way to disable a hook.
+
+    Args:
+        modules: Whose hooks.
+        origins: How the names of the Python modules begin.
     """
-    policies = [group._group.mp_policy for group in groups]
-    if any((p.param_dtype, p.reduce_dtype, p.output_dtype) != (None, None, None) for p in policies):
-        yield
-        return
-    taken: list[tuple[dict[int, Any], int, Any]] = []
-    for module in (root, *(group._group.modules[0] for group in groups)):
-        state = _state(module)
-        for handle in {id(h): h for h in (state._pre_forward_hook_handle, state._post_forward_hook_handle)}.values():
-            for single in getattr(handle, "handles", (handle,)):
-                hooks = single.hooks_dict_ref()
-                if hooks is not None and single.id in hooks:
-                    taken.append((hooks, single.id, hooks[single.id]))
+    before: list[tuple[dict[int, Any], dict[int, Any], set[int]]] = []
+    for module in modules:
+        for hooks in (module._forward_pre_hooks, module._forward_hooks):
+            taken = {number for number, hook in hooks.items() if _origin(hook).startswith(origins)}
+            if taken:
+                before.append((hooks, dict(hooks), taken))
+                for number in taken:
+                    del hooks[number]
     try:
-        for hooks, number, _ in taken:
-            hooks[number] = _do_nothing  # in its place: hooks are called in order
         yield
     finally:
-        for hooks, number, hook in taken:
-            hooks[number] = hook
+        for hooks, were, taken in before:
+            now = dict(hooks)
+            hooks.clear()
+            hooks.update({number: hook for number, hook in were.items() if number in now or number in taken})
+            hooks.update(now)
 
 
-def _do_nothing(*args: Any, **kwargs: Any) -> None:
-    pass
+def _origin(hook: Any) -> str:
+    """The Python module that a hook is written in; empty if it does not say."""
+    while hasattr(hook, "func"):
+        hook = hook.func
+    return getattr(hook, "__module__", None) or ""
 
 
 def reduce_gradients(root: nn.Module, groups: Sequence[ParameterGroup]) -> None:
@@ -245,8 +254,7 @@ def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], output: Any) ->
     Those of torch.distributed and of this package are left out. Replaced by: as for :func:`route_calls`.
     """
     for key, hook in module._forward_hooks.items():
-        function = getattr(hook, "func", hook)
-        if (getattr(function, "__module__", None) or "").startswith(("torch.distributed", "lightning_dist")):
+        if _origin(hook).startswith(("torch.distributed", "lightning_dist")):
             continue
         given: tuple[Any, ...] = (
             (module, args, {}, output) if key in module._forward_hooks_with_kwargs else (module, args, output)

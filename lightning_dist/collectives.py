@@ -1,15 +1,17 @@
-"""Collectives that are faster than the backend's own, in the form that FSDP2 takes them."""
+"""Collectives faster than the backend's, in the form that FSDP2 takes them; and one of objects, faster than torch's."""
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_dist._compat import AllGather, ReduceScatter
 
-__all__ = ["DirectAllGather", "TwoShotReduceScatter"]
+__all__ = ["DirectAllGather", "ObjectBroadcast", "TwoShotReduceScatter"]
 
 
 class DirectAllGather(AllGather):
@@ -87,3 +89,42 @@ class TwoShotReduceScatter(ReduceScatter):
         if op == dist.ReduceOp.AVG:
             output_tensor.div_(world_size)
         return None
+
+
+class ObjectBroadcast:
+    """Gives a rank's objects to all of a group: each in one message, if none before it was larger.
+
+    ``dist.broadcast_object_list`` takes two, the first for the size.
+
+    Args:
+        group: Who.
+        source: Whose objects; its rank in ``group``.
+        device: What tensors the group's backend sends.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, source: int, device: torch.device) -> None:
+        self._group = group
+        self._source = source
+        self._device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
+        self._room = 1024
+
+    def __call__(self, value: Any = None) -> Any:
+        """A copy of the source's ``value``, which it can pickle; those of others are nothing. A collective."""
+        content = pickle.dumps(value) if dist.get_rank(self._group) == self._source else b""
+        message = self._sent((len(content).to_bytes(_HEADER, "little") + content)[: self._room], self._room)
+        size = int.from_bytes(message[:_HEADER], "little")
+        missing = _HEADER + size - self._room
+        if missing > 0:
+            message += self._sent(content[-missing:], missing)
+            self._room = 2 * (_HEADER + size)
+        return pickle.loads(message[_HEADER : _HEADER + size])
+
+    def _sent(self, content: bytes, size: int) -> bytes:
+        """The source's ``content``, followed by what makes it ``size`` bytes."""
+        buffer = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8).to(self._device)
+        dist.broadcast(buffer, group=self._group, group_src=self._source)
+        return buffer.cpu().numpy().tobytes()
+
+
+_HEADER = 8
+"""Bytes that say how many follow."""

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from operator import call
 from typing import Any
 
 import torch
@@ -341,10 +342,11 @@ class ShardedModule:
 
         self._in_step = self._has_stepped = True
         try:
-            with self.running(), _compat.accumulating(self._root, self._sharded_groups):
+            with self.running(), _compat.accumulating(self._root, self._sharded_groups) as is_idle:
                 for group in self.groups:
                     self._gather(group)
-                yield run
+                with self._hooks_off(is_idle):
+                    yield call if is_idle and self.tensor_parallel is None else run
         except BaseException:
             _compat.reset_after_error(self._root)
             raise
@@ -352,6 +354,14 @@ class ShardedModule:
             self._in_step = False
         if not with_backward:
             self.free()
+
+    def _hooks_off(self, is_idle: bool) -> AbstractContextManager[None]:
+        """Inside, hooks that gather what is gathered are not called; ``is_idle``: nor those of FSDP2."""
+        if not is_idle:
+            return nullcontext()
+        ours = ("lightning_dist.sharding",) if self.tensor_parallel is None else ()
+        modules = [module for unit in self.units for module in (*unit.modules, *unit.owners)]
+        return _compat.without_forward_hooks([self._root, *modules], ("torch.distributed.fsdp", *ours))
 
     def after_microbatches(self) -> None:
         """Reduce the gradients that backwards have left, if gradients are to be reduced now; free the units."""

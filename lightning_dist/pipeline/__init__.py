@@ -17,7 +17,7 @@ from lightning_dist.pipeline.microbatches import (
     signature,
     split_batch,
 )
-from lightning_dist.pipeline.runner import Pipeline, PreparedStep
+from lightning_dist.pipeline.runner import Pipeline, PreparedStep, RunRoot
 from lightning_dist.pipeline.schedules import SCHEDULES
 from lightning_dist.pipeline.simulation import simulate
 from lightning_dist.pipeline.stages import PipelineConfig, Stages, find_stages, keep_own, own_units
@@ -31,6 +31,7 @@ __all__ = [
     "Pipeline",
     "PipelineConfig",
     "PreparedStep",
+    "RunRoot",
     "Stages",
     "Timeline",
     "batch_size_of",

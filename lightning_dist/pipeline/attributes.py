@@ -46,5 +46,4 @@ def unchanged(root: nn.Module, names: Names) -> Iterator[None]:
     try:
         yield
     finally:
-        if kept:
-            restore(root, names, kept)
+        restore(root, names, kept)

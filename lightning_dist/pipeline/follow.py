@@ -368,12 +368,7 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._states: dict[str, object] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # Of operations that are not torch's own, nothing is known.
-        self._by_torch |= torch.Tag.nondeterministic_seeded in func.tags or func.namespace not in (
-            "aten",
-            "prim",
-            "prims",
-        )
+        self._by_torch |= _draws(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def were_drawn(self) -> frozenset[str]:
@@ -384,6 +379,18 @@ class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
             drawn.add("torch")
         self._by_torch, self._states = False, states
         return frozenset(drawn)
+
+
+def _draws(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation draws random numbers; of those that are not torch's own, nothing is known."""
+    if operation.namespace not in ("aten", "prim", "prims"):
+        return True
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    names = [argument.name for argument in operation._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    # Attention has the tag for its dropout alone.
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) > 0
 
 
 class _Functions(TorchFunctionMode):

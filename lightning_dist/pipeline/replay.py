@@ -14,10 +14,10 @@ microbatch. A part draws numbers of its own, and leaves those of the step as the
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -61,6 +61,11 @@ class StagePlan:
     def is_last(self) -> bool:
         """Whether the step runs to its end here."""
         return self.stage == self.num_stages - 1
+
+    @cached_property
+    def kept(self) -> list[list[int]]:
+        """Of each call, which of the leaves that it makes are sent."""
+        return [[place for index, place in self.sent if index == call] for call in range(len(self.stages))]
 
     def leaf(self, value: Value) -> Leaf:
         """What is known of ``value``."""
@@ -122,7 +127,6 @@ class _Run:
     plan: StagePlan
     seed: MicrobatchSeed
     given: dict[Value, Tensor]
-    wanted: frozenset[Value]
     made: dict[Value, Tensor] = field(default_factory=dict)
     num_calls: int = 0
     is_inside: bool = False
@@ -169,10 +173,11 @@ class Replay:
             FlowError: If the step calls other parts than when it was followed.
         """
         given = dict(zip(plan.received, received, strict=True))
-        run = self._run = _Run(plan, seed, given, frozenset(plan.sent))
+        run = self._run = _Run(plan, seed, given)
         result = None
         try:
-            self._numbers.seed(seed.between, plan.flow.draws)
+            if plan.flow.draws:
+                self._numbers.seed(seed.between, plan.flow.draws)
             result = step()
         except _EndOfStage:
             pass
@@ -207,11 +212,12 @@ class Replay:
             self._is_whole = False
 
     @contextmanager
-    def stand_in_parameters(self, names: Iterable[str]) -> Iterator[None]:
+    def stand_in_parameters(self, names: Collection[str]) -> Iterator[None]:
         """Inside, those of ``names`` that are on other ranks are full of NaN, so that code between parts can run."""
-        params = dict(self._root.named_parameters())
         others = {
-            param: self._nothing(_like(param)) for name, param in params.items() if name in names and param.is_meta
+            param: _stand_in(_like(param), self._device)
+            for name, param in (self._root.named_parameters() if names else ())
+            if name in names and param.is_meta
         }
         places = [
             (module._parameters, key, param)
@@ -257,23 +263,32 @@ class Replay:
             return self._stand_in(run, index, part, args)
         run.is_inside = True
         try:
-            with ExitStack() as around:
-                if calls[index].inner:
-                    around.enter_context(self._taken_from_inside(run, index))
-                if calls[index].draws:
-                    self._drawing[name] = (index, calls[index].draws)
-                    around.enter_context(self._numbers.kept(calls[index].draws))
-                    self._numbers.seed(run.seed.of(index), calls[index].draws)
+            if calls[index].inner or calls[index].draws:
+                output = self._run_part(run, index, part, args, kwargs)
+            else:
                 output = _compat.call(part, *args, **kwargs)
         finally:
             run.is_inside = False
-        for place, leaf in enumerate(tree_flatten(output)[0]):
-            self._keep(run, (index, place), leaf)
+        if run.plan.kept[index]:
+            for place, leaf in enumerate(tree_flatten(output)[0]):
+                self._keep(run, (index, place), leaf)
         return output
+
+    def _run_part(self, run: _Run, index: int, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a part that draws random numbers, or from inside which hooks take something."""
+        call = run.plan.flow.calls[index]
+        with ExitStack() as around:
+            if call.inner:
+                around.enter_context(self._taken_from_inside(run, index))
+            if call.draws:
+                self._drawing[call.name] = (index, call.draws)
+                around.enter_context(self._numbers.kept(call.draws))
+                self._numbers.seed(run.seed.of(index), call.draws)
+            return _compat.call(part, *args, **kwargs)
 
     def _keep(self, run: _Run, value: Value, tensor: Any) -> None:
         """Take ``tensor`` for ``value``, if the next stage is to have it."""
-        if value not in run.wanted:
+        if value[1] not in run.plan.kept[value[0]]:
             return
         known = run.plan.leaf(value)
         if not isinstance(tensor, Tensor) or tensor.shape != known.shape:
@@ -320,7 +335,7 @@ class Replay:
                 tensor = run.given.get((index, places[at])) if at in places else None
                 if leaf is None or tensor is None:
                     known = run.plan.leaf((index, places[at])) if leaf is not None and at in places else leaf
-                    leaves.append(constant if known is None else self._nothing(known))
+                    leaves.append(constant if known is None else _stand_in(known, self._device))
                 else:
                     leaves.append(tensor.clone() if run.plan.leaf((index, places[at])).is_changed else tensor)
             assert output.structure is not None
@@ -332,11 +347,22 @@ class Replay:
         result = given(call.output, {at: at for at in range(len(call.output.leaves))})
         return _compat.call_forward_hooks(part, args, result)
 
-    def _nothing(self, leaf: Leaf) -> Tensor:
-        value = float("nan") if leaf.dtype.is_floating_point or leaf.dtype.is_complex else 0
-        if leaf.is_changed:
-            return torch.full(leaf.shape, value, dtype=leaf.dtype, device=self._device)
-        return torch.full((), value, dtype=leaf.dtype, device=self._device).expand(leaf.shape)
+
+def _stand_in(leaf: Leaf, device: torch.device) -> Tensor:
+    """A tensor for one that is on another stage."""
+    if not leaf.is_changed:
+        return _constant(leaf.dtype, device).expand(leaf.shape)
+    return torch.full(leaf.shape, _nothing(leaf.dtype), dtype=leaf.dtype, device=device)
+
+
+@cache
+def _constant(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.full((), _nothing(dtype), dtype=dtype, device=device)
+
+
+def _nothing(dtype: torch.dtype) -> float:
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
 
 
 def _like(param: Tensor) -> Leaf:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,12 +25,13 @@ from lightning_dist.pipeline.stages import PipelineConfig, Stages
 from lightning_dist.pipeline.timeline import Order, Recorder, TimedStage, Timeline
 from lightning_dist.pipeline.whole_model import whole_model
 
-__all__ = ["Pipeline", "PreparedStep"]
+__all__ = ["Pipeline", "PreparedStep", "RunRoot"]
 
 _MOST_PREPARED = 4
 """Schedules that are kept, each with buffers for what all its microbatches receive; of batches of other shapes."""
 
 RunRoot = Callable[[Callable[[], Any]], Any]
+"""Runs what it is given as a forward of the whole module."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +268,7 @@ class Pipeline:
 
         def run() -> Any:
             if not plan.is_last:
-                with unchanged(self._root, plan.flow.changed):
+                with unchanged(self._root, plan.flow.changed) if plan.flow.changed else nullcontext():
                     _, sent = self._replay.run(plan, seed, received, step)
                 return sent
             result, _ = self._replay.run(plan, seed, received, step)

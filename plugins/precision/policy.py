@@ -52,7 +52,9 @@ def precision_policy(plugin: Precision, reduce_dtype: str | None = None) -> Prec
         return PrecisionPolicy(None, told)
     if isinstance(plugin, MixedPrecision | HalfPrecision) and plugin.precision in ("bf16-mixed", "bf16-true"):
         return PrecisionPolicy(torch.bfloat16, told or torch.float32)
+    if isinstance(plugin, MixedPrecision):
+        return PrecisionPolicy(torch.float16, told or torch.float32)
     raise ValueError(
         f"precision={plugin.precision!r} ({type(plugin).__name__}) is not supported by the sharded strategies; use"
-        " '32-true', '64-true', 'bf16-mixed' or 'bf16-true'."
+        " '32-true', '64-true', 'bf16-mixed', 'bf16-true' or '16-mixed'."
     )

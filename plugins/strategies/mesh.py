@@ -34,7 +34,7 @@ from lightning_dist.parallelize import TensorParallelConfig, parallelize
 from lightning_dist.pipeline import PipelineConfig
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.callbacks import FaultTolerance
-from lightning_dist.plugins.precision import PrecisionPolicy, precision_policy
+from lightning_dist.plugins.precision import PrecisionPolicy, agree_on_overflows, precision_policy
 from lightning_dist.plugins.strategies import loading
 from lightning_dist.plugins.strategies.bookkeeping import absolute
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions, Checkpoints, optimizer_state
@@ -188,6 +188,7 @@ class MeshStrategy(ProcessStrategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None:
             precision_policy(plugin)
+            agree_on_overflows(plugin)
         self._precision_plugin = plugin
 
     @property

@@ -115,7 +115,7 @@ class PipelineParallelStrategy(MeshStrategy):
         if existing is not None and copied is None:
             self._check_same_stages(existing, module)
         if spread.pipeline is not None and copied is None:
-            self._steps = PipelinedSteps(module, spread, self._step_context)
+            self._steps = PipelinedSteps(module, spread, self._step_context, self._scale)
         return spread
 
     def _check_same_stages(self, existing: ShardedModule, module: LightningModule) -> None:
@@ -140,6 +140,10 @@ class PipelineParallelStrategy(MeshStrategy):
             "test_step": plugin.test_step_context,
             "predict_step": plugin.predict_step_context,
         }[name]()
+
+    def _scale(self, loss: Tensor) -> Tensor:
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        return loss if scaler is None else scaler.scale(loss)
 
     def setup(self, trainer: Trainer) -> None:
         """Cut the module into stages, then make its optimizers.

@@ -1,0 +1,65 @@
+"""Loss scaling for float16, where each rank has only a part of the gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+__all__ = ["ShardedGradScaler", "agree_on_overflows"]
+
+
+class ShardedGradScaler(torch.amp.GradScaler):
+    """A ``GradScaler`` by which all ranks skip a step where any has found an overflow, and so keep one scale.
+
+    torch's own (of FSDP1) takes no DTensors, and waits for ever for a rank that has no gradients.
+    """
+
+    def _unscale_grads_(
+        self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        """Divide gradients by the scale, in place. A collective over all processes.
+
+        Returns:
+            Device to 1.0 where any rank has an infinite or undefined gradient, else to 0.0.
+        """
+        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+                    by_dtype.setdefault(grad.dtype, []).append(grad)
+        for grads in by_dtype.values():
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+        return {found_inf.device: found_inf}
+
+
+def agree_on_overflows(plugin: Precision) -> None:
+    """Let the scaler of ``plugin``, if it has one, be a :class:`ShardedGradScaler` of the same settings.
+
+    Raises:
+        TypeError: If it is no plain ``GradScaler``, of which nothing is known.
+    """
+    if not isinstance(plugin, MixedPrecision) or plugin.scaler is None or isinstance(plugin.scaler, ShardedGradScaler):
+        return
+    scaler: Any = plugin.scaler
+    if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
+        raise TypeError(
+            f"scaler={type(scaler).__name__} looks at the gradients of one rank. Give MixedPrecision a"
+            " torch.amp.GradScaler, or none."
+        )
+    ours = ShardedGradScaler(
+        plugin.device,
+        init_scale=scaler._init_scale,
+        growth_factor=scaler.get_growth_factor(),
+        backoff_factor=scaler.get_backoff_factor(),
+        growth_interval=scaler.get_growth_interval(),
+        enabled=scaler.is_enabled(),
+    )
+    plugin.scaler = ours

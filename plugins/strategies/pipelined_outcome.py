@@ -1,0 +1,214 @@
+"""What a step of a pipeline leaves, as one of the whole batch would: on every rank, what the last stage has."""
+
+from __future__ import annotations
+
+import operator
+import pickle
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from inspect import signature as signature_of
+from typing import Any, cast
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor
+from torchmetrics import Metric
+
+from lightning_dist.collectives import ObjectBroadcast
+from lightning_dist.consensus import OtherRankError
+from lightning_dist.pipeline import Flow, Pipeline
+from lightning_dist.pipeline.attributes import keep, restore
+from lightning_dist.plugins import _compat
+from lightning_dist.plugins.strategies.pipelined_metrics import SharedMetrics
+
+__all__ = ["Outcome", "joined", "merged_outputs"]
+
+
+@dataclass
+class _Logged:
+    """A call of ``self.log`` in one microbatch."""
+
+    value: Any
+    kwargs: dict[str, Any]
+    num_samples: int
+    metric: str | None = None
+    """The attribute that holds the metric whose value for the microbatch this is."""
+
+
+class Outcome:
+    """What a step leaves besides its result: what it logs, and the attributes that it changes.
+
+    Args:
+        module: The user's module.
+        flow: The step.
+        sizes: Number of samples in each microbatch.
+        shared: The module's metrics.
+    """
+
+    def __init__(self, module: LightningModule, flow: Flow, sizes: Sequence[int], shared: SharedMetrics) -> None:
+        self._module = module
+        self._shared = shared
+        self._sizes = sizes
+        self._changed: list[tuple[str, str]] = []
+        if flow.changed:
+            metrics = {name for name, metric in module.named_modules() if isinstance(metric, Metric)}
+            self._changed = [(owner, key) for owner, key in flow.changed if owner not in metrics]
+        self._before = keep(module, self._changed)
+        self._logged: dict[str, dict[int, _Logged]] = {}
+        self.microbatch = 0
+        """Whose step runs."""
+
+    @contextmanager
+    def logging(self) -> Iterator[None]:
+        """Around the steps of all microbatches: what is logged is that of ``microbatch``."""
+
+        def on_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            kwargs = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
+            size = kwargs.get("batch_size") or self._sizes[self.microbatch]
+            metric = None
+            if isinstance(value, Metric):
+                metric = next((path for path, found in self._module.named_modules() if found is value), None)
+                if metric is None:
+                    raise ValueError(
+                        f"self.log({name!r}, ...) was given a {type(value).__name__} that is no attribute of"
+                        f" {type(self._module).__name__}: under a pipeline it must be one, so that all ranks know it."
+                    )
+                value = None
+            kept = value.detach() if isinstance(value, Tensor) else apply_to_collection(value, Tensor, Tensor.detach)
+            self._logged.setdefault(name, {})[self.microbatch] = _Logged(kept, kwargs, size, metric)
+
+        with _compat.logging_to(self._module, on_log):
+            yield
+
+    def tell(self, merge: Callable[[], Any], pipeline: Pipeline, broadcast: ObjectBroadcast) -> Any:
+        """Give every rank of ``pipeline`` what the last stage has, attributes and logs. A collective.
+
+        Args:
+            merge: Makes the step's output, on the last stage.
+            pipeline: Whose ranks.
+            broadcast: From the last stage to all.
+
+        Raises:
+            OtherRankError: If the last stage could not put together what its microbatches have left.
+        """
+        told: Any = None
+        error: Exception | None = None
+        if pipeline.is_last:
+            try:
+                logged = {name: self._merged(list(calls.values())) for name, calls in self._logged.items()}
+                told = apply_to_collection((merge(), logged, self._attributes()), Tensor, _portable)
+                told = pickle.dumps(told)
+            except Exception as raised:  # the others wait for it
+                error = raised
+                told = f"{type(raised).__name__}: {raised}"
+        told = broadcast(told)
+        if isinstance(told, str):
+            raise error or OtherRankError(f"The last stage could not tell what a step has left: {told}")
+        output, logged, attributes = apply_to_collection(pickle.loads(told), Tensor, Tensor.to, self._module.device)
+        restore(self._module, self._changed, self._before)
+        for (owner, key), (is_added, value) in zip(self._changed, attributes, strict=True):
+            if is_added:
+                vars(self._module.get_submodule(owner))[key].extend(value)
+            else:
+                setattr(self._module.get_submodule(owner), key, value)
+        for name, call in logged.items():
+            value = call.value
+            if call.metric is not None:
+                value = self._module.get_submodule(call.metric)
+                vars(value)["_forward_cache"] = call.value
+            self._module.log(name, value, **call.kwargs)
+        return output
+
+    def _attributes(self) -> list[tuple[bool, Any]]:
+        """The value of each attribute that the step changes; of a list that it has added to, what, as of one step."""
+        found: list[tuple[bool, Any]] = []
+        for (owner, key), (before, content) in zip(self._changed, self._before, strict=True):
+            value: Any = vars(self._module.get_submodule(owner)).get(key)
+            is_list = value is before and isinstance(value, list) and isinstance(content, list)
+            if is_list and len(value) >= len(content) and all(map(operator.is_, value, content)):
+                found.append((True, self._of_one_step(value[len(content) :])))
+            else:
+                found.append((False, value))
+        return found
+
+    def _of_one_step(self, added: list[Any]) -> list[Any]:
+        """What microbatches have added to a list, each as much, as what the whole batch would have."""
+        per_microbatch, rest = divmod(len(added), len(self._sizes))
+        if rest or not all(isinstance(item, Tensor | Mapping | tuple | float) for item in added):
+            return added  # an item a sample, say
+        return [joined(added[place::per_microbatch]) for place in range(per_microbatch)]
+
+    def _merged(self, calls: list[_Logged]) -> _Logged:
+        """What microbatches have logged under one name, as one call."""
+        first = calls[0]
+        size = sum(call.num_samples for call in calls)
+        kwargs = {**first.kwargs, "batch_size": size}
+        if first.metric is not None:
+            metric = cast(Metric, self._module.get_submodule(first.metric))
+            return _Logged(self._shared.value_of_batch(metric), kwargs, size, first.metric)
+        values = torch.stack([torch.as_tensor(call.value, device=self._module.device) for call in calls])
+        reduce_fx = kwargs.get("reduce_fx", "mean")
+        name = getattr(reduce_fx, "__name__", reduce_fx)
+        if name in ("mean", "avg"):
+            sizes = torch.tensor([call.num_samples for call in calls], dtype=torch.float64, device=values.device)
+            weights = (sizes / size).view(-1, *([1] * (values.ndim - 1)))
+            dtype = values.dtype if values.dtype.is_floating_point else torch.get_default_dtype()
+            return _Logged((values * weights).sum(0).to(dtype), kwargs, size)
+        merge: dict[Any, Callable[[Tensor], Tensor]] = {
+            "sum": partial(torch.sum, dim=0),
+            "max": partial(torch.amax, dim=0),
+            "min": partial(torch.amin, dim=0),
+        }
+        return _Logged(merge.get(name, reduce_fx)(values), kwargs, size)
+
+
+def _portable(tensor: Tensor) -> Tensor:
+    """``tensor`` as it is pickled: on the CPU, and in memory of its own, which no later step changes."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
+_LOG_ARGUMENTS = tuple(signature_of(LightningModule.log).parameters)[3:]
+"""Those after ``self``, ``name`` and ``value``."""
+
+
+def merged_outputs(results: list[Any], losses: list[Tensor]) -> Any:
+    """What ``training_step`` returned, over all microbatches."""
+    if not isinstance(results[0], Mapping):
+        return torch.stack(losses).mean()
+    weights = [result.get("weight") for result in results]
+    others = {key: joined([result[key] for result in results]) for key in results[0] if key not in ("loss", "weight")}
+    if weights[0] is None:
+        return {"loss": torch.stack(losses).mean(), **others}
+    total = sum(weights)
+    return {
+        "loss": sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / total,
+        "weight": total,
+        **others,
+    }
+
+
+def joined(results: list[Any]) -> Any:
+    """Outputs of microbatches as that of the batch.
+
+    Tensors one after another; floating-point numbers averaged, and whole numbers, which count, summed.
+    """
+    first = results[0]
+    if isinstance(first, Tensor):
+        detached = [result.detach() for result in results]
+        if first.ndim:
+            return torch.cat(detached)
+        return torch.stack(detached).mean() if first.is_floating_point() else torch.stack(detached).sum()
+    if isinstance(first, float):
+        return sum(results) / len(results)
+    if isinstance(first, int) and not isinstance(first, bool):
+        return sum(results)
+    if isinstance(first, Mapping):
+        return {key: joined([result[key] for result in results]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(joined(list(column)) for column in zip(*results, strict=True))
+    if isinstance(first, list):
+        return [item for result in results for item in result]
+    return first
