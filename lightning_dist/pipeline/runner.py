@@ -176,13 +176,17 @@ class Pipeline:
 
     def agree_on_buffers(self) -> None:
         """Give every stage the last one's buffers that are in no part, where the code between parts may change them."""
-        parts = self.stages.parts
-        between = [
-            buffer
-            for name, buffer in self._root.named_buffers()
-            if not any(name.startswith(f"{part}.") for part in parts)
-        ]
-        broadcast_tensors(between, self.group, self.last_rank)
+        broadcast_tensors(list(self._buffers_between().values()), self.group, self.last_rank)
+
+    @property
+    def buffers_of_others(self) -> frozenset[str]:
+        """Names of the buffers that are here, but as they should be only where the last stage is."""
+        return frozenset() if self.is_last else frozenset(self._buffers_between())
+
+    def _buffers_between(self) -> dict[str, Tensor]:
+        """Those in no part, by name."""
+        parts = tuple(f"{part}." for part in self.stages.parts)
+        return {name: buffer for name, buffer in self._root.named_buffers() if not name.startswith(parts)}
 
     def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
         """The norm of the gradients of all stages; what several stages have counts once. A collective over ``pp``.
@@ -242,22 +246,27 @@ class Pipeline:
         local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         sending: list[tuple[dist.Work | None, Tensor]] = []
         for stage, plan in self._plans.items():
+            before, after = (self.config.rank_of(s % self.stages.num_stages) for s in (stage - 1, stage + 1))
+            waiting: list[Tensor] = []
             for microbatch in range(num_microbatches):
                 received = local.pop((stage, microbatch), None)
                 if received is None:
                     leaves = [plan.leaf(value) for value in plan.received]
                     received = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device) for leaf in leaves)
                     for tensor in received:
-                        dist.recv(tensor, group=self.group, group_src=self.config.rank_of(stage - 1))
+                        dist.recv(tensor, group=self.group, group_src=before)
                 sent = self._run_stage(stage, microbatch, received)
                 if plan.is_last:
                     continue
                 if stage + 1 in self._plans:
                     local[stage + 1, microbatch] = sent
                     continue
-                peer = self.config.rank_of(stage + 1)
-                for tensor in map(Tensor.contiguous, sent):
-                    sending.append((dist.isend(tensor, group=self.group, group_dst=peer), tensor))
+                waiting += map(Tensor.contiguous, sent)
+                # NCCL does one thing after the other between two ranks: to send now would hold up what is received.
+                if before != after or stage == 0:
+                    sending += [(dist.isend(tensor, group=self.group, group_dst=after), tensor) for tensor in waiting]
+                    waiting.clear()
+            sending += [(dist.isend(tensor, group=self.group, group_dst=after), tensor) for tensor in waiting]
         for work, _ in sending:
             if work is not None:
                 work.wait()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -14,24 +14,30 @@ from torch.distributed.tensor import DTensor, Replicate
 __all__ = ["optimizer_state_of_all", "written_by_stage"]
 
 
-def written_by_stage(state: Mapping[str, Any], mesh: DeviceMesh) -> dict[str, Any]:
+def written_by_stage(state: Mapping[str, Any], mesh: DeviceMesh, of_others: Collection[str]) -> dict[str, Any]:
     """A module's ``state``, its plain tensors as replicas over ``mesh``, so that one of these ranks writes each.
 
     Args:
         state: The module's state dict.
         mesh: The ranks that have the same stages.
+        of_others: Names of what is here, but is another stage's to write.
     """
-    placements = [Replicate()] * mesh.ndim
 
-    def replicated(value: Any) -> Any:
-        if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.is_meta:
-            return value
-        return DTensor.from_local(value.detach().clone(), mesh, placements, run_check=False)
+    def written(name: str, value: Any) -> Any:
+        if name in of_others and isinstance(value, Tensor):
+            return torch.empty_like(value, device="meta")
+        return _replicated(value, mesh)
 
-    return {name: replicated(value) for name, value in state.items()}
+    return {name: written(name, value) for name, value in state.items()}
 
 
-def optimizer_state_of_all(state: dict[str, Any], group: dist.ProcessGroup) -> dict[str, Any]:
+def _replicated(value: Any, mesh: DeviceMesh) -> Any:
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.is_meta:
+        return value
+    return DTensor.from_local(value.detach().clone(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def optimizer_state_of_all(state: dict[str, Any], group: dist.ProcessGroup, mesh: DeviceMesh) -> dict[str, Any]:
     """An optimizer's ``state``, by name, with that of other stages: tensors on the meta device, numbers as they are.
 
     A collective over ``group``.
@@ -39,11 +45,16 @@ def optimizer_state_of_all(state: dict[str, Any], group: dist.ProcessGroup) -> d
     Args:
         state: From :func:`lightning_dist.checkpoint.state.by_name`.
         group: The ranks of one pipeline.
+        mesh: The ranks that have the same stages.
     """
     outlines: list[dict[str, dict[str, Any]]] = [{} for _ in range(dist.get_world_size(group))]
     own = {name: {key: _outline(value) for key, value in values.items()} for name, values in state["state"].items()}
     dist.all_gather_object(outlines, own, group)
-    merged = dict(state["state"])
+    merged = {
+        name: {key: _replicated(value, mesh) if isinstance(own[name][key], _Outline) else value
+               for key, value in values.items()}
+        for name, values in state["state"].items()
+    }  # fmt: skip
     for outline in outlines:
         for name, values in outline.items():
             if name not in merged:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_dist.checkpoint import CheckpointError, Part, TensorInfo, Verify, read_part
@@ -103,6 +103,10 @@ def _empty_like(target: torch.Tensor | None, info: TensorInfo) -> torch.Tensor |
         # An optimizer's factored statistics (Adafactor's rows and columns): split like the parameter where they can be.
         whole = torch.empty(info.shape, dtype=info.dtype, device=target.device)
         if info.path[0] == "optimizer_states":
-            return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
+            can_be = [
+                Replicate() if isinstance(placement, Shard) and placement.dim >= whole.ndim else placement
+                for placement in target.placements
+            ]
+            return distribute_tensor(whole, target.device_mesh, can_be, src_data_rank=None)
         return whole
     return torch.empty(info.shape, dtype=info.dtype, device=target.device if target is not None else None)

@@ -203,10 +203,11 @@ class PipelineParallelStrategy(MeshStrategy):
 
     def _rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         own = super()._rank_state(checkpoint)
-        if self._steps is not None:
+        if self._sharded is not None and self._sharded.pipeline is not None:
             mesh = self.layout.parameter_mesh(self.mesh)
+            of_others = self._sharded.pipeline.buffers_of_others
             for key in checkpoint.keys() & set(MODELS):
-                checkpoint[key] = written_by_stage(checkpoint[key], mesh)
+                checkpoint[key] = written_by_stage(checkpoint[key], mesh, of_others)
         return own
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -214,7 +215,8 @@ class PipelineParallelStrategy(MeshStrategy):
         state = super().optimizer_state(optimizer)
         if self._sharded is None or self._sharded.pipeline is None:
             return state
-        return optimizer_state_of_all(state, self._sharded.pipeline.group)
+        mesh = self.layout.parameter_mesh(self.mesh)
+        return optimizer_state_of_all(state, self._sharded.pipeline.group, mesh)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Hand back the gradients that the step has made."""

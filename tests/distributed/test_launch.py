@@ -21,10 +21,18 @@ import lightning as L
 import torch
 import lightning_dist
 
+class Last(torch.nn.Linear):
+    calls = 0
+    def forward(self, x):
+        self.calls += 1
+        if "fail_in_stage" in sys.argv and self.calls == 9:
+            raise RuntimeError("the last layer fails")
+        return super().forward(x)
+
 class Net(L.LightningModule):
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+        self.layers = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), Last(8, 1))
     def training_step(self, batch, batch_idx):
         x, y = batch
         if "fail" in sys.argv and batch_idx == 2 and self.global_rank == int(sys.argv[-1]):
@@ -40,6 +48,7 @@ if __name__ == "__main__":
     x = torch.randn(64, 4)
     data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True)), batch_size=4)
     strategy = lightning_dist.HybridShardStrategy(3, 2) if "sizes" in sys.argv else "hybrid_shard"
+    strategy = "pipeline_parallel" if "fail_in_stage" in sys.argv else strategy
     nodes = 2 if "two_nodes" in sys.argv else 1
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2 // nodes, num_nodes=nodes, max_epochs=8,
                         logger=False, enable_checkpointing=False, enable_progress_bar=False)
@@ -147,6 +156,17 @@ def test_a_launched_rank_that_fails_ends_the_run(script: Path) -> None:
     output, _ = first.communicate(timeout=60)
     assert first.returncode != 0, output
     assert "RuntimeError: rank 1 fails" in output
+
+
+def test_a_stage_that_fails_ends_the_run(script: Path) -> None:
+    """The first stage waits for a gradient of the second, which has raised."""
+    began = time.monotonic()
+    first = Forked(run_script, script, "fail_in_stage", environment=environment())
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode != 0, output
+    assert "RuntimeError: the last layer fails" in output
+    assert "in forward" in output  # its traceback
+    assert time.monotonic() - began < 40
 
 
 def other_devices() -> None:

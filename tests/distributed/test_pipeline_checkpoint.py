@@ -60,9 +60,12 @@ def state_of(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[dict[str,
     for optimizer in trainer.optimizers:
         for param, state in optimizer.state.items():
             for key, value in state.items():
-                whole = value.full_tensor() if isinstance(value, DTensor) else value
-                moments[f"{names[param]}/{key}"] = whole.detach().clone().numpy()
+                moments[f"{names[param]}/{key}"] = whole(value).detach().clone().numpy()
     return {name: weight.numpy() for name, weight in whole_parameters(module).items()}, moments
+
+
+def whole(value: torch.Tensor) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def train(model_name: str, name: str, start: Path | None, end: Path, num_steps: int) -> tuple[Any, ...]:
@@ -132,6 +135,57 @@ def test_each_stage_saves_its_buffers(pool: WorkerPool, tmp_path: Path) -> None:
         for name, buffer in own.items():
             np.testing.assert_array_equal(buffer, read[name])
     assert {name for own, _ in ranks for name in own} == ranks[0][1].keys()
+
+
+class Remembers(torch.optim.SGD):
+    """Keeps of each parameter a plain tensor with a dimension."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    self.state[param].setdefault("memory", torch.zeros(2)).add_(1.0)
+        return result
+
+
+class Counting(PIPELINE_MODELS["deep_gpt"]):  # type: ignore[misc]  # a class by name
+    """Counts in a buffer of its own, after the model: only where the last stage is does the step come so far."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.seen += len(batch[0])
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return Remembers(self.parameters(), lr=0.01)
+
+
+def remembered(name: str, path: Path, num_steps: int, start: Path | None = None) -> tuple[int, dict[str, Any]]:
+    """The count and the optimizer's memory, by the parameter's name, after as many steps in all."""
+    model = Counting(global_batch_size=8)
+    trainer = make_trainer(
+        "auto", strategy=STRATEGIES[name][1](), devices=STRATEGIES[name][0], max_steps=num_steps, precision="64-true"
+    )
+    trainer.fit(model, ckpt_path=start)
+    trainer.save_checkpoint(path)
+    names = {param: name for name, param in model.named_parameters()}
+    states = trainer.optimizers[0].state.items()
+    return int(model.seen), {names[param]: float(whole(state["memory"]).sum()) for param, state in states if state}
+
+
+@pytest.mark.parametrize("name", ["pp2", "pp2 x tp2, zbv"])
+def test_what_only_one_stage_knows_is_saved(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+    pool.run(remembered, STRATEGIES[name][0], name, tmp_path / "first", 2)
+    ranks = pool.run(remembered, STRATEGIES[name][0], name, tmp_path / "second", 3, tmp_path / "first")
+    alone = pool.run(remembered, 1, "one", tmp_path / "alone", 4, tmp_path / "second")[0]
+    assert alone[0] == 4 * 8
+    assert set(alone[1].values()) == {2 * 4.0}
+    assert {key: value for _, memory in ranks for key, value in memory.items()} == dict.fromkeys(alone[1], 2 * 3.0)
 
 
 def call_alone() -> float:
