@@ -14,10 +14,23 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
-__all__ = ["RankFailed", "WorkerPool"]
+__all__ = ["RankFailed", "WorkerPool", "fork_server"]
+
+
+def fork_server(*modules: str) -> ForkServerContext:
+    """What starts processes that are forked from one that has imported ``tests.preload`` and ``modules``.
+
+    The first call starts it, and returns before it has imported anything; later ones cannot add modules.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload", *modules])
+    forkserver.ensure_running()
+    return context
 
 
 class RankFailed(AssertionError):  # noqa: N818 - reads as what it is in a test report
@@ -32,8 +45,7 @@ class WorkerPool:
     """Workers that run one function on every rank of a process group's environment."""
 
     def __init__(self) -> None:
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.preload"])
+        self._context = fork_server()
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(
