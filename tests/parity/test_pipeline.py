@@ -28,13 +28,30 @@ EXTRA = [
     PipelineCase("deep_gpt", "pp2 x tp2", "zbv", clip=0.1),
     PipelineCase("dropout", "pp2 x shard2", "interleaved_1f1b", accumulate=2),
 ]
+# With EXTRA every model, every schedule and every layout.
+SOME = [
+    PipelineCase("deep_llama", "pp2", "gpipe"),
+    PipelineCase("deep_gpt", "pp2", "interleaved_zero_bubble"),
+    PipelineCase("deep_gpt", "pp2", "dualpipev"),
+    PipelineCase("deep_gpt", "pp4", "looped_bfs"),
+    *(PipelineCase(model, "pp2") for model in ("bert", "deep_t5", "deep_batch_norm", "deep_encoder", "unet")),
+    PipelineCase("deep_mixtral", "pp2"),
+    PipelineCase("sequential", "pp2 x replicate2 x shard2"),
+]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         is_full = metafunc.config.getoption("--matrix") == "full"
-        some = [*SCHEDULED[::4], *SCHEDULED[3::4], *(PipelineCase(model, "pp2") for model in MODELS), SPREAD[1]]
-        metafunc.parametrize("case", [*(SCHEDULED + SPREAD if is_full else some), *EXTRA], ids=str)
+        cases = dict.fromkeys([*SOME, *EXTRA, *(SCHEDULED + SPREAD if is_full else [])])
+        metafunc.parametrize("case", list(cases), ids=str)
+
+
+def test_the_subset_covers_every_axis() -> None:
+    cases = [*SOME, *EXTRA]
+    assert {case.model for case in cases} == {"deep_gpt", *MODELS}
+    assert {case.schedule for case in cases} == set(SCHEDULES)
+    assert {case.layout for case in cases} == {"pp2", "pp4", *LAYOUTS}
 
 
 @functools.cache

@@ -22,9 +22,9 @@ EVERY = [
     for options in ((), WHOLE)
 ] + [Case(layout, model, 1, None, options=WITHHELD) for model in ("llama3", "qwen") for layout in ("tp2", "tp4")]
 EXTRA = [
-    Case("tp2", "gpt", 4, 0.1),
-    Case("2xtp2", "llama3", 4, 0.1),
-    Case("tp2", "gpt2", 4, 0.1, optimizer="adamw"),
+    Case("tp2", "gpt", 3, 0.1),
+    Case("2xtp2", "llama3", 2, 0.1),
+    Case("tp2", "gpt2", 2, 0.1, optimizer="adamw"),
     Case("tp4", "gpt", 1, None, precision="32-true"),
     Case("2xtp2", "llama", 1, 0.1, precision="32-true"),
 ]
