@@ -26,6 +26,14 @@ def pool() -> Iterator[WorkerPool]:
 
 
 @pytest.fixture(scope="session")
+def reference_pool() -> Iterator[WorkerPool]:
+    """For what one process computes, :func:`tests.pool.beside` the ranks that are compared with it."""
+    workers = WorkerPool()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="session")
 def empty_mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A migrated database, which MLflow takes seconds to make."""
     from mlflow import MlflowClient

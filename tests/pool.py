@@ -14,12 +14,15 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
-from typing import Any
+from typing import Any, TypeVar
 
-__all__ = ["RankFailed", "WorkerPool", "fork_server"]
+__all__ = ["RankFailed", "WorkerPool", "beside", "fork_server"]
+
+First, Second = TypeVar("First"), TypeVar("Second")
 
 
 def fork_server(*modules: str) -> ForkServerContext:
@@ -31,6 +34,13 @@ def fork_server(*modules: str) -> ForkServerContext:
     context.set_forkserver_preload(["tests.preload", *modules])
     forkserver.ensure_running()
     return context
+
+
+def beside(first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
+    """What both return, run at the same time: one process leaves a core to others. Each needs a pool of its own."""
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(second)
+        return first(), future.result()
 
 
 class RankFailed(AssertionError):  # noqa: N818 - reads as what it is in a test report
