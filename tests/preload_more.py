@@ -1,6 +1,7 @@
 """What the tests' workers need beyond ``tests.preload``, each of which would else import it again.
 
-Apart from that because benchmarks measure the memory of workers that do without.
+Apart from that because benchmarks measure the memory of workers that do without. The one thread that is started, of
+the allocator of MLflow's pyarrow, is made for forking.
 """
 
 import gc
