@@ -7,6 +7,7 @@ them. A test hands over a function (by name: it must be at module level) and get
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import socket
@@ -180,6 +181,8 @@ def _leave_process_group(destroy: bool) -> None:
         dist.destroy_process_group()
         # DTensor's caches find the next test's mesh equal to this one's, whose process groups are gone.
         debug._clear_sharding_prop_cache()
+        # What a cycle still holds has three threads a group, one of which wakes a hundred times a second.
+        gc.collect()
 
 
 def _free_port() -> int:
