@@ -10,11 +10,24 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from tests.pool import WorkerPool
+from tests.pool import WorkerPool, fork_server
+
+
+def pytest_sessionstart() -> None:
+    """It imports for seconds: meanwhile, this process collects the tests."""
+    fork_server("tests.preload_more")
 
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
+    workers = WorkerPool()
+    yield workers
+    workers.close()
+
+
+@pytest.fixture(scope="session")
+def reference_pool() -> Iterator[WorkerPool]:
+    """For what one process computes, :func:`tests.pool.beside` the ranks that are compared with it."""
     workers = WorkerPool()
     yield workers
     workers.close()

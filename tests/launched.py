@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing as mp
 import os
 import runpy
 import signal
@@ -14,6 +13,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+from tests.pool import fork_server
 
 __all__ = ["ROOT", "Forked", "Job", "launch", "run_script", "wait_for"]
 
@@ -36,8 +37,7 @@ class Forked:
     def __init__(
         self, function: Callable[..., Any], *args: Any, environment: dict[str, str], is_parent: bool = False
     ) -> None:
-        context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["tests.preload"])
+        context = fork_server()
         ours, theirs = context.Pipe(duplex=False)
         self._process = context.Process(
             target=_in_fork, args=(theirs, environment, function, args), daemon=not is_parent

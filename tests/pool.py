@@ -7,6 +7,7 @@ them. A test hands over a function (by name: it must be at module level) and get
 
 from __future__ import annotations
 
+import gc
 import multiprocessing as mp
 import os
 import socket
@@ -14,10 +15,33 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
-from typing import Any
+from multiprocessing.context import ForkServerContext
+from typing import Any, TypeVar
 
-__all__ = ["RankFailed", "WorkerPool"]
+__all__ = ["RankFailed", "WorkerPool", "beside", "fork_server"]
+
+First, Second = TypeVar("First"), TypeVar("Second")
+
+
+def fork_server(*modules: str) -> ForkServerContext:
+    """What starts processes that are forked from one that has imported ``tests.preload`` and ``modules``.
+
+    The first call starts it, and returns before it has imported anything; later ones cannot add modules.
+    """
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preload", *modules])
+    forkserver.ensure_running()
+    return context
+
+
+def beside(first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
+    """What both return, run at the same time: one process leaves a core to others. Each needs a pool of its own."""
+    with ThreadPoolExecutor(1) as threads:
+        future = threads.submit(second)
+        return first(), future.result()
 
 
 class RankFailed(AssertionError):  # noqa: N818 - reads as what it is in a test report
@@ -32,8 +56,7 @@ class WorkerPool:
     """Workers that run one function on every rank of a process group's environment."""
 
     def __init__(self) -> None:
-        self._context = mp.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.preload"])
+        self._context = fork_server()
         self._workers: list[tuple[Any, Connection]] = []
 
     def run(
@@ -158,6 +181,8 @@ def _leave_process_group(destroy: bool) -> None:
         dist.destroy_process_group()
         # DTensor's caches find the next test's mesh equal to this one's, whose process groups are gone.
         debug._clear_sharding_prop_cache()
+        # What a cycle still holds has three threads a group, one of which wakes a hundred times a second.
+        gc.collect()
 
 
 def _free_port() -> int:

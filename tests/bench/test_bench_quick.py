@@ -21,7 +21,6 @@ QUICK = [
     "memory-2-full_shard-by_hand",
     "step-2-tensor_parallel-by_hand_tp",
     "step-2-pipeline_1f1b-by_hand_1f1b",
-    "memory-2-tensor_parallel-by_hand_tp",
     "traffic-2-tensor_parallel-formula",
     "stall-2-asynchronous-synchronous",
     "write-2-full_shard-model_parallel",

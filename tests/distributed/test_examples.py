@@ -21,6 +21,7 @@ SMALL_GPT = [
     "--data.init_args.max_bytes=200000", "--data.init_args.val_fraction=0.2", "--data.init_args.context=32",
     "--model.init_args.dim=32", "--model.init_args.num_layers=2", "--model.init_args.num_heads=2",
 ]  # fmt: skip
+SHORT_SAMPLE = "--trainer.callbacks.num_tokens=40"  # of the last callback: a little longer than the context
 
 
 def fit(folder: Path, example: str, strategy: str, *flags: str) -> str:
@@ -58,16 +59,16 @@ def curves(folder: Path) -> dict[str, dict[str, dict[int, float]]]:
 RANKS = {"single": 1, "ddp": 2, "full_shard": 2, "tensor_parallel": 2, "pipeline_parallel": 2, "nd_parallel": 4}
 
 
-def test_one_loss_curve_under_every_strategy(pool: WorkerPool, tmp_path: Path) -> None:
+def test_one_loss_curve_under_every_strategy(pool: WorkerPool, mlflow_folder: Path) -> None:
     sizes = ["--trainer.strategy.dp_replicate_size=2", "--trainer.strategy.dp_shard_size=1"]
-    output = fit(tmp_path, "gpt", "hybrid_shard", *SMALL_GPT, *sizes)
+    output = fit(mlflow_folder, "gpt", "hybrid_shard", *SMALL_GPT, *sizes)
     for expected in ("dp_replicate 2 x dp_shard 1 = 2 processes", "this model, held-out text", "uniform guess, ln 256",
                      "Checkpoint: ", "mlflow server --backend-store-uri", "/runs/"):  # fmt: skip
         assert expected in output
     for strategy, num_ranks in RANKS.items():
-        flags = [*SMALL_GPT, f"--trainer.devices={num_ranks}"]
-        assert pool.run(fit_on_rank, num_ranks, tmp_path, [f"gpt/{strategy}"], flags) == [0] * num_ranks
-    runs = curves(tmp_path)
+        flags = [*SMALL_GPT, f"--trainer.devices={num_ranks}", SHORT_SAMPLE]
+        assert pool.run(fit_on_rank, num_ranks, mlflow_folder, [f"gpt/{strategy}"], flags) == [0] * num_ranks
+    runs = curves(mlflow_folder)
     assert sorted(runs) == sorted([*RANKS, "hybrid_shard"])
     for metric, num_points in (("train/loss", 6), ("val/loss", 3)):
         reference = runs["single"][metric]

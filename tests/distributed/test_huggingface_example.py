@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.distributed.test_examples import curves, fit_on_rank
+from tests.distributed.test_examples import SHORT_SAMPLE, curves, fit_on_rank
 from tests.pool import WorkerPool
 
 FLAGS = [
@@ -37,7 +37,7 @@ def test_one_loss_from_pretrained_weights_under_each_strategy(pool: WorkerPool, 
     runs = [([f"huggingface/{name}", "huggingface/pretrained"], flags) for name, flags in strategies.items()]
     # And both examples as they are, from weights that are drawn.
     runs.append((["huggingface/full_shard"], ["--trainer.logger.init_args.run_name=drawn"]))
-    runs.append((["gpt/tensor_parallel"], [*small_gpt, "--trainer.logger.init_args.run_name=gpt"]))
+    runs.append((["gpt/tensor_parallel"], [*small_gpt, SHORT_SAMPLE, "--trainer.logger.init_args.run_name=gpt"]))
     for overlays, flags in runs:
         assert pool.run(fit_on_rank, 2, mlflow_folder, overlays, [*FLAGS, *flags]) == [0, 0]
 

@@ -133,12 +133,11 @@ def test_slurm(script: Path) -> None:
 
 def test_wrong_sizes_end_before_anything_is_launched(script: Path) -> None:
     began = time.monotonic()
-    done = subprocess.run(
-        [sys.executable, script, "sizes"], env=environment(), capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode != 0
-    assert "dp_replicate_size=3 x dp_shard_size=2 does not fit 2 processes" in done.stderr.splitlines()[-1]
-    assert "MEMBER" not in done.stderr
+    process = Forked(run_script, script, "sizes", environment=environment())
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert "dp_replicate_size=3 x dp_shard_size=2 does not fit 2 processes" in output.splitlines()[-1]
+    assert "MEMBER" not in output
     assert time.monotonic() - began < 30
 
 

@@ -17,7 +17,7 @@ from lightning_dist import PipelineParallelStrategy
 from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
 from tests.models import VOCAB, Transformer
 from tests.pipeline_models import DeepGPT, Dropout, ResNet
-from tests.pool import WorkerPool
+from tests.pool import WorkerPool, beside
 
 
 class Varying(DeepGPT):
@@ -93,9 +93,14 @@ def trained(cls: type[DeepGPT], of_trainer: dict[str, Any], of_strategy: dict[st
 
 
 @pytest.mark.parametrize(("cls", "of_trainer", "of_strategy"), MODULES)
-def test_trains_as_in_one_process(pool: WorkerPool, cls: Any, of_trainer: Any, of_strategy: Any) -> None:
-    ((expected, count),) = pool.run(trained, 1, cls, of_trainer, {}, False)
-    for weights, found in pool.run(trained, 2, cls, of_trainer, of_strategy, True):
+def test_trains_as_in_one_process(
+    pool: WorkerPool, reference_pool: WorkerPool, cls: Any, of_trainer: Any, of_strategy: Any
+) -> None:
+    ranks, ((expected, count),) = beside(
+        lambda: pool.run(trained, 2, cls, of_trainer, of_strategy, True),
+        lambda: reference_pool.run(trained, 1, cls, of_trainer, {}, False),
+    )
+    for weights, found in ranks:
         assert_same(weights, expected, 1e-7 if cls is Averaged else 1e-10)  # torch's average divides in float32
         assert found == count
 

@@ -96,6 +96,16 @@ def test_whole_logits_are_never_in_memory(pool: WorkerPool) -> None:
     assert min(pool.run(largest, 4, False)) >= logits
 
 
+class AtStart(pl.Callback):
+    """Notes the weights that training begins with."""
+
+    def __init__(self, seen: list[Weights]) -> None:
+        self.seen = seen
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.seen.append(weights_of(module))
+
+
 def resume(folder: Path) -> tuple[Weights, list[Weights], list[Weights]]:
     """What was saved, what is read of it, and a step from there: split as it was, split otherwise, and only sharded."""
     model = build("gpt")
@@ -104,17 +114,17 @@ def resume(folder: Path) -> tuple[Weights, list[Weights], list[Weights]]:
     trainer.save_checkpoint(folder / "run.ckpt")
     read, stepped = [], []
     for tp in (2, 4, None):
-        for max_steps, results in ((2, read), (3, stepped)):
-            kwargs: dict[str, Any] = {"precision": "64-true", "max_steps": max_steps}
-            other = make_trainer("full_shard", **kwargs) if tp is None else tp_trainer(tp, **kwargs)
-            again = build("gpt", seed=1)
-            other.fit(again, ckpt_path=folder / "run.ckpt")
-            results.append(weights_of(again))
+        kwargs: dict[str, Any] = {"precision": "64-true", "max_steps": 3, "callbacks": [AtStart(read)]}
+        other = make_trainer("full_shard", **kwargs) if tp is None else tp_trainer(tp, **kwargs)
+        again = build("gpt", seed=1)
+        other.fit(again, ckpt_path=folder / "run.ckpt")
+        stepped.append(weights_of(again))
     return weights_of(model), read, stepped
 
 
 def test_any_layout_resumes_it(pool: WorkerPool, tmp_path: Path) -> None:
     for saved, read, stepped in pool.run(resume, 4, tmp_path):
+        assert len(read) == len(stepped) == 3
         for weights in read:
             assert_same(weights, saved, 0.0)
         for weights in stepped:
@@ -281,11 +291,12 @@ def strict() -> tuple[str, str, str, str]:
 
 
 def test_an_inferred_plan_is_confirmed(pool: WorkerPool) -> None:
-    for wrong, unseen, asked, _ in pool.run(strict, 4):
+    ranks = pool.run(strict, 4)
+    for wrong, unseen, asked, _ in ranks:
         assert "strict_plan=True: split as inferred, model.blocks.0 (Block) does not compute the same: its" in wrong
         assert "strict_plan=True: no plan could be inferred: no batch could be made: RuntimeError: not now" in unseen
         assert "sequence_parallel=True: TransformerEncoderLayer: its results differ by" in asked
         assert "loss_parallel=True: no head is split along the vocabulary" in asked
-    table = pool.run(strict, 4)[0][3]
+    table = ranks[0][3]
     assert "replicate (inferred; " in table and "model.blocks.*.qkv" in table
     assert "colwise (inferred): 2 x model.blocks.*.mlp.0" in table

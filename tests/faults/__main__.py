@@ -29,7 +29,7 @@ def campaigns(quick: bool) -> dict[str, Campaign]:
         "damage": partial(corruption.campaign, num_trials=60 if quick else 1000),
         "power loss, new": partial(power.campaign, overwrites=False),
         "power loss, overwriting": partial(power.campaign, overwrites=True),
-        "soak": partial(soak.campaign, num_kills=1 if quick else 50),
+        "soak": partial(soak.campaign, num_kills=1 if quick else 50, is_forked=quick),
     }
 
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing as mp
 import os
 import random
 import signal
 import socket
 import statistics
-import subprocess
 import sys
 import time
 import traceback
 from collections import Counter
 from dataclasses import dataclass
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 from tests.faults import soak_rank
@@ -56,20 +57,48 @@ def lives(folder: Path, rank: int) -> list[Life]:
     return found
 
 
-def start(folder: Path, num_steps: int, num_ranks: int, num_restarts: int) -> subprocess.Popen[bytes]:
+def start(folder: Path, num_steps: int, num_ranks: int, num_restarts: int, is_forked: bool) -> ForkProcess:
+    """Train under torchrun, or under its agent in a fork of this process, whose ranks need not import anything."""
     folder.mkdir(parents=True)
-    with open(folder / "output.txt", "wb") as output:
-        return subprocess.Popen(
-            [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"),
-                *(f"--max-restarts={num_restarts}", "--monitor-interval=0.1", "-m", "tests.faults.soak_rank"),
-                *(str(folder), str(num_steps)),
-            ],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            cwd=Path(__file__).parents[2],
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
+    function = _agent if is_forked else _torchrun
+    process = mp.get_context("fork").Process(target=function, args=(folder, num_steps, num_ranks, num_restarts))
+    process.start()
+    return process
+
+
+def _torchrun(folder: Path, num_steps: int, num_ranks: int, num_restarts: int) -> None:
+    _print_to(folder)
+    os.chdir(Path(__file__).parents[2])
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"),
+        *(f"--max-restarts={num_restarts}", "--monitor-interval=0.1", "-m", "tests.faults.soak_rank"),
+        *(str(folder), str(num_steps)),
+    ]
+    os.execve(sys.executable, command, {**os.environ, "OMP_NUM_THREADS": "1"})
+
+
+def _agent(folder: Path, num_steps: int, num_ranks: int, num_restarts: int) -> None:
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _print_to(folder)
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id="soak",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=num_restarts,
+        monitor_interval=0.1,
+        start_method="fork",
+    )
+    elastic_launch(config, soak_rank.train)(folder, num_steps)
+
+
+def _print_to(folder: Path) -> None:
+    output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
 
 
 def undisturbed(folder: Path, num_steps: int, num_ranks: int) -> list[int]:
@@ -80,9 +109,7 @@ def undisturbed(folder: Path, num_steps: int, num_ranks: int) -> list[int]:
         port = free.getsockname()[1]
 
     def run(rank: int) -> None:
-        output = os.open(folder / "output.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
+        _print_to(folder)
         env = {
             "RANK": rank,
             "LOCAL_RANK": rank,
@@ -104,7 +131,7 @@ def undisturbed(folder: Path, num_steps: int, num_ranks: int) -> list[int]:
     return forked(num_ranks, run)
 
 
-def disturb(process: subprocess.Popen[bytes], folder: Path, num_kills: int, num_ranks: int, seed: int) -> list[float]:
+def disturb(process: ForkProcess, folder: Path, num_kills: int, num_ranks: int, seed: int) -> list[float]:
     """Kill a rank, some steps after the last start, so many times; returns when, in seconds."""
     chance = random.Random(seed)
     killed: list[float] = []
@@ -115,7 +142,7 @@ def disturb(process: subprocess.Popen[bytes], folder: Path, num_kills: int, num_
             now = lives(folder, victim)
             if len(now) > len(killed) and len(now[-1].losses) >= num_steps:
                 break
-            assert process.poll() is None, f"torchrun ended with {process.returncode}: see {folder}/output.txt"
+            assert process.is_alive(), f"torchrun ended with {process.exitcode}: see {folder}/output.txt"
             assert time.monotonic() < deadline, f"no step for two minutes after kill {len(killed)}: see {folder}"
             time.sleep(0.01)
         time.sleep(delay_s)
@@ -124,8 +151,15 @@ def disturb(process: subprocess.Popen[bytes], folder: Path, num_kills: int, num_
     return killed
 
 
-def campaign(folder: Path, num_kills: int, num_ranks: int = 2, seed: int = 1) -> Counter[str]:
+def campaign(folder: Path, num_kills: int, num_ranks: int = 2, seed: int = 1, is_forked: bool = False) -> Counter[str]:
     """Train twice, once with kills, and compare every step of every life, bit by bit.
+
+    Args:
+        folder: To work in.
+        num_kills: Of ranks.
+        num_ranks: Processes that train.
+        seed: Of when which rank is killed.
+        is_forked: See :func:`start`.
 
     Returns:
         What it cost: steps lost, and seconds to the next step, in the median and at most.
@@ -133,10 +167,11 @@ def campaign(folder: Path, num_kills: int, num_ranks: int = 2, seed: int = 1) ->
     num_steps = max(_STEPS_PER_KILL * num_kills, 40)
     exits = undisturbed(folder / "undisturbed", num_steps, num_ranks)
     assert exits == [0] * num_ranks, (folder / "undisturbed" / "output.txt").read_text()[-3000:]
-    process = start(folder / "killed", num_steps, num_ranks, num_kills)
+    process = start(folder / "killed", num_steps, num_ranks, num_kills, is_forked)
     try:
         killed = disturb(process, folder / "killed", num_kills, num_ranks, seed)
-        assert process.wait() == 0, (folder / "killed" / "output.txt").read_text()[-3000:]
+        process.join()
+        assert process.exitcode == 0, (folder / "killed" / "output.txt").read_text()[-3000:]
     finally:
         process.kill()
     for rank in range(num_ranks):

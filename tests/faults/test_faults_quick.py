@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-from contextlib import redirect_stdout
-from io import StringIO
+import os
+import sys
 
 from tests.faults.__main__ import main
-from tests.pool import WorkerPool
+from tests.launched import Forked
 
 
-def campaigns() -> tuple[int, str]:
-    with redirect_stdout(StringIO()) as printed:
-        exit_code = main(["--quick"])
-    return exit_code, printed.getvalue()
+def campaigns() -> None:
+    sys.exit(main(["--quick"]))
 
 
 def test_no_fault_loses_or_mixes_a_checkpoint() -> None:
     """In a process of its own: the campaigns fork, which a process with threads cannot safely do."""
-    pool = WorkerPool()
+    process = Forked(campaigns, environment=dict(os.environ), is_parent=True)
     try:
-        ((exit_code, printed),) = pool.run(campaigns, 1, timeout_s=280)
+        printed, _ = process.communicate(timeout=280)
     finally:
-        pool.close()
-    assert exit_code == 0, printed
-    assert len(printed.splitlines()) == 8, printed
+        process.kill()
+    assert process.returncode == 0, printed
+    assert len([line for line in printed.splitlines() if line.endswith(" s)")]) == 8, printed
     assert "previous" in printed
     assert "new" in printed
     assert "1 kills" in printed

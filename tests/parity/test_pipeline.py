@@ -11,8 +11,8 @@ import pytest
 from lightning_dist.parity import assert_parity
 from lightning_dist.pipeline import SCHEDULES
 from tests.parity.pipeline_run import PipelineCase, PipelineOutcome, one_process, pipelined
-from tests.parity.run import tensors
-from tests.pool import WorkerPool
+from tests.parity.run import briefly, tensors
+from tests.pool import WorkerPool, beside
 
 MODELS = [
     "deep_llama", "deep_gpt2", "bert", "deep_t5", "deep_batch_norm", "sequential", "deep_encoder", "unet",
@@ -28,13 +28,30 @@ EXTRA = [
     PipelineCase("deep_gpt", "pp2 x tp2", "zbv", clip=0.1),
     PipelineCase("dropout", "pp2 x shard2", "interleaved_1f1b", accumulate=2),
 ]
+# With EXTRA every model, every schedule and every layout.
+SOME = [
+    PipelineCase("deep_llama", "pp2", "gpipe"),
+    PipelineCase("deep_gpt", "pp2", "interleaved_zero_bubble"),
+    PipelineCase("deep_gpt", "pp2", "dualpipev"),
+    PipelineCase("deep_gpt", "pp4", "looped_bfs"),
+    *(PipelineCase(model, "pp2") for model in ("bert", "deep_t5", "deep_batch_norm", "deep_encoder", "unet")),
+    PipelineCase("deep_mixtral", "pp2"),
+    PipelineCase("sequential", "pp2 x replicate2 x shard2"),
+]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         is_full = metafunc.config.getoption("--matrix") == "full"
-        some = [*SCHEDULED[::4], *SCHEDULED[3::4], *(PipelineCase(model, "pp2") for model in MODELS), SPREAD[1]]
-        metafunc.parametrize("case", [*(SCHEDULED + SPREAD if is_full else some), *EXTRA], ids=str)
+        every = list(dict.fromkeys([*SCHEDULED, *SPREAD, *SOME, *EXTRA]))
+        metafunc.parametrize("case", every if is_full else briefly(SOME + EXTRA), ids=str)
+
+
+def test_the_subset_covers_every_axis() -> None:
+    cases = [*SOME, *EXTRA]
+    assert {case.model for case in cases} == {"deep_gpt", *MODELS}
+    assert {case.schedule for case in cases} == set(SCHEDULES)
+    assert {case.layout for case in cases} == {"pp2", "pp4", *LAYOUTS}
 
 
 @functools.cache
@@ -42,10 +59,12 @@ def expected(pool: WorkerPool, case: PipelineCase) -> PipelineOutcome:
     return pool.run(one_process, 1, case)[0]
 
 
-def test_parity(pool: WorkerPool, case: PipelineCase) -> None:
-    outcomes = pool.run(pipelined, case.world_size, case)
+def test_parity(pool: WorkerPool, reference_pool: WorkerPool, case: PipelineCase) -> None:
     alike = {1: "pp2", 2: "pp2 x shard2", 4: "pp2 x replicate2 x shard2"}[case.num_data_parallel]
-    wanted = expected(pool, replace(case, layout=alike, schedule="1f1b"))
+    outcomes, wanted = beside(
+        lambda: pool.run(pipelined, case.world_size, case),
+        lambda: expected(reference_pool, replace(case, layout=alike, schedule="1f1b")),
+    )
     tolerance = 1e-5 if case.precision == "32-true" else 1e-10
     for actual, reference in zip(outcomes[0].gradients, wanted.gradients, strict=True):
         assert_parity(tensors(actual), tensors(reference), tolerance)
