@@ -27,7 +27,7 @@ from tests.pool import WorkerPool
 
 PP_SIZE = 4
 NUM_BLOCKS = 8
-NUM_STEPS = 8
+NUM_STEPS = 16
 SECONDS = 0.02
 
 
