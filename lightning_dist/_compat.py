@@ -81,6 +81,21 @@ class ParameterGroup:
             self._group.unshard()
             self._group.wait_for_unshard()
 
+    def gather_in_place(self) -> None:
+        """From now on, let the whole parameters be the memory of the shards, where these are whole and of one dtype.
+
+        FSDP2 copies them all the same. Replaced by: its not doing so.
+        """
+        if self._group._all_gather_process_group.size() > 1:
+            return
+        for param in self._group.fsdp_params:
+            data = param._sharded_param_data
+            is_all = data.storage_offset() == 0 and data.untyped_storage().size() == data.numel() * data.itemsize
+            is_plain = type(data) is torch.Tensor and not hasattr(param._sharded_local_tensor, "fsdp_post_all_gather")
+            if is_all and is_plain and param.param_dtype is None and not param.offload_to_cpu:
+                param.all_gather_outputs = [data]
+                param.free_unsharded_param = _do_nothing  # type: ignore[method-assign]  # it would free the shard
+
     def free(self) -> None:
         """Put the sharded parameters back into the modules."""
         self._group._to_sharded()  # type: ignore[no-untyped-call]
@@ -200,6 +215,10 @@ def _origin(hook: Any) -> str:
     while hasattr(hook, "func"):
         hook = hook.func
     return getattr(hook, "__module__", None) or ""
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def reduce_gradients(root: nn.Module, groups: Sequence[ParameterGroup]) -> None:

@@ -175,7 +175,7 @@ def full_parameters(module: nn.Module, timeout_s: float = 60.0) -> Iterator[None
     """Inside, every rank holds the whole of ``module`` and may call it alone, without gradients.
 
     To sample from a model, to export it, to look at a weight. Every rank must enter; a module that no strategy sharded
-    needs nothing, so the same code works everywhere. Changes to parameters inside are lost.
+    needs nothing, so the same code works everywhere. Change no parameters inside: some are copies, and others are not.
 
     Args:
         module: A LightningModule in training or after it.
@@ -235,6 +235,8 @@ class ShardedModule:
         self._root = _StepRoot(module)
         fully_shard(self._root, mesh=mesh, ignored_params=set(module.parameters()))
         _compat.initialize_root(self._root)
+        for group in self._sharded_groups:
+            group.gather_in_place()
         # The modules' hooks hold this object; so it lives as long as the module.
         _sharded[module] = weakref.ref(self)
 
@@ -422,10 +424,7 @@ class ShardedModule:
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
-        """Inside, every rank holds the whole model, and may call it alone, without gradients. Entered by all ranks.
-
-        Changes to parameters inside are lost: they are changes to a copy.
-        """
+        """Inside, every rank holds the whole model, and may call it alone, without gradients. Entered by all ranks."""
         with _compat.keep_gathered(self._sharded_groups), self.running(), torch.no_grad():
             for group in self.groups:
                 group.gather()
