@@ -169,16 +169,20 @@ def accumulating(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iterator[
         group._group.reshard_after_backward = group._group.reduce_grads = group._group.all_reduce_grads = False
     context = _state(root)._state_ctx
     context.is_last_backward = False
-    policies = [group._group.mp_policy for group in groups]
     try:
         with keep_gathered(groups):
-            yield all((p.param_dtype, p.reduce_dtype, p.output_dtype) == (None, None, None) for p in policies)
+            yield not _casts(groups)
     finally:
         context.is_last_backward = True
         for group, (reshard, reduce, all_reduce) in zip(groups, before, strict=True):
             group._group.reshard_after_backward = reshard
             group._group.reduce_grads = reduce
             group._group.all_reduce_grads = all_reduce
+
+
+def _casts(groups: Sequence[ParameterGroup]) -> bool:
+    policies = [group._group.mp_policy for group in groups]
+    return any((p.param_dtype, p.reduce_dtype, p.output_dtype) != (None, None, None) for p in policies)
 
 
 @contextmanager
@@ -223,12 +227,13 @@ def _do_nothing() -> None:
 
 def reduce_gradients(root: nn.Module, groups: Sequence[ParameterGroup]) -> None:
     """Reduce what backwards inside :func:`accumulating` have left; as torch's own pipeline stages do it."""
-    for group in reversed(groups):
-        if group._group.mesh_info.mesh.size() == 1:
-            _keep_gradients(group._group)
-        else:
+    alone = [group for group in groups if group._group.mesh_info.mesh.size() == 1]
+    for group in alone:
+        _keep_gradients(group._group)
+    if len(alone) < len(groups) or _casts(groups):
+        for group in reversed(groups):
             group._group.post_backward()
-    _state(root)._root_post_backward_final_callback()
+        _state(root)._root_post_backward_final_callback()
 
 
 ROUTE = "_compiled_call_impl"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -128,7 +129,7 @@ class Flow:
     params_between: frozenset[str] = frozenset()
     changed: tuple[tuple[str, str], ...] = ()
 
-    @property
+    @cached_property
     def draws(self) -> frozenset[str]:
         """Of which generators anything in the step draws random numbers."""
         return self.end.draws.union(*(call.draws for call in self.calls))

@@ -173,18 +173,16 @@ class PipelineParallelStrategy(MeshStrategy):
         """Run the module's ``training_step`` on microbatches, and their backwards; a collective, as all steps are."""
         if self._steps is None:
             return super().training_step(*args, **kwargs)
-        assert self.lightning_module is not None
         self._checkpoints.before_step()
         if self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0:
-            for param in self.lightning_module.parameters():
+            for param in self._steps.parameters:
                 param.grad = None
         self._check_batch("training_step", args, kwargs)
         output = self._steps.train(self._weights, args, kwargs)
         # Lightning clears gradients next, before it asks for the backward: they are set aside, and handed back there.
-        params = [param for param in self.lightning_module.parameters() if param.grad is not None]
-        self._gradients = [(param, param.grad) for param in params]  # type: ignore[misc]  # they are not None
-        for param in params:
-            param.grad = None
+        self._gradients = [(param, param.grad) for param in self._steps.parameters if param.grad is not None]
+        for updated, _ in self._gradients:
+            updated.grad = None
         return output
 
     def _step(self, name: str, backward_follows: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:

@@ -6,10 +6,9 @@ import operator
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from inspect import signature as signature_of
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -27,8 +26,7 @@ from lightning_dist.plugins.strategies.pipelined_metrics import SharedMetrics
 __all__ = ["Outcome", "joined", "merged_outputs"]
 
 
-@dataclass
-class _Logged:
+class _Logged(NamedTuple):
     """A call of ``self.log`` in one microbatch."""
 
     value: Any
@@ -99,7 +97,7 @@ class Outcome:
         if pipeline.is_last:
             try:
                 logged = {name: self._merged(list(calls.values())) for name, calls in self._logged.items()}
-                told = apply_to_collection((merge(), logged, self._attributes()), Tensor, _portable)
+                told = apply_to_collection((merge(), logged, self._attributes()), Tensor, _Packed.of)
                 told = pickle.dumps(told)
             except Exception as raised:  # the others wait for it
                 error = raised
@@ -107,7 +105,8 @@ class Outcome:
         told = broadcast(told)
         if isinstance(told, str):
             raise error or OtherRankError(f"The last stage could not tell what a step has left: {told}")
-        output, logged, attributes = apply_to_collection(pickle.loads(told), Tensor, Tensor.to, self._module.device)
+        told = apply_to_collection(pickle.loads(told), _Packed, _Packed.on, self._module.device)
+        output, logged, attributes = told
         restore(self._module, self._changed, self._before)
         for (owner, key), (is_added, value) in zip(self._changed, attributes, strict=True):
             if is_added:
@@ -165,9 +164,23 @@ class Outcome:
         return _Logged(merge.get(name, reduce_fx)(values), kwargs, size)
 
 
-def _portable(tensor: Tensor) -> Tensor:
-    """``tensor`` as it is pickled: on the CPU, and in memory of its own, which no later step changes."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
+class _Packed:
+    """A tensor's content: torch pickles each tensor as a whole file."""
+
+    def __init__(self, content: bytes, dtype: torch.dtype, shape: torch.Size) -> None:
+        self._content, self._dtype, self._shape = content, dtype, shape
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Packed:
+        """That of ``tensor``."""
+        content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        return cls(content, tensor.dtype, tensor.shape)
+
+    def on(self, device: torch.device) -> Tensor:
+        """The tensor, on ``device``."""
+        if not self._content:
+            return torch.empty(self._shape, dtype=self._dtype, device=device)
+        return torch.frombuffer(bytearray(self._content), dtype=self._dtype).view(self._shape).to(device)
 
 
 _LOG_ARGUMENTS = tuple(signature_of(LightningModule.log).parameters)[3:]

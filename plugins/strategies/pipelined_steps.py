@@ -51,6 +51,9 @@ class PipelinedSteps:
     ) -> None:
         assert spread.pipeline is not None
         self._module = module
+        self._modules = list(module.modules())
+        self.parameters = list(module.parameters())
+        """Of the module, sharded; to ask it in each step takes long."""
         self._spread = spread
         self._pipeline: Pipeline = spread.pipeline
         self._step_context = step_context
@@ -112,8 +115,8 @@ class PipelinedSteps:
         key = (
             name,
             signature((batch, args[2:], kwargs)),
-            tuple(part.training for part in module.modules()),
-            tuple(param.requires_grad for param in module.parameters()),
+            tuple(part.training for part in self._modules),
+            tuple(param.requires_grad for param in self.parameters),
         )
         return self._pipeline.prepare(key, follow, number, has_backward)
 
