@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         cases = [replace(case, bound=None, at_least=None) for case in cases]
     machine = _machine()
     print(", ".join(f"{key} {value}" for key, value in machine.items()))
-    print(f"step and startup: {settings.model}\nmemory: {settings.large_model}\n")
+    print(f"step and startup: {settings.model}\nlarge_step and memory: {settings.large_model}\n")
     print(COLUMNS.format("case", "ours", "theirs", "", "ratio", "95% interval", "pairs", "bound", ""), flush=True)
     rows: list[dict[str, Any]] = []
     for case in cases:

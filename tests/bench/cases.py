@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.telemetry import peak_memory_mib
-from tests.bench.harness import Pace, Pairs, alternate, compare_steps
+from tests.bench.harness import Pace, Pairs, alternate, compare_steps, of_both_orders
 from tests.bench.saves import compare_stalls, compare_transfers
 from tests.bench.sides import SIDES, missing_package, startup_seconds
 from tests.bench.traffic import bytes_per_layer
@@ -34,7 +34,8 @@ class Case:
     """One comparison.
 
     Args:
-        kind: ``step`` compares milliseconds a step, by their ratio; ``startup`` seconds, by their difference;
+        kind: ``step`` compares milliseconds a step, by their ratio, and ``large_step`` those of a model 17 times as
+            large, where a step's constant costs weigh less; ``startup`` seconds, by their difference;
             ``memory`` and ``heap`` the peak of a rank's resident MiB, by their ratio. Under ``memory``, what is freed
             goes back to the system, so that the peak is what was alive at once; under ``heap`` glibc keeps some of it,
             as it does by default: more or less by a tenth from run to run.
@@ -48,7 +49,7 @@ class Case:
         at_least: The least that it may be, where there is a bound; None: there is no least.
     """
 
-    kind: Literal["step", "startup", "memory", "heap", "stall", "write", "load", "traffic"]
+    kind: Literal["step", "large_step", "startup", "memory", "heap", "stall", "write", "load", "traffic"]
     num_ranks: int
     ours: str
     theirs: str
@@ -99,6 +100,7 @@ CASES = [
     Case("step", 4, "tensor_parallel", "by_hand_tp", SAME_COMMUNICATION),
     Case("step", 2, "pipeline_1f1b", "by_hand_1f1b", SAME_COMMUNICATION),
     Case("step", 2, "pipeline_gpipe", "by_hand_gpipe", SAME_COMMUNICATION),
+    Case("large_step", 2, "pipeline_1f1b", "by_hand_1f1b", SAME_COMMUNICATION),
     Case("startup", 2, "hybrid_1x2", "ddp", STARTUP_S),
     Case("startup", 4, "hybrid_2x2", "ddp", STARTUP_S),
     Case("memory", 2, "full_shard", "by_hand_two_shot", MEMORY),
@@ -126,8 +128,8 @@ class Settings:
 
     Args:
         model: What step time and start-up are measured on.
-        large_model: What memory is measured on: so large that it is about weights, gradients and optimizer state, and
-            not about the interpreter.
+        large_model: What memory and large steps are measured on: so large that it is about weights, gradients and
+            optimizer state, and not about the interpreter.
         step: The pace of comparisons of step time.
         startup: The pace of comparisons of start-up; its width is in seconds.
         memory: The pace of comparisons of memory.
@@ -213,6 +215,7 @@ def measure(case: Case, settings: Settings) -> Result:
         raise NotMeasuredError(f'{missing} is not installed: pip install "lightning-dist[bench]"')
     by_kind = {
         "step": _measure_steps,
+        "large_step": _measure_steps,
         "startup": _measure_startup,
         "memory": _measure_memory,
         "heap": _measure_memory,
@@ -222,17 +225,24 @@ def measure(case: Case, settings: Settings) -> Result:
 
 
 def _measure_steps(case: Case, settings: Settings) -> Result:
-    pace = settings.step
-    pairs = _on_new_workers(
-        case.num_ranks, _steps, case.ours, case.theirs, settings.model, pace, timeout_s=pace.max_seconds + 300
-    )[0]
+    pace, model = settings.step, settings.model
+    if case.kind == "large_step":
+        model = replace(settings.large_model, global_batch_size=settings.model.global_batch_size // 2)
+    half = replace(pace, max_seconds=pace.max_seconds / 2)
+    orders = [
+        _on_new_workers(
+            case.num_ranks, _steps, case.ours, case.theirs, model, half, is_ours_first, timeout_s=half.max_seconds + 300
+        )[0]
+        for is_ours_first in (True, False)
+    ]
+    pairs = of_both_orders(*orders)
     pairs.ours, pairs.theirs = ([1000 * seconds for seconds in side] for side in (pairs.ours, pairs.theirs))
     return Result(case, pairs, pace.is_narrow(pairs.interval))
 
 
-def _steps(ours: str, theirs: str, workload: Workload, pace: Pace) -> Pairs:
+def _steps(ours: str, theirs: str, workload: Workload, pace: Pace, is_ours_first: bool) -> Pairs:
     dist.init_process_group("gloo")
-    return compare_steps(partial(SIDES[ours], workload), partial(SIDES[theirs], workload), pace)
+    return compare_steps(partial(SIDES[ours], workload), partial(SIDES[theirs], workload), pace, is_ours_first)
 
 
 def _measure_saves(case: Case, settings: Settings) -> Result:

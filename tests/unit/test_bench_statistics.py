@@ -85,7 +85,7 @@ def test_runs_take_turns(one_rank: None) -> None:
             go_on = end_step(torch.tensor(1.0))
         moves.append(name.upper())
 
-    pairs = compare_steps(lambda end: run("a", end), lambda end: run("b", end), PACE)
+    pairs = compare_steps(lambda end: run("a", end), lambda end: run("b", end), PACE, True)
     assert "".join(moves) == "AaaBbb" + ("aabb" + "bbaa") * 3 + "AB"
     assert len(pairs) == 6
     assert median(pairs.ours) > 0
@@ -99,9 +99,9 @@ def test_runs_that_do_not_do_the_same_work_are_refused(one_rank: None) -> None:
                 return
 
     with pytest.raises(AssertionError, match=r"different losses at step 8, 1\.5.* and 1\.4"):
-        compare_steps(lambda end: run([2.0, 1.5], end), lambda end: run([2.0, 1.4], end), PACE)
+        compare_steps(lambda end: run([2.0, 1.5], end), lambda end: run([2.0, 1.4], end), PACE, True)
     with pytest.raises(AssertionError, match="different losses at step 0"):
-        compare_steps(lambda end: run([2.1, 1.5], end), lambda end: run([2.0, 1.5], end), PACE)
+        compare_steps(lambda end: run([2.1, 1.5], end), lambda end: run([2.0, 1.5], end), PACE, True)
 
 
 def test_what_a_run_raises_is_raised(one_rank: None) -> None:
@@ -109,6 +109,6 @@ def test_what_a_run_raises_is_raised(one_rank: None) -> None:
         raise ValueError("no data")
 
     with pytest.raises(ValueError, match="no data"):
-        compare_steps(broken, broken, PACE)
+        compare_steps(broken, broken, PACE, True)
     with pytest.raises(AssertionError, match="ended by itself"):
-        compare_steps(lambda end_step: None, broken, PACE)
+        compare_steps(lambda end_step: None, broken, PACE, True)
