@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -32,6 +33,7 @@ __all__ = [
     "initialize_root",
     "is_in_backward",
     "keep_gathered",
+    "leave_out_hooks",
     "num_collectives",
     "num_packed",
     "packed_shard",
@@ -214,6 +216,16 @@ def without_forward_hooks(modules: Iterable[nn.Module], origins: tuple[str, ...]
             hooks.update(now)
 
 
+_OURS = ("torch.distributed", "lightning_dist")
+
+
+def leave_out_hooks(module: nn.Module) -> None:
+    """Give ``module`` dictionaries of hooks without those of torch.distributed and of this package, in new ones."""
+    for key in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+        hooks = vars(module)[key].items()
+        vars(module)[key] = OrderedDict((number, hook) for number, hook in hooks if not _origin(hook).startswith(_OURS))
+
+
 def _origin(hook: Any) -> str:
     """The Python module that a hook is written in; empty if it does not say."""
     while hasattr(hook, "func"):
@@ -278,7 +290,7 @@ def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], output: Any) ->
     Those of torch.distributed and of this package are left out. Replaced by: as for :func:`route_calls`.
     """
     for key, hook in module._forward_hooks.items():
-        if _origin(hook).startswith(("torch.distributed", "lightning_dist")):
+        if _origin(hook).startswith(_OURS):
             continue
         given: tuple[Any, ...] = (
             (module, args, {}, output) if key in module._forward_hooks_with_kwargs else (module, args, output)

@@ -2,7 +2,7 @@
 
 import math
 import os
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import partial, wraps
@@ -22,7 +22,6 @@ from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback, GradientAccumulationScheduler, WeightAveraging
 from lightning.pytorch.plugins.environments import SLURMEnvironment
-from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
@@ -30,7 +29,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as _utils_rank_zero_only
-from torch.optim import Optimizer
+from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 
@@ -289,19 +288,34 @@ def silence_predictions(trainer: Trainer) -> list[Callback]:
     return writers
 
 
-def clip_by_total_norm(plugin: Precision, total_norm: Callable[[Sequence[torch.Tensor]], torch.Tensor]) -> None:
-    """Let ``plugin`` clip gradients by a norm that this rank does not know alone.
+@contextmanager
+def total_norms(total_norm: Callable[[Sequence[torch.Tensor], float], torch.Tensor]) -> Generator[None, None, None]:
+    """Inside, ``torch.nn.utils.clip_grad_norm_`` clips by a norm that this rank does not know alone.
 
-    Replaced by: a hook of the strategy for the norm, as Fabric's ``clip_gradients_norm`` is one.
+    Lightning's clipping calls it, and so do users' own. Replaced by: a hook of the strategy for the norm, as Fabric's
+    ``clip_gradients_norm`` is one.
 
     Args:
-        plugin: Lightning's.
-        total_norm: From the gradients that a rank has, the norm of all.
+        total_norm: From the gradients that a rank has, and the order, the norm of all.
     """
+    own = clip_grad._get_total_norm
 
-    def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-        params = [param for param in plugin.main_params(optimizer) if param.grad is not None]
-        norm = total_norm([param.grad for param in params if param.grad is not None])
-        torch.nn.utils.clip_grads_with_norm_(params, clip_val, norm)
+    def of_all(
+        tensors: Iterable[torch.Tensor] | torch.Tensor,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        norm = total_norm([tensors] if isinstance(tensors, torch.Tensor) else list(tensors), float(norm_type))
+        if error_if_nonfinite and not norm.isfinite():
+            raise RuntimeError(
+                f"The total norm of order {norm_type} of the gradients is {float(norm)}: they cannot be clipped. Set"
+                " error_if_nonfinite=False to go on."
+            )
+        return norm
 
-    vars(plugin)["clip_grad_by_norm"] = clip_grad_by_norm
+    clip_grad._get_total_norm = of_all
+    try:
+        yield
+    finally:
+        clip_grad._get_total_norm = own

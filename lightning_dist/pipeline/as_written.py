@@ -13,11 +13,11 @@ from lightning_dist import _compat
 
 __all__ = ["AsWritten"]
 
-_CHANGED = ("forward", _compat.ROUTE, *(key for key in vars(nn.Module()) if "hooks" in key))
+_CHANGED = ("forward", _compat.ROUTE)
 
 
 class AsWritten:
-    """Remembers what spreading changes of modules besides their tensors: hooks, and forwards of their own.
+    """Remembers what spreading changes of modules besides their tensors: forwards of their own; and leaves out hooks.
 
     Args:
         root: The user's module, before anything is done to it.
@@ -38,6 +38,7 @@ class AsWritten:
                 for key in _CHANGED:
                     vars(module).pop(key, None)
                 vars(module).update({key: copy(value) for key, value in attributes.items()})
+                _compat.leave_out_hooks(module)
             yield
         finally:
             for module, attributes in kept.items():

@@ -28,6 +28,13 @@ _MEMORY = 30
 """An element that is written costs as much time as so many floating-point operations of a matrix product."""
 
 
+_READS = frozenset({"item", "tolist", "numpy", "__float__", "__int__", "__index__", "__array__"})
+"""Methods of a tensor that give its values as something else, of which nothing can be followed."""
+
+
+_BASE = Tensor._base.__get__  # type: ignore[union-attr]  # a descriptor, on the class
+
+
 def find_parts(
     root: nn.Module,
     step: Callable[..., Any],
@@ -150,7 +157,7 @@ class _FlowObserver:
     """Marks tensors by the values and parameters that they are made of."""
 
     def __init__(self, root: nn.Module, parts: frozenset[str], blocks: Mapping[str, nn.Module]) -> None:
-        self._numbers = _Numbers()
+        self._numbers = _Numbers(lambda: self._active is None)
         self.functions = _Functions(self, self._numbers)
         self._root = root
         self._parts = parts
@@ -241,8 +248,14 @@ class _FlowObserver:
 
     def on_function(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Of a torch function."""
+        if function == _BASE:
+            return  # asked for here
+        name = getattr(function, "__name__", "")
         inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
-        if not outputs and getattr(function, "__name__", "") != "__setitem__":
+        if name in _READS and self._active is None:
+            for tensor in inputs:  # the number may go anywhere
+                self._use(self._end, tensor)
+        if not outputs and name != "__setitem__":
             return  # shapes and the like
         written = sum(tensor.numel() for tensor in outputs if not _is_view(tensor, inputs))
         if self._active is not None:
@@ -258,8 +271,9 @@ class _FlowObserver:
         for tensor in inputs:
             self._let_out(tensor, function)
             marks |= self._marks_of(tensor)
-        changed = inputs[:1] if getattr(function, "__name__", "") in ("__setitem__",) else []
-        for tensor in [*outputs, *changed]:
+        changed = inputs[:1] if name == "__setitem__" else [out for out in outputs if any(out is t for t in inputs)]
+        bases = [tensor._base for tensor in changed if tensor._base is not None]
+        for tensor in [*outputs, *changed, *bases]:
             tensor.__dict__["_marks"] = marks | _marks(tensor)
 
     # ---
@@ -355,19 +369,28 @@ _NOTHING = _Marks()
 
 
 def _marks(tensor: Tensor) -> _Marks:
+    """Those of ``tensor``, and of what it is a view of, which may have been changed through another view."""
     marks: _Marks = tensor.__dict__.get("_marks", _NOTHING)
-    return marks
+    return marks if tensor._base is None else marks | tensor._base.__dict__.get("_marks", _NOTHING)
 
 
 class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notices what draws random numbers: torch's operations, on which fakes leave no trace, Python's and NumPy's."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_between: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.is_between = is_between
         self._by_torch = False
         self._states: dict[str, object] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        generator = (kwargs or {}).get("generator")
+        if generator is not None and generator is not torch.default_generator and self.is_between():
+            raise FlowError(
+                "The step draws numbers from a torch.Generator of its own between the model's parts. That code runs on"
+                " every stage, where the generators would soon differ: leave `generator` out. torch's own is seeded for"
+                " each microbatch, alike on all stages."
+            )
         self._by_torch |= _draws(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 

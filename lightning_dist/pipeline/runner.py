@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
 
 from lightning_dist.initialization import broadcast_tensors
 from lightning_dist.pipeline.as_written import AsWritten
@@ -43,6 +45,29 @@ class PreparedStep:
     schedule: Any
     """torch's; None for a step without backwards."""
     order: Order = ()
+
+
+@dataclass
+class _Running:
+    """A step that runs.
+
+    Args:
+        plans: What each stage of this rank does of it.
+        steps: The user's step on each microbatch.
+        run_root: See :data:`RunRoot`.
+        loss_of: From what the step returned, what its backward begins at; None: there is none.
+        base: What its random numbers follow from.
+        results: What the step returned on each microbatch, where the last stage is.
+        error: What the user's step has raised.
+    """
+
+    plans: dict[int, StagePlan]
+    steps: Sequence[Callable[[], Any]]
+    run_root: RunRoot
+    loss_of: Callable[[Any], Tensor] | None
+    base: int
+    results: list[Any]
+    error: Exception | None = None
 
 
 class Pipeline:
@@ -92,14 +117,7 @@ class Pipeline:
         self._prepared: dict[object, PreparedStep] = {}
         self._recorder = Recorder(device)
         self.order: Order = ()
-        # Of the step that runs:
-        self._steps: Sequence[Callable[[], Any]] = ()
-        self._loss_of: Callable[[Any], Tensor] | None = None
-        self._run_root: RunRoot = lambda step: step()
-        self._results: list[Any] = []
-        self._base = 0
-        self._plans: dict[int, StagePlan] = {}
-        self._error: Exception | None = None
+        self._running: _Running | None = None
 
     def prepare(
         self, key: object, follow: Callable[[], Flow], num_microbatches: int, has_backward: bool
@@ -141,10 +159,9 @@ class Pipeline:
         Returns:
             On the rank of the last stage, what the step returned on each microbatch; else nothing.
         """
-        self._steps, self._loss_of, self._run_root = steps, loss_of, run_root
-        self._results = [None] * len(steps) if self.is_last else []
-        self._base = int(torch.randint(2**62, ()))  # the same on all ranks of the pipeline, and after a resume
-        self._plans = prepared.plans
+        base = int(torch.randint(2**62, ()))  # the same on all ranks of the pipeline, and after a resume
+        results = [None] * len(steps) if self.is_last else []
+        running = self._running = _Running(prepared.plans, steps, run_root, loss_of, base, results)
         if loss_of is not None:
             self.order = prepared.order
             self._recorder.begin()
@@ -157,12 +174,12 @@ class Pipeline:
                 if loss_of is not None:
                     prepared.schedule.step(microbatch=numbers, target=numbers, losses=[], return_outputs=False)
                 else:
-                    self._run_forward(len(steps))
-            return self._results
+                    self._run_forward(running)
+            return running.results
         except Exception as error:
-            raise (self._error or error) from None  # the user's, and not what torch makes of it
+            raise (running.error or error) from None  # the user's, and not what torch makes of it
         finally:
-            self._steps, self._results, self._error = (), [], None
+            self._running = None
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -188,20 +205,25 @@ class Pipeline:
         parts = tuple(f"{part}." for part in self.stages.parts)
         return {name: buffer for name, buffer in self._root.named_buffers() if not name.startswith(parts)}
 
-    def total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
+    def total_norm(self, gradients: Sequence[Tensor], order: float = 2.0) -> Tensor:
         """The norm of the gradients of all stages; what several stages have counts once. A collective over ``pp``.
 
         Args:
             gradients: Of this rank's parameters.
+            order: Of the norm; may be infinite.
         """
         params = {param.grad: name for name, param in self._root.named_parameters() if param.grad is not None}
-        counted = [g for g in gradients if self._is_first_with(params[g])]
-        norm = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=self._device)
+        counted = [g for g in gradients if g not in params or self._is_first_with(params[g])]
+        norm = get_total_norm(counted, order) if counted else torch.zeros((), device=self._device)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        square = norm.to(torch.float64 if norm.dtype == torch.float64 else torch.float32) ** 2
-        dist.all_reduce(square, group=self.group)
-        return square.sqrt()
+        norm = norm.to(torch.float64 if norm.dtype == torch.float64 else torch.float32)
+        if math.isinf(order):
+            dist.all_reduce(norm, dist.ReduceOp.MAX, self.group)
+            return norm
+        power = norm**order
+        dist.all_reduce(power, group=self.group)
+        return power ** (1 / order)
 
     def _is_first_with(self, name: str) -> bool:
         return self.stages.stages_of_param[name][0] in self.own_stages
@@ -241,14 +263,14 @@ class Pipeline:
         order = order_of(schedule, self.config.pp_size, num_microbatches)
         return PreparedStep(flow, plans, schedule, order)
 
-    def _run_forward(self, num_microbatches: int) -> None:
+    def _run_forward(self, running: _Running) -> None:
         """Run each stage on all microbatches, one stage after another; torch's schedules all want backwards."""
         local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         sending: list[tuple[dist.Work | None, Tensor]] = []
-        for stage, plan in self._plans.items():
+        for stage, plan in running.plans.items():
             before, after = (self.config.rank_of(s % self.stages.num_stages) for s in (stage - 1, stage + 1))
             waiting: list[Tensor] = []
-            for microbatch in range(num_microbatches):
+            for microbatch in range(len(running.steps)):
                 received = local.pop((stage, microbatch), None)
                 if received is None:
                     leaves = [plan.leaf(value) for value in plan.received]
@@ -258,7 +280,7 @@ class Pipeline:
                 sent = self._run_stage(stage, microbatch, received)
                 if plan.is_last:
                     continue
-                if stage + 1 in self._plans:
+                if stage + 1 in running.plans:
                     local[stage + 1, microbatch] = sent
                     continue
                 waiting += map(Tensor.contiguous, sent)
@@ -272,8 +294,10 @@ class Pipeline:
                 work.wait()
 
     def _run_stage(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
-        seed = MicrobatchSeed(self._base, microbatch, self._data_parallel_rank)
-        plan, step = self._plans[stage], self._steps[microbatch]
+        running = self._running
+        assert running is not None
+        seed = MicrobatchSeed(running.base, microbatch, self._data_parallel_rank)
+        plan, step = running.plans[stage], running.steps[microbatch]
 
         def run() -> Any:
             if not plan.is_last:
@@ -281,13 +305,13 @@ class Pipeline:
                     _, sent = self._replay.run(plan, seed, received, step)
                 return sent
             result, _ = self._replay.run(plan, seed, received, step)
-            self._results[microbatch] = result
-            return self._loss_of(result) if self._loss_of is not None else torch.zeros(1, device=self._device)
+            running.results[microbatch] = result
+            return running.loss_of(result) if running.loss_of is not None else torch.zeros(1, device=self._device)
 
         try:
-            return self._run_root(run)
+            return running.run_root(run)
         except Exception as error:
-            self._error = error
+            running.error = error
             raise
 
 

@@ -12,6 +12,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import LBFGS, Optimizer
 
+from lightning_dist.sharding import sharded
+
 if TYPE_CHECKING:
     from lightning_dist.plugins.strategies.mesh import MeshStrategy
 
@@ -55,6 +57,12 @@ def refuse_for_pipeline(module: LightningModule) -> None:
             f"{name} overrides backward, which a pipeline would never call: its schedule runs the backwards. Put what"
             f" it does into the loss, or into on_after_backward, or {instead}."
         )
+    for path, part in module.named_modules():
+        if part._compiled_call_impl is not None and sharded(module) is None:  # else a pipeline has set it
+            raise MisconfigurationException(
+                f"{path or name} was compiled by module.compile(), which a pipeline would undo: it decides itself which"
+                " modules run. Set compile=True on the strategy, which compiles each block."
+            )
     if "dataloader_iter" in signature(module.training_step).parameters:
         raise MisconfigurationException(
             f"{name}.training_step takes dataloader_iter, from which each stage would take another batch. Take the"

@@ -160,14 +160,13 @@ class PipelineParallelStrategy(MeshStrategy):
                 " and schedule have no effect. Use accumulate_grad_batches for smaller batches."
             )
         super().setup(trainer)
-        if self._steps is not None:
-            _compat.clip_by_total_norm(self.precision_plugin, self._total_norm)
 
-    def _total_norm(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The norm of a whole gradient, of which a rank has the parts of its stages. A collective over ``pp``."""
-        assert self._sharded is not None
-        assert self._sharded.pipeline is not None
-        return self._sharded.pipeline.total_norm(gradients)
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Step the optimizer; gradients are clipped by the norm of all stages'."""
+        if self._sharded is None or self._sharded.pipeline is None:
+            return super().optimizer_step(*args, **kwargs)
+        with _compat.total_norms(self._sharded.pipeline.total_norm):
+            return super().optimizer_step(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the module's ``training_step`` on microbatches, and their backwards; a collective, as all steps are."""

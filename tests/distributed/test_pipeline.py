@@ -181,6 +181,18 @@ class Looks(DeepGPT):
         return loss if loss < 5 else loss * 2
 
 
+class OwnGenerator(DeepGPT):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        kept = torch.rand(batch[0].shape, generator=torch.Generator().manual_seed(batch_idx)) > 0.1
+        return self.loss((batch[0] * kept, batch[1]))
+
+
+class Compiled(DeepGPT):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.blocks[2].compile(backend="eager")
+
+
 class Hidden(DeepGPT):
     """Something made within a block is used without the block returning it."""
 
@@ -234,6 +246,8 @@ MISTAKES: list[tuple[type[DeepGPT], dict[str, Any], str]] = [
     (Twice, {}, "calls model.blocks.0 2 times"),
     (Penalty, {}, "weight_decay"),
     (Unpicklable, {}, "The last stage could not tell what a step has left: TypeError: cannot pickle 'generator'"),
+    (OwnGenerator, {}, "torch.Generator of its own"),
+    (Compiled, {}, "model.blocks.2 was compiled by module.compile()"),
     (Looks, {}, "could not be followed on tensors without values"),
     (Hidden, {}, "made inside model.blocks.0"),
     (DeepGPT, {"virtual_stages": 5, "schedule": "interleaved_1f1b"}, "10 stages, and the model only 8 repeated blocks"),
