@@ -258,3 +258,26 @@ def gradients_seen(with_hook: bool) -> tuple[list[bool], list[bool]]:
 def test_old_gradients_are_freed_before_the_forward_where_no_hook_wants_them(pool: WorkerPool) -> None:
     assert pool.run(gradients_seen, 2, False)[0] == ([False, True] * 3, [])
     assert pool.run(gradients_seen, 2, True)[0] == ([False, True, True, True, True, True], [False, True, True])
+
+
+class Addresses(GPT):
+    """Remembers where its embedding was in a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.address = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.address = self.model.embedding.weight.data_ptr()
+        return super().training_step(batch, batch_idx)
+
+
+def gathers_in_place(layout: str) -> bool:
+    model = Addresses()
+    make_trainer(layout, max_steps=2).fit(model)
+    return model.address == model.model.embedding.weight.to_local().data_ptr()
+
+
+@pytest.mark.parametrize(("layout", "in_place"), [("2x1", True), ("1x2", False)])
+def test_a_shard_that_is_whole_is_not_copied(pool: WorkerPool, layout: str, in_place: bool) -> None:
+    assert pool.run(gathers_in_place, 2, layout) == [in_place] * 2
