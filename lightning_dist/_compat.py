@@ -7,6 +7,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 from torch.distributed.tensor import Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
@@ -29,6 +31,7 @@ __all__ = [
     "accumulating",
     "call",
     "call_forward_hooks",
+    "drop_gradients",
     "flush_gradients",
     "initialize_root",
     "is_in_backward",
@@ -84,14 +87,18 @@ class ParameterGroup:
             self._group.wait_for_unshard()
 
     def gather_in_place(self) -> None:
-        """From now on, let the whole parameters be the memory of the shards, where these are whole and of one dtype.
+        """From now on, let the whole parameters be the memory of the shards, where no other rank has any of them.
 
-        FSDP2 copies them all the same. Replaced by: its not doing so.
+        FSDP2 copies them all the same. Replaced by: its not doing so. Not where there are replicas, nor where a forward
+        writes into a parameter: a replica's forwards must not change it, nor any forward what is being saved.
         """
-        if self._group._all_gather_process_group.size() > 1:
+        if self._group.mesh_info.mesh.size() > 1:
             return
         for param in self._group.fsdp_params:
             data = param._sharded_param_data
+            owners = [param._module_info.module, *param._module_info.shared_modules]
+            if any(getattr(owner, "max_norm", None) is not None for owner in owners):
+                continue
             is_all = data.storage_offset() == 0 and data.untyped_storage().size() == data.numel() * data.itemsize
             is_plain = type(data) is torch.Tensor and not hasattr(param._sharded_local_tensor, "fsdp_post_all_gather")
             if is_all and is_plain and param.param_dtype is None and not param.offload_to_cpu:
@@ -228,7 +235,7 @@ def leave_out_hooks(module: nn.Module) -> None:
 
 def _origin(hook: Any) -> str:
     """The Python module that a hook is written in; empty if it does not say."""
-    while hasattr(hook, "func"):
+    while isinstance(hook, partial):
         hook = hook.func
     return getattr(hook, "__module__", None) or ""
 
@@ -246,6 +253,20 @@ def reduce_gradients(root: nn.Module, groups: Sequence[ParameterGroup]) -> None:
         for group in reversed(groups):
             group._group.post_backward()
         _state(root)._root_post_backward_final_callback()
+        return
+    # What else that callback does, where forwards outside of steps have come by FSDP2's hooks.
+    _state(root)._comm_ctx.post_forward_order.clear()
+    for group in groups:
+        group._group._post_forward_indices.clear()
+
+
+def drop_gradients(groups: Sequence[ParameterGroup]) -> None:
+    """Forget the gradients that backwards have left, of a step that failed."""
+    for group in groups:
+        for param in group._group.fsdp_params:
+            param.unsharded_accumulated_grad = None
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.grad = None
 
 
 ROUTE = "_compiled_call_impl"
@@ -284,20 +305,19 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-    """Call the forward hooks that users and libraries have put on ``module``, and return what they make of ``output``.
+def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    """Call the forward hooks that users and libraries have put on ``module``, for what they do besides.
 
-    Those of torch.distributed and of this package are left out. Replaced by: as for :func:`route_calls`.
+    They are given a copy of ``output``, which is what they have made of it where the module ran. Those of
+    torch.distributed and of this package are left out. Replaced by: as for :func:`route_calls`.
     """
-    for key, hook in module._forward_hooks.items():
-        if _origin(hook).startswith(_OURS):
-            continue
-        given: tuple[Any, ...] = (
-            (module, args, {}, output) if key in module._forward_hooks_with_kwargs else (module, args, output)
-        )
-        result = hook(*given)
+    hooks = [(key, hook) for key, hook in module._forward_hooks.items() if not _origin(hook).startswith(_OURS)]
+    if hooks:
+        output = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, output)
+    for key, hook in hooks:
+        with_kwargs = key in module._forward_hooks_with_kwargs
+        result = hook(module, args, {}, output) if with_kwargs else hook(module, args, output)
         output = output if result is None else result
-    return output
 
 
 def is_in_backward() -> bool:

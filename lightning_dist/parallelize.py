@@ -123,6 +123,7 @@ def parallelize(
         spread.pipeline = Pipeline(
             module, written, stages, pipeline, foreign.parts, group, device, part, splits_backward
         )
+        written.is_spread()
         return spread
 
 

@@ -351,6 +351,7 @@ class ShardedModule:
                     yield call if is_idle and self.tensor_parallel is None else run
         except BaseException:
             _compat.reset_after_error(self._root)
+            _compat.drop_gradients(self._sharded_groups)
             raise
         finally:
             self._in_step = False

@@ -290,7 +290,7 @@ def silence_predictions(trainer: Trainer) -> list[Callback]:
 
 @contextmanager
 def total_norms(total_norm: Callable[[Sequence[torch.Tensor], float], torch.Tensor]) -> Generator[None, None, None]:
-    """Inside, ``torch.nn.utils.clip_grad_norm_`` clips by a norm that this rank does not know alone.
+    """Inside, ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` know a norm that this rank does not know alone.
 
     Lightning's clipping calls it, and so do users' own. Replaced by: a hook of the strategy for the norm, as Fabric's
     ``clip_gradients_norm`` is one.
@@ -314,8 +314,8 @@ def total_norms(total_norm: Callable[[Sequence[torch.Tensor], float], torch.Tens
             )
         return norm
 
-    clip_grad._get_total_norm = of_all
+    clip_grad._get_total_norm = torch.nn.utils.get_total_norm = of_all
     try:
         yield
     finally:
-        clip_grad._get_total_norm = own
+        clip_grad._get_total_norm = torch.nn.utils.get_total_norm = own

@@ -345,7 +345,8 @@ class Replay:
             module = self._root.get_submodule(inner.name)
             _compat.call_forward_hooks(module, given(inner.args, {}), given(inner.output, inner.places))
         result = given(call.output, {at: at for at in range(len(call.output.leaves))})
-        return _compat.call_forward_hooks(part, args, result)
+        _compat.call_forward_hooks(part, args, result)
+        return result
 
 
 def _stand_in(leaf: Leaf, device: torch.device) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -210,7 +209,7 @@ class Pipeline:
 
         Args:
             gradients: Of this rank's parameters.
-            order: Of the norm; may be infinite.
+            order: Of the norm, positive; may be infinite.
         """
         params = {param.grad: name for name, param in self._root.named_parameters() if param.grad is not None}
         counted = [g for g in gradients if g not in params or self._is_first_with(params[g])]
@@ -218,12 +217,10 @@ class Pipeline:
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
         norm = norm.to(torch.float64 if norm.dtype == torch.float64 else torch.float32)
-        if math.isinf(order):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, self.group)
-            return norm
-        power = norm**order
-        dist.all_reduce(power, group=self.group)
-        return power ** (1 / order)
+        norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(norms, norm, group=self.group)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
+        return total
 
     def _is_first_with(self, name: str) -> bool:
         return self.stages.stages_of_param[name][0] in self.own_stages
@@ -269,6 +266,8 @@ class Pipeline:
         sending: list[tuple[dist.Work | None, Tensor]] = []
         for stage, plan in running.plans.items():
             before, after = (self.config.rank_of(s % self.stages.num_stages) for s in (stage - 1, stage + 1))
+            # NCCL does one thing after the other: where stages go round, ranks that send at once all wait to receive.
+            is_at_once = stage == 0 or len(running.plans) == 1
             waiting: list[Tensor] = []
             for microbatch in range(len(running.steps)):
                 received = local.pop((stage, microbatch), None)
@@ -284,8 +283,7 @@ class Pipeline:
                     local[stage + 1, microbatch] = sent
                     continue
                 waiting += map(Tensor.contiguous, sent)
-                # NCCL does one thing after the other between two ranks: to send now would hold up what is received.
-                if before != after or stage == 0:
+                if is_at_once:
                     sending += [(dist.isend(tensor, group=self.group, group_dst=after), tensor) for tensor in waiting]
                     waiting.clear()
             sending += [(dist.isend(tensor, group=self.group, group_dst=after), tensor) for tensor in waiting]

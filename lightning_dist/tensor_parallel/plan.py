@@ -146,8 +146,10 @@ def resolve_plan(root: nn.Module, user: Mapping[str, str] | None = None) -> dict
 def with_tied(root: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]:
     """Add the modules that share a split parameter with one that is named.
 
+    Where one of them cannot be split, all of them are replicated.
+
     Raises:
-        PlanError: If a module that cannot be split does.
+        PlanError: If the user has asked for the split.
     """
     split = {
         param: name
@@ -165,10 +167,24 @@ def with_tied(root: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]
             style = "embedding_rowwise"
         elif linear_layer(module) is not None and first.style == "embedding_rowwise":
             style = "colwise_gather_output"
-        else:
+        elif first.source == "user":
             raise PlanError(f"plan: {name} is tied to {tied[0]}, and would have to be split as well: {first.style}.")
+        else:
+            alike = _sharing(root, entries, tied[0])
+            why = f"tied to {name}, which cannot be split"
+            return with_tied(root, {**entries, **{key: entries[key].replicated(why) for key in alike}})
         result[name] = Entry(style, first.source, f"tied to {tied[0]}")
     return {name: result[name] for name, _ in root.named_modules() if name in result}
+
+
+def _sharing(root: nn.Module, entries: Mapping[str, Entry], name: str) -> set[str]:
+    """Those of ``entries`` that share a parameter with ``name``, itself, or with one that does."""
+    params = {key: set(root.get_submodule(key).parameters(recurse=False)) for key in entries}
+    found, shared = {name}, params[name]
+    while more := {key for key, own in params.items() if key not in found and own & shared}:
+        found |= more
+        shared = shared.union(*(params[key] for key in more))
+    return found
 
 
 def _hugging_face(root: nn.Module) -> Iterator[tuple[str, Entry]]:

@@ -33,6 +33,8 @@ class ShardedGradScaler(torch.amp.GradScaler):
             for param in group["params"]:
                 if param.grad is not None:
                     grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
+                    if grad.dtype == torch.float16 and not allow_fp16:
+                        raise ValueError("Gradients in float16 cannot be unscaled: keep parameters in float32.")
                     by_dtype.setdefault(grad.dtype, []).append(grad)
         for grads in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
@@ -41,7 +43,7 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
 
 def agree_on_overflows(plugin: Precision) -> None:
-    """Let the scaler of ``plugin``, if it has one, be a :class:`ShardedGradScaler` of the same settings.
+    """Let the scaler of ``plugin``, if it has one, be a :class:`ShardedGradScaler`.
 
     Raises:
         TypeError: If it is no plain ``GradScaler``, of which nothing is known.
@@ -54,12 +56,4 @@ def agree_on_overflows(plugin: Precision) -> None:
             f"scaler={type(scaler).__name__} looks at the gradients of one rank. Give MixedPrecision a"
             " torch.amp.GradScaler, or none."
         )
-    ours = ShardedGradScaler(
-        plugin.device,
-        init_scale=scaler._init_scale,
-        growth_factor=scaler.get_growth_factor(),
-        backoff_factor=scaler.get_backoff_factor(),
-        growth_interval=scaler.get_growth_interval(),
-        enabled=scaler.is_enabled(),
-    )
-    plugin.scaler = ours
+    scaler.__class__ = ShardedGradScaler  # the same object, which the user may keep, in the same state

@@ -171,9 +171,13 @@ class _Packed:
         self._content, self._dtype, self._shape = content, dtype, shape
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Packed:
-        """That of ``tensor``."""
-        content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    def of(cls, tensor: Tensor) -> _Packed | Tensor:
+        """That of ``tensor``; a sparse one as it is."""
+        tensor = tensor.detach().cpu()
+        if tensor.layout != torch.strided:
+            return tensor
+        tensor = tensor.resolve_conj().resolve_neg()
+        content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         return cls(content, tensor.dtype, tensor.shape)
 
     def on(self, device: torch.device) -> Tensor:

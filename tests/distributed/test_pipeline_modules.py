@@ -73,6 +73,10 @@ class Averaged(DeepGPT):
         return WeightAveraging()
 
 
+def halve(module: nn.Module, args: Any, output: Tensor) -> None:
+    output.mul_(0.5)
+
+
 class HookedLate(Callback):
     """Takes what a block returns, by a hook that is not there when the model is cut."""
 
@@ -84,12 +88,17 @@ class HookedLate(Callback):
 
 
 class Roundabout(DeepGPT):
-    """What blocks return reaches the loss as a number, through a view of another tensor, and by a hook.
+    """What blocks return is changed by hooks, and reaches the loss as a number, through a view, and by a hook.
 
     Gradients are clipped by torch's function, which is given all parameters.
     """
 
     taken: Tensor | None = None
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.model.blocks[3].register_forward_hook(lambda module, args, output: output * 1.5)
+        self.model.blocks[5].register_forward_hook(halve)
 
     def configure_callbacks(self) -> Any:
         return HookedLate()

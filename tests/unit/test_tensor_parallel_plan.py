@@ -6,6 +6,7 @@ import pytest
 from torch import nn
 
 from lightning_dist.tensor_parallel import PlanError, resolve_plan
+from lightning_dist.tensor_parallel.plan import Entry, with_tied
 from tests.models import build
 
 
@@ -56,3 +57,24 @@ def test_hugging_faces_plan_is_used_where_the_user_says_nothing() -> None:
 def test_what_is_refused(plan: dict[str, str], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         resolve_plan(build("gpt"), plan)
+
+
+class TiedBias(nn.Module):
+    """As in BERT: a layer has an embedding's weight, and a bias that hangs on the module around it, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 4)
+        self.around = nn.Module()
+        self.around.head = nn.Linear(4, 8)
+        self.around.head.weight = self.embedding.weight
+        self.around.bias = self.around.head.bias
+
+
+def test_what_is_tied_to_what_cannot_be_split_is_replicated() -> None:
+    split = {"embedding": Entry("embedding_rowwise", "inferred"), "around.head": Entry("colwise", "inferred")}
+    found = with_tied(TiedBias(), split)
+    assert {name: entry.is_split for name, entry in found.items()} == {"embedding": False, "around.head": False}
+    assert "tied to around" in found["around.head"].why
+    with pytest.raises(PlanError, match=r"around is tied to around\.head"):
+        with_tied(TiedBias(), {"around.head": Entry("colwise", "user")})
