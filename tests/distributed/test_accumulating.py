@@ -35,14 +35,16 @@ def accumulate(param_dtype: torch.dtype | None, grouped: bool) -> tuple[list[str
     groups = [_compat.parameter_group(unit) for unit in (model[:1] if grouped else model)]
     before, dtypes = hooks_of(root), []
     rank = int(os.environ["RANK"])
-    with _compat.accumulating(root, groups):
+    with _compat.accumulating(root, groups) as is_idle:
         for group in groups:
             group.gather()
-        num_off = sum(a != b for a, b in zip(before, hooks_of(root), strict=True))
-        for number in (1.0, 2.0):
-            output = root(torch.full((2, 4), number + 2 * rank))
-            dtypes.append(str(output.dtype))
-            output.float().square().mean().backward()
+        hooked = root.modules() if is_idle else ()
+        with _compat.without_forward_hooks(hooked, ("torch.distributed.fsdp",)):
+            num_off = len(before) - len(hooks_of(root))
+            for number in (1.0, 2.0):
+                output = root(torch.full((2, 4), number + 2 * rank))
+                dtypes.append(str(output.dtype))
+                output.float().square().mean().backward()
     _compat.reduce_gradients(root, groups)
     for group in groups:
         group.free()
