@@ -1,17 +1,15 @@
-"""Collectives faster than the backend's, in the form that FSDP2 takes them; and one of objects, faster than torch's."""
+"""Collectives faster than the backend's, in the form that FSDP2 takes them; and one of bytes, however many."""
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_dist._compat import AllGather, ReduceScatter
 
-__all__ = ["DirectAllGather", "ObjectBroadcast", "TwoShotReduceScatter"]
+__all__ = ["BytesBroadcast", "DirectAllGather", "TwoShotReduceScatter"]
 
 
 class DirectAllGather(AllGather):
@@ -91,14 +89,14 @@ class TwoShotReduceScatter(ReduceScatter):
         return None
 
 
-class ObjectBroadcast:
-    """Gives a rank's objects to all of a group: each in one message, if none before it was larger.
+class BytesBroadcast:
+    """Gives a rank's bytes to all of a group: in one message, if none before were more.
 
     ``dist.broadcast_object_list`` takes two, the first for the size.
 
     Args:
         group: Who.
-        source: Whose objects; its rank in ``group``.
+        source: Whose bytes; its rank in ``group``.
         device: What tensors the group's backend sends.
     """
 
@@ -108,16 +106,17 @@ class ObjectBroadcast:
         self._device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
         self._room = 1024
 
-    def __call__(self, value: Any = None) -> Any:
-        """A copy of the source's ``value``, which it can pickle; those of others are nothing. A collective."""
-        content = pickle.dumps(value) if dist.get_rank(self._group) == self._source else b""
+    def __call__(self, content: bytes = b"") -> bytes:
+        """The source's ``content``; that of others is nothing. A collective."""
+        if dist.get_rank(self._group) != self._source:
+            content = b""
         message = self._sent((len(content).to_bytes(_HEADER, "little") + content)[: self._room], self._room)
         size = int.from_bytes(message[:_HEADER], "little")
         missing = _HEADER + size - self._room
         if missing > 0:
             message += self._sent(content[-missing:], missing)
             self._room = 2 * (_HEADER + size)
-        return pickle.loads(message[_HEADER : _HEADER + size])
+        return message[_HEADER : _HEADER + size]
 
     def _sent(self, content: bytes, size: int) -> bytes:
         """The source's ``content``, followed by what makes it ``size`` bytes."""

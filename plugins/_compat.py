@@ -290,7 +290,7 @@ def silence_predictions(trainer: Trainer) -> list[Callback]:
 
 @contextmanager
 def total_norms(total_norm: Callable[[Sequence[torch.Tensor], float], torch.Tensor]) -> Generator[None, None, None]:
-    """Inside, ``torch.nn.utils.clip_grad_norm_`` and ``get_total_norm`` know a norm that this rank does not know alone.
+    """Inside, torch's ``clip_grad_norm_`` and ``get_total_norm`` take a norm that this rank does not know alone.
 
     Lightning's clipping calls it, and so do users' own. Replaced by: a hook of the strategy for the norm, as Fabric's
     ``clip_gradients_norm`` is one.

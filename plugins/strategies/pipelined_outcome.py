@@ -16,7 +16,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_dist.collectives import ObjectBroadcast
+from lightning_dist.collectives import BytesBroadcast
 from lightning_dist.consensus import OtherRankError
 from lightning_dist.pipeline import Flow, Pipeline
 from lightning_dist.pipeline.attributes import keep, restore
@@ -81,7 +81,7 @@ class Outcome:
         with _compat.logging_to(self._module, on_log):
             yield
 
-    def tell(self, merge: Callable[[], Any], pipeline: Pipeline, broadcast: ObjectBroadcast) -> Any:
+    def tell(self, merge: Callable[[], Any], pipeline: Pipeline, broadcast: BytesBroadcast) -> Any:
         """Give every rank of ``pipeline`` what the last stage has, attributes and logs. A collective.
 
         Args:
@@ -92,21 +92,20 @@ class Outcome:
         Raises:
             OtherRankError: If the last stage could not put together what its microbatches have left.
         """
-        told: Any = None
+        content = b""
         error: Exception | None = None
         if pipeline.is_last:
             try:
                 logged = {name: self._merged(list(calls.values())) for name, calls in self._logged.items()}
                 told = apply_to_collection((merge(), logged, self._attributes()), Tensor, _Packed.of)
-                told = pickle.dumps(told)
+                content = pickle.dumps((None, told))
             except Exception as raised:  # the others wait for it
                 error = raised
-                told = f"{type(raised).__name__}: {raised}"
-        told = broadcast(told)
-        if isinstance(told, str):
-            raise error or OtherRankError(f"The last stage could not tell what a step has left: {told}")
-        told = apply_to_collection(pickle.loads(told), _Packed, _Packed.on, self._module.device)
-        output, logged, attributes = told
+                content = pickle.dumps((f"{type(raised).__name__}: {raised}", None))
+        failed, told = pickle.loads(broadcast(content))
+        if failed is not None:
+            raise error or OtherRankError(f"The last stage could not tell what a step has left: {failed}")
+        output, logged, attributes = apply_to_collection(told, _Packed, _Packed.on, self._module.device)
         restore(self._module, self._changed, self._before)
         for (owner, key), (is_added, value) in zip(self._changed, attributes, strict=True):
             if is_added:

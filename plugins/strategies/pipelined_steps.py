@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
-from lightning_dist.collectives import ObjectBroadcast
+from lightning_dist.collectives import BytesBroadcast
 from lightning_dist.pipeline import (
     Flow,
     Pipeline,
@@ -59,7 +59,7 @@ class PipelinedSteps:
         self._step_context = step_context
         self._scale = scale
         self._metrics = SharedMetrics(module, spread.pipeline)
-        self._broadcast = ObjectBroadcast(spread.pipeline.group, spread.pipeline.last_rank, module.device)
+        self._broadcast = BytesBroadcast(spread.pipeline.group, spread.pipeline.last_rank, module.device)
 
     def train(self, weights: LossWeights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``training_step`` and its backward, and return what it returned, without a graph.

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dist.collectives import DirectAllGather, ObjectBroadcast, TwoShotReduceScatter
+from lightning_dist.collectives import BytesBroadcast, DirectAllGather, TwoShotReduceScatter
 from lightning_dist.parity import whole_parameters
 from tests.distributed.fit import make_trainer
 from tests.models import build
@@ -115,15 +113,16 @@ def test_trains_to_the_same_weights(pool: WorkerPool) -> None:
         )
 
 
-def broadcast_objects(source: int) -> list[Any]:
-    if not dist.is_initialized():
-        dist.init_process_group("gloo")
-    broadcast = ObjectBroadcast(dist.group.WORLD, source, torch.device("cpu"))
-    values = [{"small": 1}, "x" * 5000, b"\0" * 1016, "y" * 20_000, None]  # some larger than all before
-    return [broadcast(value if dist.get_rank() == source else "of nobody") for value in values]
+CONTENTS = [b"small", b"x" * 5000, b"\0" * 1016, b"y" * 20_000, b""]  # some larger than all before
+
+
+def broadcast_bytes(source: int) -> list[bytes]:
+    dist.init_process_group("gloo")
+    broadcast = BytesBroadcast(dist.group.WORLD, source, torch.device("cpu"))
+    return [broadcast(content if dist.get_rank() == source else b"of nobody") for content in CONTENTS]
 
 
 @pytest.mark.parametrize("source", [0, 2])
-def test_objects_reach_all(pool: WorkerPool, source: int) -> None:
-    for received in pool.run(broadcast_objects, 3, source):
-        assert received == [{"small": 1}, "x" * 5000, b"\0" * 1016, "y" * 20_000, None]
+def test_bytes_reach_all(pool: WorkerPool, source: int) -> None:
+    for received in pool.run(broadcast_bytes, 3, source):
+        assert received == CONTENTS
