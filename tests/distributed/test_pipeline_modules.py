@@ -98,7 +98,7 @@ class Roundabout(DeepGPT):
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.model.blocks[3].register_forward_hook(lambda module, args, output: output * 1.5)
-        self.model.blocks[5].register_forward_hook(halve)
+        self.model.blocks[3].register_forward_hook(halve)  # the last of the first stage
 
     def configure_callbacks(self) -> Any:
         return HookedLate()
