@@ -97,8 +97,8 @@ class Roundabout(DeepGPT):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.model.blocks[3].register_forward_hook(lambda module, args, output: output * 1.5)
         self.model.blocks[3].register_forward_hook(halve)  # the last of the first stage
+        self.model.blocks[3].register_forward_hook(lambda module, args, output: output * 1.5)
 
     def configure_callbacks(self) -> Any:
         return HookedLate()
