@@ -250,7 +250,7 @@ class Run:
     def observe(self, trainer: pl.Trainer, model: pl.LightningModule, name: str = "fit") -> None:
         """Record weights, buffers, metrics, progress and checkpoints of ``trainer``."""
         self.record(f"{name}: steps, epochs", [trainer.global_step, trainer.current_epoch])
-        self.record(f"{name}: metrics", {key: value for key, value in trainer.callback_metrics.items()})
+        self.record(f"{name}: metrics", dict(trainer.callback_metrics))
         for logger in trainer.loggers:
             if isinstance(logger, History) and trainer.is_global_zero:
                 self.own[f"{name}: history"] = _plain(logger.history)
