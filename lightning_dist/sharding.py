@@ -128,6 +128,8 @@ def shard(
             shard_placement_fn=None if tensor_parallel is None else partial(_shard_placement, tensor_parallel),
         )
         group = _compat.parameter_group(unit.modules[0])
+        if unit.kind in ("outer", "own"):
+            group.wait_for_end_of_backward()
         if is_direct:
             group.set_collectives(DirectAllGather(), TwoShotReduceScatter())
         groups.append(group)
