@@ -59,6 +59,39 @@ class ParameterGroup:
 
     def __init__(self, group: FSDPParamGroup) -> None:
         self._group = group
+        self._waits_for_end = False
+        self._is_kept = False
+        # FSDP2 reduces and frees a group when the gradients of its modules' inputs are known. Uses of its parameters
+        # outside of those modules come later. Replaced by: a public way to reduce at the end of a backward.
+        self._post_backward = group.post_backward
+        group.post_backward = self._after_backward  # type: ignore[method-assign]
+        register = FSDPParamGroup._register_post_backward_hook
+        inside = _InsideBackward(self)
+        group._register_post_backward_hook = partial(register, inside)  # type: ignore[method-assign, arg-type]
+
+    def wait_for_end_of_backward(self) -> None:
+        """From now on, reduce gradients and free parameters at the end of a backward, and not within it.
+
+        It is for parameters that a step may use through other ways than the forward of the group's modules.
+        """
+        self._waits_for_end = True
+
+    def inside_backward(self) -> None:
+        """Handle that the gradients of the modules' inputs are known, within a backward."""
+        if torch.is_grad_enabled():  # create_graph=True: a second backward reads the parameters before any hook runs
+            self._is_kept = True
+        if not self._waits_for_end and not self._is_kept:
+            self._post_backward()
+
+    def _after_backward(self, *unused: Any) -> None:
+        """Handle the end of a backward; with create_graph=True, gradients are not final and parameters are needed."""
+        if is_in_backward() and torch.is_grad_enabled():
+            return
+        if self._waits_for_end or self._is_kept:
+            if not self.has_unreduced_gradients():  # as at the end of torch.autograd.grad
+                return
+            self._is_kept = False
+        self._post_backward()
 
     @property
     def is_gathered(self) -> bool:
@@ -119,11 +152,16 @@ class ParameterGroup:
 
     def free(self) -> None:
         """Put the sharded parameters back into the modules."""
+        self._is_kept = False
         self._group._to_sharded()  # type: ignore[no-untyped-call]
 
     def has_unreduced_gradients(self) -> bool:
-        """Whether a backward left gradients on the gathered parameters."""
-        return self.is_gathered and any(param._unsharded_param.grad is not None for param in self._group.fsdp_params)
+        """Whether backwards left gradients on the gathered parameters, which may have been freed since."""
+        return any(
+            param.unsharded_accumulated_grad is not None
+            or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
+            for param in self._group.fsdp_params
+        )
 
     def copy_requires_grad(self) -> None:
         """Let the gathered parameters require gradients as the sharded ones do now. FSDP2 does it only on a gather."""
@@ -165,9 +203,25 @@ def initialize_root(root: nn.Module) -> None:
     _state(root)._lazy_init()
 
 
+class _InsideBackward:
+    """Takes the place of a parameter group in the autograd node that tells it of the gradients of its inputs.
+
+    Args:
+        group: The group.
+    """
+
+    def __init__(self, group: ParameterGroup) -> None:
+        self._group = group
+
+    def post_backward(self) -> None:
+        """Tell the group."""
+        self._group.inside_backward()
+
+
 def flush_gradients(root: nn.Module) -> None:
     """Reduce what a backward left unreduced: FSDP2's end of backward, which only a module's output starts."""
-    _state(root)._root_post_backward_final_callback()
+    with torch.no_grad():
+        _state(root)._root_post_backward_final_callback()
 
 
 @contextmanager
