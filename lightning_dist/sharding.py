@@ -138,6 +138,7 @@ def shard(
             ignored_params=set(module.parameters()) - set(unit.params.values()),
             shard_placement_fn=None if tensor_parallel is None else partial(_shard_placement, tensor_parallel),
         )
+        group = _compat.parameter_group(modules[0])
         if unit.kind in _HELD_APART:
             holders.append(modules[0])
             group.put_into(_places(unit.params.values(), unit.owners))
