@@ -45,9 +45,7 @@ __all__ = [
     "process_groups",
     "recorded_collectives",
     "reduce_gradients",
-    "remove_forward_hooks",
     "reset_after_error",
-    "restore_class",
     "route_calls",
     "without_forward_hooks",
 ]
@@ -119,6 +117,20 @@ class ParameterGroup:
             self._group.unshard()
             self._group.wait_for_unshard()
 
+    def put_into(self, places: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
+        """Put the parameters into modules that ``fully_shard`` was not given, now and whenever they change.
+
+        Replaced by: a ``fully_shard`` of parameters instead of modules.
+
+        Args:
+            places: For each parameter, the modules that hold it, and its names there.
+        """
+        for param, modules in zip(self._group.fsdp_params, places, strict=True):
+            for module, name in modules:
+                param._module_info.shared_modules.append(module)
+                param._module_info.shared_param_names.append(name)
+            param._setattr_on_modules(param.sharded_param)
+
     def gather_in_place(self) -> None:
         """From now on, let the whole parameters be the memory of the shards, where no other rank has any of them.
 
@@ -184,12 +196,6 @@ def parameter_group(module: nn.Module) -> ParameterGroup:
     group = _state(module)._fsdp_param_group
     assert group is not None
     return ParameterGroup(group)
-
-
-def remove_forward_hooks(module: nn.Module) -> None:
-    """Take off the hooks that ``fully_shard`` put on ``module``; replaced by a ``fully_shard`` that puts on none."""
-    _state(module)._pre_forward_hook_handle.remove()
-    _state(module)._post_forward_hook_handle.remove()
 
 
 def initialize_root(root: nn.Module) -> None:
@@ -422,12 +428,6 @@ def prepend_step_post_hook(optimizer: Optimizer, hook: Callable[[Optimizer, Any,
     handle = optimizer.register_step_post_hook(hook)
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
     return handle
-
-
-def restore_class(module: nn.Module) -> None:
-    """Undo ``fully_shard``'s change of the class of ``module``; replaced by a ``fully_shard`` that leaves it alone."""
-    fsdp_class = type(module)
-    module.__class__ = fsdp_class.__mro__[fsdp_class._orig_cls_mro_index]  # type: ignore[attr-defined]
 
 
 def process_groups() -> list[dist.ProcessGroup]:

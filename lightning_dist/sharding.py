@@ -12,7 +12,7 @@ are gathered for the whole step, as FSDP2's root is, so that ``F.linear(x, self.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -38,6 +38,13 @@ from lightning_dist.tensor_parallel import TensorParallel, whole_logits
 from lightning_dist.units import Unit
 
 __all__ = ["NotInStepError", "ShardedModule", "ShardingConfig", "full_parameters", "shard", "sharded"]
+
+
+_GATHERED_FOR_THE_STEP = ("outer", "shared", "own")
+"""Kinds of units whose parameters stay gathered for the whole step."""
+
+_HELD_APART = ("shared", "own")
+"""Kinds of units whose modules' forwards do not say when their parameters are needed."""
 
 
 class NotInStepError(RuntimeError):
@@ -69,9 +76,10 @@ class ShardingConfig:
 class _StepRoot(nn.Module):
     """The FSDP root. Its forward is a step of the user's module."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, holders: Sequence[nn.Module]) -> None:
         super().__init__()
         self.module = module
+        self.holders = nn.ModuleList(holders)
 
     def forward(self, step: Callable[[], Any]) -> Any:
         return step()
@@ -106,6 +114,7 @@ def shard(
         is_direct = dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo"
     last_block = next((unit for unit in reversed(units) if unit.kind == "block"), None)
     groups: list[ParameterGroup | ScalarGroup] = []
+    holders: list[nn.Module] = []
     for unit in units:
         materialize(unit.modules, module, device, left_on_meta)
         if unit.kind == "scalars":
@@ -118,17 +127,22 @@ def shard(
         if unit.kind == "block":
             _change_forward(unit, config, tensor_parallel, module)
         # The last block's backward follows its forward: to free it would only be to gather it again.
-        stays_gathered = unit.kind in ("outer", "own") or (unit is last_block and config.reshard_after_forward is True)
+        stays_gathered = unit.kind in _GATHERED_FOR_THE_STEP
+        stays_gathered |= unit is last_block and config.reshard_after_forward is True
+        modules = [_Holder(unit.params.values())] if unit.kind in _HELD_APART else unit.modules
         fully_shard(
-            unit.modules if len(unit.modules) > 1 else unit.modules[0],
+            modules if len(modules) > 1 else modules[0],
             mesh=mesh,
             reshard_after_forward=False if stays_gathered else config.reshard_after_forward,
             mp_policy=policy,
             ignored_params=set(module.parameters()) - set(unit.params.values()),
             shard_placement_fn=None if tensor_parallel is None else partial(_shard_placement, tensor_parallel),
         )
-        group = _compat.parameter_group(unit.modules[0])
-        if unit.kind in ("outer", "own"):
+        group = _compat.parameter_group(modules[0])
+        if unit.kind in _HELD_APART:
+            holders.append(modules[0])
+            group.put_into(_places(unit.params.values(), unit.owners))
+        if unit.kind in _GATHERED_FOR_THE_STEP:
             group.wait_for_end_of_backward()
         if is_direct:
             group.set_collectives(DirectAllGather(), TwoShotReduceScatter())
@@ -136,7 +150,22 @@ def shard(
         unit.params.clear()  # the whole parameters, of which nothing should stay
     materialize([module], module, device, left_on_meta)
     refuse_meta_attributes(module)
-    return ShardedModule(module, units, groups, mesh, tensor_parallel)
+    return ShardedModule(module, units, groups, holders, mesh, tensor_parallel)
+
+
+class _Holder(nn.Module):
+    """Give ``fully_shard`` parameters whose own modules must keep their class and get no hooks."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        for index, param in enumerate(params):
+            self.register_parameter(str(index), param)
+
+
+def _places(params: Iterable[nn.Parameter], owners: Iterable[nn.Module]) -> list[list[tuple[nn.Module, str]]]:
+    """For each parameter, the modules that hold it, and its names there."""
+    held = [(owner, key, param) for owner in owners for key, param in owner._parameters.items()]
+    return [[(owner, key) for owner, key, other in held if other is param] for param in params]
 
 
 def _change_forward(
@@ -203,6 +232,7 @@ class ShardedModule:
         module: The user's module.
         units: Its units.
         groups: The parameter group of each unit.
+        holders: What ``fully_shard`` was given in the place of modules of the user's.
         mesh: What they are sharded over.
         tensor_parallel: What split them before; None: nothing.
     """
@@ -212,6 +242,7 @@ class ShardedModule:
         module: nn.Module,
         units: Sequence[Unit],
         groups: Sequence[ParameterGroup | ScalarGroup],
+        holders: Sequence[nn.Module],
         mesh: DeviceMesh,
         tensor_parallel: TensorParallel | None = None,
     ) -> None:
@@ -222,8 +253,8 @@ class ShardedModule:
         self._sharded_groups = [group for group in groups if isinstance(group, ParameterGroup)]
         self._scalars = [group for group in groups if isinstance(group, ScalarGroup)]
         by_kind = list(zip(units, groups, strict=True))
-        self._outer = [group for unit, group in by_kind if unit.kind in ("outer", "own", "scalars")]
-        self._own = [group for unit, group in by_kind if unit.kind in ("own", "scalars")]
+        self._outer = [group for unit, group in by_kind if unit.kind in (*_GATHERED_FOR_THE_STEP, "scalars")]
+        self._own = [group for unit, group in by_kind if unit.kind in (*_HELD_APART, "scalars")]
         self.tensor_parallel = tensor_parallel
         self.pipeline: Pipeline | None = None
         self._owners = {group: _in_order(module, unit) for unit, group in by_kind if unit.kind != "scalars"}
@@ -234,7 +265,7 @@ class ShardedModule:
         for unit, group in by_kind:
             if isinstance(group, ParameterGroup):
                 self._add_hooks(unit, group)
-        self._root = _StepRoot(module)
+        self._root = _StepRoot(module, holders)
         fully_shard(self._root, mesh=mesh, ignored_params=set(module.parameters()))
         _compat.initialize_root(self._root)
         for group in self._sharded_groups:
@@ -243,10 +274,7 @@ class ShardedModule:
         _sharded[module] = weakref.ref(self)
 
     def _add_hooks(self, unit: Unit, group: ParameterGroup) -> None:
-        if unit.kind == "own":
-            # No forward gathers what hangs on the root module itself, and its class stays the user's.
-            _compat.remove_forward_hooks(unit.modules[0])
-            _compat.restore_class(unit.modules[0])
+        if unit.kind in _HELD_APART:
             return
         for module in unit.modules:
             module.register_forward_pre_hook(partial(self._before_unit, group), prepend=True)
