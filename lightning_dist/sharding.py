@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_dist import _compat
 from lightning_dist._compat import ParameterGroup
@@ -269,7 +269,7 @@ class ShardedModule:
         self.tensor_parallel = tensor_parallel
         self.pipeline: Pipeline | None = None
         self._owners = {group: _in_order(module, unit) for unit, group in by_kind if unit.kind != "scalars"}
-        self._made_local: dict[ParameterGroup | ScalarGroup, object] = {}
+        self._made_local: dict[ParameterGroup, tuple[bool, ...]] = {}
         self._running = 0
         self._in_step = False
         self._has_stepped = False
@@ -299,8 +299,8 @@ class ShardedModule:
             def gather(module: nn.Module, args: object) -> None:
                 if group.is_gathered:
                     group.copy_requires_grad()
-                    if self._made_local.get(group) != self._grad_state(group):
-                        self._use_local(group)  # that it was gathered under no_grad, say
+                    if not self._is_local(group):
+                        self._use_local(group)
                 else:
                     self._check_running(module, args)
                     self._gather(group)
@@ -464,15 +464,18 @@ class ShardedModule:
         self._use_local(group)
 
     def _use_local(self, group: ParameterGroup | ScalarGroup) -> None:
-        if self.tensor_parallel is not None and group in self._owners:
+        if self.tensor_parallel is not None and isinstance(group, ParameterGroup):
             self.tensor_parallel.use_local(self._owners[group])
-            self._made_local[group] = self._grad_state(group)
+            self._made_local[group] = group.requires_grad
 
-    def _grad_state(self, group: ParameterGroup | ScalarGroup) -> object:
-        """What the local parts of a group are made under: whether, and for which parameters, gradients are wanted."""
-        if self.tensor_parallel is None or not isinstance(group, ParameterGroup):
-            return None
-        return torch.is_grad_enabled(), group.requires_grad
+    def _is_local(self, group: ParameterGroup) -> bool:
+        """Whether the owners hold what tensor parallelism makes of a gathered group, with gradients as wanted now."""
+        if self.tensor_parallel is None:
+            return True
+        # A backward may have gathered the group again.
+        params = (param for owner in self._owners[group] for param in owner._parameters.values())
+        is_replaced = any(isinstance(param, DTensor) for param in params)
+        return not is_replaced and self._made_local.get(group) == group.requires_grad
 
     def free(self) -> None:
         """Put the sharded parameters into the module: what optimizers, callbacks and checkpoints read and write."""
