@@ -15,13 +15,14 @@ from torch.optim import Optimizer
 
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import REMAINING
-from lightning_dist.pipeline import SCHEDULES, PipelineConfig, batch_size_of, check_divides, split_batch
+from lightning_dist.pipeline import SCHEDULES, PipelineConfig
 from lightning_dist.pipeline.whole_state import optimizer_state_of_all, written_by_stage
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.checks import refuse_for_pipeline
 from lightning_dist.plugins.strategies.exact_resume import MODELS
-from lightning_dist.plugins.strategies.example_step import example_batch, fake_step
+from lightning_dist.plugins.strategies.example_step import example_args, fake_step
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
+from lightning_dist.plugins.strategies.microbatching import BatchSplitter
 from lightning_dist.plugins.strategies.pipelined_steps import PipelinedSteps
 from lightning_dist.sharding import ShardedModule, sharded
 
@@ -36,7 +37,7 @@ class PipelineParallelStrategy(MeshStrategy):
     Args:
         pp_size: Number of processes that stages are on. None: the devices of a node, or what the other sizes leave.
         num_microbatches: Into how many microbatches a rank's part of the batch is split. None: the greatest number up
-            to 4 a stage that divides it.
+            to 4 a stage that divides it, and leaves BatchNorm at least two samples.
         schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``looped_bfs``, ``interleaved_zero_bubble``, ``zbv`` or
             ``dualpipev``.
         virtual_stages: Number of stages on a process. None: 1, or 2 for a schedule that needs several.
@@ -87,27 +88,24 @@ class PipelineParallelStrategy(MeshStrategy):
     def _pipeline_config(self, module: LightningModule) -> PipelineConfig | None:
         if self.layout.pp == 1:
             return None
-        batch, why_not = example_batch(self._trainer)
+        args, why_not = example_args(self._trainer)
         config = PipelineConfig(
             self.layout.pp, self._schedule, self._virtual_stages, self._num_microbatches or 1, self._split_at
         )
         if why_not:
             return replace(config, why_no_step=why_not)
-        size = batch_size_of(batch)
-        if self._num_microbatches is None:
-            most = 4 * config.num_stages
-            number = max(n for n in range(1, max(min(most, size), 1) + 1) if size % n == 0)
-            config = replace(config, num_microbatches=number)
-        check_divides(size, config.num_microbatches)
-        if not SCHEDULES[config.schedule].fits(config.num_microbatches, config.pp_size, config.num_stages):
+        splitter = BatchSplitter(module)
+        number = splitter.choose_number(args[0], self._num_microbatches, 4 * config.num_stages)
+        config = replace(config, num_microbatches=number)
+        if not SCHEDULES[config.schedule].fits(number, config.pp_size, config.num_stages):
             raise ValueError(
-                f"num_microbatches={config.num_microbatches} is too few for schedule={config.schedule!r} with"
-                f" {config.num_stages} stages, or no multiple of what it takes at a time: use a multiple of"
-                f" {config.num_stages}, or schedule={SCHEDULES[config.schedule].for_few!r}."
+                f"num_microbatches={number} is too few for schedule={config.schedule!r} with {config.num_stages}"
+                f" stages, or no multiple of what it takes at a time: use a multiple of {config.num_stages}, with a"
+                f" batch size that it divides, or schedule={SCHEDULES[config.schedule].for_few!r}."
             )
-        part = split_batch(batch, config.num_microbatches)[0]
+        part = splitter.split(args[0], number)[0]
         name = _compat.step_name(self._trainer)
-        return replace(config, step=fake_step(module, self._trainer, name, (part, 0), {}))
+        return replace(config, step=fake_step(module, self._trainer, name, (part, *args[1:]), {}))
 
     def _shard(self, module: LightningModule, copied: ShardedModule | None = None) -> ShardedModule:
         existing = sharded(module)

@@ -17,13 +17,11 @@ from lightning_dist.pipeline import (
     Pipeline,
     PreparedStep,
     RunRoot,
-    batch_size_of,
     find_flow,
-    num_microbatches_for,
     signature,
-    split_batch,
 )
 from lightning_dist.plugins.strategies.example_step import fake_step
+from lightning_dist.plugins.strategies.microbatching import BatchSplitter
 from lightning_dist.plugins.strategies.pipelined_metrics import SharedMetrics
 from lightning_dist.plugins.strategies.pipelined_outcome import Outcome, joined, merged_outputs
 from lightning_dist.plugins.strategies.weighting import LossWeights
@@ -58,6 +56,7 @@ class PipelinedSteps:
         self._pipeline: Pipeline = spread.pipeline
         self._step_context = step_context
         self._scale = scale
+        self._splitter = BatchSplitter(module)
         self._metrics = SharedMetrics(module, spread.pipeline)
         self._broadcast = BytesBroadcast(spread.pipeline.group, spread.pipeline.last_rank, module.device)
 
@@ -70,7 +69,7 @@ class PipelinedSteps:
             kwargs: Of the step.
         """
         accumulate = self._module.trainer.accumulate_grad_batches
-        microbatches = self._split(args[0])
+        microbatches = self._splitter.split(args[0], self._pipeline.config.num_microbatches)
         losses: list[Tensor] = []
 
         def loss_of(result: Any) -> Tensor:
@@ -92,14 +91,11 @@ class PipelinedSteps:
 
     def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step without a backward, and return what it returned."""
-        microbatches = self._split(args[0])
+        microbatches = self._splitter.split(args[0], self._pipeline.config.num_microbatches)
         prepared = self._prepare(name, microbatches[0], args, kwargs, len(microbatches), False)
         with self._spread.microbatches(with_backward=False) as run_root:
             outcome, results = self._run(name, microbatches, args, kwargs, prepared, run_root)
         return outcome.tell(partial(joined, results), self._pipeline, self._broadcast)
-
-    def _split(self, batch: Any) -> list[Any]:
-        return split_batch(batch, num_microbatches_for(batch_size_of(batch), self._pipeline.config.num_microbatches))
 
     def _prepare(
         self, name: str, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, has_backward: bool
@@ -132,7 +128,7 @@ class PipelinedSteps:
     ) -> tuple[Outcome, list[Any]]:
         """Run the step on all microbatches, and return what it has left and what it returned."""
         flow = prepared.flow
-        outcome = Outcome(self._module, flow, [batch_size_of(batch) for batch in microbatches], self._metrics)
+        outcome = Outcome(self._module, flow, [self._splitter.num_samples(batch) for batch in microbatches], self._metrics)
 
         def step(index: int) -> Any:
             batch = microbatches[index]
