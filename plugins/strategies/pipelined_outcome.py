@@ -49,6 +49,7 @@ class Outcome:
     """
 
     def __init__(self, module: LightningModule, flow: Flow, sizes: Sequence[int], shared: SharedMetrics) -> None:
+        self.flow = flow
         self._module = module
         self._shared = shared
         self._sizes = sizes
