@@ -336,7 +336,9 @@ class Pipeline:
             try:
                 return backward()
             except BaseException as error:
-                running.failure = Failure.now(error, f"backward of stage {stage}, microbatch {microbatch}")
+                # torch's stage wraps what was raised in an error that describes tensors.
+                raised = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+                running.failure = Failure.now(raised, f"backward of stage {stage}, microbatch {microbatch}")
         return None
 
 

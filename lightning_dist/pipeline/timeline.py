@@ -190,7 +190,9 @@ class TimedStage(PipelineStage):
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self.recorder.add("W", self.stage_index, bwd_chunk_id, start)
 
-    def backward_maybe_with_nosync(self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False) -> Any:
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
         """Run autograd; after an error, return no gradients, in whose place torch's stage sends zeros."""
         backward = partial(super().backward_maybe_with_nosync, backward_type, bwd_kwargs, last_backward)
         result = self.run_backward(self.stage_index, self._microbatch, backward)

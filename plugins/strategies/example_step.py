@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
@@ -73,9 +73,23 @@ def _first_args(trainer: Trainer) -> tuple[Any, ...]:
 
 
 def fake_step(
-    module: LightningModule, trainer: Trainer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: LightningModule,
+    trainer: Trainer,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> FakeStep:
-    """The step ``name`` of ``module``, to be run on fakes of the tensors in ``args`` and ``kwargs``."""
+    """Return the step ``name`` of ``module``, to be run on fakes of the tensors in ``args`` and ``kwargs``.
+
+    Args:
+        module: The user's module.
+        trainer: Its Trainer.
+        name: The name of the step.
+        args: Positional arguments of the step, the batch first.
+        kwargs: Keyword arguments of the step.
+        around: Makes a context to run the step in.
+    """
 
     def step(fake: Callable[[Tensor], Tensor], on_log: Callable[..., None] | None = None) -> Any:
         given_args, given_kwargs = apply_to_collection((args, kwargs), Tensor, fake)
@@ -85,6 +99,7 @@ def fake_step(
             if on_log is not None:
                 inside.enter_context(_metrics_told_to(module, on_log))
             inside.enter_context(trainer.precision_plugin.forward_context())
+            inside.enter_context(around())
             return getattr(module, name)(*given_args, **given_kwargs)
 
     return step

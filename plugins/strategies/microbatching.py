@@ -16,8 +16,8 @@ __all__ = ["BatchSplitter"]
 class BatchSplitter:
     """Splits the batches of ``module``.
 
-    A module may define ``split_batch(batch, num_microbatches)``, which returns a list of microbatches, for batches whose
-    samples are not along dimension 0 of every tensor.
+    A module may define ``split_batch(batch, num_microbatches)``, which returns a list of microbatches, for batches
+    whose samples are not along dimension 0 of every tensor.
 
     Args:
         module: The user's module.
@@ -58,8 +58,8 @@ class BatchSplitter:
             parts = list(self._hook(batch, wanted))
             if not 0 < len(parts) <= wanted:
                 raise ValueError(
-                    f"{self._name}.split_batch returned {len(parts)} microbatches where {wanted} were asked for: it must"
-                    " return a list of at least one and at most as many."
+                    f"{self._name}.split_batch returned {len(parts)} microbatches where {wanted} were asked for: it"
+                    " must return a list of at least one and at most as many."
                 )
             return parts
         size = self._size(batch)

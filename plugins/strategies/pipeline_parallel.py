@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -24,6 +26,7 @@ from lightning_dist.plugins.strategies.example_step import example_args, fake_st
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 from lightning_dist.plugins.strategies.microbatching import BatchSplitter
 from lightning_dist.plugins.strategies.pipelined_steps import PipelinedSteps
+from lightning_dist.plugins.strategies.step_collectives import stand_ins_for_collectives
 from lightning_dist.sharding import ShardedModule, sharded
 
 __all__ = ["PipelineParallelStrategy"]
@@ -73,6 +76,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self._dp_shard_size = dp_shard_size
         self._dp_replicate_size = dp_replicate_size
         self._steps: PipelinedSteps | None = None
+        self._is_following = False
         self._gradients: list[tuple[Tensor, Tensor]] = []
 
     def _requested_sizes(self) -> dict[str, int]:
@@ -105,7 +109,7 @@ class PipelineParallelStrategy(MeshStrategy):
             )
         part = splitter.split(args[0], number)[0]
         name = _compat.step_name(self._trainer)
-        return replace(config, step=fake_step(module, self._trainer, name, (part, *args[1:]), {}))
+        return replace(config, step=fake_step(module, self._trainer, name, (part, *args[1:]), {}, self._following))
 
     def _shard(self, module: LightningModule, copied: ShardedModule | None = None) -> ShardedModule:
         existing = sharded(module)
@@ -113,7 +117,7 @@ class PipelineParallelStrategy(MeshStrategy):
         if existing is not None and copied is None:
             self._check_same_stages(existing, module)
         if spread.pipeline is not None and copied is None:
-            self._steps = PipelinedSteps(module, spread, self._step_context, self._scale)
+            self._steps = PipelinedSteps(module, spread, self._step_context, self._scale, self._following, self._peers)
         return spread
 
     def _check_same_stages(self, existing: ShardedModule, module: LightningModule) -> None:
@@ -129,6 +133,35 @@ class PipelineParallelStrategy(MeshStrategy):
                 f" schedule and virtual_stages, and cannot be cut as {wanted} as well. Make a new one, and load the"
                 " weights from a checkpoint."
             )
+
+    @property
+    def _peers(self) -> range:
+        """The ranks that have the same stages as this one."""
+        per_stage = self.world_size // self.layout.pp
+        first = self.global_rank // per_stage * per_stage
+        return range(first, first + per_stage)
+
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        """Around a step that runs on fake tensors: what it gathers and reduces is made of this rank's tensors."""
+        before, self._is_following = self._is_following, True
+        try:
+            with stand_ins_for_collectives(self._peers):
+                yield
+        finally:
+            self._is_following = before
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack the tensors of the ranks that have a part of the batch; in a step, those of a microbatch."""
+        if self._is_following:
+            return torch.stack([tensor if sync_grads else tensor.detach()] * self.layout.num_data_parallel)
+        return super().all_gather(tensor, group, sync_grads)
+
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """Reduce a metric over the ranks that have a part of the batch."""
+        if self._is_following:
+            return tensor.clone() if isinstance(tensor, Tensor) else tensor
+        return super().reduce(tensor, group, reduce_op)
 
     def _step_context(self, name: str) -> Any:
         plugin = self.precision_plugin

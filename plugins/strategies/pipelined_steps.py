@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,7 @@ from lightning_dist.plugins.strategies.example_step import fake_step
 from lightning_dist.plugins.strategies.microbatching import BatchSplitter
 from lightning_dist.plugins.strategies.pipelined_metrics import SharedMetrics
 from lightning_dist.plugins.strategies.pipelined_outcome import Outcome, joined, merged_outputs
+from lightning_dist.plugins.strategies.step_collectives import without_foreign_collectives
 from lightning_dist.plugins.strategies.weighting import LossWeights
 from lightning_dist.sharding import ShardedModule
 
@@ -41,6 +43,8 @@ class PipelinedSteps:
         spread: What it was made into.
         step_context: Around each microbatch's forward, by the name of the step.
         scale: What a loss is to become before its backward.
+        around_following: Makes a context for a step that runs on fake tensors.
+        peers: The ranks that have the same stages as this one.
     """
 
     def __init__(
@@ -49,6 +53,8 @@ class PipelinedSteps:
         spread: ShardedModule,
         step_context: Callable[[str], Any],
         scale: Callable[[Tensor], Tensor],
+        around_following: Callable[[], AbstractContextManager[None]],
+        peers: Collection[int],
     ) -> None:
         assert spread.pipeline is not None
         self._module = module
@@ -59,6 +65,8 @@ class PipelinedSteps:
         self._pipeline: Pipeline = spread.pipeline
         self._step_context = step_context
         self._scale = scale
+        self._around_following = around_following
+        self._peers = peers
         self._splitter = BatchSplitter(module)
         self._metrics = SharedMetrics(module, spread.pipeline)
         self._broadcast = BytesBroadcast(spread.pipeline.group, spread.pipeline.last_rank, module.device)
@@ -104,9 +112,9 @@ class PipelinedSteps:
         module, stages = self._module, self._pipeline.stages
 
         def follow() -> Flow:
-            fake = fake_step(module, module.trainer, name, (batch, *args[1:]), kwargs)
+            fake = fake_step(module, module.trainer, name, (batch, *args[1:]), kwargs, self._around_following)
             with self._pipeline.as_written.again():
-                return find_flow(module, fake, module.device, stages.parts, stages.blocks)
+                return find_flow(module, fake, module.device, stages.parts, stages.blocks, has_backward)
 
         # All that a step's path, and which gradients it needs, may depend on.
         key = (
@@ -153,7 +161,7 @@ class PipelinedSteps:
         except Exception as error:
             failure: Failure | None = Failure.now(error, "before the first microbatch")
         else:
-            with outcome.logging(), self._metrics.in_step():
+            with outcome.logging(), self._metrics.in_step(), without_foreign_collectives(self._peers):
                 results, failure = self._pipeline.run(
                     prepared, steps, run_root, None if loss_of is None else partial(loss_of, number)
                 )
