@@ -50,7 +50,7 @@ faults: $(VENV)/installed-dev
 	$(BIN)/python -m tests.faults
 
 zoo: $(VENV)/installed-dev
-	$(BIN)/python -m tests.zoo --write
+	$(BIN)/python -m tests.zoo --write docs/compatibility.md
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python -m tests.bench

@@ -21,7 +21,6 @@ from tests.zoo.family import Family
 from tests.zoo.run import PIPELINES, STRATEGIES, run
 from tests.zoo.table import Row, markdown, summary, write_section
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "compatibility.md"
 MAX_REFUSED = 2
 """Families that may be refused under pipelines. Under strategies without stages none may."""
 
@@ -32,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--families", help="names, separated by commas; all if left out")
     parser.add_argument("--strategies", help="names, separated by commas; all if left out")
     parser.add_argument("--details", action="store_true", help="print the tracebacks of failures")
-    parser.add_argument("--write", action="store_true", help=f"write the table into {DOCUMENT.name}; needs all of them")
+    parser.add_argument("--write", type=Path, help="file whose generated section the table replaces; needs all of them")
     options = parser.parse_args(argv)
     if options.write and (options.families or options.strategies):
         parser.error("--write writes the whole table: leave --families and --strategies out")
@@ -47,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(summary(rows))
     if options.write:
         versions = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
-        write_section(DOCUMENT, markdown(rows, FAMILIES, versions))
+        write_section(options.write, markdown(rows, FAMILIES, versions))
     wrong = complaints(rows)
     print(*wrong, sep="\n")
     return int(bool(wrong))
