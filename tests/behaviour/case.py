@@ -222,7 +222,7 @@ class Run:
 
             dataset = samples()
         sampler = _Part(len(dataset), self.layout.num_data_parallel, self.data_parallel_rank)  # type: ignore[arg-type]
-        return DataLoader(dataset, batch_size // self.layout.num_data_parallel, sampler=sampler, **kwargs)
+        return DataLoader(dataset, batch_size=batch_size // self.layout.num_data_parallel, sampler=sampler, **kwargs)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -296,6 +296,11 @@ class Run:
         """Record the whole parameters and buffers of ``model``. A collective."""
         self.record(f"{name}: weights", whole_parameters(model))
         self.record(f"{name}: buffers", _whole_buffers(model))
+
+    def record_predictions(self, predictions: Any, name: str = "predictions") -> None:
+        """Record what ``trainer.predict`` has returned, a list of tensors; None where another rank returned the same."""
+        if predictions is not None:
+            self.record(name, torch.cat(predictions), per_rank=True)
 
     def record_checkpoint(self, path: str | Path, name: str) -> None:
         """Record what a checkpoint of any kind has: weights, optimizer states, schedulers, progress."""

@@ -43,7 +43,6 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "limit_fraction": ("limit_train_batches as a fraction", {"limit_train_batches": 0.5}, False),
     "no_limits": ("no limits", {"limit_train_batches": None, "limit_val_batches": None}, True),
     "no_validation": ("limit_val_batches=0", {"limit_val_batches": 0}, True),
-    "overfit": ("overfit_batches", {"overfit_batches": 2, "max_epochs": 2, "limit_train_batches": None}, True),
     "fast_dev": ("fast_dev_run", {"fast_dev_run": True}, True),
     "fast_dev_3": ("fast_dev_run=3", {"fast_dev_run": 3}, True),
     "max_steps": ("max_steps inside an epoch", {"max_steps": 6}, True),
@@ -117,15 +116,23 @@ def reloaded_loaders(run: Run) -> None:
     run.record("calls", model.calls)
 
 
-@case("the sampler that Lightning puts into a loader")
+@case("the sampler that Lightning puts into loaders of validation and of tests")
 def distributed_sampler(run: Run) -> None:
     def loader() -> Any:
         return DataLoader(samples(), 8 // run.layout.num_data_parallel)
 
     model = Classifier()
-    trainer = run.fit(model, loader(), loader(), use_distributed_sampler=True)
-    run.record("batches", [trainer.num_training_batches, trainer.num_val_batches])
-    run.record("test", trainer.test(model, loader(), verbose=False))
+    trainer = run.trainer(use_distributed_sampler=True, limit_val_batches=1.0)
+    run.record("validated", trainer.validate(model, loader(), verbose=False))
+    run.record("tested", trainer.test(model, loader(), verbose=False))
+    run.record("batches", [trainer.num_val_batches, trainer.num_test_batches])
+
+
+@case("overfit_batches")
+def overfit(run: Run) -> None:
+    loader = DataLoader(samples(), 8 // run.layout.num_data_parallel)
+    options = {"overfit_batches": 2, "max_epochs": 3, "limit_train_batches": 1.0, "limit_val_batches": 1.0}
+    run.fit(Classifier(), loader, loader, use_distributed_sampler=True, **options)
 
 
 @case("the sampler that Lightning puts into a loader that shuffles: every sample once an epoch")
@@ -159,7 +166,7 @@ def limited_evaluation(run: Run) -> None:
     model = Classifier()
     trainer = run.trainer(limit_test_batches=3, limit_predict_batches=0.25)
     run.record("test", trainer.test(model, run.loader(), verbose=False))
-    run.record("predictions", torch.cat(trainer.predict(model, run.loader())), per_rank=True)
+    run.record_predictions(trainer.predict(model, run.loader()))
 
 
 @case("a step reads trainer.global_step and current_epoch: a curriculum")
