@@ -68,6 +68,9 @@ class ParameterGroup:
         self._group = group
         self._waits_for_end = False
         self._is_kept = False
+        self._awaits_agreement = False
+        self._used: set[int] = set()
+        self._is_reduced = False
         # FSDP2 reduces and frees a group when the gradients of its modules' inputs are known. Uses of its parameters
         # outside of those modules come later. Replaced by: a public way to reduce at the end of a backward.
         self._post_backward = group.post_backward
@@ -188,17 +191,70 @@ class ParameterGroup:
         if torch.is_grad_enabled():  # create_graph=True: a second backward reads the parameters before any hook runs
             self._is_kept = True
         if not self._waits_for_end and not self._is_kept:
-            self._post_backward()
+            self._reduce()
 
     def _after_backward(self, *unused: Any) -> None:
         """Handle the end of a backward; with create_graph=True, gradients are not final and parameters are needed."""
         if is_in_backward() and torch.is_grad_enabled():
             return
         if self._waits_for_end or self._is_kept:
-            if not self.has_unreduced_gradients():  # as at the end of torch.autograd.grad
+            # Without gradients it is the end of torch.autograd.grad.
+            if self._awaits_agreement or not self.has_unreduced_gradients():
                 return
             self._is_kept = False
+        self._reduce()
+
+    def _reduce(self) -> None:
+        if self._group.reduce_grads:
+            self._used |= self._unreduced()
+            self._is_reduced = True
         self._post_backward()
+
+    def _unreduced(self) -> set[int]:
+        """Return the indices of the parameters of which backwards left gradients on the gathered ones."""
+        return {
+            index
+            for index, param in enumerate(self._group.fsdp_params)
+            if param.unsharded_accumulated_grad is not None
+            or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
+        }
+
+    def begin_agreement(self) -> list[bool]:
+        """From now on, reduce zeros for a parameter that has no gradient on this rank, as others may have one.
+
+        A group that waits for the end of a backward waits for :meth:`end_agreement`.
+
+        Returns:
+            For each parameter, whether it has a reduced gradient already.
+        """
+        self._awaits_agreement = self._group.reduce_scatter_unused_params = True
+        self._used.clear()
+        self._is_reduced = False
+        return [param.sharded_param.grad is not None for param in self._group.fsdp_params]
+
+    def used(self) -> list[bool]:
+        """Return, for each parameter, whether backwards since :meth:`begin_agreement` gave it a gradient here."""
+        used = self._used | self._unreduced()
+        return [index in used for index in range(len(self._group.fsdp_params))]
+
+    def end_agreement(self, used: Sequence[bool], had_gradient: Sequence[bool]) -> None:
+        """Reduce what is left to reduce, and take the zeros of parameters that no rank used away.
+
+        Args:
+            used: For each parameter, whether any rank has a gradient.
+            had_gradient: What :meth:`begin_agreement` returned.
+        """
+        if any(used) and not self._is_reduced:
+            self._is_kept = False
+            self._reduce()
+        self._awaits_agreement = self._group.reduce_scatter_unused_params = False
+        for param, is_used, had in zip(self._group.fsdp_params, used, had_gradient, strict=True):
+            if not is_used and not had:
+                param.sharded_param.grad = None
+
+    def abandon_agreement(self) -> None:
+        """Undo :meth:`begin_agreement` after a backward that failed."""
+        self._awaits_agreement = self._group.reduce_scatter_unused_params = False
 
     @property
     def is_gathered(self) -> bool:
@@ -264,11 +320,7 @@ class ParameterGroup:
 
     def has_unreduced_gradients(self) -> bool:
         """Whether backwards left gradients on the gathered parameters, which may have been freed since."""
-        return any(
-            param.unsharded_accumulated_grad is not None
-            or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
-            for param in self._group.fsdp_params
-        )
+        return bool(self._unreduced())
 
     def copy_requires_grad(self) -> None:
         """Let the gathered parameters require gradients as the sharded ones do now. FSDP2 does it only on a gather."""
@@ -456,7 +508,7 @@ def reduce_gradients(root: nn.Module, groups: Sequence[ParameterGroup]) -> None:
         _keep_gradients(group._group)
     if len(alone) < len(groups) or _casts(groups):
         for group in reversed(groups):
-            group._group.post_backward()
+            group._reduce()
         _state(root)._root_post_backward_final_callback()
         return
     # What else that callback does, where forwards outside of steps have come by FSDP2's hooks.
