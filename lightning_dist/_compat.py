@@ -43,6 +43,7 @@ __all__ = [
     "parameter_group",
     "prepend_step_post_hook",
     "process_groups",
+    "put_parameter",
     "recorded_collectives",
     "reduce_gradients",
     "reset_after_error",
@@ -183,6 +184,17 @@ class ParameterGroup:
         """As ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter``."""
         self._group._all_gather_comm = all_gather
         self._group._reduce_scatter_comm = reduce_scatter
+
+
+def put_parameter(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
+    """Let ``module`` hold ``tensor``, which need not be a parameter; recurrent layers keep a list of their own.
+
+    Replaced by: a public way to swap the tensors that a module computes with, as ``functional_call`` does in private.
+    """
+    module._parameters[key] = tensor  # type: ignore[assignment]
+    names = vars(module).get("_flat_weights_names", ())
+    if key in names:
+        vars(module)["_flat_weights"][names.index(key)] = tensor
 
 
 def _state(module: nn.Module) -> FSDPState:

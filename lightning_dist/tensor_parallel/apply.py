@@ -178,7 +178,7 @@ class TensorParallel:
         for owner in owners:
             for key, owned in list(owner._parameters.items()):
                 if owned is not None and owned in new:
-                    owner._parameters[key] = new[owned]
+                    _compat.put_parameter(owner, key, new[owned])
         return new
 
     def use_local(self, owners: Iterable[nn.Module]) -> None:
@@ -203,7 +203,7 @@ class TensorParallel:
             for owner, key, whole in holders:
                 own = self._own.get((owner, key))
                 part = parts[id(whole)] if own is None else own(parts[id(whole)])
-                owner._parameters[key] = cast(nn.Parameter, part)  # in a forward it need not be one
+                _compat.put_parameter(owner, key, part)
 
     def _local_of(self, whole: nn.Parameter) -> nn.Parameter:
         """Return this rank's part of a gathered parameter, a leaf of autograd's graph that hands on its gradients.
@@ -230,7 +230,7 @@ class TensorParallel:
         for owner in owners if not self._is_whole else ():
             for key in owner._parameters:
                 if (owner, key) in self._whole:
-                    owner._parameters[key] = self._whole[owner, key]
+                    _compat.put_parameter(owner, key, self._whole[owner, key])
 
     def in_place(self, owners: Sequence[nn.Module]) -> Callable[[], AbstractContextManager[None]]:
         """What to enter around each run of a forward that begins now, and may be run again in a backward.
@@ -277,7 +277,7 @@ class TensorParallel:
                     self._whole[owner, key] = whole
                     if id(whole) not in full:  # a tied one stays tied
                         full[id(whole)] = nn.Parameter(whole.full_tensor(), param.requires_grad)
-                    owner._parameters[key] = full[id(whole)]
+                    _compat.put_parameter(owner, key, full[id(whole)])
         for module, name, as_it_was, _ in self._attributes:
             setattr(module, name, as_it_was)
         self._set_whole(True)
