@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -31,8 +31,10 @@ from lightning_dist._compat import ParameterGroup
 from lightning_dist.block_forward import compile_block, recompute_block, rerun_in_place
 from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter
 from lightning_dist.consensus import arrive
+from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
 from lightning_dist.initialization import materialize, refuse_meta_attributes
 from lightning_dist.pipeline import Pipeline
+from lightning_dist.scalar_reads import read_whole_scalars
 from lightning_dist.scalars import ScalarGroup
 from lightning_dist.tensor_parallel import TensorParallel, whole_logits
 from lightning_dist.units import Unit
@@ -107,6 +109,7 @@ def shard(
         scalar_mesh: What parameters without dimensions are replicated over; None: ``mesh``.
         left_on_meta: Parameters and buffers that are other ranks'.
     """
+    read_whole_scalars()
     device = torch.device(mesh.device_type)
     policy = MixedPrecisionPolicy(param_dtype=config.param_dtype, reduce_dtype=config.reduce_dtype)
     is_direct = config.direct_collectives
@@ -129,7 +132,13 @@ def shard(
         # The last block's backward follows its forward: to free it would only be to gather it again.
         stays_gathered = unit.kind in _GATHERED_FOR_THE_STEP
         stays_gathered |= unit is last_block and config.reshard_after_forward is True
-        modules = [_Holder(unit.params.values())] if unit.kind in _HELD_APART else unit.modules
+        modules: list[nn.Module] = [_Holder(unit.params.values())] if unit.kind in _HELD_APART else unit.modules
+        originals = {
+            (part, key): param
+            for top in modules
+            for part in top.modules()
+            for key, param in part.named_parameters(recurse=False, remove_duplicate=False)
+        }
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=mesh,
@@ -139,6 +148,7 @@ def shard(
             shard_placement_fn=None if tensor_parallel is None else partial(_shard_placement, tensor_parallel),
         )
         group = _compat.parameter_group(modules[0])
+        group.take_hooks(originals)
         if unit.kind in _HELD_APART:
             holders.append(modules[0])
             group.put_into(_places(unit.params.values(), unit.owners))
@@ -148,6 +158,7 @@ def shard(
             group.set_collectives(DirectAllGather(), TwoShotReduceScatter())
         groups.append(group)
         unit.params.clear()  # the whole parameters, of which nothing should stay
+        originals.clear()
     materialize([module], module, device, left_on_meta)
     refuse_meta_attributes(module)
     return ShardedModule(module, units, groups, holders, mesh, tensor_parallel)
@@ -341,7 +352,8 @@ class ShardedModule:
                     self.tensor_parallel.before_step()
                 for group in self._outer:
                     self._gather(group)
-                output = self._root(step)
+                with self._stand_ins():
+                    output = self._root(step)
                 if self.tensor_parallel is not None:
                     output = whole_logits(output)
         except BaseException:
@@ -352,6 +364,25 @@ class ShardedModule:
         if not backward_follows:
             self.free()
         return output
+
+    @contextmanager
+    def _stand_ins(self) -> Iterator[None]:
+        """Gather what a step uses while it is sharded, and write what the step has changed into the shards."""
+        groups = self._sharded_groups
+        for group in groups:
+            group.begin_stand_ins(self._stand_in)
+        try:
+            yield
+        finally:
+            for group in groups:
+                group.end_stand_ins()
+        for group in groups:
+            if group.is_gathered:
+                group.write_back()
+
+    def _stand_in(self, param: Tensor, dtype: torch.dtype | None) -> Tensor:
+        axes = self.mesh.mesh_dim_names or ()
+        return GatheredOnUse(param, partial(whole_for_step, data_parallel_axes=axes, dtype=dtype))
 
     @contextmanager
     def microbatches(self, with_backward: bool) -> Iterator[Callable[[Callable[[], Any]], Any]]:
@@ -413,7 +444,7 @@ class ShardedModule:
             _compat.flush_gradients(self._root)
         for scalars in self._scalars:
             scalars.reduce()
-        for group in self._own:
+        for group in self._outer:
             group.free()
 
     def after_optimizer_step(self) -> None:

@@ -96,17 +96,11 @@ def find_units(
         min_num_params: Size from which a module outside the blocks is a unit of its own.
 
     Raises:
-        ValueError: If no module is of one of ``classes``, ``min_num_params`` is not positive, or ``root`` has no
-            parameters.
+        ValueError: If no module is of one of ``classes``, or ``min_num_params`` is not positive.
     """
     if min_num_params < 1:
         raise ValueError(f"min_num_params={min_num_params} must be at least 1.")
     owners = _owners(root)
-    if not owners:
-        raise ValueError(
-            f"{type(root).__name__} has no parameters, so there is nothing to train or to shard. Create its layers in"
-            " __init__ or in configure_model."
-        )
     blocks = find_blocks(root, classes)
     block_ids = {id(module) for module in blocks.values()}
     units = [Unit("block", [name], [module]) for name, module in blocks.items()]

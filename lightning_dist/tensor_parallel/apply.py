@@ -175,6 +175,7 @@ class TensorParallel:
                 local, self._mesh, [placement], run_check=False, shape=param.shape, stride=param.stride()
             )
             new[param] = nn.Parameter(dtensor, param.requires_grad)
+            _compat.move_hooks(param, new[param])
         for owner in owners:
             for key, owned in list(owner._parameters.items()):
                 if owned is not None and owned in new:

@@ -33,7 +33,7 @@ def startup_table(strategy: MeshStrategy, module: ShardedModule) -> str:
     units = [f"{len(sizes)} x {label}: {_range(sizes)}" for label, sizes in kinds.items()]
     numel = sum(param.numel() for param in module.module.parameters())
     layout, policy = strategy.layout, strategy.precision_policy
-    stored = next(module.module.parameters()).dtype
+    stored = next((param.dtype for param in module.module.parameters()), torch.get_default_dtype())
     computed = policy.param_dtype or stored
     rows = [
         ("layout", f"{layout} = {layout.world_size} processes ({strategy.process_group_backend})"),

@@ -91,6 +91,8 @@ class Matrix:
             return Cell(expected.outcome, f"the reference itself: {expected.text}")
         if expected[0].error:
             return Cell("crashed", f"the reference itself: {expected[0].trace}")
+        if column in REFERENCES:
+            return Cell("equal")
         found = self._run(self._pool, case, column, STRATEGIES[column])
         return found if isinstance(found, Cell) else _judge(case, column, found, expected)
 
