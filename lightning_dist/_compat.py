@@ -84,6 +84,7 @@ class ParameterGroup:
         self._has_stand_ins = False
         self._versions: dict[FSDPParam, int] = {}
         self._writes_through_data = False
+        self.before_write_back: Callable[[nn.Parameter], None] | None = None
 
     def _put_whole(self) -> None:
         """Put the gathered parameters into the modules, with the hooks that the sharded ones have now."""
@@ -139,6 +140,8 @@ class ParameterGroup:
         compares = compares or self._writes_through_data
         changed: list[str] = []
         for param in self._group.fsdp_params:
+            if self.before_write_back is not None:
+                self.before_write_back(param._unsharded_param)
             whole = _local(param._unsharded_param)
             memory = param.all_gather_outputs[0] if len(param.all_gather_outputs) == 1 else whole
             version = whole._version
