@@ -135,7 +135,7 @@ def _judge(case: Case, column: str, found: list[Observed], expected: list[Observ
     return Cell("wrong", "\n".join(problems[:6])) if problems else Cell("equal")
 
 
-def _end(trace: str, num_lines: int = 16) -> str:
+def _end(trace: str, num_lines: int = 12) -> str:
     """The last lines of a traceback, without the marks below the code."""
     lines = [line for line in trace.rstrip().splitlines() if line.strip(" ^~")]
     return "\n".join(lines[-num_lines:])
