@@ -22,7 +22,7 @@ from lightning_dist import _compat
 from lightning_dist.gather_on_use import GatheredOnUse
 from lightning_dist.randomness import Apart
 from lightning_dist.tensor_parallel import exchanges
-from lightning_dist.tensor_parallel.layers import linear_layer, num_heads, shared_heads
+from lightning_dist.tensor_parallel.layers import linear_layer, num_heads, shared_heads, why_not_split
 from lightning_dist.tensor_parallel.plan import Plan, PlanError
 from lightning_dist.tensor_parallel.sequence import SequenceParallel
 from lightning_dist.tensor_parallel.split_logits import SplitLogits
@@ -87,10 +87,10 @@ class TensorParallel:
             self._grads_are_partial |= {(module, key) for key, _ in module.named_parameters(recurse=False)}
             return
         if style == "embedding_rowwise":
-            if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+            if not isinstance(module, nn.Embedding):
                 raise PlanError(f"plan: {name} is a {type(module).__name__}, and {style} splits nn.Embedding only.")
-            if module.scale_grad_by_freq or module.sparse:
-                raise PlanError(f"plan: {name} has scale_grad_by_freq or sparse gradients, which {style} cannot give.")
+            if why_not := why_not_split(module):
+                raise PlanError(f"plan: {name} has {why_not}, which {style} cannot honour: use replicate.")
             self._place(name, module, "weight", 0)
             if module.padding_idx is not None:  # this rank's, if it has it
                 num_own = module.num_embeddings // self._group.size()
@@ -100,6 +100,11 @@ class TensorParallel:
             return
         layer = linear_layer(module)
         if layer is None:
+            if isinstance(module, nn.Linear):
+                raise PlanError(
+                    f"plan: the weight of {name} is computed (by weight_norm, spectral_norm or a parametrization), and"
+                    f" {style} splits stored ones only: use replicate."
+                )
             raise PlanError(f"plan: {name} is a {type(module).__name__}, and {style} splits linear layers only.")
         if style == "rowwise":
             self._place(name, module, "weight", layer.in_dim)
@@ -121,7 +126,7 @@ class TensorParallel:
         def pre_hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             if self._is_whole:
                 return None
-            self._swap(module, self._in_forward)
+            self._enter_forward(module)
             given = before(module, args or tuple(kwargs.values()))  # a layer's only argument is its input
             return None if given is None else (given, {})
 
@@ -129,7 +134,7 @@ class TensorParallel:
             if self._is_whole:
                 return None
             result = after(module, output)
-            self._swap(module, self._elsewhere)
+            self._leave_forward(module)
             return result
 
         # torch.compile would trace into them, and is no faster for it: collectives end a graph.
@@ -243,6 +248,29 @@ class TensorParallel:
                 if (module, key) in values:
                     _compat.put_parameter(module, key, values[module, key])
 
+    def _enter_forward(self, module: nn.Module) -> None:
+        """Let ``module`` compute with this rank's parts; they are gathered where its block does not run, but it does."""
+        if module in self._in_use:
+            self._swap(module, self._in_forward)
+            return
+        held: dict[str, Tensor] = {}
+        for key in self._own_keys[module]:
+            stand_in = module._parameters.get(key)
+            if isinstance(stand_in, GatheredOnUse):
+                held[key] = stand_in
+                part = stand_in.part("tp")
+                if self._has_partial_grad(module, key):
+                    part = exchanges.copy_to(part, self._group)
+                own = self._own.get((module, key))
+                _compat.put_parameter(module, key, part if own is None else own(part))
+        module.__dict__["_tensor_parallel_held"] = held
+
+    def _leave_forward(self, module: nn.Module) -> None:
+        """Undo :meth:`_enter_forward`."""
+        for key, held in module.__dict__.pop("_tensor_parallel_held", {}).items():
+            _compat.put_parameter(module, key, held)
+        self._swap(module, self._elsewhere)
+
     def _whole_on_use(self, whole: nn.Parameter) -> Tensor:
         """Return what has all elements of a gathered parameter, with gradients that are the same on all ranks."""
         placement = cast(DTensor, whole).placements[0]
@@ -252,13 +280,14 @@ class TensorParallel:
             self._stand_ins[whole] = GatheredOnUse(whole, _gather)
         return self._stand_ins[whole]
 
-    def take_replaced(self, whole: nn.Parameter) -> None:
-        """Write into ``whole`` what was put in the place of this rank's part of it, through ``param.data``."""
-        local, memory = self._local.get(whole), cast(DTensor, whole).to_local()
-        if local is not None and local.data_ptr() != memory.data_ptr():
-            with torch.no_grad():
-                memory.copy_(local)
-            local.data = memory.detach()
+    def take_replaced(self, whole: nn.Parameter) -> bool:
+        """Write into ``whole`` what was put in the place of this rank's part of it through ``param.data``, if it was."""
+        local, memory = self._local.get(whole), cast(DTensor, whole.detach()).to_local()
+        if local is None or local.data_ptr() == memory.data_ptr():
+            return False
+        _compat.overwrite(memory, local.detach())
+        local.data = memory
+        return True
 
     def _local_of(self, whole: nn.Parameter) -> nn.Parameter:
         """Return this rank's part of a gathered parameter, a leaf of autograd's graph that hands on its gradients.

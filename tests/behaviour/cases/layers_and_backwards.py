@@ -259,7 +259,9 @@ class _Critic(Classifier):
         super().__init__()
         self.automatic_optimization = False
         self.generator = nn.Sequential(nn.Linear(NUM_FEATURES, NUM_FEATURES), Block(), Block())
-        self.critic = nn.Sequential(nn.Linear(NUM_FEATURES, NUM_FEATURES), nn.Tanh(), Block(), Block(), nn.Linear(16, 1))
+        self.critic = nn.Sequential(
+            nn.Linear(NUM_FEATURES, NUM_FEATURES), nn.Tanh(), Block(), Block(), nn.Linear(16, 1)
+        )
         del self.net, self.head
 
     def configure_optimizers(self) -> Any:
