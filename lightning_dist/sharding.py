@@ -197,7 +197,7 @@ def _change_forward(
                 recompute_block(block)
             continue
         change = recompute_block if config.recompute else rerun_in_place
-        change(block, partial(tensor_parallel.in_place, _in_order(root, unit)))
+        change(block, partial(tensor_parallel.in_place, _in_order(root, unit), [block]))
 
 
 def _in_order(root: nn.Module, unit: Unit) -> list[nn.Module]:
@@ -300,13 +300,15 @@ class ShardedModule:
         _sharded[module] = weakref.ref(self)
 
     def _add_hooks(self, unit: Unit, group: ParameterGroup) -> None:
+        if self.tensor_parallel is not None:
+            group.before_write_back = self.tensor_parallel.take_replaced
         if unit.kind in _HELD_APART:
             return
         for module in unit.modules:
             module.register_forward_pre_hook(partial(self._before_unit, group), prepend=True)
             if self.tensor_parallel is not None and unit.kind != "outer":
                 # Between FSDP2's own hooks.
-                module.register_forward_pre_hook(lambda module, args: self._use_local(group))
+                module.register_forward_pre_hook(lambda module, args: self._use_local(group, [module]))
                 undo = partial(self.tensor_parallel.use_whole, self._owners[group])
                 module.register_forward_hook(lambda *args, undo=undo: undo(), prepend=True, always_call=True)
         if unit.kind == "outer":
@@ -506,9 +508,9 @@ class ShardedModule:
         group.gather()
         self._use_local(group)
 
-    def _use_local(self, group: ParameterGroup | ScalarGroup) -> None:
+    def _use_local(self, group: ParameterGroup | ScalarGroup, running: Collection[nn.Module] = ()) -> None:
         if self.tensor_parallel is not None and isinstance(group, ParameterGroup):
-            self.tensor_parallel.use_local(self._owners[group])
+            self.tensor_parallel.use_local(self._owners[group], running)
             self._made_local[group] = group.requires_grad
 
     def _is_local(self, group: ParameterGroup) -> bool:
