@@ -63,6 +63,7 @@ class PipelinedSteps:
         """Of the module, sharded; to ask it in each step takes long."""
         self._spread = spread
         self._pipeline: Pipeline = spread.pipeline
+        self.all_stages = spread.pipeline.all_stages
         self._step_context = step_context
         self._scale = scale
         self._around_following = around_following
