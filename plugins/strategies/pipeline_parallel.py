@@ -93,7 +93,7 @@ class PipelineParallelStrategy(MeshStrategy):
         }
 
     def _pipeline_config(self, module: LightningModule) -> PipelineConfig | None:
-        if self.layout.pp == 1:
+        if self.layout.pp == 1 or not any(True for _ in module.parameters()):
             return None
         args, why_not = example_args(self._trainer)
         config = PipelineConfig(
@@ -127,7 +127,8 @@ class PipelineParallelStrategy(MeshStrategy):
         """A module that an earlier Trainer has cut stays as it is."""
         was = existing.pipeline.config if existing.pipeline is not None else None
         now = PipelineConfig(self.layout.pp, self._schedule, self._virtual_stages)
-        wanted = None if self.layout.pp == 1 else (now.pp_size, now.schedule, now.stages_per_rank)
+        is_cut = self.layout.pp > 1 and any(True for _ in module.parameters())
+        wanted = None if not is_cut else (now.pp_size, now.schedule, now.stages_per_rank)
         found = None if was is None else (was.pp_size, was.schedule, was.stages_per_rank)
         other_number = was is not None and self._num_microbatches not in (None, was.num_microbatches)
         if wanted != found or other_number:
@@ -270,7 +271,7 @@ class PipelineParallelStrategy(MeshStrategy):
         """The optimizer's state, that of other stages on the meta device. A collective."""
         with self._outside_of_hooks():
             state = super().optimizer_state(optimizer)
-            if self._sharded is None or self._sharded.pipeline is None:
+            if self._sharded is None or self._sharded.pipeline is None or not state:
                 return state
             mesh = self.layout.parameter_mesh(self.mesh)
             return optimizer_state_of_all(state, self._sharded.pipeline.group, mesh)
