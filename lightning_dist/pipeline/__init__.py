@@ -10,11 +10,12 @@ checkpoint of all stages), ``runner`` (a step on all of them).
 
 from lightning_dist.pipeline.as_written import AsWritten
 from lightning_dist.pipeline.failures import Failure, raise_together
-from lightning_dist.pipeline.flow import Flow, FlowError
+from lightning_dist.pipeline.flow import Flow, FlowError, Leaf
 from lightning_dist.pipeline.follow import find_flow
 from lightning_dist.pipeline.microbatches import (
     batch_size_of,
     check_divides,
+    map_leaves,
     num_microbatches_for,
     signature,
     split_batch,
@@ -33,6 +34,7 @@ __all__ = [
     "Failure",
     "Flow",
     "FlowError",
+    "Leaf",
     "Pipeline",
     "PipelineConfig",
     "PreparedStep",
@@ -44,6 +46,7 @@ __all__ = [
     "find_flow",
     "find_stages",
     "keep_own",
+    "map_leaves",
     "num_microbatches_for",
     "own_units",
     "raise_together",

@@ -18,7 +18,7 @@ from lightning_dist.initialization import broadcast_tensors
 from lightning_dist.pipeline.as_written import AsWritten
 from lightning_dist.pipeline.attributes import unchanged
 from lightning_dist.pipeline.failures import Failure
-from lightning_dist.pipeline.flow import Flow
+from lightning_dist.pipeline.flow import Flow, Leaf
 from lightning_dist.pipeline.outside_of_steps import AllStages
 from lightning_dist.pipeline.replay import MicrobatchSeed, Replay, StagePlan
 from lightning_dist.pipeline.schedules import SCHEDULES
@@ -185,6 +185,34 @@ class Pipeline:
             return running.results, running.failure
         finally:
             self._running = None
+
+    def run_end(self, flow: Flow, values: Sequence[Tensor], step: Callable[[], Any]) -> Any:
+        """Run a step in which no part runs, and return what it returns: each gives one of ``values``. No communication.
+
+        Args:
+            flow: The step.
+            values: What :meth:`values_at_end` describes, in its order.
+            step: The step, its arguments bound.
+        """
+        plan = self._plan_of_end(flow)
+        kept = unchanged(self._root, flow.changed) if flow.changed else nullcontext()
+        between = {name: buffer.clone() for name, buffer in self._buffers_between().items()}
+        with kept, self._replay.numbers_kept(flow), self._replay.stand_in_parameters(flow.params_between):
+            try:
+                given = [value.to(self._device) for value in values]
+                return self._replay.run(plan, MicrobatchSeed(0, 0, 0), given, step)[0]
+            finally:
+                for name, buffer in self._buffers_between().items():
+                    buffer.copy_(between[name])
+
+    def values_at_end(self, flow: Flow) -> list[Leaf]:
+        """Return what is known of the values of parts that the end of a step makes something of."""
+        plan = self._plan_of_end(flow)
+        return [plan.leaf(value) for value in plan.received]
+
+    def _plan_of_end(self, flow: Flow) -> StagePlan:
+        """Return a plan by which all parts are on an earlier stage."""
+        return StagePlan(flow, [0] * len(flow.calls), 1, 2)
 
     @contextmanager
     def whole(self) -> Iterator[None]:

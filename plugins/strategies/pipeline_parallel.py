@@ -23,7 +23,7 @@ from lightning_dist.pipeline.whole_state import optimizer_state_of_all, written_
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.checks import refuse_for_pipeline
 from lightning_dist.plugins.strategies.exact_resume import MODELS
-from lightning_dist.plugins.strategies.example_step import example_args, fake_step
+from lightning_dist.plugins.strategies.example_step import example_args, fake_step, parameters_unchanged
 from lightning_dist.plugins.strategies.hooks_of_all_stages import HooksOfAllStages
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 from lightning_dist.plugins.strategies.microbatching import BatchSplitter
@@ -150,7 +150,8 @@ class PipelineParallelStrategy(MeshStrategy):
         """Around a step that runs on fake tensors: what it gathers and reduces is made of this rank's tensors."""
         before, self._is_following = self._is_following, True
         try:
-            with stand_ins_for_collectives(self._peers):
+            assert self.lightning_module is not None
+            with stand_ins_for_collectives(self._peers), parameters_unchanged(self.lightning_module):
                 yield
         finally:
             self._is_following = before
@@ -204,6 +205,16 @@ class PipelineParallelStrategy(MeshStrategy):
         if self._hooks is not None:
             self._hooks.remove()
         super().teardown()
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; weights of other stages are on the meta device, as this rank's module has them."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._steps is not None and self.lightning_module is not None:
+            for name, value in self.lightning_module_state_dict().items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    for weights in (checkpoint[key] for key in checkpoint.keys() & set(MODELS)):
+                        weights.setdefault(name, value)
+        return checkpoint
 
     @contextmanager
     def _outside_of_hooks(self) -> Iterator[None]:
