@@ -565,7 +565,8 @@ class ShardedModule:
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
         """Inside, every rank holds the whole model, and may call it alone, without gradients. Entered by all ranks."""
-        with _compat.keep_gathered(self._sharded_groups), self.running(), torch.no_grad():
+        outside = nullcontext() if self.pipeline is None else self.pipeline.all_stages.switched_off()
+        with outside, _compat.keep_gathered(self._sharded_groups), self.running(), torch.no_grad():
             for group in self.groups:
                 group.gather()
             try:
