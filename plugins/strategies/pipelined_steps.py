@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -30,6 +30,12 @@ from lightning_dist.plugins.strategies.weighting import LossWeights
 from lightning_dist.sharding import ShardedModule
 
 __all__ = ["PipelinedSteps"]
+
+_READABLE = (
+    "current_epoch", "global_step", "max_epochs", "max_steps", "num_training_batches", "is_last_batch",
+    "sanity_checking", "training", "validating", "testing", "predicting", "evaluating",
+)  # fmt: skip
+"""Properties of the Trainer that are plain and cheap to read, and that a step may decide by."""
 
 
 class PipelinedSteps:
@@ -56,6 +62,7 @@ class PipelinedSteps:
         """Of the module, sharded; to ask it in each step takes long."""
         self._spread = spread
         self._pipeline: Pipeline = spread.pipeline
+        self._pipeline.readable = {Trainer: _READABLE}
         self._step_context = step_context
         self._scale = scale
         self._metrics = SharedMetrics(module, spread.pipeline)
@@ -106,19 +113,19 @@ class PipelinedSteps:
     ) -> PreparedStep:
         module, stages = self._module, self._pipeline.stages
 
-        def follow() -> Flow:
-            fake = fake_step(module, module.trainer, name, (batch, *args[1:]), kwargs)
+        def follow(arguments: Sequence[Any]) -> Flow:
+            fake = fake_step(module, module.trainer, name, (batch, *arguments), kwargs)
             with self._pipeline.as_written.again():
                 return find_flow(module, fake, module.device, stages.parts, stages.blocks)
 
         # All that a step's path, and which gradients it needs, may depend on.
         key = (
             name,
-            signature((batch, args[2:], kwargs)),
+            signature((batch, kwargs)),
             tuple(part.training for part in self._modules),
             tuple(param.requires_grad for param in self.parameters),
         )
-        return self._pipeline.prepare(key, follow, number, has_backward)
+        return self._pipeline.prepare(key, follow, number, has_backward, args[1:])
 
     def _run(
         self,
