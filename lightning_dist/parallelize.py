@@ -71,8 +71,7 @@ def parallelize(
         pipeline: How the model is cut into stages; None: it is not.
 
     Raises:
-        ValueError: If the module has no parameters, is already sharded, has no module of a named class, or does not
-            fit the plan.
+        ValueError: If the module is already sharded, has no module of a named class, or does not fit the plan.
         TypeError: If something on the meta device has no way to be initialised.
     """
     for name, param in module.named_parameters():

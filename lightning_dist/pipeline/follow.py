@@ -92,6 +92,7 @@ def find_flow(
     device: torch.device,
     parts: list[str],
     blocks: Mapping[str, nn.Module],
+    has_loss: bool = True,
 ) -> Flow:
     """Follow one step.
 
@@ -101,6 +102,7 @@ def find_flow(
         device: Where the fakes pretend to be.
         parts: Names of the parts.
         blocks: Those of them that are blocks.
+        has_loss: Whether the step must return a loss that depends on what the model returns.
 
     Raises:
         FlowError: If it does not run on fake tensors, or cannot be split into stages.
@@ -110,11 +112,11 @@ def find_flow(
         return _FlowObserver(root, frozenset(parts), blocks)
 
     first, *others = follow_ways(make, partial(_run, root, step, device, with_gradients=True))
-    flow = first.observer.flow()
+    flow = first.observer.flow(has_loss)
     for other in others:
         if other.observer.has_loss:  # else the step returns none there, and is refused when it does
             first.observer.check_same_loss(other.observer, other.by_number)
-            flow = flow.merged_with(other.observer.flow())
+            flow = flow.merged_with(other.observer.flow(has_loss))
     return flow
 
 
@@ -394,7 +396,7 @@ class _FlowObserver:
         del tensor.__dict__["_made_in"], tensor.__dict__["_made_by"]
         tensor.__dict__["_marks"] = _Marks(frozenset({(index, inner.places[leaf])}))
 
-    def flow(self) -> Flow:
+    def flow(self, has_loss: bool = True) -> Flow:
         """What was seen.
 
         Raises:
@@ -414,7 +416,7 @@ class _FlowObserver:
                 )
         if not self._calls:
             raise FlowError("The step calls none of the model's parts, so there is nothing to split into stages.")
-        if not self._end.uses:
+        if has_loss and not self._end.uses:
             raise FlowError(
                 "The loss that the step returns does not depend on what the model returns, so that nothing would be"
                 " trained. Return the loss, computed from the model's output."

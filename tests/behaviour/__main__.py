@@ -1,0 +1,77 @@
+"""``python -m tests.behaviour``: run the matrix, print what is not as it should be, and write the table."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatch
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from tests.behaviour.case import STRATEGIES, Case
+from tests.behaviour.matrix import Cell, Matrix, load_cases
+from tests.behaviour.table import write_table
+from tests.pool import WorkerPool, fork_server
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Ordinary Lightning code under every strategy, against one process.")
+    parser.add_argument("--cases", default="*", help="patterns of names or areas, separated by commas")
+    parser.add_argument(
+        "--strategies",
+        default=",".join(STRATEGIES),
+        help="columns, separated by commas; 'one' runs the references alone",
+    )
+    parser.add_argument("--jobs", type=int, default=2, help="cases that run at a time")
+    parser.add_argument("--write", type=Path, help="file whose generated section the table replaces")
+    parser.add_argument("--list", action="store_true", help="list the cases and run nothing")
+    options = parser.parse_args()
+    patterns = options.cases.split(",")
+    chosen = [
+        case
+        for name, case in load_cases().items()
+        if any(fnmatch(name, pattern) or fnmatch(case.area, pattern) for pattern in patterns)
+    ]
+    if options.list:
+        print("\n".join(f"{case.area:<20} {case.name:<40} {case.title}" for case in chosen))
+        return 0
+    columns = options.strategies.split(",")
+    fork_server("tests.preload_more")
+    start = time.monotonic()
+    pools = [WorkerPool() for _ in range(options.jobs)]
+    free = list(pools)
+
+    def run(case: Case) -> dict[str, Cell]:
+        pool = free.pop()
+        try:
+            matrix = Matrix(pool)
+            return {column: matrix.cell(case, column) for column in columns}
+        finally:
+            free.append(pool)
+
+    results: dict[str, dict[str, Cell]] = {}
+    with ThreadPoolExecutor(options.jobs) as threads:
+        for case, row in zip(chosen, threads.map(run, chosen), strict=True):
+            results[case.name] = row
+            outcomes = "  ".join(f"{column} {cell.outcome}" for column, cell in row.items())
+            print(f"{case.area}.{case.name}: {outcomes}", flush=True)
+            for column, cell in row.items():
+                if not cell.is_good:
+                    print(f"  {column}: {cell.outcome.upper()}: {cell.text}".replace("\n", "\n    "), flush=True)
+    for pool in pools:
+        pool.close()
+    all_cells = [cell for row in results.values() for cell in row.values()]
+    bad = sum(not cell.is_good for cell in all_cells)
+    counts = {outcome: sum(cell.outcome == outcome for cell in all_cells) for outcome in {c.outcome for c in all_cells}}
+    print(f"{len(results)} cases, {len(all_cells)} cells in {time.monotonic() - start:.0f} s: {counts}")
+    if options.write:
+        write_table(options.write, [load_cases()[name] for name in results], results, columns)
+    return 1 if bad else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,396 @@
+"""What a case is, and what it is given to work with."""
+
+from __future__ import annotations
+
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+import torch.distributed as dist
+from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
+from lightning.pytorch.loggers import Logger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from lightning_dist import (
+    FullShardStrategy,
+    HybridShardStrategy,
+    NDParallelStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+)
+from lightning_dist.checkpoint import consolidate
+from lightning_dist.parity import whole_parameters
+from lightning_dist.sharding import sharded
+
+__all__ = ["CASES", "STRATEGIES", "Case", "Layout", "Run", "case"]
+
+NUM_MICROBATCHES = 2
+GLOBAL_BATCH_SIZE = 8
+
+
+@dataclass(frozen=True)
+class Layout:
+    """One column of the table.
+
+    Args:
+        world_size: Number of processes.
+        num_data_parallel: Number of ranks that have a part of the batch of their own.
+        make: Makes the strategy; it is given further keyword arguments of the case.
+    """
+
+    world_size: int
+    num_data_parallel: int
+    make: Callable[..., Any]
+
+
+STRATEGIES: dict[str, Layout] = {
+    "full": Layout(2, 2, FullShardStrategy),
+    "hybrid": Layout(4, 4, lambda **kwargs: HybridShardStrategy(2, 2, **kwargs)),
+    "tp": Layout(2, 1, lambda **kwargs: TensorParallelStrategy(tp_size=2, **kwargs)),
+    "pp": Layout(2, 1, lambda **kwargs: PipelineParallelStrategy(**{**_PIPELINE, **kwargs})),
+    "nd": Layout(4, 2, lambda **kwargs: NDParallelStrategy(dp_shard_size=2, **{**_PIPELINE, **kwargs})),
+    "nd_tp": Layout(4, 1, lambda **kwargs: NDParallelStrategy(tp_size=2, **{**_PIPELINE, **kwargs})),
+}
+"""The strategies that every case runs under. ``nd`` is stages with shards, ``nd_tp`` stages with split layers."""
+
+_PIPELINE: dict[str, Any] = {"pp_size": 2, "num_microbatches": NUM_MICROBATCHES}
+
+REFERENCES: dict[str, Layout] = {
+    "one": Layout(1, 1, lambda **kwargs: "auto"),
+    "ddp2": Layout(2, 2, lambda **kwargs: "ddp_find_unused_parameters_true"),
+    "ddp4": Layout(4, 4, lambda **kwargs: "ddp_find_unused_parameters_true"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A piece of ordinary Lightning code.
+
+    Args:
+        name: Its name, which no other case has.
+        title: What it does, for the table.
+        function: Does it.
+        area: The file that it is in.
+        refused: Column (or ``"*"`` for all) to a regular expression that the error must match.
+        differs: Column to the sentence that says what is different there; it runs, and is not compared.
+        tolerance: Largest relative error of a recorded number.
+        leave_out: Names of weights that are not compared, such as those whose true gradient is zero.
+        reference: ``"one"``, or ``"ddp"``: Lightning's ddp on as many ranks as have a part of the batch of their own.
+        strategy: Further arguments of the strategies, by column or ``"*"``.
+        timeout_s: After this many seconds the case counts as hung.
+    """
+
+    name: str
+    title: str
+    function: Callable[[Run], None]
+    area: str
+    refused: Mapping[str, str] = field(default_factory=dict)
+    differs: Mapping[str, str] = field(default_factory=dict)
+    tolerance: float = 1e-10
+    leave_out: Sequence[str] = ()
+    reference: str = "one"
+    strategy: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    timeout_s: float = 90.0
+
+    def reference_for(self, column: str) -> str:
+        """The key in :data:`REFERENCES` that ``column`` is compared with."""
+        if column in REFERENCES:
+            return column
+        ranks = STRATEGIES[column].num_data_parallel
+        return f"ddp{ranks}" if self.reference == "ddp" and ranks > 1 else "one"
+
+    def said_of(self, column: str, said: Mapping[str, Any]) -> Any:
+        """What ``refused``, ``differs`` or ``strategy`` has for ``column``; None for nothing."""
+        return said.get(column, said.get("*"))
+
+
+CASES: dict[str, Case] = {}
+
+
+def case(title: str, name: str | None = None, **kwargs: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as a case.
+
+    Args:
+        title: What it does, for the table.
+        name: Name of the case; None: the name of the function. A loop over a table of arguments names each case.
+        kwargs: As of :class:`Case`.
+    """
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        key = function.__name__ if name is None else name
+        assert key not in CASES, f"two cases are named {key}"
+        area = function.__module__.rpartition(".")[2]
+        CASES[key] = Case(key, title, function, area, **kwargs)
+        return function
+
+    return register
+
+
+class Run:
+    """One run of a case on this rank.
+
+    Args:
+        case: The case.
+        column: A key of :data:`STRATEGIES` or :data:`REFERENCES`.
+        folder: A folder that is empty and that all ranks share.
+    """
+
+    def __init__(self, case: Case, column: str, folder: Path) -> None:
+        self.case = case
+        self.column = column
+        self.folder = folder
+        self.layout = {**STRATEGIES, **REFERENCES}[column]
+        self.observed: dict[str, Any] = {}
+        self.own: dict[str, Any] = {}
+
+    @property
+    def rank(self) -> int:
+        return int(os.environ["RANK"])
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether this is one process, or ddp."""
+        return self.column in REFERENCES
+
+    def record(self, name: str, value: Any, per_rank: bool = False) -> None:
+        """Remember ``value``: tensors, numbers, strings, and containers of them.
+
+        Args:
+            name: Its name in an error.
+            value: What must equal the reference's.
+            per_rank: Whether it is of this rank's part of the batch, so that only the run's end is compared: such
+                values are gathered in the order of the data and compared as one.
+        """
+        (self.own if per_rank else self.observed)[name] = _plain(value)
+
+    def record_error(self, name: str, function: Callable[[], Any]) -> None:
+        """Record the class and the message of the error that ``function`` raises; None if it raises none."""
+        try:
+            function()
+        except Exception as error:
+            self.record(name, f"{type(error).__name__}: {error}")
+        else:
+            self.record(name, None)
+
+    def make_strategy(self, **kwargs: Any) -> Any:
+        """A new strategy of this column."""
+        more = {**(self.case.strategy.get("*") or {}), **(self.case.strategy.get(self.column) or {})}
+        return self.layout.make(**{**more, **kwargs})
+
+    def trainer(self, **kwargs: Any) -> pl.Trainer:
+        """A quiet Trainer under this column's strategy; ``kwargs`` as of the Trainer, the defaults for 4 steps."""
+        defaults: dict[str, Any] = {
+            "accelerator": "cpu",
+            "devices": self.layout.world_size,
+            "precision": "64-true",
+            "use_distributed_sampler": False,
+            "max_epochs": None if "max_steps" in kwargs or "max_time" in kwargs else 1,
+            "limit_train_batches": 4,
+            "limit_val_batches": 2,
+            "num_sanity_val_steps": 0,
+            "log_every_n_steps": 1,
+            "logger": History(),
+            "enable_checkpointing": any(isinstance(c, Checkpoint) for c in kwargs.get("callbacks") or ()),
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "default_root_dir": self.folder,
+        }
+        if "strategy" not in kwargs:
+            kwargs["strategy"] = self.make_strategy()
+        return pl.Trainer(**{**defaults, **kwargs})
+
+    def loader(
+        self, dataset: Dataset[Any] | None = None, batch_size: int = GLOBAL_BATCH_SIZE, **kwargs: Any
+    ) -> DataLoader[Any]:
+        """A loader whose batches are this rank's part of global batches of ``batch_size`` samples, in order.
+
+        Args:
+            dataset: Map-style; None: the samples of :func:`tests.behaviour.models.samples`.
+            batch_size: Of the global batch.
+            kwargs: As of the DataLoader.
+        """
+        if dataset is None:
+            from tests.behaviour.models import samples
+
+            dataset = samples()
+        sampler = _Part(len(dataset), self.layout.num_data_parallel, self.data_parallel_rank)  # type: ignore[arg-type]
+        return DataLoader(dataset, batch_size=batch_size // self.layout.num_data_parallel, sampler=sampler, **kwargs)
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which part of the batch this rank has."""
+        if self.column in ("tp", "pp", "nd_tp"):
+            return 0
+        return self.rank % 2 if self.column == "nd" else self.rank  # nd: stages outermost, shards inside
+
+    def fit(
+        self,
+        model: pl.LightningModule,
+        train: Iterable[Any] | None = None,
+        val: Any = None,
+        ckpt_path: str | None = None,
+        name: str = "fit",
+        observe: bool = True,
+        **kwargs: Any,
+    ) -> pl.Trainer:
+        """Fit, and record what has become of everything.
+
+        Args:
+            model: The user's module.
+            train: Loader; None: :meth:`loader`. Not used where the module has a ``train_dataloader`` of its own.
+            val: Loader, or True for :meth:`loader`; None: no validation.
+            ckpt_path: As of ``Trainer.fit``.
+            name: Prefix of what is recorded.
+            observe: Whether to record.
+            kwargs: As of :meth:`trainer`.
+        """
+        trainer = self.trainer(**kwargs)
+        loaders: dict[str, Any] = {}
+        if "train_dataloader" not in vars(type(model)):
+            loaders["train_dataloaders"] = self.loader() if train is None else train
+        if val is not None:
+            loaders["val_dataloaders"] = self.loader() if val is True else val
+        trainer.fit(model, **loaders, ckpt_path=ckpt_path)
+        if observe:
+            self.observe(trainer, model, name)
+        return trainer
+
+    def observe(self, trainer: pl.Trainer, model: pl.LightningModule, name: str = "fit") -> None:
+        """Record weights, buffers, metrics, progress and checkpoints of ``trainer``."""
+        self.record(f"{name}: steps, epochs", [trainer.global_step, trainer.current_epoch])
+        self.record(f"{name}: metrics", dict(trainer.callback_metrics))
+        for logger in trainer.loggers:
+            if isinstance(logger, History) and trainer.is_global_zero:
+                self.own[f"{name}: history"] = _plain(logger.history)
+        self.record_weights(model, name)
+        for index, callback in enumerate(c for c in trainer.checkpoint_callbacks if isinstance(c, ModelCheckpoint)):
+            for which in ("best", "last"):
+                path = getattr(callback, f"{which}_model_path")
+                self.record(f"{name}: {which} checkpoint of {index}", self.relative(path))
+                if path:
+                    self.record_checkpoint(path, f"{name}: {which} checkpoint of {index}, content")
+            self.record(f"{name}: best score of {index}", callback.best_model_score)
+            self.record(f"{name}: best k of {index}", {self.relative(k): v for k, v in callback.best_k_models.items()})
+        if any(isinstance(c, ModelCheckpoint) for c in trainer.checkpoint_callbacks):
+            trainer.strategy.barrier()
+            found = sorted(
+                self.relative(path)
+                for path in self.folder.rglob("*.ckpt")
+                if not any(part.startswith(".") for part in Path(self.relative(path)).parts)
+            )
+            self.record(f"{name}: files", found)
+
+    def relative(self, path: str | Path) -> str:
+        """``path`` as seen from :attr:`folder`."""
+        return os.path.relpath(os.path.realpath(path), os.path.realpath(self.folder)) if path else ""
+
+    def record_weights(self, model: nn.Module, name: str = "model") -> None:
+        """Record the whole parameters and buffers of ``model``. A collective."""
+        self.record(f"{name}: weights", whole_parameters(model))
+        self.record(f"{name}: buffers", _whole_buffers(model))
+
+    def record_predictions(self, predictions: Any, name: str = "predictions") -> None:
+        """Record what ``trainer.predict`` has returned, a list of tensors; None where another rank returned the same."""
+        if predictions is not None:
+            self.record(name, torch.cat(predictions), per_rank=True)
+
+    def record_checkpoint(self, path: str | Path, name: str) -> None:
+        """Record what a checkpoint of any kind has: weights, optimizer states, schedulers, progress."""
+        self.record(name, _comparable(_read(path)))
+
+
+def _whole_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers of ``model``, each from the stage of a pipeline that has it."""
+    spread = sharded(model)
+    pipeline = None if spread is None else spread.pipeline
+    others = frozenset() if pipeline is None else pipeline.buffers_of_others
+    own = {name: b for name, b in model.named_buffers() if not b.is_meta and name not in others}
+    if pipeline is None:
+        return own
+    stages: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size(pipeline.group))]
+    dist.all_gather_object(stages, own, pipeline.group)
+    return {name: buffer for stage in stages for name, buffer in stage.items()}
+
+
+def _read(path: str | Path) -> dict[str, Any]:
+    if Path(path).is_file():
+        return torch.load(path, map_location="cpu", weights_only=False)
+    with tempfile.TemporaryDirectory() as folder:
+        destination = Path(folder) / "whole.ckpt"
+        consolidate(path, destination, trust=True)
+        return torch.load(destination, map_location="cpu", weights_only=False)
+
+
+def _comparable(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a checkpoint does not depend on where it was written."""
+    kept = {k: checkpoint[k] for k in ("epoch", "global_step", "state_dict", "lr_schedulers") if k in checkpoint}
+    states = []
+    for state in checkpoint.get("optimizer_states", []):
+        states.append({index: dict(values) for index, values in state["state"].items()})
+    return {**kept, "optimizer_states": states}
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with tensors as NumPy arrays: they are sent to another process."""
+    if isinstance(value, Tensor):
+        whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore[operator]
+        whole = whole.detach().cpu()
+        return whole.double().numpy().copy() if whole.dtype == torch.bfloat16 else whole.numpy().copy()
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, int | float | str | bool | None):
+        return value
+    return str(value)
+
+
+class _Part(Sampler[int]):
+    """Every ``num_parts``-th sample from ``part`` on: step k of all parts together is one run of indices."""
+
+    def __init__(self, length: int, num_parts: int, part: int) -> None:
+        self._indices = range(part, length - length % num_parts, num_parts)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._indices)
+
+    def __len__(self) -> int:
+        return len(self._indices)
+
+
+class History(Logger):
+    """Remembers everything that is logged, on rank 0."""
+
+    def __init__(self) -> None:
+        self.history: list[tuple[int | None, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "history"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        kept = {k: v for k, v in metrics.items() if not k.startswith(("checkpoint/", "perf/", "memory/", "pipeline/"))}
+        if kept:
+            self.history.append((step, {key: float(value) for key, value in kept.items()}))
+
+    def log_hyperparams(self, params: Any, *args: Any, **kwargs: Any) -> None:
+        pass
+
+
+def quiet() -> None:
+    """Let a worker print nothing but errors."""
+    for name in ("lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore")

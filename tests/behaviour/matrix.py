@@ -1,0 +1,217 @@
+"""Running cases on real processes, and comparing what they record with the reference."""
+
+from __future__ import annotations
+
+import importlib
+import math
+import pkgutil
+import re
+import shutil
+import tempfile
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tests.behaviour import cases as case_modules
+from tests.behaviour.case import CASES, REFERENCES, STRATEGIES, Case, Layout, Run, quiet
+from tests.pool import RankFailed, WorkerPool
+
+__all__ = ["Cell", "Matrix", "load_cases"]
+
+OK = ("equal", "refused", "differs")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What came of a case under a strategy.
+
+    Args:
+        outcome: ``equal``, ``refused``, ``differs``, ``wrong``, ``crashed`` or ``hung``.
+        text: The sentence of a refusal or a difference, or what is wrong.
+    """
+
+    outcome: str
+    text: str = ""
+
+    @property
+    def is_good(self) -> bool:
+        return self.outcome in OK
+
+
+def load_cases() -> dict[str, Case]:
+    """All cases, by name."""
+    for module in pkgutil.iter_modules(case_modules.__path__):
+        importlib.import_module(f"{case_modules.__name__}.{module.name}")
+    return CASES
+
+
+@dataclass
+class Observed:
+    """What a rank recorded, or how it failed."""
+
+    values: dict[str, Any]
+    own: dict[str, Any]
+    error: str = ""
+    trace: str = ""
+
+
+def run_on_rank(name: str, column: str, folder: str) -> Observed:
+    """Run the case ``name`` on this rank."""
+    import torch
+
+    quiet()
+    run = Run(load_cases()[name], column, Path(folder))
+    torch.manual_seed(0)
+    try:
+        run.case.function(run)
+    except Exception as error:
+        return Observed(run.observed, run.own, f"{type(error).__name__}: {error}", traceback.format_exc())
+    return Observed(run.observed, run.own)
+
+
+class Matrix:
+    """Runs cells, one reference for all strategies that share it."""
+
+    def __init__(self, pool: WorkerPool, reference_pool: WorkerPool | None = None) -> None:
+        self._pool = pool
+        self._reference_pool = reference_pool or pool
+        self._references: dict[tuple[str, str], list[Observed] | Cell] = {}
+
+    def cell(self, case: Case, column: str) -> Cell:
+        """Run ``case`` under ``column`` and compare it."""
+        key = (case.name, case.reference_for(column))
+        if key not in self._references:
+            self._references[key] = self._run(self._reference_pool, case, key[1], REFERENCES[key[1]])
+        expected = self._references[key]
+        if isinstance(expected, Cell):
+            return Cell(expected.outcome, f"the reference itself: {expected.text}")
+        if expected[0].error:
+            return Cell("crashed", f"the reference itself: {expected[0].trace}")
+        if column in REFERENCES:
+            return Cell("equal")
+        found = self._run(self._pool, case, column, STRATEGIES[column])
+        return found if isinstance(found, Cell) else _judge(case, column, found, expected)
+
+    def _run(self, pool: WorkerPool, case: Case, column: str, layout: Layout) -> list[Observed] | Cell:
+        folder = tempfile.mkdtemp(prefix="behaviour-")
+        try:
+            return pool.run(
+                run_on_rank, layout.world_size, case.name, column, folder, timeout_s=case.timeout_s, grace_s=20.0
+            )
+        except RankFailed as failed:
+            texts = " | ".join(f"rank {rank}: {text.strip()[-600:]}" for rank, text in sorted(failed.errors.items()))
+            return Cell("hung" if "hung for" in texts or "still running" in texts else "crashed", texts)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _judge(case: Case, column: str, found: list[Observed], expected: list[Observed]) -> Cell:
+    refused = case.said_of(column, case.refused)
+    errors = [observed.error for observed in found]
+    if refused is not None:
+        if all(error and re.search(refused, error, re.DOTALL) for error in errors):
+            return Cell("refused", _sentence(errors[0]))
+        return Cell("wrong", f"expected to be refused on every rank by {refused!r}, but: {errors}")
+    if any(errors):
+        if not all(errors):
+            return Cell("crashed", f"on some ranks only: {errors}\n" + _end(next(o.trace for o in found if o.error)))
+        return Cell("crashed", _end(next(o.trace for o in found)))
+    differs = case.said_of(column, case.differs)
+    if differs is not None:
+        return Cell("differs", differs)
+    problems: list[str] = []
+    for rank, observed in enumerate(found):
+        for problem in compare(observed.values, expected[0].values, case.tolerance, case.leave_out):
+            problems.append(f"rank {rank}: {problem}")
+        if problems:
+            break
+    problems += compare(
+        _joined(column, found), _joined(case.reference_for(column), expected), case.tolerance, case.leave_out
+    )
+    return Cell("wrong", "\n".join(problems[:6])) if problems else Cell("equal")
+
+
+def _end(trace: str, num_lines: int = 16) -> str:
+    """The last lines of a traceback, without the marks below the code."""
+    lines = [line for line in trace.rstrip().splitlines() if line.strip(" ^~")]
+    return "\n".join(lines[-num_lines:])
+
+
+def _sentence(error: str) -> str:
+    """The message of an error without its class, as one line."""
+    return " ".join(error.partition(": ")[2].split())
+
+
+def _joined(column: str, ranks: list[Observed]) -> dict[str, Any]:
+    """What ranks recorded of their own parts, in the order of the samples; the history is rank 0's."""
+    layout = {**STRATEGIES, **REFERENCES}[column]
+    parts = ranks[: layout.num_data_parallel] if column != "nd" else ranks[:2]
+    joined: dict[str, Any] = {}
+    for name, value in ranks[0].own.items():
+        if name.endswith(": history") or not isinstance(value, np.ndarray):
+            joined[name] = value
+        else:  # sample k of a part is sample k * parts + part
+            stacked = np.stack([part.own[name] for part in parts], axis=1)
+            joined[name] = stacked.reshape(-1, *stacked.shape[2:])
+    return joined
+
+
+def compare(
+    found: Any, expected: Any, tolerance: float, leave_out: Any = (), path: str = "", scale: float = 0.0
+) -> list[str]:
+    """What differs between two recorded values, one line each.
+
+    Args:
+        found: A rank's.
+        expected: The reference's.
+        tolerance: Largest norm of a difference, relative to the norm of what is expected.
+        leave_out: Names that are not compared.
+        path: Where the values are.
+        scale: Norm of all tensors beside this one; a millionth of it counts as zero.
+    """
+    if isinstance(expected, dict) and isinstance(found, dict):
+        problems = []
+        if found.keys() != expected.keys():
+            problems.append(
+                f"{path}: only here {sorted(found.keys() - expected.keys())}, only in the reference"
+                f" {sorted(expected.keys() - found.keys())}"
+            )
+        arrays = [v for v in expected.values() if isinstance(v, np.ndarray) and v.dtype.kind == "f"]
+        total = math.sqrt(sum(float(np.linalg.norm(v.astype(np.float64))) ** 2 for v in arrays))
+        for key in expected.keys() & found.keys():
+            if key not in leave_out:
+                problems += compare(found[key], expected[key], tolerance, leave_out, f"{path}/{key}", total)
+        return sorted(problems)
+    if isinstance(expected, list) and isinstance(found, list):
+        if len(found) != len(expected):
+            return [f"{path}: {len(found)} items where the reference has {len(expected)}: {found} / {expected}"[:600]]
+        return [
+            problem
+            for i, (f, e) in enumerate(zip(found, expected, strict=True))
+            for problem in compare(f, e, tolerance, leave_out, f"{path}[{i}]", scale)
+        ]
+    is_number = isinstance(expected, int | float | np.ndarray) and not isinstance(expected, bool)
+    if is_number and isinstance(found, int | float | np.ndarray) and not isinstance(found, bool):
+        f, e = np.asarray(found), np.asarray(expected)
+        if f.shape != e.shape:
+            return [f"{path}: shape {f.shape}, expected {e.shape}"]
+        if np.array_equal(f, e, equal_nan=f.dtype.kind == "f" and e.dtype.kind == "f"):
+            return []
+        f, e = f.astype(np.float64), e.astype(np.float64)
+        error = float(np.linalg.norm(f - e)) / max(float(np.linalg.norm(e)), 1e-6 * scale, 1e-300)
+        if not error <= tolerance:
+            shown = f"{f} / {e}" if e.size <= 4 else ""
+            return [f"{path}: off by {error:.2e} {shown}"]
+        return []
+    return [] if found == expected else [f"{path}: {found!r} where the reference has {expected!r}"[:600]]
+
+
+def cells(names: Iterator[str], columns: list[str]) -> Iterator[tuple[Case, str]]:
+    """Every combination."""
+    for name in names:
+        for column in columns:
+            yield CASES[name], column

@@ -1,0 +1,144 @@
+"""Small modules and data that many cases share, written as users write them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as pl
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+__all__ = ["Block", "Classifier", "LanguageModel", "Network", "samples", "sgd", "tokens"]
+
+NUM_FEATURES, NUM_CLASSES, VOCABULARY, LENGTH = 16, 4, 32, 8
+
+
+def samples(num: int = 64, seed: int = 0) -> TensorDataset:
+    """Points of ``NUM_FEATURES`` numbers, and a class for each."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num, NUM_FEATURES, generator=generator, dtype=torch.float64)
+    return TensorDataset(x, (x[:, :NUM_CLASSES] * 2).argmax(1))
+
+
+def tokens(num: int = 64, seed: int = 0) -> TensorDataset:
+    """Sequences of ``LENGTH`` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randint(VOCABULARY, (num, LENGTH), generator=generator))
+
+
+class Block(nn.Module):
+    """A residual feed-forward block."""
+
+    def __init__(self, width: int = NUM_FEATURES) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(functional.gelu(self.up(self.norm(x))))
+
+
+class Classifier(pl.LightningModule):
+    """Four blocks and a head; logs ``train/loss`` and, in validation, ``val/loss`` and ``val/accuracy``."""
+
+    def __init__(self, lr: float = 0.05, num_blocks: int = 4, optimizer: str = "sgd") -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        torch.manual_seed(1)
+        self.net = nn.Sequential(
+            nn.Linear(NUM_FEATURES, NUM_FEATURES), *[Block() for _ in range(num_blocks)], nn.LayerNorm(NUM_FEATURES)
+        )
+        self.head = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.net(x))
+
+    def loss(self, batch: Any) -> Tensor:
+        x, y = batch
+        return functional.cross_entropy(self(x), y)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("train/loss", loss, sync_dist=True)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        x, y = batch
+        logits = self(x)
+        loss = functional.cross_entropy(logits, y)
+        self.log("val/loss", loss, sync_dist=True)
+        self.log("val/accuracy", (logits.argmax(1) == y).double().mean(), sync_dist=True)
+        return loss
+
+    def test_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.loss(batch)
+        self.log("test/loss", loss, sync_dist=True)
+        return loss
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        params = self.parameters()
+        if self.hparams.optimizer == "adamw":
+            return torch.optim.AdamW(params, lr=self.hparams.lr)
+        return torch.optim.SGD(params, lr=self.hparams.lr, momentum=0.9)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    """Plain gradient descent, which shows a wrong gradient as it is."""
+    return torch.optim.SGD(params, lr=0.05)
+
+
+class Network(Classifier):
+    """A classifier around any network from the samples' features to the classes.
+
+    Args:
+        make: Builds the network; it is called after the random numbers are seeded.
+        optimizer: Makes the optimizer of the parameters.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module], optimizer: Callable[[Any], Any] = sgd) -> None:
+        pl.LightningModule.__init__(self)
+        torch.manual_seed(1)
+        self.net = make()
+        self._optimizer = optimizer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def configure_optimizers(self) -> Any:
+        return self._optimizer(self.parameters())
+
+
+class LanguageModel(pl.LightningModule):
+    """A tied language model whose layers are direct children of the LightningModule."""
+
+    def __init__(self, num_blocks: int = 2, width: int = NUM_FEATURES) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.emb = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(num_blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.emb(ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        ids = batch[0]
+        logits = self(ids[:, :-1])
+        loss = functional.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())
+        self.log("train/loss", loss, sync_dist=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
