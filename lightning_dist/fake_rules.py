@@ -45,6 +45,12 @@ def _grouped_mm(
     return a.new_empty(shape, dtype=out_dtype or a.dtype)
 
 
+def _pow(base: Tensor, exponent: Tensor) -> Tensor:
+    # torch's rule takes the default dtype for a float tensor without dimensions, and then refuses its own result.
+    shape = torch.broadcast_shapes(base.shape, exponent.shape)
+    return base.new_empty(shape, dtype=torch.result_type(base, exponent))
+
+
 def _nonzero(x: Tensor) -> Tensor:
     return x.new_empty((x.numel(), x.ndim), dtype=torch.int64)
 
@@ -80,7 +86,10 @@ def _as_places(indices: Any) -> list[Tensor | None]:
 
 
 _MASKS = (torch.bool, torch.uint8)
-_RULES: dict[Any, Callable[..., Any]] = {_compat.GROUPED_MM: _grouped_mm}
+_RULES: dict[Any, Callable[..., Any]] = {
+    _compat.GROUPED_MM: _grouped_mm,
+    torch.ops.aten.pow.Tensor_Tensor: _pow,
+}
 _SIZED: dict[Any, Callable[..., Any]] = {
     torch.ops.aten.nonzero.default: _nonzero,
     torch.ops.aten.masked_select.default: _masked_select,

@@ -290,10 +290,8 @@ class _FlowObserver:
             for tensor in tensors_in(value):
                 self._use(self._end, tensor)
             before = self._before.get((name, key))
-            says_hooked = value is True and any(
-                hook == name or not name or hook.startswith(f"{name}.") for hook in hooked
-            )
             # The hooks that a step puts on parts stay, on every stage, and so does what says that they are there.
+            says_hooked = value is True and any(not name or f"{hook}.".startswith(f"{name}.") for hook in hooked)
             if not says_hooked and (before is None or not _is_same(_content(value), before)):
                 self._changed.append((name, key))
 

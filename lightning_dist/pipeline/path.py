@@ -266,7 +266,7 @@ def _reading(cls: type, on_read: Callable[[Any, str, Any], Any]) -> Iterator[Non
 
 
 def _is_settings(value: Any) -> bool:
-    """Return whether ``value`` is an object of a class that is neither torch's nor Python's, such as a configuration."""
+    """Return whether ``value`` is an object such as a configuration, of a class that is not torch's nor Python's."""
     if isinstance(value, (*_PLAIN, *_CONTAINERS, Tensor, nn.Module, type)) or callable(value):
         return False
     module = type(value).__module__.partition(".")[0]
