@@ -19,7 +19,7 @@ class FakeRules(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     Args:
         makes_up_sizes: Whether a result whose size depends on values (``nonzero``, ``x[mask]``) gets the greatest size
-            that it can have. Otherwise its size is a symbol.
+            that it can have, and a number that C++ reads is made up. Otherwise these are symbols.
     """
 
     def __init__(self, makes_up_sizes: bool) -> None:
@@ -85,12 +85,18 @@ def _as_places(indices: Any) -> list[Tensor | None]:
     return places
 
 
+def _local_scalar(x: Tensor) -> Any:
+    # What C++ reads by itself, such as an index that is a tensor without dimensions.
+    return 1.0 if x.is_floating_point() else 0
+
+
 _MASKS = (torch.bool, torch.uint8)
 _RULES: dict[Any, Callable[..., Any]] = {
     _compat.GROUPED_MM: _grouped_mm,
     torch.ops.aten.pow.Tensor_Tensor: _pow,
 }
 _SIZED: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._local_scalar_dense.default: _local_scalar,
     torch.ops.aten.nonzero.default: _nonzero,
     torch.ops.aten.masked_select.default: _masked_select,
     torch.ops.aten.index.Tensor: _index,
