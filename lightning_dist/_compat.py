@@ -6,7 +6,7 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "GROUPED_MM",
     "ROUTE",
     "AllGather",
     "ParameterGroup",
@@ -59,6 +60,7 @@ __all__ = [
     "route_calls",
     "share_hooks",
     "without_forward_hooks",
+    "without_torch_functions",
 ]
 
 
@@ -601,7 +603,7 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Call the forward hooks that users and libraries have put on ``module``, for what they do besides.
 
     They are given a copy of ``output``, which is what they have made of it where the module ran. Those of
@@ -612,8 +614,17 @@ def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], output: Any) ->
         output = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, output)
     for key, hook in hooks:
         with_kwargs = key in module._forward_hooks_with_kwargs
-        result = hook(module, args, {}, output) if with_kwargs else hook(module, args, output)
+        result = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
         output = output if result is None else result
+
+
+GROUPED_MM = torch.ops.aten._grouped_mm.default
+"""The operation behind ``torch.nn.functional.grouped_mm``; its rule for fakes takes bfloat16 alone (torch 2.13)."""
+
+
+def without_torch_functions() -> AbstractContextManager[None]:
+    """Inside, tensors' ``__torch_function__`` is not called; torch's guide to extending it names this private class."""
+    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[return-value]  # the stub knows no context manager
 
 
 def is_in_backward() -> bool:

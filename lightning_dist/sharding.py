@@ -283,7 +283,8 @@ class ShardedModule:
         self._unused = UnusedParameters(self._sharded_groups, mesh)
         self._buffers = SameBuffers(module, mesh)
         self._buffers_are_due = True
-        self._stays_gathered = False
+        self.stays_gathered = False
+        """Whether every rank holds the whole model (see :meth:`stay_gathered`)."""
         self._kept = ExitStack()
         self._running = 0
         self._in_step = False
@@ -394,7 +395,7 @@ class ShardedModule:
         self._buffers_are_due = reduces_gradients
 
     def _check_path(self) -> None:
-        if self._path is not None and not self._stays_gathered:
+        if self._path is not None and not self.stays_gathered:
             self._path.check("end", 0, self.mesh.get_group(self.mesh.ndim - 1))
 
     @contextmanager
@@ -540,19 +541,19 @@ class ShardedModule:
 
     def stop_staying_gathered(self) -> None:
         """Undo :meth:`stay_gathered`, if it was called."""
-        if self._stays_gathered:
+        if self.stays_gathered:
             self._kept.close()
             self._set_stays_gathered(False)
             self.free()
 
     def _set_stays_gathered(self, stays: bool) -> None:
-        self._stays_gathered = stays
+        self.stays_gathered = stays
         if self._path is not None:
             self._path.is_off = stays
 
     def free(self) -> None:
         """Put the sharded parameters into the module: what optimizers, callbacks and checkpoints read and write."""
-        if self._stays_gathered:
+        if self.stays_gathered:
             return
         for group in self.groups:
             group.free()
