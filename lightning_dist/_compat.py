@@ -50,6 +50,7 @@ __all__ = [
     "restore_class",
     "route_calls",
     "without_forward_hooks",
+    "without_state_dict_hooks",
 ]
 
 
@@ -318,6 +319,25 @@ def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], output: Any) ->
         with_kwargs = key in module._forward_hooks_with_kwargs
         result = hook(module, args, {}, output) if with_kwargs else hook(module, args, output)
         output = output if result is None else result
+
+
+@contextmanager
+def without_state_dict_hooks(groups: Iterable[ParameterGroup]) -> Iterator[None]:
+    """Inside, ``state_dict()`` does not put the shards back into the modules, as FSDP2 lets it do by a hook.
+
+    Replaced by: a public way to take the whole parameters of modules that are gathered.
+    """
+    taken: list[tuple[dict[int, Any], int, Any]] = []
+    for group in groups:
+        for module, handle in group._group._module_to_pre_save_state_dict_hook_handle.items():
+            hooks = module._state_dict_pre_hooks
+            if handle.id in hooks:
+                taken.append((hooks, handle.id, hooks.pop(handle.id)))
+    try:
+        yield
+    finally:
+        for hooks, number, hook in taken:
+            hooks[number] = hook
 
 
 def is_in_backward() -> bool:

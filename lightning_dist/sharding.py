@@ -36,6 +36,7 @@ from lightning_dist.pipeline import Pipeline
 from lightning_dist.scalars import ScalarGroup
 from lightning_dist.tensor_parallel import TensorParallel, whole_logits
 from lightning_dist.units import Unit
+from lightning_dist.whole_files import register, whole_state_dicts
 
 __all__ = ["NotInStepError", "ShardedModule", "ShardingConfig", "full_parameters", "shard", "sharded"]
 
@@ -235,6 +236,7 @@ class ShardedModule:
         self._root = _StepRoot(module)
         fully_shard(self._root, mesh=mesh, ignored_params=set(module.parameters()))
         _compat.initialize_root(self._root)
+        register(module, [owner for unit in units for owner in unit.modules])
         for group in self._sharded_groups:
             group.gather_in_place()
         # The modules' hooks hold this object; so it lives as long as the module.
@@ -435,6 +437,7 @@ class ShardedModule:
                         whole.enter_context(self.tensor_parallel.switched_off(self.module))
                     if self.pipeline is not None:
                         whole.enter_context(self.pipeline.whole())
+                    whole.enter_context(whole_state_dicts(self.module, self._sharded_groups))
                     yield
             finally:
                 self.free()

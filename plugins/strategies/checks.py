@@ -7,7 +7,7 @@ from inspect import signature
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -38,6 +38,13 @@ def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
             raise MisconfigurationException(
                 f"StochasticWeightAveraging swaps whole modules and does not work with {type(strategy).__name__}; use"
                 " WeightAveraging or EMAWeightAveraging, which do."
+            )
+        if isinstance(callback, ModelPruning):
+            raise MisconfigurationException(
+                "ModelPruning replaces parameters by others with masks while they are trained, and ranks them by size"
+                f" within each shard: it does not work with {type(strategy).__name__}. Prune the trained model: on"
+                " every rank, enter lightning_dist.full_parameters(module), load its state_dict() into a new module,"
+                " and use torch.nn.utils.prune on that."
             )
     if strategy._layer_sync is not None and strategy.root_device.type == "cpu":
         raise MisconfigurationException(

@@ -58,6 +58,10 @@ AFTER_ERROR_S = 30.0
 """How long a rank that saves after an error waits for the others, which may be waiting for it elsewhere."""
 
 
+def _do_nothing() -> None:
+    pass
+
+
 class MeshStrategy(ProcessStrategy):
     """Spreads an ordinary LightningModule over a device mesh; the named strategies only choose the mesh.
 
@@ -128,6 +132,7 @@ class MeshStrategy(ProcessStrategy):
         self._same_batch: SameBatch | None = None
         self._silenced: list[Callback] = []
         self._restore: Callable[[], None] | None = None
+        self._restore_loggers: Callable[[], None] = _do_nothing
 
     @property
     def layout(self) -> ParallelLayout:
@@ -265,6 +270,9 @@ class MeshStrategy(ProcessStrategy):
         refuse_what_cannot_work(self, trainer)
         is_new = sharded(self.lightning_module) is None
         self._give_metrics_their_group(self.lightning_module)
+        if is_new:
+            self._move_to_device(self.lightning_module)
+        self._restore_loggers = _compat.log_graph_before_sharding(trainer)
         self._sharded = self._shard(self.lightning_module)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
@@ -617,6 +625,7 @@ class MeshStrategy(ProcessStrategy):
         for local_step in self._local_steps:
             local_step.remove()
         self._local_steps = []
+        self._restore_loggers()
         if self._sharded is not None:
             self._sharded.free()
         assert self.cluster_environment is not None
