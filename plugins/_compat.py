@@ -27,6 +27,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning_utilities.core.rank_zero import rank_zero_only as _utils_rank_zero_only
@@ -34,6 +35,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
+from torchmetrics import MetricCollection
 
 from lightning_dist.checkpoint import is_sharded_checkpoint, read_whole
 from lightning_dist.consensus import together
@@ -316,6 +318,33 @@ def make_dataloader(trainer: Trainer) -> Any:
     }
     assert trainer.state.fn is not None
     return loops[trainer.state.fn]._data_source.dataloader()
+
+
+def transferred(trainer: Trainer, batch: Any, dataloader_idx: int = 0) -> Any:
+    """Return ``batch`` as Lightning gives it to a step: on the device, after the hooks for batches.
+
+    Replaced by: a public function of the loops that does it.
+    """
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+    return trainer.strategy.batch_to_device(batch, trainer.strategy.root_device, dataloader_idx)
+
+
+def are_sequential(loaders: Any) -> bool:
+    """Return whether an evaluation runs over ``loaders`` one after another: unless they are combined in another way.
+
+    Replaced by: a public property of the ``CombinedLoader``.
+    """
+    return not isinstance(loaders, CombinedLoader) or loaders._mode == "sequential"
+
+
+def update_metrics_apart(collection: MetricCollection) -> None:
+    """Let each metric of ``collection`` be updated, without a comparison of states to find those that are the same.
+
+    Replaced by: a way to switch off ``compute_groups`` of a collection that exists.
+    """
+    names = list(collection._modules)
+    vars(collection).update(_groups={index: [name] for index, name in enumerate(names)}, _groups_checked=True)
 
 
 @contextmanager
