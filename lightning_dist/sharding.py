@@ -40,7 +40,7 @@ from lightning_dist.tensor_parallel import TensorParallel, whole_logits
 from lightning_dist.units import Unit
 from lightning_dist.whole_files import register, whole_state_dicts
 
-__all__ = ["NotInStepError", "ShardedModule", "ShardingConfig", "full_parameters", "shard", "sharded"]
+__all__ = ["NotInStepError", "ShardedModule", "ShardingConfig", "full_parameters", "shard", "sharded", "sharded_around"]
 
 
 _GATHERED_FOR_THE_STEP = ("outer", "shared", "own")
@@ -211,6 +211,14 @@ def sharded(module: nn.Module) -> ShardedModule | None:
     """What :func:`shard` made of ``module``; None if it is not sharded."""
     reference = _sharded.get(module)
     return reference() if reference is not None else None
+
+
+def sharded_around(module: nn.Module) -> ShardedModule | None:
+    """What :func:`shard` made of the module that ``module`` is, or is a part of; None if it is not sharded."""
+    for root, reference in list(_sharded.items()):
+        if any(part is module for part in root.modules()):
+            return reference()
+    return None
 
 
 @contextmanager

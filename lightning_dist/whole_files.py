@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
+from functools import partial, partialmethod, wraps
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,6 +52,18 @@ def register(root: nn.Module, units: Sequence[nn.Module]) -> None:
     for module in {root, *units}:
         _modules[module] = None
         vars(module)["__deepcopy__"] = partial(_refuse_copy, type(root).__name__)
+    for name, module in root.named_modules():
+        if hasattr(type(module), "save_pretrained"):  # a Hugging Face model, which would gather on this rank alone
+            vars(module)["save_pretrained"] = partial(_save_pretrained, module, name)
+
+
+def _save_pretrained(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(param, DTensor) or param.is_meta for param in module.parameters()):
+        raise TypeError(
+            f"{name or type(module).__name__}.save_pretrained was called where each rank has a shard only: enter `with"
+            " lightning_dist.full_parameters(module):` on every rank, and call it there on rank 0."
+        )
+    return type(module).save_pretrained(module, *args, **kwargs)  # type: ignore[operator]
 
 
 def _distribute(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
@@ -108,6 +120,8 @@ def whole_state_dicts(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iter
 def install() -> None:
     """Let ``torch.save`` refuse shards, and ``torch.load`` read a checkpoint directory. Safe to call again.
 
+    ``numpy()`` and ``tolist()`` of a shard, which torch refuses for all of its subclasses, say what to do instead.
+
     Replaced by: a hook of torch for what a tensor subclass does when it is saved, and a format for shards that
     ``torch.load`` reads. Where neither shards nor directories are concerned, nothing changes.
     """
@@ -127,6 +141,20 @@ def install() -> None:
         return own_load(f, map_location, *args, **kwargs)
 
     torch.save, torch.load = save, load
+    for reader in ("numpy", "tolist"):
+        setattr(DTensor, reader, partialmethod(_read_local, reader))
+
+
+def _read_local(tensor: DTensor, reader: str, *args: Any, **kwargs: Any) -> Any:
+    """Read ``tensor`` as NumPy's or Python's numbers, where this rank has the whole of it."""
+    if tensor.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in tensor.placements):
+        raise TypeError(
+            f".{reader}() was called on a tensor of which this rank has a shard only"
+            f" ({', '.join(map(str, tensor.placements))} over {tensor.device_mesh.size()} ranks). For weights, as of a"
+            " histogram, enter `with lightning_dist.full_parameters(module):` on every rank, and read them there; for"
+            " others, such as gradients, call tensor.full_tensor() on every rank first."
+        )
+    return getattr(tensor.to_local(), reader)(*args, **kwargs)
 
 
 INSTEAD = (

@@ -27,7 +27,7 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities import CombinedLoader, grads
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning_utilities.core.rank_zero import rank_zero_only as _utils_rank_zero_only
@@ -130,6 +130,20 @@ def read_checkpoint_directories() -> None:
         return load(path_or_url, map_location=map_location, weights_only=weights_only)
 
     saving.pl_load = load_file_or_directory
+
+
+def compute_gradient_norms_of_shards() -> None:
+    """Let Lightning's ``grad_norm`` take shards, for which its ``torch.tensor(norms)`` has no meaning.
+
+    The function itself is changed, because users import it before this package. Replaced by: ``torch.stack`` there.
+    """
+
+    def grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
+        from lightning_dist.plugins.strategies.gradients import gradient_norms
+
+        return gradient_norms(module, norm_type, group_separator)
+
+    grads.grad_norm.__code__ = grad_norm.__code__
 
 
 def log_graph_before_sharding(trainer: Trainer) -> Callable[[], None]:

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Adafactor, Optimizer
 
 from lightning_dist.sharding import sharded
 
@@ -98,6 +98,12 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, s
             raise MisconfigurationException(
                 "LBFGS searches along one flat vector of all parameters and cannot work on shards; use another"
                 f" optimizer, or a strategy that shards nothing, instead of {strategy_name}."
+            )
+        if isinstance(optimizer, Adafactor):
+            raise MisconfigurationException(
+                "torch.optim.Adafactor squares the norms of rows in place, for which torch's sharded tensors have no"
+                f" rule: it does not work with {strategy_name}. Use transformers.Adafactor, which computes the same"
+                " statistics in another way, or AdamW."
             )
         if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
             raise MisconfigurationException(
