@@ -63,7 +63,7 @@ def _save_pretrained(module: nn.Module, name: str, *args: Any, **kwargs: Any) ->
             f"{name or type(module).__name__}.save_pretrained was called where each rank has a shard only: enter `with"
             " lightning_dist.full_parameters(module):` on every rank, and call it there on rank 0."
         )
-    return type(module).save_pretrained(module, *args, **kwargs)  # type: ignore[operator]
+    return type(module).save_pretrained(module, *args, **kwargs)  # type: ignore[attr-defined]
 
 
 def _distribute(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:

@@ -38,9 +38,7 @@ def free_gradients(trainer: Trainer) -> None:
             optimizer.zero_grad()
 
 
-def gradient_norms(
-    module: torch.nn.Module, norm_type: float | int | str, group_separator: str = "/"
-) -> dict[str, float]:
+def gradient_norms(module: torch.nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Any]:
     """Return what Lightning's ``grad_norm`` returns in one process. A collective where ``module`` is sharded.
 
     Args:

@@ -190,3 +190,39 @@ def lightning_grad_norm(run: Run) -> None:
     model = Norms()
     run.fit(model)
     run.record("norms", model.norms)
+
+
+class _FloatNorm(nn.LayerNorm):
+    """Computes in float32, whatever its input is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.float()).to(x.dtype)
+
+
+class _MixedDtypes(Inside):
+    """Blocks in float64, with norms in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net.double()
+        for block in (self.net[1], self.net[2]):
+            block.norm = _FloatNorm(NUM_FEATURES)
+
+
+@case("blocks in float64 with norms in float32", tolerance=1e-5)
+def mixed_dtypes(run: Run) -> None:
+    run.fit(_MixedDtypes(), precision="32-true")
+
+
+class _MixedInOne(Inside):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net[1].up.bias = nn.Parameter(self.net[1].up.bias.detach().double())
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.net[1].up.bias.sum()
+
+
+@case("a layer whose weight and bias have different dtypes", refused={"*": "net.1.up has parameters of several dtypes"})
+def mixed_dtypes_of_a_layer(run: Run) -> None:
+    run.fit(_MixedInOne(), precision="32-true")
