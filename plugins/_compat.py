@@ -146,19 +146,23 @@ def compute_gradient_norms_of_shards() -> None:
     grads.grad_norm.__code__ = grad_norm.__code__
 
 
-def log_graph_before_sharding(trainer: Trainer) -> Callable[[], None]:
+def log_graph_before_sharding(trainer: Trainer, is_sharded: bool) -> Callable[[], None]:
     """Let loggers with ``log_graph=True`` run the module on rank 0 now, and not when Lightning asks for it.
 
     Lightning does so after ``setup``, when no rank can run the module alone. A module that has parts on the meta device
     cannot be run before either. Replaced by: a hook of the strategy around it.
+
+    Args:
+        trainer: The Trainer that is about to run the module.
+        is_sharded: Whether the module is sharded already, by an earlier run.
 
     Returns:
         Undoes what keeps Lightning from asking once more.
     """
     loggers = [logger for logger in trainer.loggers if getattr(logger, "_log_graph", False)]
     module = trainer.lightning_module
-    if loggers and any(param.is_meta for param in module.parameters()):
-        rank_zero_warn("log_graph=True has no effect: the module is made in shards, and no rank can run it alone.")
+    if loggers and (is_sharded or any(param.is_meta for param in module.parameters())):
+        rank_zero_warn("log_graph=True has no effect: the module is in shards, and no rank can run it alone.")
     elif loggers:
         with together("logging the graph (log_graph=True)"):
             for logger in loggers:

@@ -278,7 +278,7 @@ class MeshStrategy(ProcessStrategy):
         self._give_metrics_their_group(self.lightning_module)
         if is_new:
             self._move_to_device(self.lightning_module)
-        self._restore_loggers = _compat.log_graph_before_sharding(trainer)
+        self._restore_loggers = _compat.log_graph_before_sharding(trainer, is_sharded=not is_new)
         self._sharded = self._shard(self.lightning_module)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
