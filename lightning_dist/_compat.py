@@ -62,8 +62,8 @@ __all__ = [
     "route_calls",
     "share_hooks",
     "without_forward_hooks",
-    "without_torch_functions",
     "without_state_dict_hooks",
+    "without_torch_functions",
 ]
 
 
