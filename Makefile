@@ -4,13 +4,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint parity behaviour bench faults clean
+.PHONY: help demo test lint parity behaviour zoo bench faults clean
 
 help:
 	@echo "make demo    train a small GPT on 2 x 2 processes, sample from it, show it in MLflow"
 	@echo "make test    lint, types, and the tests that run in minutes"
 	@echo "make parity  every combination of the comparison with one process"
 	@echo "make behaviour  ordinary Lightning code under every strategy, compared with one process"
+	@echo "make zoo     80 families of Hugging Face models under every strategy, compared with one process"
 	@echo "make faults  saves that are killed, damaged and cut off from power, at every point"
 	@echo "make bench   step time, start-up and memory against other ways of training"
 
@@ -47,6 +48,9 @@ behaviour: $(VENV)/installed-dev
 
 faults: $(VENV)/installed-dev
 	$(BIN)/python -m tests.faults
+
+zoo: $(VENV)/installed-dev
+	$(BIN)/python -m tests.zoo --write docs/compatibility.md
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python -m tests.bench

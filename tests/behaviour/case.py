@@ -300,7 +300,7 @@ class Run:
         self.record(f"{name}: buffers", _whole_buffers(model))
 
     def record_predictions(self, predictions: Any, name: str = "predictions") -> None:
-        """Record what ``trainer.predict`` has returned: tensors, or None where another rank has returned them."""
+        """Record what ``trainer.predict`` returned, a list of tensors; None where another rank returned the same."""
         if predictions is not None:
             self.record(name, torch.cat(predictions), per_rank=True)
 

@@ -277,7 +277,7 @@ def batch_size_finder(run: Run) -> None:
 @case("LearningRateFinder")
 def learning_rate_finder(run: Run) -> None:
     model = _Tunable(run)
-    run.fit(model, callbacks=[LearningRateFinder(1e-5, 1e-1, 24, early_stop_threshold=None)])
+    run.fit(model, callbacks=[LearningRateFinder(1e-5, 1e-1, 24, early_stop_threshold=None)], max_steps=30)
     run.record("found", model.lr)
 
 

@@ -1,0 +1,98 @@
+"""``python -m tests.zoo``: Hugging Face families under every strategy, each compared with one process."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+import transformers
+
+from tests.pool import WorkerPool, fork_server
+from tests.zoo.compare import Cell, compare
+from tests.zoo.families import FAMILIES
+from tests.zoo.family import Family
+from tests.zoo.run import PIPELINES, STRATEGIES, run
+from tests.zoo.table import Row, markdown, summary, write_section
+
+MAX_REFUSED = 2
+"""Families that may be refused under pipelines. Under strategies without stages none may."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compare families, print the table, and return 1 if something in it must not be."""
+    parser = argparse.ArgumentParser("python -m tests.zoo", description=__doc__)
+    parser.add_argument("--families", help="names, separated by commas; all if left out")
+    parser.add_argument("--strategies", help="names, separated by commas; all if left out")
+    parser.add_argument("--details", action="store_true", help="print the tracebacks of failures")
+    parser.add_argument("--write", type=Path, help="file whose generated section the table replaces; needs all of them")
+    options = parser.parse_args(argv)
+    if options.write and (options.families or options.strategies):
+        parser.error("--write writes the whole table: leave --families and --strategies out")
+    families = {name: FAMILIES[name] for name in _chosen(parser, "--families", options.families, list(FAMILIES))}
+    strategies = _chosen(parser, "--strategies", options.strategies, list(STRATEGIES))
+    fork_server(*sorted({_module_of(family) for family in families.values()}))
+    pool = WorkerPool()
+    try:
+        rows = {name: _compared(pool, family, strategies, options.details) for name, family in families.items()}
+    finally:
+        pool.close()
+    print(summary(rows))
+    if options.write:
+        versions = f"torch {torch.__version__.partition('+')[0]}, transformers {transformers.__version__}"
+        write_section(options.write, markdown(rows, FAMILIES, versions))
+    wrong = complaints(rows)
+    print(*wrong, sep="\n")
+    return int(bool(wrong))
+
+
+def complaints(rows: Mapping[str, Row]) -> list[str]:
+    """Return what must not be in a table; empty if all is well."""
+    found = [
+        f"{name} under {strategy}: {cell}"
+        for name, row in rows.items()
+        for strategy, cell in row.items()
+        if cell.is_failure or (cell.status == "refused" and strategy not in PIPELINES)
+    ]
+    refused = [name for name, row in rows.items() if any(row[s].status == "refused" for s in PIPELINES if s in row)]
+    if len(refused) > MAX_REFUSED:
+        found.append(f"{len(refused)} families are refused under pipelines: {', '.join(refused)}")
+    return found
+
+
+def _compared(pool: WorkerPool, family: Family, strategies: Sequence[str], prints_details: bool) -> Row:
+    row: dict[str, Cell] = {}
+    start = time.monotonic()
+    expected = pool.run(run, 1, family.name, None)[0]
+    for strategy in strategies:
+        cell = row[strategy] = compare(pool, family, strategy, expected)
+        split = f", {cell.split:.0%} split" if strategy == "tensor_parallel" and cell.split else ""
+        error = f" ({cell.error:.0e}{split})" if cell.status == "equal" else ""
+        print(f"{family.name:<20} {strategy:<18} {cell}{error}", flush=True)
+        if prints_details and cell.details:
+            print(cell.details, flush=True)
+    print(f"{family.name:<20} took {time.monotonic() - start:.0f} s", flush=True)
+    return row
+
+
+def _chosen(parser: argparse.ArgumentParser, option: str, text: str | None, known: list[str]) -> list[str]:
+    names = known if text is None else [name.strip() for name in text.split(",")]
+    for name in names:
+        if name not in known:
+            parser.error(f"{option}: {name!r} is not one of {', '.join(known)}")
+    return names
+
+
+def _module_of(family: Family) -> str:
+    """Return the module of a family's model, which workers then need not import one by one."""
+    return str(getattr(transformers, family.model).__module__)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""One training run of a family, on the ranks of a strategy or in one process, and what is compared of it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import numpy as np
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils.data import DataLoader
+
+import lightning_dist
+import lightning_dist.plugins
+from lightning_dist import FullShardStrategy, NDParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
+from lightning_dist.parity import whole_gradients, whole_parameters
+from tests.zoo.families import FAMILIES
+from tests.zoo.family import BATCH_SIZE, Batch, Family
+from tests.zoo.float64 import float64_throughout
+
+__all__ = ["CRASHED", "PIPELINES", "REFUSED", "STRATEGIES", "WORLD_SIZES", "Outcome", "run"]
+
+REFUSED, CRASHED = "refused at start", "crashed"
+"""How the text of an error begins."""
+
+PACKAGE = tuple(Path(module.__path__[0]).resolve() for module in (lightning_dist, lightning_dist.plugins))
+
+NUM_STEPS = 2
+NUM_PARTS = 2
+"""A global batch has that many parts: of two ranks, two microbatches, or two batches that are accumulated."""
+
+STRATEGIES = {
+    "full_shard": lambda: FullShardStrategy(),
+    "tensor_parallel": lambda: TensorParallelStrategy(2),
+    "pipeline_parallel": lambda: PipelineParallelStrategy(2, num_microbatches=NUM_PARTS),
+    "nd_parallel": lambda: NDParallelStrategy(pp_size=2, tp_size=2, num_microbatches=NUM_PARTS),
+}
+WORLD_SIZES = {"full_shard": 2, "tensor_parallel": 2, "pipeline_parallel": 2, "nd_parallel": 4}
+PIPELINES = ("pipeline_parallel", "nd_parallel")
+
+
+@dataclass
+class Outcome:
+    """What a run has computed.
+
+    Args:
+        losses: Those of each step, of this rank's part of the data.
+        gradients: Full name of a parameter to its whole gradient in the first step; only on rank 0.
+        weights: Full name of a parameter to what it is after the last step; only on rank 0.
+        split: The fraction of the parameters that is split over ``tp``.
+    """
+
+    losses: list[float]
+    gradients: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+    split: float
+
+
+class FitError(Exception):
+    """A fit that has raised, told by its text alone: not every exception can be sent to another process.
+
+    Args:
+        error: What was raised.
+        is_at_start: Whether no step had been run.
+    """
+
+    def __init__(self, error: Exception, is_at_start: bool) -> None:
+        where = traceback.extract_tb(error.__traceback__)[-1]
+        file = Path(where.filename).resolve()
+        by_package = any(map(file.is_relative_to, PACKAGE)) and (where.line or "").startswith("raise")
+        kind = REFUSED if is_at_start and by_package else CRASHED
+        super().__init__(f"{kind}: {type(error).__name__}: {error}")
+
+
+class ZooModule(pl.LightningModule):
+    """An ordinary module around a Hugging Face model.
+
+    Args:
+        family: The family of the model.
+        seed: The seed of its weights.
+        is_joined: Whether a batch has all parts of a global batch; else each is a batch.
+    """
+
+    def __init__(self, family: Family, seed: int, is_joined: bool) -> None:
+        super().__init__()
+        self.family = family
+        self.is_joined = is_joined
+        self.model = family.build(seed)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        with float64_throughout():
+            return self.model(**batch, **self.family.options).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(1)
+        parts = [self.family.batch(generator) for _ in range(NUM_STEPS * NUM_PARTS)]
+        kwargs = getattr(self.trainer, "distributed_sampler_kwargs", None) or {"num_replicas": 1, "rank": 0}
+        parts = parts[kwargs["rank"] :: kwargs["num_replicas"]]
+        if self.is_joined:
+            parts = [_joined(parts[i : i + NUM_PARTS]) for i in range(0, len(parts), NUM_PARTS)]
+        return DataLoader(parts, batch_size=None)
+
+    def split_batch(self, batch: Batch, num_microbatches: int) -> list[Batch]:
+        """Split a batch of which some tensors have several rows for each sample."""
+        rows = {key: BATCH_SIZE * self.family.packed.get(key, 1) for key in batch}
+        return [
+            {key: value[index * rows[key] : (index + 1) * rows[key]] for key, value in batch.items()}
+            for index in range(num_microbatches)
+        ]
+
+
+class Recorder(pl.Callback):
+    """Whole gradients of the first step, and the loss of each batch."""
+
+    def __init__(self) -> None:
+        self.gradients: dict[str, np.ndarray] = {}
+        self.losses: list[float] = []
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        if not trainer.global_step:
+            self.gradients = {name: grad.numpy() for name, grad in whole_gradients(pl_module).items()}
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, out: Any, *args: Any) -> None:
+        self.losses.append(float(out["loss"]) * trainer.accumulate_grad_batches)  # by which it is divided
+
+
+def run(name: str, strategy: str | None) -> Outcome:
+    """Train a family for a few steps on this rank.
+
+    Args:
+        name: Name of the family.
+        strategy: A name of :data:`STRATEGIES`; None: Lightning's own for one process.
+    """
+    for logger in ("lightning.pytorch", "transformers"):
+        logging.getLogger(logger).setLevel(logging.ERROR)
+    is_joined = strategy in PIPELINES
+    # Every rank draws other weights; those of rank 0 count.
+    module = ZooModule(FAMILIES[name], seed=int(os.environ["RANK"]), is_joined=is_joined)
+    recorder = Recorder()
+    accumulate = 1 if is_joined or strategy == "full_shard" else NUM_PARTS
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=WORLD_SIZES[strategy] if strategy else 1,
+        strategy=STRATEGIES[strategy]() if strategy else "auto",
+        precision="64-true",
+        max_steps=NUM_STEPS,
+        accumulate_grad_batches=accumulate,
+        use_distributed_sampler=False,
+        callbacks=[recorder],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    try:
+        trainer.fit(module)
+    except Exception as error:
+        raise FitError(error, is_at_start=not recorder.losses) from error
+    weights = {name: weight.numpy() for name, weight in whole_parameters(module).items()}
+    losses = [float(np.mean(part)) for part in np.split(np.array(recorder.losses), NUM_STEPS)]
+    split = _split_fraction(module)
+    return Outcome(losses, recorder.gradients, weights, split) if trainer.is_global_zero else Outcome(losses, {}, {}, 0)
+
+
+def _joined(parts: list[Batch]) -> Batch:
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
+def _split_fraction(module: pl.LightningModule) -> float:
+    split = sum(param.numel() for param in module.parameters() if any(_is_split_over_tp(param)))
+    return split / sum(param.numel() for param in module.parameters())
+
+
+def _is_split_over_tp(param: Tensor) -> Iterator[bool]:
+    if isinstance(param, DTensor) and "tp" in (param.device_mesh.mesh_dim_names or ()):
+        yield not isinstance(param.placements[param.device_mesh.mesh_dim_names.index("tp")], Replicate)
