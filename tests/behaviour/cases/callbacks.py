@@ -175,12 +175,6 @@ def base_finetuning(run: Run) -> None:
     run.fit(_Part(), val=True, callbacks=[_Unfreezes()], max_epochs=3)
 
 
-@case("BaseFinetuning is resumed after the layers were unfrozen")
-def resumed_finetuning(run: Run) -> None:
-    run.fit(_Part(), callbacks=[_Unfreezes(), ModelCheckpoint(run.folder, "a")], max_epochs=2, observe=False)
-    run.fit(_Part(), callbacks=[_Unfreezes()], max_epochs=4, ckpt_path=str(run.folder / "a.ckpt"))
-
-
 @case("ModelPruning: the smallest weights of some layers are masked")
 def pruning(run: Run) -> None:
     model = Classifier().double()
@@ -279,14 +273,6 @@ def learning_rate_finder(run: Run) -> None:
     model = _Tunable(run)
     run.fit(model, callbacks=[LearningRateFinder(1e-5, 1e-1, 24, early_stop_threshold=None)], max_steps=30)
     run.record("found", model.lr)
-
-
-@case("Timer is resumed: the time that is over stays over")
-def resumed_timer(run: Run) -> None:
-    trainer = run.fit(Classifier(), callbacks=[Timer("00:01:00:00"), ModelCheckpoint(run.folder, "a")], name="first")
-    assert trainer.state.finished
-    again = Timer({"microseconds": 1})
-    run.fit(Classifier(), callbacks=[again], max_epochs=2, ckpt_path=str(run.folder / "a.ckpt"))
 
 
 @case("a callback keeps features by a forward hook that it puts on a layer")

@@ -60,36 +60,6 @@ def weighted_samples(run: Run) -> None:
     run.fit(Weighs())
 
 
-@case("a penalty on all weights: L2 in the loss")
-def l2_penalty(run: Run) -> None:
-    class Penalises(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            loss = self.loss(batch) + 0.01 * sum(p.pow(2).sum() for p in self.parameters())
-            self.log("train/loss", loss, sync_dist=True)
-            return loss
-
-    run.fit(Penalises())
-
-
-@case("a penalty on the weights of one block: L1 in the loss")
-def l1_of_block(run: Run) -> None:
-    class Penalises(Classifier):
-        def loss(self, batch: Any) -> Tensor:
-            return super().loss(batch) + 0.01 * sum(p.abs().sum() for p in self.net[2].parameters())
-
-    run.fit(Penalises())
-
-
-@case("the step reads a block's weight: an orthogonality penalty")
-def orthogonality(run: Run) -> None:
-    class Penalises(Classifier):
-        def loss(self, batch: Any) -> Tensor:
-            w = self.net[2].up.weight
-            return super().loss(batch) + 0.01 * (w.T @ w - torch.eye(N)).pow(2).mean()
-
-    run.fit(Penalises())
-
-
 @case("a penalty on the head's weight, which is outside of the blocks")
 def head_penalty(run: Run) -> None:
     class Penalises(Classifier):
@@ -259,26 +229,14 @@ def distillation(run: Run) -> None:
     run.fit(Distils())
 
 
-class _Momentum(Classifier):
-    """A student that predicts the outputs of a teacher, which follows it (BYOL).
+class _Byol(Classifier):
+    """A student that predicts the outputs of a teacher, which follows it."""
 
-    Args:
-        where: The hook in which the teacher follows: ``"step"`` or ``"end"``.
-    """
-
-    def __init__(self, where: str) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.where = where
         self.teacher = copy.deepcopy(self.net).requires_grad_(False)
 
-    @torch.no_grad()
-    def follow(self) -> None:
-        for student, teacher in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
-            teacher.mul_(0.9).add_(student, alpha=0.1)
-
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        if self.where == "step":
-            self.follow()
         with torch.no_grad():
             target = self.teacher(batch[0].flip(1))
         h = self.net(batch[0])
@@ -286,41 +244,15 @@ class _Momentum(Classifier):
         self.log("train/loss", loss, sync_dist=True)
         return loss
 
+    @torch.no_grad()
     def on_train_batch_end(self, *args: Any) -> None:
-        if self.where == "end":
-            self.follow()
+        for student, teacher in zip(self.net.parameters(), self.teacher.parameters(), strict=True):
+            teacher.mul_(0.9).add_(student, alpha=0.1)
 
 
 @case("a teacher that follows the student in on_train_batch_end (BYOL)")
 def byol(run: Run) -> None:
-    run.fit(_Momentum("end"))
-
-
-@case("a momentum encoder that is changed inside training_step (MoCo)")
-def momentum_encoder(run: Run) -> None:
-    run.fit(_Momentum("step"))
-
-
-@case("prototypes that are normalised in place inside training_step (SwAV)")
-def prototypes(run: Run) -> None:
-    class Normalises(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            with torch.no_grad():
-                self.head.weight.copy_(functional.normalize(self.head.weight, dim=1))
-            return super().training_step(batch, batch_idx)
-
-    run.fit(Normalises())
-
-
-@case("a block's weight is clamped in place inside training_step")
-def clamped_in_step(run: Run) -> None:
-    class Clamps(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            with torch.no_grad():
-                self.net[2].up.weight.data.clamp_(-0.1, 0.1)
-            return super().training_step(batch, batch_idx)
-
-    run.fit(Clamps())
+    run.fit(_Byol())
 
 
 @case("a mean over the tokens that count, as many on each rank")

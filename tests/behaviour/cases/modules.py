@@ -118,25 +118,6 @@ class _UNet(nn.Module):
         return self.head(x)
 
 
-class _Shared(nn.Module):
-    """One linear layer that each of the blocks uses."""
-
-    def __init__(self, only_weight: bool = False) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(4))
-        for block in self.blocks[1:]:
-            if only_weight:
-                block.up.weight = self.blocks[0].up.weight
-            else:
-                block.up = self.blocks[0].up
-        self.head = nn.Linear(N, C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
 class _Repeated(nn.Module):
     """One block that is run several times."""
 
@@ -242,24 +223,6 @@ class _Structured(nn.Module):
         for block in self.blocks:
             x = block(x=x)
         return self.head(input=x)
-
-
-class _OtherMethod(nn.Module):
-    """Blocks that are run by another method than forward."""
-
-    class Encoder(Block):
-        def encode(self, x: Tensor) -> Tensor:
-            return x + self.down(torch.tanh(self.up(x)))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.Encoder() for _ in range(4))
-        self.head = nn.Linear(N, C)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block.encode(x)
-        return self.head(x)
 
 
 class _Checkpointed(nn.Module):
@@ -398,8 +361,6 @@ _SHAPES: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any]]] = {
         {},
     ),
     "unet": ("a U-Net with skips", _UNet, {}),
-    "shared_layer": ("a layer that several blocks share", _Shared, {}),
-    "shared_weight": ("a weight that several blocks share", lambda: _Shared(only_weight=True), {}),
     "repeated_block": ("one block that is run several times", _Repeated, {}),
     "module_dict": ("branches in a ModuleDict", _Dict, {}),
     "parameter_list": ("a ParameterList and a ParameterDict", _Parameters, {}),
@@ -407,7 +368,6 @@ _SHAPES: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any]]] = {
     "scalar_parameters": ("scalar parameters", _around(_Scaled), {}),
     "named_tuples": ("blocks that hand on a NamedTuple with None in it", lambda: _Structured("tuple"), {}),
     "keywords": ("blocks that are called with keywords", lambda: _Structured("keyword"), {}),
-    "other_method": ("blocks that are run by another method than forward", _OtherMethod, {}),
     "checkpointed": ("activation checkpointing of the user's own", lambda: _Checkpointed(False), {}),
     "reentrant": ("reentrant activation checkpointing of the user's own", lambda: _Checkpointed(True), {}),
     "experts": ("a mixture of experts by hand", _around(_Experts), {}),

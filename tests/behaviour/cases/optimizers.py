@@ -97,7 +97,6 @@ _WAYS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
         },
         {},
     ),
-    "none": ("configure_optimizers returns None", lambda m: None, {}),
 }
 for _name, (_title, _configure, _more) in _WAYS.items():
 
@@ -201,15 +200,6 @@ def group_is_added(run: Run) -> None:
                 self.optimizers().add_param_group({"params": list(self.net[3:].parameters()), "lr": 0.01})
 
     run.fit(Adds(), max_epochs=2)
-
-
-@case("ZeroRedundancyOptimizer", refused={"*": "ZeroRedundancyOptimizer"})
-def zero_redundancy(run: Run) -> None:
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    if run.is_reference:
-        return
-    run.fit(_with(lambda m: ZeroRedundancyOptimizer(m.parameters(), torch.optim.SGD, lr=0.05)), observe=False)
 
 
 @case("an optimizer over parameters that are not the module's", refused={"*": "optimizer|parameter"})
