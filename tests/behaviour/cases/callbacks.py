@@ -102,9 +102,11 @@ _CALLBACKS: dict[str, tuple[str, Callable[[], Callback], dict[str, Any]]] = {
     "timer_over": ("Timer that is over at once", lambda: Timer({"seconds": 0}), {}),
 }
 
+_REFUSED = {"stochastic_averaging": {"*": "StochasticWeightAveraging.*use WeightAveraging"}}
+
 for _name, (_title, _make, _options) in _CALLBACKS.items():
 
-    @case(_title, name=f"callback_{_name}")
+    @case(_title, name=f"callback_{_name}", refused=_REFUSED.get(_name, {}))
     def _(run: Run, make: Callable[[], Callback] = _make, options: dict[str, Any] = _options) -> None:
         run.fit(_Cosine(), val=True, callbacks=[make()], **{"max_epochs": 5, **options})
 
