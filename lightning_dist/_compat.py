@@ -168,8 +168,50 @@ class ParameterGroup:
                 continue
             self._writes_through_data |= compares
             shard.copy_(own)
-            changed.append((param._param_fqn or "").removeprefix("module."))
+            changed.append(_name(param))
         return changed
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The sharded parameters."""
+        return [param.sharded_param for param in self._group.fsdp_params]
+
+    @property
+    def names(self) -> list[str]:
+        """Full names of the parameters in the user's module."""
+        return [_name(param) for param in self._group.fsdp_params]
+
+    def holds(self, param: torch.Tensor) -> bool:
+        """Whether ``param`` is one of the gathered parameters."""
+        return any(getattr(own, "_unsharded_param", None) is param for own in self._group.fsdp_params)
+
+    def unwritten(self) -> list[str]:
+        """Return the names of gathered parameters whose values are not those of the shards."""
+        found = []
+        for param in self._group.fsdp_params:
+            shard, own = _own_part(param, _local(param._unsharded_param))
+            if not torch.equal(shard.to(own.dtype), own):
+                found.append(_name(param))
+        return found
+
+    def lost_hooks(self) -> list[str]:
+        """Return the names of parameters with tensor hooks that their gathered ones do not have."""
+        return [
+            _name(param)
+            for param in self._group.fsdp_params
+            if (param.sharded_param._backward_hooks or {}).keys()
+            - (param._unsharded_param._backward_hooks or {}).keys()
+        ]
+
+    def unreduced_names(self) -> list[str]:
+        """Return the names of parameters of which a backward left a gradient on the gathered ones."""
+        unreduced = self._unreduced()
+        return [name for index, name in enumerate(self.names) if index in unreduced]
+
+    def names_without_gradient(self) -> list[str]:
+        """Return the names of parameters that got a gradient in the last backward here, and have no reduced one."""
+        params = self._group.fsdp_params
+        return [_name(params[index]) for index in sorted(self._used) if params[index].sharded_param.grad is None]
 
     @property
     def gathered(self) -> list[torch.Tensor]:
@@ -371,6 +413,14 @@ def put_parameter(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _hooks(tensor: torch.Tensor) -> dict[int, Any]:
+    return tensor._backward_hooks or {}
+
+
+def _name(param: FSDPParam) -> str:
+    return (param._param_fqn or "").removeprefix("module.")
 
 
 def _own_part(param: FSDPParam, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -46,6 +46,14 @@ def end_together(error: BaseException, backend: str | None, timeout: timedelta |
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return False
+    try:
+        return _end_together(error, backend, timeout, wait_s)
+    except dist.DistNetworkError:
+        # The rank that holds the store has seen what it had to see, and has gone on to its end.
+        return False
+
+
+def _end_together(error: BaseException, backend: str | None, timeout: timedelta | None, wait_s: float) -> bool:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store, group = dist.distributed_c10d._get_default_store(), dist.distributed_c10d._get_default_group()
     counter = _errors.setdefault(group, Counter())
