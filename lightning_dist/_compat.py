@@ -324,7 +324,7 @@ def _own_part(param: FSDPParam, whole: torch.Tensor) -> tuple[torch.Tensor, torc
 
 @torch.no_grad()
 def overwrite(memory: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy ``values`` into ``memory`` without autograd's notice: what was computed has used them, and not what was there.
+    """Copy ``values`` into ``memory`` without autograd's notice, where the step has computed with ``values`` already.
 
     Replaced by: a public way not to count a write.
     """
