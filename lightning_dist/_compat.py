@@ -6,7 +6,7 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -19,13 +19,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, debug
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "GROUPED_MM",
     "ROUTE",
     "AllGather",
     "ParameterGroup",
@@ -39,9 +40,11 @@ __all__ = [
     "drop_gradients",
     "flush_gradients",
     "initialize_root",
+    "is_connection_error",
     "is_in_backward",
     "keep_gathered",
     "leave_out_hooks",
+    "leave_process_groups",
     "move_hooks",
     "num_collectives",
     "num_packed",
@@ -59,6 +62,8 @@ __all__ = [
     "route_calls",
     "share_hooks",
     "without_forward_hooks",
+    "without_state_dict_hooks",
+    "without_torch_functions",
 ]
 
 
@@ -72,6 +77,9 @@ class ParameterGroup:
         self._group = group
         self._waits_for_end = False
         self._is_kept = False
+        self._awaits_agreement = False
+        self._used: set[int] = set()
+        self._is_reduced = False
         # FSDP2 reduces and frees a group when the gradients of its modules' inputs are known. Uses of its parameters
         # outside of those modules come later. Replaced by: a public way to reduce at the end of a backward.
         self._post_backward = group.post_backward
@@ -194,17 +202,70 @@ class ParameterGroup:
         if torch.is_grad_enabled():  # create_graph=True: a second backward reads the parameters before any hook runs
             self._is_kept = True
         if not self._waits_for_end and not self._is_kept:
-            self._post_backward()
+            self._reduce()
 
     def _after_backward(self, *unused: Any) -> None:
         """Handle the end of a backward; with create_graph=True, gradients are not final and parameters are needed."""
         if is_in_backward() and torch.is_grad_enabled():
             return
         if self._waits_for_end or self._is_kept:
-            if not self.has_unreduced_gradients():  # as at the end of torch.autograd.grad
+            # Without gradients it is the end of torch.autograd.grad.
+            if self._awaits_agreement or not self.has_unreduced_gradients():
                 return
             self._is_kept = False
+        self._reduce()
+
+    def _reduce(self) -> None:
+        if self._group.reduce_grads:
+            self._used |= self._unreduced()
+            self._is_reduced = True
         self._post_backward()
+
+    def _unreduced(self) -> set[int]:
+        """Return the indices of the parameters of which backwards left gradients on the gathered ones."""
+        return {
+            index
+            for index, param in enumerate(self._group.fsdp_params)
+            if param.unsharded_accumulated_grad is not None
+            or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
+        }
+
+    def begin_agreement(self) -> list[bool]:
+        """From now on, reduce zeros for a parameter that has no gradient on this rank, as others may have one.
+
+        A group that waits for the end of a backward waits for :meth:`end_agreement`.
+
+        Returns:
+            For each parameter, whether it has a reduced gradient already.
+        """
+        self._awaits_agreement = self._group.reduce_scatter_unused_params = True
+        self._used.clear()
+        self._is_reduced = False
+        return [param.sharded_param.grad is not None for param in self._group.fsdp_params]
+
+    def used(self) -> list[bool]:
+        """Return, for each parameter, whether backwards since :meth:`begin_agreement` gave it a gradient here."""
+        used = self._used | self._unreduced()
+        return [index in used for index in range(len(self._group.fsdp_params))]
+
+    def end_agreement(self, used: Sequence[bool], had_gradient: Sequence[bool]) -> None:
+        """Reduce what is left to reduce, and take the zeros of parameters that no rank used away.
+
+        Args:
+            used: For each parameter, whether any rank has a gradient.
+            had_gradient: What :meth:`begin_agreement` returned.
+        """
+        if any(used) and not self._is_reduced:
+            self._is_kept = False
+            self._reduce()
+        self._awaits_agreement = self._group.reduce_scatter_unused_params = False
+        for param, is_used, had in zip(self._group.fsdp_params, used, had_gradient, strict=True):
+            if not is_used and not had:
+                param.sharded_param.grad = None
+
+    def abandon_agreement(self) -> None:
+        """Undo :meth:`begin_agreement` after a backward that failed."""
+        self._awaits_agreement = self._group.reduce_scatter_unused_params = False
 
     @property
     def is_gathered(self) -> bool:
@@ -270,11 +331,7 @@ class ParameterGroup:
 
     def has_unreduced_gradients(self) -> bool:
         """Whether backwards left gradients on the gathered parameters, which may have been freed since."""
-        return any(
-            param.unsharded_accumulated_grad is not None
-            or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
-            for param in self._group.fsdp_params
-        )
+        return bool(self._unreduced())
 
     def copy_requires_grad(self) -> None:
         """Let the gathered parameters require gradients as the sharded ones do now. FSDP2 does it only on a gather."""
@@ -324,7 +381,7 @@ def _own_part(param: FSDPParam, whole: torch.Tensor) -> tuple[torch.Tensor, torc
 
 @torch.no_grad()
 def overwrite(memory: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy ``values`` into ``memory`` without autograd's notice, where the step has computed with ``values`` already.
+    """Copy ``values`` into ``memory``, unseen by autograd: what was computed has used them, and not what was there.
 
     Replaced by: a public way not to count a write.
     """
@@ -494,7 +551,7 @@ def reduce_gradients(root: nn.Module, groups: Sequence[ParameterGroup]) -> None:
         _keep_gradients(group._group)
     if len(alone) < len(groups) or _casts(groups):
         for group in reversed(groups):
-            group._group.post_backward()
+            group._reduce()
         _state(root)._root_post_backward_final_callback()
         return
     # What else that callback does, where forwards outside of steps have come by FSDP2's hooks.
@@ -549,7 +606,7 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Call the forward hooks that users and libraries have put on ``module``, for what they do besides.
 
     They are given a copy of ``output``, which is what they have made of it where the module ran. Those of
@@ -560,8 +617,36 @@ def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], output: Any) ->
         output = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, output)
     for key, hook in hooks:
         with_kwargs = key in module._forward_hooks_with_kwargs
-        result = hook(module, args, {}, output) if with_kwargs else hook(module, args, output)
+        result = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
         output = output if result is None else result
+
+
+GROUPED_MM = torch.ops.aten._grouped_mm.default
+"""The operation behind ``torch.nn.functional.grouped_mm``; its rule for fakes takes bfloat16 alone (torch 2.13)."""
+
+
+def without_torch_functions() -> AbstractContextManager[None]:
+    """Inside, tensors' ``__torch_function__`` is not called; torch's guide to extending it names this private class."""
+    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[return-value]  # the stub knows no context manager
+
+
+@contextmanager
+def without_state_dict_hooks(groups: Iterable[ParameterGroup]) -> Iterator[None]:
+    """Inside, ``state_dict()`` does not put the shards back into the modules, as FSDP2 lets it do by a hook.
+
+    Replaced by: a public way to take the whole parameters of modules that are gathered.
+    """
+    taken: list[tuple[dict[int, Any], int, Any]] = []
+    for group in groups:
+        for module, handle in group._group._module_to_pre_save_state_dict_hook_handle.items():
+            hooks = module._state_dict_pre_hooks
+            if handle.id in hooks:
+                taken.append((hooks, handle.id, hooks.pop(handle.id)))
+    try:
+        yield
+    finally:
+        for hooks, number, hook in taken:
+            hooks[number] = hook
 
 
 def is_in_backward() -> bool:
@@ -649,6 +734,32 @@ def on_equal(function: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
 def process_groups() -> list[dist.ProcessGroup]:
     """All process groups that this rank is in; torch tells only of the default one."""
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Return whether ``error``, or what it was raised for, is of the connections between processes.
+
+    Gloo's are RuntimeErrors that can be told by their text alone; replaced by an error class for them.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, dist.DistError) or (isinstance(seen, RuntimeError) and "gloo/" in str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def leave_process_groups() -> None:
+    """Close the connections of all process groups, whatever is under way in them.
+
+    DTensor keeps what it knows of meshes by their shape and ranks, and would take the new groups' for the old ones'.
+    Replaced by: a public abort of all groups, which is private for the default one.
+    """
+    if dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def num_collectives(group: dist.ProcessGroup) -> int:

@@ -34,12 +34,16 @@ from lightning_dist.consensus import arrive
 from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
 from lightning_dist.initialization import materialize, refuse_meta_attributes
 from lightning_dist.pipeline import Pipeline
+from lightning_dist.same_buffers import SameBuffers
+from lightning_dist.same_path import SamePath
 from lightning_dist.scalar_reads import read_whole_scalars
 from lightning_dist.scalars import ScalarGroup
 from lightning_dist.tensor_parallel import TensorParallel, whole_logits
 from lightning_dist.units import Unit
+from lightning_dist.unused_parameters import UnusedParameters
+from lightning_dist.whole_files import register, whole_state_dicts
 
-__all__ = ["NotInStepError", "ShardedModule", "ShardingConfig", "full_parameters", "shard", "sharded"]
+__all__ = ["NotInStepError", "ShardedModule", "ShardingConfig", "full_parameters", "shard", "sharded", "sharded_around"]
 
 
 _GATHERED_FOR_THE_STEP = ("outer", "shared", "own")
@@ -118,7 +122,8 @@ def shard(
     last_block = next((unit for unit in reversed(units) if unit.kind == "block"), None)
     groups: list[ParameterGroup | ScalarGroup] = []
     holders: list[nn.Module] = []
-    for unit in units:
+    path = SamePath([" and ".join(filter(None, unit.names)) or type(module).__name__ for unit in units])
+    for index, unit in enumerate(units):
         materialize(unit.modules, module, device, left_on_meta)
         if unit.kind == "scalars":
             groups.append(ScalarGroup(module, unit.params, mesh if scalar_mesh is None else scalar_mesh))
@@ -155,13 +160,16 @@ def shard(
         if unit.kind in _GATHERED_FOR_THE_STEP:
             group.wait_for_end_of_backward()
         if is_direct:
-            group.set_collectives(DirectAllGather(), TwoShotReduceScatter())
+            group.set_collectives(
+                DirectAllGather(partial(path.check, "gather", index)),
+                TwoShotReduceScatter(partial(path.check, "reduce", index)),
+            )
         groups.append(group)
         unit.params.clear()  # the whole parameters, of which nothing should stay
         originals.clear()
     materialize([module], module, device, left_on_meta)
     refuse_meta_attributes(module)
-    return ShardedModule(module, units, groups, holders, mesh, tensor_parallel)
+    return ShardedModule(module, units, groups, holders, mesh, path if is_direct else None, tensor_parallel)
 
 
 class _Holder(nn.Module):
@@ -212,6 +220,14 @@ def sharded(module: nn.Module) -> ShardedModule | None:
     return reference() if reference is not None else None
 
 
+def sharded_around(module: nn.Module) -> ShardedModule | None:
+    """What :func:`shard` made of the module that ``module`` is, or is a part of; None if it is not sharded."""
+    for root, reference in list(_sharded.items()):
+        if any(part is module for part in root.modules()):
+            return reference()
+    return None
+
+
 @contextmanager
 def full_parameters(module: nn.Module, timeout_s: float = 60.0) -> Iterator[None]:
     """Inside, every rank holds the whole of ``module`` and may call it alone, without gradients.
@@ -245,6 +261,7 @@ class ShardedModule:
         groups: The parameter group of each unit.
         holders: What ``fully_shard`` was given in the place of modules of the user's.
         mesh: What they are sharded over.
+        path: Checks that all ranks gather and reduce the same units; None: the collectives are the backend's own.
         tensor_parallel: What split them before; None: nothing.
     """
 
@@ -255,6 +272,7 @@ class ShardedModule:
         groups: Sequence[ParameterGroup | ScalarGroup],
         holders: Sequence[nn.Module],
         mesh: DeviceMesh,
+        path: SamePath | None = None,
         tensor_parallel: TensorParallel | None = None,
     ) -> None:
         self.module = module
@@ -270,6 +288,13 @@ class ShardedModule:
         self.pipeline: Pipeline | None = None
         self._owners = {group: _in_order(module, unit) for unit, group in by_kind if unit.kind != "scalars"}
         self._made_local: dict[ParameterGroup, tuple[bool, ...]] = {}
+        self._path = path
+        self._unused = UnusedParameters(self._sharded_groups, mesh)
+        self._buffers = SameBuffers(module, mesh)
+        self._buffers_are_due = True
+        self.stays_gathered = False
+        """Whether every rank holds the whole model (see :meth:`stay_gathered`)."""
+        self._kept = ExitStack()
         self._running = 0
         self._in_step = False
         self._has_stepped = False
@@ -279,6 +304,7 @@ class ShardedModule:
         self._root = _StepRoot(module, holders)
         fully_shard(self._root, mesh=mesh, ignored_params=set(module.parameters()))
         _compat.initialize_root(self._root)
+        register(module, [owner for unit in units for owner in unit.modules])
         for group in self._sharded_groups:
             group.gather_in_place()
         # The modules' hooks hold this object; so it lives as long as the module.
@@ -364,8 +390,35 @@ class ShardedModule:
         finally:
             self._in_step = False
         if not backward_follows:
+            self._check_path()
             self.free()
         return output
+
+    def before_training_step(self, reduces_gradients: bool) -> None:
+        """Give all ranks the first one's buffers. A collective, unless the last backward reduced no gradients.
+
+        Args:
+            reduces_gradients: Whether the backward of the step that begins reduces gradients.
+        """
+        if self._buffers_are_due:
+            self._buffers.synchronize()
+        self._buffers_are_due = reduces_gradients
+
+    def _check_path(self) -> None:
+        if self._path is not None and not self.stays_gathered:
+            self._path.check("end", 0, self.mesh.get_group(self.mesh.ndim - 1))
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Reduce, after the backward inside, what no module's hook reduced. A collective where gradients are reduced.
+
+        Inside, the module may be called, as blocks are that are run again.
+        """
+        with self._unused.agreed():
+            with self.running():
+                yield
+            self._check_path()
+        self.after_backward()
 
     @contextmanager
     def _stand_ins(self) -> Iterator[None]:
@@ -433,7 +486,8 @@ class ShardedModule:
         """Reduce the gradients that backwards have left, if gradients are to be reduced now; free the units."""
         is_due = all(group.syncs_gradients for group in self._sharded_groups)
         if is_due:
-            _compat.reduce_gradients(self._root, self._sharded_groups)
+            with self._unused.agreed():
+                _compat.reduce_gradients(self._root, self._sharded_groups)
         for scalars in self._scalars:
             scalars.reduce()
         self.free()
@@ -441,7 +495,7 @@ class ShardedModule:
             self.pipeline.shared.sum_gradients()
 
     def after_backward(self) -> None:
-        """To be called after every backward: reduces gradients that no module's hook reduced."""
+        """Reduce gradients that no module's hook reduced, and free units: to be called after every backward."""
         if any(group.has_unreduced_gradients() for group in self._sharded_groups):
             _compat.flush_gradients(self._root)
         for scalars in self._scalars:
@@ -479,8 +533,38 @@ class ShardedModule:
         is_replaced = any(isinstance(param, DTensor) for param in params)
         return not is_replaced and self._made_local.get(group) == group.requires_grad
 
+    @property
+    def holds_whole_model(self) -> bool:
+        """Whether nothing is sharded, so that to gather parameters is no collective."""
+        return self.mesh.size(self.mesh.ndim - 1) == 1
+
+    def stay_gathered(self) -> None:
+        """From now on, let steps without backwards gather nothing, so that ranks may run unequal numbers of them.
+
+        Every rank holds the whole model until :meth:`stop_staying_gathered`. A collective.
+        """
+        with self.running():
+            for group in self.groups:
+                self._gather(group)
+        self._kept.enter_context(_compat.keep_gathered(self._sharded_groups))
+        self._set_stays_gathered(True)
+
+    def stop_staying_gathered(self) -> None:
+        """Undo :meth:`stay_gathered`, if it was called."""
+        if self.stays_gathered:
+            self._kept.close()
+            self._set_stays_gathered(False)
+            self.free()
+
+    def _set_stays_gathered(self, stays: bool) -> None:
+        self.stays_gathered = stays
+        if self._path is not None:
+            self._path.is_off = stays
+
     def free(self) -> None:
         """Put the sharded parameters into the module: what optimizers, callbacks and checkpoints read and write."""
+        if self.stays_gathered:
+            return
         for group in self.groups:
             group.free()
 
@@ -492,7 +576,8 @@ class ShardedModule:
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
         """Inside, every rank holds the whole model, and may call it alone, without gradients. Entered by all ranks."""
-        with _compat.keep_gathered(self._sharded_groups), self.running(), torch.no_grad():
+        outside = nullcontext() if self.pipeline is None else self.pipeline.all_stages.switched_off()
+        with outside, _compat.keep_gathered(self._sharded_groups), self.running(), torch.no_grad():
             for group in self.groups:
                 group.gather()
             try:
@@ -501,6 +586,7 @@ class ShardedModule:
                         whole.enter_context(self.tensor_parallel.switched_off(self.module))
                     if self.pipeline is not None:
                         whole.enter_context(self.pipeline.whole())
+                    whole.enter_context(whole_state_dicts(self.module, self._sharded_groups))
                     yield
             finally:
                 self.free()
