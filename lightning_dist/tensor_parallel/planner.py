@@ -191,7 +191,10 @@ class _Planner:
         if name not in self._calls:
             self._note_once(f"{type(self._blocks[name]).__name__} was not tried: "
                             + (self._seen.why_not or "it was not called"))  # fmt: skip
-            return entries, {}
+            why = "it could not be tried: its block was not called"
+            return {
+                key: entry.replicated(why) if entry.source == "inferred" else entry for key, entry in entries.items()
+            }, {}
         sizes, error = self._try_sizes(name, entries)
         if not error:
             return entries, sizes
