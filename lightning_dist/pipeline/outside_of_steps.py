@@ -38,10 +38,10 @@ _READS = frozenset(
 
 _GRAD_GET, _GRAD_SET = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]  # descriptors
 _DATA_SET = Tensor.data.__set__  # type: ignore[attr-defined]
-_DEVICE_GET = Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE_GET, _IS_META_GET = Tensor.device.__get__, Tensor.is_meta.__get__  # type: ignore[attr-defined]
 _AS_THEY_ARE = frozenset(
     getattr(Tensor, name).__get__
-    for name in ("requires_grad", "is_leaf", "shape", "dtype", "ndim", "is_meta", "grad_fn", "layout", "_base")
+    for name in ("requires_grad", "is_leaf", "shape", "dtype", "ndim", "grad_fn", "layout", "_base")
 )
 """Attributes that every rank knows by itself."""
 
@@ -153,6 +153,8 @@ class AllStages(TorchFunctionMode):
             return func(*args, **kwargs)
         if func == _DEVICE_GET:
             return self._device
+        if func == _IS_META_GET:
+            return False
         if func == _GRAD_GET:
             return self._gradient(args[0])
         name = getattr(func, "__name__", "")
