@@ -250,6 +250,8 @@ class PipelineParallelStrategy(MeshStrategy):
             for param in self._steps.parameters:
                 param.grad = None
         self._check_batch("training_step", args, kwargs)
+        assert self._sharded is not None
+        self._sharded.before_training_step(self._syncs_gradients)
         output = self._steps.train(self._weights, args, kwargs)
         # Lightning clears gradients next, before it asks for the backward: they are set aside, and handed back there.
         self._gradients = [(param, param.grad) for param in self._steps.parameters if param.grad is not None]
