@@ -283,7 +283,7 @@ class _Single:
 
 
 def _holders(tensor: Tensor) -> frozenset[int] | None:
-    found: frozenset[int] | None = _holders_of[tensor] if tensor in _holders_of else None
+    found: frozenset[int] | None = _holders_of.get(tensor)  # type: ignore[no-untyped-call]
     return found
 
 
