@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, debug
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -35,27 +35,34 @@ __all__ = [
     "accumulating",
     "call",
     "call_forward_hooks",
+    "call_gradient_hooks",
     "call_post_accumulate_hooks",
     "drop_gradients",
     "flush_gradients",
     "initialize_root",
+    "is_connection_error",
     "is_in_backward",
     "keep_gathered",
     "leave_out_hooks",
+    "leave_process_groups",
     "move_hooks",
     "num_collectives",
     "num_packed",
+    "on_equal",
     "on_scalar_read",
+    "overwrite",
     "packed_shard",
     "parameter_group",
     "prepend_step_post_hook",
     "process_groups",
+    "put_parameter",
     "recorded_collectives",
     "reduce_gradients",
     "reset_after_error",
     "route_calls",
     "share_hooks",
     "without_forward_hooks",
+    "without_state_dict_hooks",
     "without_torch_functions",
 ]
 
@@ -70,6 +77,9 @@ class ParameterGroup:
         self._group = group
         self._waits_for_end = False
         self._is_kept = False
+        self._awaits_agreement = False
+        self._used: set[int] = set()
+        self._is_reduced = False
         # FSDP2 reduces and frees a group when the gradients of its modules' inputs are known. Uses of its parameters
         # outside of those modules come later. Replaced by: a public way to reduce at the end of a backward.
         self._post_backward = group.post_backward
@@ -84,6 +94,7 @@ class ParameterGroup:
         self._has_stand_ins = False
         self._versions: dict[FSDPParam, int] = {}
         self._writes_through_data = False
+        self.before_write_back: Callable[[nn.Parameter], bool] = lambda param: False
 
     def _put_whole(self) -> None:
         """Put the gathered parameters into the modules, with the hooks that the sharded ones have now."""
@@ -139,17 +150,18 @@ class ParameterGroup:
         compares = compares or self._writes_through_data
         changed: list[str] = []
         for param in self._group.fsdp_params:
+            is_changed = self.before_write_back(param._unsharded_param)
             whole = _local(param._unsharded_param)
             memory = param.all_gather_outputs[0] if len(param.all_gather_outputs) == 1 else whole
             version = whole._version
             is_replaced = whole.data_ptr() != memory.data_ptr()
-            if version == self._versions.get(param, 0) and not is_replaced and not compares:
+            is_changed |= is_replaced or version != self._versions.get(param, 0)
+            if not is_changed and not compares:
                 continue
             self._versions[param] = version
             if is_replaced:
                 gathered = torch.as_strided(memory, whole.size(), whole.stride())
-                with torch.autograd._unsafe_preserve_version_counter(memory):
-                    gathered.copy_(whole)
+                overwrite(gathered, whole)
                 whole.data = gathered
             shard, own = _own_part(param, whole)
             if shard.data_ptr() == own.data_ptr() or torch.equal(shard.to(own.dtype), own):
@@ -190,17 +202,73 @@ class ParameterGroup:
         if torch.is_grad_enabled():  # create_graph=True: a second backward reads the parameters before any hook runs
             self._is_kept = True
         if not self._waits_for_end and not self._is_kept:
-            self._post_backward()
+            self._reduce()
 
     def _after_backward(self, *unused: Any) -> None:
         """Handle the end of a backward; with create_graph=True, gradients are not final and parameters are needed."""
         if is_in_backward() and torch.is_grad_enabled():
             return
         if self._waits_for_end or self._is_kept:
-            if not self.has_unreduced_gradients():  # as at the end of torch.autograd.grad
+            # Without gradients it is the end of torch.autograd.grad.
+            if self._awaits_agreement or not self.has_unreduced_gradients():
                 return
             self._is_kept = False
+        self._reduce()
+
+    def _reduce(self) -> None:
+        if self._group.reduce_grads:
+            # What a step has gathered where it used it gives its gradient to the shards.
+            self._used |= self._unreduced() | {
+                index for index, param in enumerate(self._group.fsdp_params) if param.sharded_param.grad is not None
+            }
+            self._is_reduced = True
         self._post_backward()
+
+    def _unreduced(self) -> set[int]:
+        """Return the indices of the parameters of which backwards left gradients on the gathered ones."""
+        return {
+            index
+            for index, param in enumerate(self._group.fsdp_params)
+            if param.unsharded_accumulated_grad is not None
+            or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
+        }
+
+    def begin_agreement(self) -> list[bool]:
+        """From now on, reduce zeros for a parameter that has no gradient on this rank, as others may have one.
+
+        A group that waits for the end of a backward waits for :meth:`end_agreement`.
+
+        Returns:
+            For each parameter, whether it has a reduced gradient already.
+        """
+        self._awaits_agreement = self._group.reduce_scatter_unused_params = True
+        self._used.clear()
+        self._is_reduced = False
+        return [param.sharded_param.grad is not None for param in self._group.fsdp_params]
+
+    def used(self) -> list[bool]:
+        """Return, for each parameter, whether backwards since :meth:`begin_agreement` gave it a gradient here."""
+        used = self._used | self._unreduced()
+        return [index in used for index in range(len(self._group.fsdp_params))]
+
+    def end_agreement(self, used: Sequence[bool], had_gradient: Sequence[bool]) -> None:
+        """Reduce what is left to reduce, and take the zeros of parameters that no rank used away.
+
+        Args:
+            used: For each parameter, whether any rank has a gradient.
+            had_gradient: What :meth:`begin_agreement` returned.
+        """
+        if any(used) and not self._is_reduced:
+            self._is_kept = False
+            self._reduce()
+        self._awaits_agreement = self._group.reduce_scatter_unused_params = False
+        for param, is_used, had in zip(self._group.fsdp_params, used, had_gradient, strict=True):
+            if not is_used and not had:
+                param.sharded_param.grad = None
+
+    def abandon_agreement(self) -> None:
+        """Undo :meth:`begin_agreement` after a backward that failed."""
+        self._awaits_agreement = self._group.reduce_scatter_unused_params = False
 
     @property
     def is_gathered(self) -> bool:
@@ -266,11 +334,7 @@ class ParameterGroup:
 
     def has_unreduced_gradients(self) -> bool:
         """Whether backwards left gradients on the gathered parameters, which may have been freed since."""
-        return any(
-            param.unsharded_accumulated_grad is not None
-            or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
-            for param in self._group.fsdp_params
-        )
+        return bool(self._unreduced())
 
     def copy_requires_grad(self) -> None:
         """Let the gathered parameters require gradients as the sharded ones do now. FSDP2 does it only on a gather."""
@@ -294,6 +358,17 @@ class ParameterGroup:
         self._group._reduce_scatter_comm = reduce_scatter
 
 
+def put_parameter(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
+    """Let ``module`` hold ``tensor``, which need not be a parameter; recurrent layers keep a list of their own.
+
+    Replaced by: a public way to swap the tensors that a module computes with, as ``functional_call`` does in private.
+    """
+    module._parameters[key] = tensor  # type: ignore[assignment]
+    names = vars(module).get("_flat_weights_names", ())
+    if key in names:
+        vars(module)["_flat_weights"][names.index(key)] = tensor
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
@@ -305,6 +380,16 @@ def _own_part(param: FSDPParam, whole: torch.Tensor) -> tuple[torch.Tensor, torc
     rank = info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
     start = min(rank * param.padded_sharded_param_size[dim], whole.size(dim))
     return shard, whole.narrow(dim, start, shard.size(dim))
+
+
+@torch.no_grad()
+def overwrite(memory: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy ``values`` into ``memory``, unseen by autograd: what was computed has used them, and not what was there.
+
+    Replaced by: a public way not to count a write.
+    """
+    with torch.autograd._unsafe_preserve_version_counter(memory):
+        memory.copy_(values)
 
 
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -330,6 +415,17 @@ def call_post_accumulate_hooks(param: torch.Tensor) -> None:
     """Call the post-accumulate-grad hooks of ``param``, whose gradient autograd has not set itself."""
     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(param)
+
+
+def call_gradient_hooks(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Call the tensor hooks of ``param``, whose gradient autograd does not compute itself; return what they make of it.
+
+    Replaced by: as for :func:`move_hooks`.
+    """
+    for hook in list((param._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 def _state(module: nn.Module) -> FSDPState:
@@ -458,7 +554,7 @@ def reduce_gradients(root: nn.Module, groups: Sequence[ParameterGroup]) -> None:
         _keep_gradients(group._group)
     if len(alone) < len(groups) or _casts(groups):
         for group in reversed(groups):
-            group._group.post_backward()
+            group._reduce()
         _state(root)._root_post_backward_final_callback()
         return
     # What else that callback does, where forwards outside of steps have come by FSDP2's hooks.
@@ -537,6 +633,25 @@ def without_torch_functions() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunctionSubclass()  # type: ignore[return-value]  # the stub knows no context manager
 
 
+@contextmanager
+def without_state_dict_hooks(groups: Iterable[ParameterGroup]) -> Iterator[None]:
+    """Inside, ``state_dict()`` does not put the shards back into the modules, as FSDP2 lets it do by a hook.
+
+    Replaced by: a public way to take the whole parameters of modules that are gathered.
+    """
+    taken: list[tuple[dict[int, Any], int, Any]] = []
+    for group in groups:
+        for module, handle in group._group._module_to_pre_save_state_dict_hook_handle.items():
+            hooks = module._state_dict_pre_hooks
+            if handle.id in hooks:
+                taken.append((hooks, handle.id, hooks.pop(handle.id)))
+    try:
+        yield
+    finally:
+        for hooks, number, hook in taken:
+            hooks[number] = hook
+
+
 def is_in_backward() -> bool:
     """Whether autograd is running a backward in this thread; replaced by a public question to it."""
     return bool(torch._C._current_graph_task_id() != -1)
@@ -606,9 +721,48 @@ def on_scalar_read(function: Callable[[DTensor], int | float | bool | complex]) 
     DTensor.__format__ = format_whole  # type: ignore[method-assign, assignment]
 
 
+def on_equal(function: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
+    """Let ``function`` answer ``torch.equal`` of tensors of which at least one is a DTensor.
+
+    torch shards the second as the first is, which fails where it has fewer dimensions. Replaced by: a ``torch.equal``
+    that says False of DTensors of other shapes.
+    """
+
+    def equal(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> bool:
+        return function(args[0], args[1])
+
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten.equal.default] = equal
+
+
 def process_groups() -> list[dist.ProcessGroup]:
     """All process groups that this rank is in; torch tells only of the default one."""
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Return whether ``error``, or what it was raised for, is of the connections between processes.
+
+    Gloo's are RuntimeErrors that can be told by their text alone; replaced by an error class for them.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, dist.DistError) or (isinstance(seen, RuntimeError) and "gloo/" in str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def leave_process_groups() -> None:
+    """Close the connections of all process groups, whatever is under way in them.
+
+    DTensor keeps what it knows of meshes by their shape and ranks, and would take the new groups' for the old ones'.
+    Replaced by: a public abort of all groups, which is private for the default one.
+    """
+    if dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def num_collectives(group: dist.ProcessGroup) -> int:

@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -19,15 +20,16 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins import CheckpointIO, Precision, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_dist.after_error import end_together
 from lightning_dist.checkpoint import Part
-from lightning_dist.consensus import arrive, together
+from lightning_dist.consensus import arrive, check_agreement, together
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.local_step import LocalStep
@@ -40,6 +42,7 @@ from lightning_dist.plugins.strategies import loading
 from lightning_dist.plugins.strategies.bookkeeping import absolute
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions, Checkpoints, optimizer_state
 from lightning_dist.plugins.strategies.checks import check_optimizers, refuse_what_cannot_work
+from lightning_dist.plugins.strategies.evaluation_batches import EvaluationBatches
 from lightning_dist.plugins.strategies.exact_resume import ExactResume
 from lightning_dist.plugins.strategies.example_step import example_step
 from lightning_dist.plugins.strategies.gradients import are_free_before_forward, free_gradients
@@ -56,6 +59,14 @@ __all__ = ["MeshStrategy"]
 
 AFTER_ERROR_S = 30.0
 """How long a rank that saves after an error waits for the others, which may be waiting for it elsewhere."""
+
+
+_left: WeakSet[LightningModule] = WeakSet()
+"""Modules whose process groups were closed after an error on some ranks."""
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class MeshStrategy(ProcessStrategy):
@@ -127,7 +138,9 @@ class MeshStrategy(ProcessStrategy):
         self._same_batch_group: dist.ProcessGroup | None = None
         self._same_batch: SameBatch | None = None
         self._silenced: list[Callback] = []
+        self._evaluation: EvaluationBatches | None = None
         self._restore: Callable[[], None] | None = None
+        self._restore_loggers: Callable[[], None] = _do_nothing
 
     @property
     def layout(self) -> ParallelLayout:
@@ -265,6 +278,9 @@ class MeshStrategy(ProcessStrategy):
         refuse_what_cannot_work(self, trainer)
         is_new = sharded(self.lightning_module) is None
         self._give_metrics_their_group(self.lightning_module)
+        if is_new:
+            self._move_to_device(self.lightning_module)
+        self._restore_loggers = _compat.log_graph_before_sharding(trainer, is_sharded=not is_new)
         self._sharded = self._shard(self.lightning_module)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
@@ -313,6 +329,11 @@ class MeshStrategy(ProcessStrategy):
 
     def _shard(self, module: LightningModule, copied: ShardedModule | None = None) -> ShardedModule:
         existing = sharded(module)
+        if module in _left:
+            raise MisconfigurationException(
+                f"This {type(module).__name__} was spread over processes that lost each other in an error. Make a new"
+                " one, and load the weights from a checkpoint."
+            )
         if existing is not None:
             wanted = self.layout.sharding_mesh(self.mesh)
             if existing.mesh != wanted:
@@ -383,6 +404,8 @@ class MeshStrategy(ProcessStrategy):
             self._checkpoints.before_update()
         if self._frees_gradients_first:
             free_gradients(self.lightning_module.trainer)
+        assert self._sharded is not None
+        self._sharded.before_training_step(self._syncs_gradients)
         with self.precision_plugin.train_step_context():
             output = self._step("training_step", automatic, args, kwargs)
         if automatic:
@@ -410,6 +433,8 @@ class MeshStrategy(ProcessStrategy):
         return self._sharded.step(partial(getattr(self.lightning_module, name), *args, **kwargs), backward_follows)
 
     def _check_batch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._evaluation is not None and name != "training_step":
+            self._evaluation.before_step()
         if self._same_batch is not None:
             self._same_batch.check((args, kwargs), f"the batch of a {name}")
 
@@ -417,9 +442,8 @@ class MeshStrategy(ProcessStrategy):
         """Run backward, in automatic and in manual optimization."""
         assert self._sharded is not None
         assert self.lightning_module is not None
-        with self._sharded.running():
+        with self._sharded.backward():
             loss = super().backward(self._weights.scale(closure_loss), optimizer, *args, **kwargs)
-        self._sharded.after_backward()
         if self._syncs_gradients:
             num_microbatches = self.lightning_module.trainer.accumulate_grad_batches
             self._weights.normalize(self._sharded.module.parameters(), num_microbatches)
@@ -497,15 +521,37 @@ class MeshStrategy(ProcessStrategy):
         self._agree_on_random_numbers()
         if not self._trainer.sanity_checking:  # that of a resumed run would change what it goes on with
             self._agree_on_buffers()
+        self._begin_evaluation()
 
     def on_validation_end(self) -> None:
         """Go on with training's random numbers."""
         self._finish_comparing()
+        self._end_evaluation()
         self._exact_resume.after_validation()
 
     def on_test_end(self) -> None:
         """See whether the last batch was the same on ranks that must have the same."""
         self._finish_comparing()
+        self._end_evaluation()
+
+    def _begin_evaluation(self) -> None:
+        """Let ranks evaluate unequal numbers of batches, as DDP does."""
+        assert self._sharded is not None
+        self._evaluation = EvaluationBatches(self._trainer)
+        if self._evaluation.are_unequal and not self._sharded.holds_whole_model:
+            rank_zero_warn(
+                f"Ranks have unequal numbers of batches to evaluate ({self._evaluation}). Every rank holds the whole"
+                " model until the evaluation ends, since ranks could not gather it together for each batch. Give all"
+                " ranks as many batches, by a DistributedSampler, if the model does not fit."
+            )
+            self._sharded.stay_gathered()
+
+    def _end_evaluation(self) -> None:
+        assert self._sharded is not None
+        self._sharded.stop_staying_gathered()
+        if self._evaluation is not None:
+            self._evaluation.end()
+            self._evaluation = None
 
     def _finish_comparing(self) -> None:
         if self._same_batch is not None:
@@ -515,17 +561,20 @@ class MeshStrategy(ProcessStrategy):
         """Give every rank rank 0's buffers."""
         self._agree_on_buffers()
         self._agree_on_random_numbers()
+        self._begin_evaluation()
 
     def on_predict_start(self) -> None:
         """Give every rank rank 0's buffers, and let one rank of those with the same samples return predictions."""
         self._agree_on_buffers()
         self._agree_on_random_numbers()
+        self._begin_evaluation()
         if self._same_batch_group is not None and dist.get_rank(self._same_batch_group) > 0:
             self._silenced = _compat.silence_predictions(self._trainer)
 
     def on_predict_end(self) -> None:
         """Give the callbacks back that :meth:`on_predict_start` took away."""
         self._finish_comparing()
+        self._end_evaluation()
         self._trainer.callbacks += self._silenced  # type: ignore[attr-defined]
         self._silenced = []
 
@@ -538,6 +587,7 @@ class MeshStrategy(ProcessStrategy):
         """The module's state dict; sharded parameters are DTensors."""
         assert self.lightning_module is not None
         if self._sharded is not None:
+            self._sharded.stop_staying_gathered()
             self._sharded.free()
         return self.lightning_module.state_dict()
 
@@ -554,6 +604,8 @@ class MeshStrategy(ProcessStrategy):
             self._trainer.state.status == TrainerStatus.INTERRUPTED
         ):  # a callback saves after an error, of this rank alone?
             arrive("Saving a checkpoint after an error", AFTER_ERROR_S)
+            if self.lightning_module in _left:  # ranks may have been in the middle of an update
+                check_agreement("The number of optimizer steps that a rank had made", f"{self._trainer.global_step}")
         path = self.broadcast(absolute(filepath))  # a name with the time in it, or a relative one, may differ
         self._checkpoints.save(checkpoint, partial(self._rank_state, checkpoint), path)
         if self._has_averages:  # their callbacks change weights before the next step, and not so that it is noticed
@@ -562,6 +614,20 @@ class MeshStrategy(ProcessStrategy):
     def _rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """What only this rank will read of ``checkpoint``, which is made ready to be written."""
         return self._exact_resume.rank_state(checkpoint, self._trainer)
+
+    def end_together(self, error: BaseException) -> None:
+        """Let all ranks raise where this one does, before anything is saved; to be called with its error.
+
+        Args:
+            error: What was raised in this run.
+
+        Raises:
+            OtherRankError: If a rank does not notice in time.
+        """
+        if end_together(error, self._process_group_backend, self._timeout, AFTER_ERROR_S):
+            if self.lightning_module is not None:
+                _left.add(self.lightning_module)
+            self._checkpoints.leave_group()
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes; not after a save, which all have begun, and which ends for all or for none."""
@@ -617,6 +683,7 @@ class MeshStrategy(ProcessStrategy):
         for local_step in self._local_steps:
             local_step.remove()
         self._local_steps = []
+        self._restore_loggers()
         if self._sharded is not None:
             self._sharded.free()
         assert self.cluster_environment is not None

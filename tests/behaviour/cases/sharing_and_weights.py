@@ -12,6 +12,9 @@ from torch.nn import functional
 from tests.behaviour.case import Run, case
 from tests.behaviour.models import NUM_FEATURES, Block, Classifier
 
+OTHER_STAGES_WEIGHTS = dict.fromkeys(("pp", "nd", "nd_tp"), r"uses the parameter '.*' outside of .*, the block that it")
+"""A stage has the weights of its own blocks only, and the code between them runs on every stage."""
+
 
 class _SharedWeight(Classifier):
     """One weight in every block."""
@@ -51,7 +54,9 @@ def module_shared_by_blocks(run: Run) -> None:
     run.fit(_SharedModule())
 
 
-@case("the whole network runs three times in a step")
+@case(
+    "the whole network runs three times in a step", refused=dict.fromkeys(("pp", "nd", "nd_tp"), "calls net.1 3 times")
+)
 def repeated_network(run: Run) -> None:
     run.fit(_RepeatedBlock())
 
@@ -175,22 +180,22 @@ class _Penalty(Classifier):
         return loss + 0.01 * penalty
 
 
-@case("the L2 norm of all weights in the loss")
+@case("the L2 norm of all weights in the loss", refused=OTHER_STAGES_WEIGHTS)
 def l2_of_all(run: Run) -> None:
     run.fit(_Penalty("l2 of all"))
 
 
-@case("the L1 norm of a block's weights in the loss")
+@case("the L1 norm of a block's weights in the loss", refused=OTHER_STAGES_WEIGHTS)
 def l1_of_a_block(run: Run) -> None:
     run.fit(_Penalty("l1 of a block"))
 
 
-@case("a block's weight read in the step, outside of the block")
+@case("a block's weight read in the step, outside of the block", refused=OTHER_STAGES_WEIGHTS)
 def weight_read_in_the_step(run: Run) -> None:
     run.fit(_Penalty("norm of a block's weight"), accumulate_grad_batches=2)
 
 
-@case("an orthogonality penalty on a block's weight")
+@case("an orthogonality penalty on a block's weight", refused=OTHER_STAGES_WEIGHTS)
 def orthogonality(run: Run) -> None:
     run.fit(_Penalty("orthogonality"))
 
@@ -242,7 +247,7 @@ class _FunctionalUse(Classifier):
         return self.head(x)
 
 
-@case("weights of blocks used by functions outside of the blocks")
+@case("weights of blocks used by functions outside of the blocks", refused=OTHER_STAGES_WEIGHTS)
 def functional_use(run: Run) -> None:
     run.fit(_FunctionalUse())
 
@@ -264,12 +269,12 @@ class _Prototypes(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-@case("weights that the step normalises in place")
+@case("weights that the step normalises in place", refused=OTHER_STAGES_WEIGHTS)
 def normalised_in_place(run: Run) -> None:
     run.fit(_Prototypes(through_data=False))
 
 
-@case("weights that the step replaces through .data")
+@case("weights that the step replaces through .data", refused=OTHER_STAGES_WEIGHTS)
 def normalised_through_data(run: Run) -> None:
     run.fit(_Prototypes(through_data=True))
 
@@ -305,11 +310,11 @@ class _Momentum(pl.LightningModule):
         return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
 
 
-@case("a momentum encoder that the step updates in place")
+@case("a momentum encoder that the step updates in place", refused=OTHER_STAGES_WEIGHTS)
 def momentum_encoder(run: Run) -> None:
     run.fit(_Momentum())
 
 
-@case("a momentum encoder that the step updates through .data")
+@case("a momentum encoder that the step updates through .data", refused=OTHER_STAGES_WEIGHTS)
 def momentum_encoder_through_data(run: Run) -> None:
     run.fit(_Momentum(through_data=True))
