@@ -60,8 +60,8 @@ class Trial:
             text = str(error).strip().split("\n")[0]
             return f"{type(error).__name__}: {text}"
         self._block.eval()  # no dropout
-        self._expected, raised = self._results(self._block, dict(self._block.named_parameters()))
-        self._block.zero_grad()
+        whole = copy.deepcopy(self._block)  # a forward may leave in it what cannot be copied
+        self._expected, raised = self._results(whole, dict(whole.named_parameters()))
         return raised
 
     @property
@@ -83,7 +83,8 @@ class Trial:
         parallel = TensorParallel(holder, plan, self._mesh, self._num_shards)
         parallel.split(list(holder.parameters()), list(holder.modules()))
         params = dict(holder[BLOCK].named_parameters())
-        holder[BLOCK].register_forward_pre_hook(lambda *_: parallel.use_local(holder.modules()))
+        running = [holder[BLOCK]]
+        holder[BLOCK].register_forward_pre_hook(lambda *_: parallel.use_local(holder.modules(), running))
         holder.eval()  # no dropout
         actual, raised = self._results(holder[BLOCK], params)
         worst = torch.tensor(math.inf if raised else self._worst(actual), device=self._device)

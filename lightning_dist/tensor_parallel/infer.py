@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from lightning_dist.tensor_parallel.layers import linear_layer
+from lightning_dist.tensor_parallel.layers import linear_layer, why_not_split
 from lightning_dist.tensor_parallel.plan import Entry
 from lightning_dist.tensor_parallel.provenance import Provenance
 
@@ -76,7 +76,7 @@ def _vocabulary(root: nn.Module, provenance: Provenance, num_ranks: int) -> dict
     embeddings = {
         name: module
         for name, module in modules.items()
-        if isinstance(module, nn.Embedding) and module.max_norm is None and not module.num_embeddings % num_ranks
+        if isinstance(module, nn.Embedding) and not why_not_split(module) and not module.num_embeddings % num_ranks
     }
     used = {name for name in modules for other in modules if name in provenance.into[other]}
     entries: dict[str, Entry] = {}

@@ -106,7 +106,7 @@ class _Planner:
                 self._complain(f"no plan was found: {why_not}")
         elif not entries:
             self._complain(f"no plan could be inferred: {self._seen.why_not}")
-        entries = with_tied(self._root, entries)
+        entries = self._without_shared(with_tied(self._root, entries))
         sizes: dict[str, dict[str, int]] = {}
         for name in self._blocks:
             of_block = {key: entry for key, entry in entries.items() if key.startswith(f"{name}.")}
@@ -133,6 +133,23 @@ class _Planner:
             why = f" (given to {', '.join(needs)})" if needs else " (not asked for)" if not keeps else ""
             self._notes.append(f"logits are {'split along the vocabulary' if keeps else 'gathered'}{why}")
         return Plan(entries, sizes, sequence, self._may_draw(), bool(heads) and keeps, tuple(self._notes))
+
+    def _without_shared(self, entries: dict[str, Entry]) -> dict[str, Entry]:
+        """Replicate modules that several blocks have: blocks are tried one by one, and may not be split alike."""
+        names: dict[nn.Module, list[str]] = defaultdict(list)
+        for name, module in self._root.named_modules(remove_duplicate=False):
+            names[module].append(name)
+        result = dict(entries)
+        for name, entry in entries.items():
+            holders = {block for block in self._blocks for path in names[self._root.get_submodule(name)]
+                       if path.startswith(f"{block}.")}  # fmt: skip
+            if entry.is_split and len(holders) > 1:
+                if entry.source == "user":
+                    raise PlanError(
+                        f"plan: {name} is a part of {len(holders)} blocks, and cannot be split: use replicate."
+                    )
+                result[name] = entry.replicated(f"it is a part of {len(holders)} blocks")
+        return result
 
     def _split_sequence(
         self, entries: Mapping[str, Entry], sizes: Mapping[str, Mapping[str, int]]
