@@ -60,8 +60,8 @@ class Trial:
             text = str(error).strip().split("\n")[0]
             return f"{type(error).__name__}: {text}"
         self._block.eval()  # no dropout
-        self._expected, raised = self._results(self._block, dict(self._block.named_parameters()))
-        self._block.zero_grad()
+        whole = copy.deepcopy(self._block)  # a step may leave tensors on it that cannot be copied
+        self._expected, raised = self._results(whole, dict(whole.named_parameters()))
         return raised
 
     @property

@@ -31,7 +31,7 @@ BY_HAND = {
 
 
 def seen(model: Any) -> Provenance:
-    provenance = Provenance(frozenset(find_blocks(model)))
+    provenance = Provenance(frozenset(find_blocks(model)), model)
     batch = [tensor[:4] for tensor in model.data()]
 
     def step(fake: Any) -> Any:
@@ -49,7 +49,7 @@ def test_it_equals_the_one_by_hand(name: str) -> None:
         by_hand = {n: style for pattern, style in BY_HAND.items() for n in fnmatch.filter(names, pattern)}
     else:
         by_hand = {n: entry.style for n, entry in with_tied(model, resolve_plan(model)).items()}
-    found = {n: entry.style for n, entry in with_tied(model, inferred(model, seen(model), 2)).items()}
+    found = {n: entry.style for n, entry in with_tied(model, inferred(model, seen(model), 2).entries()).items()}
     assert len(found) > 10 and found == by_hand
 
 
@@ -82,10 +82,10 @@ def test_why_a_step_could_not_be_seen_to_its_end_is_told() -> None:
         return loss if loss > 3 else 2 * loss
 
     model.training_step = looking
-    provenance = Provenance(frozenset(find_blocks(model)))
+    provenance = Provenance(frozenset(find_blocks(model)), model)
     batch = [tensor[:4] for tensor in model.data()]
     why = run_on_fakes(
         model, lambda fake: model.training_step([fake(t) for t in batch], 0), torch.device("cpu"), provenance
     )
     assert why.startswith("GuardOnDataDependentSymNode")
-    assert len(inferred(model, provenance, 2)) == 2 * 7 + 2
+    assert len(inferred(model, provenance, 2).entries()) == 2 * 7 + 2
