@@ -5,18 +5,21 @@ from __future__ import annotations
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
-from torch.distributed.tensor import Placement
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -31,24 +34,26 @@ __all__ = [
     "accumulating",
     "call",
     "call_forward_hooks",
+    "call_post_accumulate_hooks",
     "drop_gradients",
     "flush_gradients",
     "initialize_root",
     "is_in_backward",
     "keep_gathered",
     "leave_out_hooks",
+    "move_hooks",
     "num_collectives",
     "num_packed",
+    "on_scalar_read",
     "packed_shard",
     "parameter_group",
     "prepend_step_post_hook",
     "process_groups",
     "recorded_collectives",
     "reduce_gradients",
-    "remove_forward_hooks",
     "reset_after_error",
-    "restore_class",
     "route_calls",
+    "share_hooks",
     "without_forward_hooks",
 ]
 
@@ -61,6 +66,139 @@ class ParameterGroup:
 
     def __init__(self, group: FSDPParamGroup) -> None:
         self._group = group
+        self._waits_for_end = False
+        self._is_kept = False
+        # FSDP2 reduces and frees a group when the gradients of its modules' inputs are known. Uses of its parameters
+        # outside of those modules come later. Replaced by: a public way to reduce at the end of a backward.
+        self._post_backward = group.post_backward
+        group.post_backward = self._after_backward  # type: ignore[method-assign]
+        register = FSDPParamGroup._register_post_backward_hook
+        inside = _InsideBackward(self)
+        group._register_post_backward_hook = partial(register, inside)  # type: ignore[method-assign, arg-type]
+        # FSDP2 has no hooks at which parameters are gathered or freed. Replaced by: such hooks.
+        group._to_unsharded = self._put_whole  # type: ignore[method-assign]
+        group._to_sharded = self._put_shards  # type: ignore[method-assign]
+        self._stand_ins: list[nn.Parameter] | None = None
+        self._has_stand_ins = False
+        self._versions: dict[FSDPParam, int] = {}
+        self._writes_through_data = False
+
+    def _put_whole(self) -> None:
+        """Put the gathered parameters into the modules, with the hooks that the sharded ones have now."""
+        FSDPParamGroup._to_unsharded(self._group)  # type: ignore[no-untyped-call]
+        for param in self._group.fsdp_params:
+            share_hooks(param.sharded_param, param._unsharded_param)
+
+    def _put_shards(self) -> None:
+        """Put the sharded parameters into the modules, or what stands in for them, and free the gathered ones."""
+        if self._group.is_unsharded:
+            self.write_back()
+        FSDPParamGroup._to_sharded(self._group)  # type: ignore[no-untyped-call]
+        if self._has_stand_ins:
+            self._put_stand_ins()
+
+    def _put_stand_ins(self) -> None:
+        assert self._stand_ins is not None
+        for param, stand_in in zip(self._group.fsdp_params, self._stand_ins, strict=True):
+            param._setattr_on_modules(stand_in)
+
+    def begin_stand_ins(self, make: Callable[[torch.Tensor, torch.dtype | None], torch.Tensor]) -> None:
+        """From now on, let something stand in the modules for a parameter while it is sharded.
+
+        Args:
+            make: Makes it of a sharded parameter and the dtype that the parameter is computed in.
+        """
+        if self._stand_ins is None:
+            self._stand_ins = [
+                cast(nn.Parameter, make(param.sharded_param, param.param_dtype)) for param in self._group.fsdp_params
+            ]
+        self._has_stand_ins = True
+        if self._group.is_sharded:
+            self._put_stand_ins()
+
+    def end_stand_ins(self) -> None:
+        """Put the sharded parameters back into the modules, and let nothing stand in for them."""
+        self._has_stand_ins = False
+        if self._group.is_sharded:
+            for param in self._group.fsdp_params:
+                param._setattr_on_modules(param.sharded_param)
+
+    @torch.no_grad()
+    def write_back(self, compares: bool = False) -> list[str]:
+        """Write what a step has changed in the gathered parameters into the shards.
+
+        Args:
+            compares: Compare values as well. Changes are seen by the version of a tensor, which those through
+                ``param.data`` leave as it is; once they are found, values are always compared.
+
+        Returns:
+            Names of the parameters that have changed.
+        """
+        compares = compares or self._writes_through_data
+        changed: list[str] = []
+        for param in self._group.fsdp_params:
+            whole = _local(param._unsharded_param)
+            memory = param.all_gather_outputs[0] if len(param.all_gather_outputs) == 1 else whole
+            version = whole._version
+            is_replaced = whole.data_ptr() != memory.data_ptr()
+            if version == self._versions.get(param, 0) and not is_replaced and not compares:
+                continue
+            self._versions[param] = version
+            if is_replaced:
+                gathered = torch.as_strided(memory, whole.size(), whole.stride())
+                with torch.autograd._unsafe_preserve_version_counter(memory):
+                    gathered.copy_(whole)
+                whole.data = gathered
+            shard, own = _own_part(param, whole)
+            if shard.data_ptr() == own.data_ptr() or torch.equal(shard.to(own.dtype), own):
+                continue
+            self._writes_through_data |= compares
+            shard.copy_(own)
+            changed.append((param._param_fqn or "").removeprefix("module."))
+        return changed
+
+    @property
+    def gathered(self) -> list[torch.Tensor]:
+        """The gathered parameters, plain: this rank's part of those that are split over ``tp``."""
+        return [_local(param._unsharded_param.detach()) for param in self._group.fsdp_params]
+
+    def take_hooks(self, originals: Mapping[tuple[nn.Module, str], torch.Tensor]) -> None:
+        """Let the parameters have the hooks that were put on them before they were sharded.
+
+        Args:
+            originals: The parameters as they were, by the module that holds them and the name there.
+        """
+        for param in self._group.fsdp_params:
+            move_hooks(originals[param._module_info.module, param._module_info.param_name], param.sharded_param)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh that the parameters are sharded and replicated over."""
+        return self._group.mesh_info.mesh
+
+    def wait_for_end_of_backward(self) -> None:
+        """From now on, reduce gradients and free parameters at the end of a backward, and not within it.
+
+        It is for parameters that a step may use through other ways than the forward of the group's modules.
+        """
+        self._waits_for_end = True
+
+    def inside_backward(self) -> None:
+        """Handle that the gradients of the modules' inputs are known, within a backward."""
+        if torch.is_grad_enabled():  # create_graph=True: a second backward reads the parameters before any hook runs
+            self._is_kept = True
+        if not self._waits_for_end and not self._is_kept:
+            self._post_backward()
+
+    def _after_backward(self, *unused: Any) -> None:
+        """Handle the end of a backward; with create_graph=True, gradients are not final and parameters are needed."""
+        if is_in_backward() and torch.is_grad_enabled():
+            return
+        if self._waits_for_end or self._is_kept:
+            if not self.has_unreduced_gradients():  # as at the end of torch.autograd.grad
+                return
+            self._is_kept = False
+        self._post_backward()
 
     @property
     def is_gathered(self) -> bool:
@@ -86,6 +224,20 @@ class ParameterGroup:
             self._group.unshard()
             self._group.wait_for_unshard()
 
+    def put_into(self, places: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
+        """Put the parameters into modules that ``fully_shard`` was not given, now and whenever they change.
+
+        Replaced by: a ``fully_shard`` of parameters instead of modules.
+
+        Args:
+            places: For each parameter, the modules that hold it, and its names there.
+        """
+        for param, modules in zip(self._group.fsdp_params, places, strict=True):
+            for module, name in modules:
+                param._module_info.shared_modules.append(module)
+                param._module_info.shared_param_names.append(name)
+            param._setattr_on_modules(param.sharded_param)
+
     def gather_in_place(self) -> None:
         """From now on, let the whole parameters be the memory of the shards, where no other rank has any of them.
 
@@ -107,11 +259,16 @@ class ParameterGroup:
 
     def free(self) -> None:
         """Put the sharded parameters back into the modules."""
+        self._is_kept = False
         self._group._to_sharded()  # type: ignore[no-untyped-call]
 
     def has_unreduced_gradients(self) -> bool:
-        """Whether a backward left gradients on the gathered parameters."""
-        return self.is_gathered and any(param._unsharded_param.grad is not None for param in self._group.fsdp_params)
+        """Whether backwards left gradients on the gathered parameters, which may have been freed since."""
+        return any(
+            param.unsharded_accumulated_grad is not None
+            or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
+            for param in self._group.fsdp_params
+        )
 
     def copy_requires_grad(self) -> None:
         """Let the gathered parameters require gradients as the sharded ones do now. FSDP2 does it only on a gather."""
@@ -135,6 +292,44 @@ class ParameterGroup:
         self._group._reduce_scatter_comm = reduce_scatter
 
 
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _own_part(param: FSDPParam, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return this rank's shard, and the part of the gathered parameter that it is a copy of."""
+    shard = _local(param.sharded_param)
+    info, dim = param.mesh_info, param.fsdp_placement.dim
+    rank = info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
+    start = min(rank * param.padded_sharded_param_size[dim], whole.size(dim))
+    return shard, whole.narrow(dim, start, shard.size(dim))
+
+
+def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let ``target`` have the tensor hooks of ``source``, also those that come and go later."""
+    if source._backward_hooks and target._backward_hooks is not source._backward_hooks:
+        if target._backward_hooks:
+            source._backward_hooks.update(target._backward_hooks)
+        target._backward_hooks = source._backward_hooks
+
+
+def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let ``target`` have the hooks of ``source``; handles that were given out for them go on working.
+
+    Replaced by: a public way to list a tensor's hooks.
+    """
+    share_hooks(source, target)
+    hooks = getattr(source, "_post_accumulate_grad_hooks", None)
+    if hooks:
+        target._post_accumulate_grad_hooks = hooks
+
+
+def call_post_accumulate_hooks(param: torch.Tensor) -> None:
+    """Call the post-accumulate-grad hooks of ``param``, whose gradient autograd has not set itself."""
+    for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
+        hook(param)
+
+
 def _state(module: nn.Module) -> FSDPState:
     state = _get_module_fsdp_state(module)
     assert state is not None, "fully_shard was not applied to this module"
@@ -148,20 +343,30 @@ def parameter_group(module: nn.Module) -> ParameterGroup:
     return ParameterGroup(group)
 
 
-def remove_forward_hooks(module: nn.Module) -> None:
-    """Take off the hooks that ``fully_shard`` put on ``module``; replaced by a ``fully_shard`` that puts on none."""
-    _state(module)._pre_forward_hook_handle.remove()
-    _state(module)._post_forward_hook_handle.remove()
-
-
 def initialize_root(root: nn.Module) -> None:
     """Make ``root`` the FSDP root now. FSDP2 would take whichever module runs first, and refuse the real root then."""
     _state(root)._lazy_init()
 
 
+class _InsideBackward:
+    """Takes the place of a parameter group in the autograd node that tells it of the gradients of its inputs.
+
+    Args:
+        group: The group.
+    """
+
+    def __init__(self, group: ParameterGroup) -> None:
+        self._group = group
+
+    def post_backward(self) -> None:
+        """Tell the group."""
+        self._group.inside_backward()
+
+
 def flush_gradients(root: nn.Module) -> None:
     """Reduce what a backward left unreduced: FSDP2's end of backward, which only a module's output starts."""
-    _state(root)._root_post_backward_final_callback()
+    with torch.no_grad():
+        _state(root)._root_post_backward_final_callback()
 
 
 @contextmanager
@@ -290,6 +495,7 @@ def _keep_gradients(group: FSDPParamGroup) -> None:
             param.sharded_param.grad = gradient
         else:
             param.sharded_param.grad += gradient
+        call_post_accumulate_hooks(param.sharded_param)
 
 
 def route_calls(module: nn.Module, function: Callable[..., Any]) -> None:
@@ -370,10 +576,23 @@ def prepend_step_post_hook(optimizer: Optimizer, hook: Callable[[Optimizer, Any,
     return handle
 
 
-def restore_class(module: nn.Module) -> None:
-    """Undo ``fully_shard``'s change of the class of ``module``; replaced by a ``fully_shard`` that leaves it alone."""
-    fsdp_class = type(module)
-    module.__class__ = fsdp_class.__mro__[fsdp_class._orig_cls_mro_index]  # type: ignore[attr-defined]
+def on_scalar_read(function: Callable[[DTensor], int | float | bool | complex]) -> None:
+    """Let ``function`` make the number that ``item()``, ``float()``, a comparison or a format reads from a DTensor.
+
+    torch gives this rank's part of a sum or a norm that is still to be reduced, without a word, and refuses to format
+    one. Replaced by: an ``item()`` of DTensor that reduces.
+    """
+
+    def read(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> int | float | bool | complex:
+        return function(args[0])
+
+    def format_whole(self: DTensor, specification: str) -> str:
+        if self.ndim == 0 and not self.is_meta:
+            return format(self.item(), specification)
+        return object.__format__(self, specification)
+
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = read
+    DTensor.__format__ = format_whole  # type: ignore[method-assign, assignment]
 
 
 def process_groups() -> list[dist.ProcessGroup]:

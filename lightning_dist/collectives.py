@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from lightning_dist._compat import AllGather, ReduceScatter
 
-__all__ = ["BytesBroadcast", "DirectAllGather", "TwoShotReduceScatter"]
+__all__ = ["BytesBroadcast", "DirectAllGather", "TwoShotReduceScatter", "gather"]
 
 
 class DirectAllGather(AllGather):
@@ -127,3 +128,33 @@ class BytesBroadcast:
 
 _HEADER = 8
 """Bytes that say how many follow."""
+
+
+def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """Stack the tensors of all ranks along a new first dimension. A collective, and one more in the backward.
+
+    The gradient of a rank's tensor is the sum of what all ranks' losses say of it.
+    ``torch.distributed.nn.functional.all_gather`` does the same, but not over a part of the ranks on gloo.
+
+    Args:
+        tensor: This rank's; of the same shape and dtype on all ranks.
+        group: The ranks; None: all processes.
+    """
+    stacked: torch.Tensor = _Gather.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return stacked
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+        ctx.group = group
+        mine = tensor.contiguous()
+        stacked = mine.new_empty((dist.get_world_size(group), *mine.shape))
+        dist.all_gather(list(stacked.unbind()), mine, group)
+        return stacked
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        summed = gradients[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(summed, group=ctx.group)
+        return summed[dist.get_rank(ctx.group)], None

@@ -97,7 +97,8 @@ def materialize(
                 raise TypeError(
                     f"{type(owner).__name__} ({names.get(id(owner)) or 'the root module'}) was created on the meta"
                     " device and has no reset_parameters(): give it that method, setting every parameter and buffer"
-                    " that it owns directly, or create it in __init__ instead of configure_model."
+                    " that it owns directly, or create it in __init__, and not in configure_model nor under"
+                    " trainer.init_module(empty_init=True)."
                 )
 
 

@@ -71,8 +71,7 @@ def parallelize(
         pipeline: How the model is cut into stages; None: it is not.
 
     Raises:
-        ValueError: If the module has no parameters, is already sharded, has no module of a named class, or does not
-            fit the plan.
+        ValueError: If the module is already sharded, has no module of a named class, or does not fit the plan.
         TypeError: If something on the meta device has no way to be initialised.
     """
     for name, param in module.named_parameters():
@@ -115,7 +114,7 @@ def parallelize(
         if stages is None or pipeline is None:
             return shard(module, units, sharding_mesh, sharding, splitting, parameter_mesh)
         group = mesh["pp"].get_group()
-        foreign = keep_own(module, stages, pipeline.stages_on(dist.get_rank(group)))
+        foreign = keep_own(module, stages, pipeline.stages_on(dist.get_rank(group)), units)
         own = own_units(units, foreign)
         spread = shard(module, own, sharding_mesh, sharding, splitting, parameter_mesh, foreign.tensors)
         device, part = torch.device(mesh.device_type), layout.data_parallel_rank(dist.get_rank())

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-__all__ = ["ReplicasDifferError", "check_replicas"]
+__all__ = ["ReplicasDifferError", "bit_sums", "check_replicas"]
 
 
 class ReplicasDifferError(RuntimeError):
@@ -34,7 +34,7 @@ def check_replicas(module: nn.Module, mesh: DeviceMesh, axis: str = "dp_replicat
         names.append(name)
         # Another stage's are compared there.
         sums.append(
-            torch.zeros(2, dtype=torch.int64, device=mesh.device_type) if local.is_meta else _bit_sums(local.detach())
+            torch.zeros(2, dtype=torch.int64, device=mesh.device_type) if local.is_meta else bit_sums(local.detach())
         )
     fingerprint = torch.stack(sums)
     highest, lowest = fingerprint.clone(), fingerprint.clone()
@@ -52,8 +52,8 @@ def check_replicas(module: nn.Module, mesh: DeviceMesh, axis: str = "dp_replicat
         )
 
 
-def _bit_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Two int64 sums (modulo 2**64) over the bits of ``tensor``, shape (2,)."""
+def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
+    """Return two int64 sums (modulo 2**64) over the bits of ``tensor``, of shape ``(2,)``: plain, and by position."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.contiguous().view(-1).view(width).to(torch.int64)
     return torch.stack([bits.sum(), (bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum()])

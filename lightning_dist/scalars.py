@@ -14,6 +14,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_dist._compat import call_post_accumulate_hooks, move_hooks, share_hooks
+
 __all__ = ["ScalarGroup"]
 
 
@@ -47,6 +49,7 @@ class ScalarGroup:
             self._whole.append(nn.Parameter(local, param.requires_grad))
             dtensor = DTensor.from_local(local, mesh, self._placements, run_check=False)
             self._replicated.append(nn.Parameter(dtensor, param.requires_grad))
+            move_hooks(param, self._replicated[-1])
         self._put(self._replicated)
 
     @property
@@ -71,6 +74,7 @@ class ScalarGroup:
         """Let the plain tensors require gradients as the DTensors do."""
         for whole, replicated in zip(self._whole, self._replicated, strict=True):
             whole.requires_grad_(replicated.requires_grad)
+            share_hooks(replicated, whole)
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Whether :meth:`reduce` does anything, or gradients add up."""
@@ -95,6 +99,7 @@ class ScalarGroup:
                 replicated.grad = DTensor.from_local(mean.clone(), self._mesh, self._placements, run_check=False)
             else:
                 replicated.grad.to_local().add_(mean)  # type: ignore[attr-defined]
+            call_post_accumulate_hooks(replicated)
 
     def _put(self, params: list[nn.Parameter]) -> None:
         for owners, param in zip(self._owners, params, strict=True):

@@ -12,7 +12,7 @@ are gathered for the whole step, as FSDP2's root is, so that ``F.linear(x, self.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -21,23 +21,32 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from lightning_dist import _compat
 from lightning_dist._compat import ParameterGroup
 from lightning_dist.block_forward import compile_block, recompute_block, rerun_in_place
 from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter
 from lightning_dist.consensus import arrive
+from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
 from lightning_dist.initialization import materialize, refuse_meta_attributes
 from lightning_dist.pipeline import Pipeline
+from lightning_dist.scalar_reads import read_whole_scalars
 from lightning_dist.scalars import ScalarGroup
 from lightning_dist.tensor_parallel import TensorParallel, whole_logits
 from lightning_dist.units import Unit
 
 __all__ = ["NotInStepError", "ShardedModule", "ShardingConfig", "full_parameters", "shard", "sharded"]
+
+
+_GATHERED_FOR_THE_STEP = ("outer", "shared", "own")
+"""Kinds of units whose parameters stay gathered for the whole step."""
+
+_HELD_APART = ("shared", "own")
+"""Kinds of units whose modules' forwards do not say when their parameters are needed."""
 
 
 class NotInStepError(RuntimeError):
@@ -69,9 +78,10 @@ class ShardingConfig:
 class _StepRoot(nn.Module):
     """The FSDP root. Its forward is a step of the user's module."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, holders: Sequence[nn.Module]) -> None:
         super().__init__()
         self.module = module
+        self.holders = nn.ModuleList(holders)
 
     def forward(self, step: Callable[[], Any]) -> Any:
         return step()
@@ -99,6 +109,7 @@ def shard(
         scalar_mesh: What parameters without dimensions are replicated over; None: ``mesh``.
         left_on_meta: Parameters and buffers that are other ranks'.
     """
+    read_whole_scalars()
     device = torch.device(mesh.device_type)
     policy = MixedPrecisionPolicy(param_dtype=config.param_dtype, reduce_dtype=config.reduce_dtype)
     is_direct = config.direct_collectives
@@ -106,6 +117,7 @@ def shard(
         is_direct = dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo"
     last_block = next((unit for unit in reversed(units) if unit.kind == "block"), None)
     groups: list[ParameterGroup | ScalarGroup] = []
+    holders: list[nn.Module] = []
     for unit in units:
         materialize(unit.modules, module, device, left_on_meta)
         if unit.kind == "scalars":
@@ -118,23 +130,53 @@ def shard(
         if unit.kind == "block":
             _change_forward(unit, config, tensor_parallel, module)
         # The last block's backward follows its forward: to free it would only be to gather it again.
-        stays_gathered = unit.kind in ("outer", "own") or (unit is last_block and config.reshard_after_forward is True)
+        stays_gathered = unit.kind in _GATHERED_FOR_THE_STEP
+        stays_gathered |= unit is last_block and config.reshard_after_forward is True
+        modules: list[nn.Module] = [_Holder(unit.params.values())] if unit.kind in _HELD_APART else unit.modules
+        originals = {
+            (part, key): param
+            for top in modules
+            for part in top.modules()
+            for key, param in part.named_parameters(recurse=False, remove_duplicate=False)
+        }
         fully_shard(
-            unit.modules if len(unit.modules) > 1 else unit.modules[0],
+            modules if len(modules) > 1 else modules[0],
             mesh=mesh,
             reshard_after_forward=False if stays_gathered else config.reshard_after_forward,
             mp_policy=policy,
             ignored_params=set(module.parameters()) - set(unit.params.values()),
             shard_placement_fn=None if tensor_parallel is None else partial(_shard_placement, tensor_parallel),
         )
-        group = _compat.parameter_group(unit.modules[0])
+        group = _compat.parameter_group(modules[0])
+        group.take_hooks(originals)
+        if unit.kind in _HELD_APART:
+            holders.append(modules[0])
+            group.put_into(_places(unit.params.values(), unit.owners))
+        if unit.kind in _GATHERED_FOR_THE_STEP:
+            group.wait_for_end_of_backward()
         if is_direct:
             group.set_collectives(DirectAllGather(), TwoShotReduceScatter())
         groups.append(group)
         unit.params.clear()  # the whole parameters, of which nothing should stay
+        originals.clear()
     materialize([module], module, device, left_on_meta)
     refuse_meta_attributes(module)
-    return ShardedModule(module, units, groups, mesh, tensor_parallel)
+    return ShardedModule(module, units, groups, holders, mesh, tensor_parallel)
+
+
+class _Holder(nn.Module):
+    """Give ``fully_shard`` parameters whose own modules must keep their class and get no hooks."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        for index, param in enumerate(params):
+            self.register_parameter(str(index), param)
+
+
+def _places(params: Iterable[nn.Parameter], owners: Iterable[nn.Module]) -> list[list[tuple[nn.Module, str]]]:
+    """For each parameter, the modules that hold it, and its names there."""
+    held = [(owner, key, param) for owner in owners for key, param in owner._parameters.items()]
+    return [[(owner, key) for owner, key, other in held if other is param] for param in params]
 
 
 def _change_forward(
@@ -201,6 +243,7 @@ class ShardedModule:
         module: The user's module.
         units: Its units.
         groups: The parameter group of each unit.
+        holders: What ``fully_shard`` was given in the place of modules of the user's.
         mesh: What they are sharded over.
         tensor_parallel: What split them before; None: nothing.
     """
@@ -210,6 +253,7 @@ class ShardedModule:
         module: nn.Module,
         units: Sequence[Unit],
         groups: Sequence[ParameterGroup | ScalarGroup],
+        holders: Sequence[nn.Module],
         mesh: DeviceMesh,
         tensor_parallel: TensorParallel | None = None,
     ) -> None:
@@ -220,19 +264,19 @@ class ShardedModule:
         self._sharded_groups = [group for group in groups if isinstance(group, ParameterGroup)]
         self._scalars = [group for group in groups if isinstance(group, ScalarGroup)]
         by_kind = list(zip(units, groups, strict=True))
-        self._outer = [group for unit, group in by_kind if unit.kind in ("outer", "own", "scalars")]
-        self._own = [group for unit, group in by_kind if unit.kind in ("own", "scalars")]
+        self._outer = [group for unit, group in by_kind if unit.kind in (*_GATHERED_FOR_THE_STEP, "scalars")]
+        self._own = [group for unit, group in by_kind if unit.kind in (*_HELD_APART, "scalars")]
         self.tensor_parallel = tensor_parallel
         self.pipeline: Pipeline | None = None
         self._owners = {group: _in_order(module, unit) for unit, group in by_kind if unit.kind != "scalars"}
-        self._made_local: dict[ParameterGroup | ScalarGroup, object] = {}
+        self._made_local: dict[ParameterGroup, tuple[bool, ...]] = {}
         self._running = 0
         self._in_step = False
         self._has_stepped = False
         for unit, group in by_kind:
             if isinstance(group, ParameterGroup):
                 self._add_hooks(unit, group)
-        self._root = _StepRoot(module)
+        self._root = _StepRoot(module, holders)
         fully_shard(self._root, mesh=mesh, ignored_params=set(module.parameters()))
         _compat.initialize_root(self._root)
         for group in self._sharded_groups:
@@ -241,10 +285,7 @@ class ShardedModule:
         _sharded[module] = weakref.ref(self)
 
     def _add_hooks(self, unit: Unit, group: ParameterGroup) -> None:
-        if unit.kind == "own":
-            # No forward gathers what hangs on the root module itself, and its class stays the user's.
-            _compat.remove_forward_hooks(unit.modules[0])
-            _compat.restore_class(unit.modules[0])
+        if unit.kind in _HELD_APART:
             return
         for module in unit.modules:
             module.register_forward_pre_hook(partial(self._before_unit, group), prepend=True)
@@ -258,8 +299,8 @@ class ShardedModule:
             def gather(module: nn.Module, args: object) -> None:
                 if group.is_gathered:
                     group.copy_requires_grad()
-                    if self._made_local.get(group) != self._grad_state(group):
-                        self._use_local(group)  # that it was gathered under no_grad, say
+                    if not self._is_local(group):
+                        self._use_local(group)
                 else:
                     self._check_running(module, args)
                     self._gather(group)
@@ -311,7 +352,8 @@ class ShardedModule:
                     self.tensor_parallel.before_step()
                 for group in self._outer:
                     self._gather(group)
-                output = self._root(step)
+                with self._stand_ins():
+                    output = self._root(step)
                 if self.tensor_parallel is not None:
                     output = whole_logits(output)
         except BaseException:
@@ -322,6 +364,25 @@ class ShardedModule:
         if not backward_follows:
             self.free()
         return output
+
+    @contextmanager
+    def _stand_ins(self) -> Iterator[None]:
+        """Gather what a step uses while it is sharded, and write what the step has changed into the shards."""
+        groups = self._sharded_groups
+        for group in groups:
+            group.begin_stand_ins(self._stand_in)
+        try:
+            yield
+        finally:
+            for group in groups:
+                group.end_stand_ins()
+        for group in groups:
+            if group.is_gathered:
+                group.write_back()
+
+    def _stand_in(self, param: Tensor, dtype: torch.dtype | None) -> Tensor:
+        axes = self.mesh.mesh_dim_names or ()
+        return GatheredOnUse(param, partial(whole_for_step, data_parallel_axes=axes, dtype=dtype))
 
     @contextmanager
     def microbatches(self, with_backward: bool) -> Iterator[Callable[[Callable[[], Any]], Any]]:
@@ -383,7 +444,7 @@ class ShardedModule:
             _compat.flush_gradients(self._root)
         for scalars in self._scalars:
             scalars.reduce()
-        for group in self._own:
+        for group in self._outer:
             group.free()
 
     def after_optimizer_step(self) -> None:
@@ -403,15 +464,18 @@ class ShardedModule:
         self._use_local(group)
 
     def _use_local(self, group: ParameterGroup | ScalarGroup) -> None:
-        if self.tensor_parallel is not None and group in self._owners:
+        if self.tensor_parallel is not None and isinstance(group, ParameterGroup):
             self.tensor_parallel.use_local(self._owners[group])
-            self._made_local[group] = self._grad_state(group)
+            self._made_local[group] = group.requires_grad
 
-    def _grad_state(self, group: ParameterGroup | ScalarGroup) -> object:
-        """What the local parts of a group are made under: whether, and for which parameters, gradients are wanted."""
-        if self.tensor_parallel is None or not isinstance(group, ParameterGroup):
-            return None
-        return torch.is_grad_enabled(), group.requires_grad
+    def _is_local(self, group: ParameterGroup) -> bool:
+        """Whether the owners hold what tensor parallelism makes of a gathered group, with gradients as wanted now."""
+        if self.tensor_parallel is None:
+            return True
+        # A backward may have gathered the group again.
+        params = (param for owner in self._owners[group] for param in owner._parameters.values())
+        is_replaced = any(isinstance(param, DTensor) for param in params)
+        return not is_replaced and self._made_local.get(group) == group.requires_grad
 
     def free(self) -> None:
         """Put the sharded parameters into the module: what optimizers, callbacks and checkpoints read and write."""

@@ -11,13 +11,15 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
+
+from lightning_dist.tensor_places import put, tensor_places
 
 __all__ = ["Observer", "RefusalError", "run_on_fakes", "tensors_in"]
 
@@ -116,21 +118,14 @@ def _quietly() -> Iterator[None]:
 
 
 def _swap_in_fakes(root: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
-    fakes: dict[int, Tensor] = {}
-
     def fake(tensor: Tensor) -> Tensor:
-        if id(tensor) not in fakes:  # a tied one stays tied
-            with mode:
-                empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
-            is_param = isinstance(tensor, nn.Parameter)
-            fakes[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_param else empty
-        return fakes[id(tensor)]
+        with mode:
+            empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
-    for module in root.modules():
-        for tensors in (cast(dict[str, Tensor | None], module._parameters), module._buffers):
-            for key, tensor in tensors.items():
-                if tensor is not None:
-                    tensors[key] = fake(tensor)
+    for places in tensor_places(root).values():  # a tied one stays tied
+        container, key = places[0]
+        put(fake(container[key]), places)
 
 
 @contextmanager

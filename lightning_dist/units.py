@@ -8,6 +8,7 @@ Found without the user's help, once, and used by every technique:
   hold blocks, the stages' shapes differ and the blocks are found; where layers hold experts, the layers are.
 - *sized*: what is not a block but has many parameters (a CNN's stage), cut bottom-up at ``min_num_params``.
 - *outer*: what is left of each child of the root (embeddings, norms, heads, or all of a small model).
+- *shared*: parameters that only modules of several blocks (or sized units) own, such as one weight in every block.
 - *own*: parameters that hang on the root module itself.
 - *scalars*: parameters without dimensions, wherever they hang.
 
@@ -31,7 +32,7 @@ MIN_NUM_PARAMS = 5_000_000
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
-UnitKind = Literal["block", "sized", "outer", "own", "scalars"]
+UnitKind = Literal["block", "sized", "outer", "shared", "own", "scalars"]
 
 
 @dataclass
@@ -39,7 +40,7 @@ class Unit:
     """Modules whose parameters are handled together.
 
     Args:
-        kind: ``block``, ``sized``, ``outer``, ``own`` or ``scalars`` (see the module's docstring).
+        kind: ``block``, ``sized``, ``outer``, ``shared``, ``own`` or ``scalars`` (see the module's docstring).
         names: Full names of ``modules`` in the root module.
         modules: Usually one; several where tied parameters bind them together.
         params: Full name of each parameter of the unit, tied ones once, to the parameter.
@@ -95,17 +96,11 @@ def find_units(
         min_num_params: Size from which a module outside the blocks is a unit of its own.
 
     Raises:
-        ValueError: If no module is of one of ``classes``, ``min_num_params`` is not positive, or ``root`` has no
-            parameters.
+        ValueError: If no module is of one of ``classes``, or ``min_num_params`` is not positive.
     """
     if min_num_params < 1:
         raise ValueError(f"min_num_params={min_num_params} must be at least 1.")
     owners = _owners(root)
-    if not owners:
-        raise ValueError(
-            f"{type(root).__name__} has no parameters, so there is nothing to train or to shard. Create its layers in"
-            " __init__ or in configure_model."
-        )
     blocks = find_blocks(root, classes)
     block_ids = {id(module) for module in blocks.values()}
     units = [Unit("block", [name], [module]) for name, module in blocks.items()]
@@ -220,4 +215,35 @@ def _assign(root: nn.Module, units: list[Unit], owners: dict[nn.Parameter, list[
             holders = [first]
         holders[0].params[names[0]] = param
         holders[0].owners.update(root.get_submodule(name.rpartition(".")[0]) for name in names)
-    return [unit for unit in units if unit.params]
+    return [unit for unit in _apart_from_shared(root, units, owners) if unit.params]
+
+
+def _apart_from_shared(root: nn.Module, units: list[Unit], owners: dict[nn.Parameter, list[str]]) -> Iterator[Unit]:
+    """Take out of outer units what only modules inside other units own, and give it a unit, before the own one.
+
+    An outer unit's forward gathers what its own modules hold, and not what is inside the units within it.
+    """
+    inner = {id(module) for unit in units if unit.kind in ("block", "sized") for module in unit.modules}
+    shared = Unit("shared", [""], [root])
+    for unit in units:
+        if unit.kind == "own":
+            yield shared
+        elif unit.kind in ("sized", "outer"):
+            reached = {id(sub) for module in unit.modules for sub in _outside(module, inner)}
+            unit.owners.clear()
+            for name, param in list(unit.params.items()):
+                held_by = {root.get_submodule(path.rpartition(".")[0]) for path in owners[param]}
+                if any(id(owner) in reached for owner in held_by):
+                    unit.owners |= held_by
+                else:
+                    shared.params[name] = unit.params.pop(name)
+                    shared.owners |= held_by
+        yield unit
+
+
+def _outside(module: nn.Module, inner: set[int]) -> Iterator[nn.Module]:
+    """Yield ``module`` and what is in it, but for children whose id is in ``inner``, and what is in those."""
+    yield module
+    for child in module.children():
+        if id(child) not in inner:
+            yield from _outside(child, inner)

@@ -26,12 +26,15 @@ from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as _utils_rank_zero_only
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
+from torchmetrics import MetricCollection
 
 from lightning_dist.rendezvous import fresh_store
 
@@ -102,6 +105,11 @@ def set_rank_zero(global_rank: int) -> None:
     """Tell both of Lightning's ``rank_zero_only`` which rank this is."""
     for decorator in (rank_zero_only, _utils_rank_zero_only):
         vars(decorator)["rank"] = global_rank
+
+
+def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
+    """Let ``module.device_mesh`` be ``mesh``, as Lightning's own ModelParallelStrategy does; replaced by a setter."""
+    module._device_mesh = mesh
 
 
 def average_model(callback: Callback) -> AveragedModel | None:
@@ -181,6 +189,7 @@ def intercept_checkpoint_paths(
     strategy: type,
     choose: Callable[[Trainer, Any, Callable[[], Any]], Any],
     resume: Callable[[Trainer, Any, Callable[[Any], None]], None],
+    postpone: Callable[[Trainer, Callable[[], None]], None],
 ) -> None:
     """Have a word in what ``ckpt_path`` means, in Trainers with a ``strategy`` of this class. Safe to call again.
 
@@ -190,11 +199,15 @@ def intercept_checkpoint_paths(
         strategy: Where ``choose`` and ``resume`` apply; with others, ``ckpt_path="auto"`` is refused.
         choose: Gets what the user asked for, and a function that gives what Lightning makes of it.
         resume: Gets what ``choose`` returned, and a function that reads it, or nothing for None.
+        postpone: Gets a function that restores weights, data module and callbacks, which Lightning would call now,
+            before the strategy's ``setup``. The alternative that Lightning has comes after ``on_fit_start``, where
+            callbacks need their states already.
     """
     connector = _CheckpointConnector
     if hasattr(connector._parse_ckpt_path, "__wrapped__"):
         return
     parse_ckpt_path, resume_start = connector._parse_ckpt_path, connector.resume_start
+    restore_modules_and_callbacks = connector._restore_modules_and_callbacks
 
     @wraps(parse_ckpt_path)
     def parse(self: Any, state_fn: Any, ckpt_path: Any, *args: Any, **kwargs: Any) -> Any:
@@ -214,8 +227,16 @@ def intercept_checkpoint_paths(
         else:
             resume_start(self, checkpoint_path, *args, **kwargs)
 
+    @wraps(restore_modules_and_callbacks)
+    def restore(self: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(self.trainer.strategy, strategy):
+            postpone(self.trainer, lambda: restore_modules_and_callbacks(self, *args, **kwargs))
+        else:
+            restore_modules_and_callbacks(self, *args, **kwargs)
+
     connector._parse_ckpt_path = parse  # type: ignore[method-assign]
     connector.resume_start = start  # type: ignore[method-assign]
+    connector._restore_modules_and_callbacks = restore  # type: ignore[method-assign]
 
 
 _STEPS = {
@@ -245,6 +266,33 @@ def make_dataloader(trainer: Trainer) -> Any:
     }
     assert trainer.state.fn is not None
     return loops[trainer.state.fn]._data_source.dataloader()
+
+
+def transferred(trainer: Trainer, batch: Any, dataloader_idx: int = 0) -> Any:
+    """Return ``batch`` as Lightning gives it to a step: on the device, after the hooks for batches.
+
+    Replaced by: a public function of the loops that does it.
+    """
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+    return trainer.strategy.batch_to_device(batch, trainer.strategy.root_device, dataloader_idx)
+
+
+def are_sequential(loaders: Any) -> bool:
+    """Return whether an evaluation runs over ``loaders`` one after another: unless they are combined in another way.
+
+    Replaced by: a public property of the ``CombinedLoader``.
+    """
+    return not isinstance(loaders, CombinedLoader) or loaders._mode == "sequential"
+
+
+def update_metrics_apart(collection: MetricCollection) -> None:
+    """Let each metric of ``collection`` be updated, without a comparison of states to find those that are the same.
+
+    Replaced by: a way to switch off ``compute_groups`` of a collection that exists.
+    """
+    names = list(collection._modules)
+    vars(collection).update(_groups={index: [name] for index, name in enumerate(names)}, _groups_checked=True)
 
 
 @contextmanager

@@ -23,13 +23,14 @@ from lightning_dist.checkpoint.format import (
     verify,
     write,
 )
-from lightning_dist.checkpoint.manifest import CheckpointError, Manifest
+from lightning_dist.checkpoint.manifest import CheckpointError, CheckpointNotFoundError, Manifest
 from lightning_dist.checkpoint.single_file import consolidate
 from lightning_dist.checkpoint.snapshot import Snapshot, take_snapshot
 from lightning_dist.checkpoint.writer import Save, Writer
 
 __all__ = [
     "CheckpointError",
+    "CheckpointNotFoundError",
     "Manifest",
     "Part",
     "Save",

@@ -25,7 +25,15 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
-from lightning_dist.checkpoint.manifest import MANIFEST, CheckpointError, FileEntry, Manifest, TensorEntry, new_digest
+from lightning_dist.checkpoint.manifest import (
+    MANIFEST,
+    CheckpointError,
+    CheckpointNotFoundError,
+    FileEntry,
+    Manifest,
+    TensorEntry,
+    new_digest,
+)
 from lightning_dist.checkpoint.place import Place, Reader
 from lightning_dist.checkpoint.snapshot import Snapshot, put_back, references, unpickled
 from lightning_dist.checkpoint.storage import place_of
@@ -290,20 +298,21 @@ def _opened(path: Path, hint: bool = True) -> Iterator[tuple[Reader, Manifest]]:
     place = place_of(path)
     try:
         if not place.exists():
-            raise _NotThereError(f"There is no checkpoint at {path}.")
+            raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")
         if not place.is_checkpoint():
-            raise _NotThereError(f"{path} is not a lightning-dist checkpoint: it has no {MANIFEST}.")
+            raise _OtherKindError(f"{path} is not a lightning-dist checkpoint: it has no {MANIFEST}.")
         with place.open() as reader:
             manifest = Manifest.decode(bytes(_read_file(reader, MANIFEST, reader.size(MANIFEST))))
             yield reader, manifest
     except Exception as error:
-        is_there = not isinstance(error, _NotThereError)
+        is_there = not isinstance(error, (CheckpointNotFoundError, _OtherKindError))
         text = f"The checkpoint {path} cannot be read: {_reason(error)}." if is_there else str(error)
-        raise CheckpointError(text + (_others(path) if hint else "")) from error
+        kind = CheckpointNotFoundError if isinstance(error, CheckpointNotFoundError) else CheckpointError
+        raise kind(text + (_others(path) if hint else "")) from error
 
 
-class _NotThereError(CheckpointError):
-    """No checkpoint, rather than one that is damaged."""
+class _OtherKindError(CheckpointError):
+    """A file or folder that is no checkpoint of this project, rather than one that is damaged."""
 
 
 def _check_files(reader: Reader, manifest: Manifest, check: Verify, share: tuple[int, int]) -> None:

@@ -15,7 +15,16 @@ from typing import Any
 import torch
 import xxhash
 
-__all__ = ["MANIFEST", "CheckpointError", "Chunk", "FileEntry", "Manifest", "TensorEntry", "new_digest"]
+__all__ = [
+    "MANIFEST",
+    "CheckpointError",
+    "CheckpointNotFoundError",
+    "Chunk",
+    "FileEntry",
+    "Manifest",
+    "TensorEntry",
+    "new_digest",
+]
 
 MANIFEST = "manifest.json"
 _FORMAT = "lightning-dist checkpoint"
@@ -24,6 +33,10 @@ _VERSION = 1
 
 class CheckpointError(RuntimeError):
     """A checkpoint that is missing, damaged, of another kind, not written, or without what is asked of it."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is nothing at the path that was asked for; also what Lightning raises where a file is missing."""
 
 
 def new_digest() -> Any:

@@ -21,6 +21,8 @@ def by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     Unlike ``torch.distributed.checkpoint.state_dict`` it takes no optimizer step to make state that is not there yet.
     """
     state = optimizer.state_dict()
+    if not optimizer.param_groups:  # what Lightning makes of configure_optimizers() that returns None
+        return state
     names = _names(optimizer, module)
     order = [index for group in state["param_groups"] for index in group["params"]]
     name_of = dict(zip(order, names, strict=True))
@@ -52,6 +54,8 @@ def load_optimizer(optimizer: Optimizer, module: nn.Module, state: Mapping[str, 
     Raises:
         CheckpointError: If the parameter groups are not those of ``optimizer``.
     """
+    if not optimizer.param_groups and not state:
+        return
     names = _names(optimizer, module)
     saved = state if _is_by_name(state) else _named_by_position(state, names)
     saved_names = [name for group in saved["param_groups"] for name in group["params"]]

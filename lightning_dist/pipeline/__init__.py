@@ -3,11 +3,13 @@
 In the order in which they build on each other: ``flow`` (what flows between a model's parts in a step), ``follow`` (how
 it is found), ``balance`` (which parts are which stage), ``schedules``, ``stages`` (where each parameter is), ``replay``
 (a step on one stage), ``microbatches``, ``simulation`` and ``timeline`` (when what runs), ``shared`` (parameters of
-several stages), ``attributes`` (what a step leaves), ``as_written`` and ``whole_model`` (the module as it was, and
-whole), ``whole_state`` (a checkpoint of all stages), ``runner`` (a step on all of them).
+several stages), ``failures`` (errors that all ranks raise), ``attributes`` (what a step leaves), ``as_written`` and
+``whole_model`` (the module as it was, and whole), ``whole_state`` (a checkpoint of all stages), ``runner`` (a step on
+all of them).
 """
 
 from lightning_dist.pipeline.as_written import AsWritten
+from lightning_dist.pipeline.failures import Failure, raise_together
 from lightning_dist.pipeline.flow import Flow, FlowError
 from lightning_dist.pipeline.follow import find_flow
 from lightning_dist.pipeline.microbatches import (
@@ -26,6 +28,7 @@ from lightning_dist.pipeline.timeline import Timeline
 __all__ = [
     "SCHEDULES",
     "AsWritten",
+    "Failure",
     "Flow",
     "FlowError",
     "Pipeline",
@@ -41,6 +44,7 @@ __all__ = [
     "keep_own",
     "num_microbatches_for",
     "own_units",
+    "raise_together",
     "signature",
     "simulate",
     "split_batch",

@@ -101,6 +101,7 @@ def find_flow(
     device: torch.device,
     parts: list[str],
     blocks: Mapping[str, nn.Module],
+    has_loss: bool = True,
 ) -> Flow:
     """Follow one step.
 
@@ -110,6 +111,7 @@ def find_flow(
         device: Where the fakes pretend to be.
         parts: Names of the parts.
         blocks: Those of them that are blocks.
+        has_loss: Whether the step must return a loss that depends on what the model returns.
 
     Raises:
         FlowError: If it does not run on fake tensors, or cannot be split into stages.
@@ -118,7 +120,7 @@ def find_flow(
     why_not = run_on_fakes(root, partial(step, on_log=observer.on_log), device, observer, with_gradients=True)
     if why_not:
         raise FlowError(f"The step could not be followed on tensors without values: {why_not}.")
-    return observer.flow()
+    return observer.flow(has_loss)
 
 
 def _parents(name: str) -> Iterator[str]:
@@ -327,7 +329,7 @@ class _FlowObserver:
         del tensor.__dict__["_made_in"], tensor.__dict__["_made_by"]
         tensor.__dict__["_marks"] = _Marks(frozenset({(index, inner.places[leaf])}))
 
-    def flow(self) -> Flow:
+    def flow(self, has_loss: bool = True) -> Flow:
         """What was seen.
 
         Raises:
@@ -347,7 +349,7 @@ class _FlowObserver:
                 )
         if not self._calls:
             raise FlowError("The step calls none of the model's parts, so there is nothing to split into stages.")
-        if not self._end.uses:
+        if has_loss and not self._end.uses:
             raise FlowError(
                 "The loss that the step returns does not depend on what the model returns, so that nothing would be"
                 " trained. Return the loss, computed from the model's output."

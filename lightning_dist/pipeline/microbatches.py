@@ -17,20 +17,24 @@ def batch_size_of(batch: Any) -> int:
     Raises:
         ValueError: If they differ. The text names two, by their place in the batch.
     """
-    sizes: dict[int, tuple[str, Tensor]] = {}
+    sizes: dict[int, tuple[str, str]] = {}
 
     def look(path: str, value: Any) -> Any:
-        if isinstance(value, Tensor) and value.ndim > 0:
-            sizes.setdefault(value.shape[0], (path, value))
+        if isinstance(value, Tensor):
+            if value.ndim > 0:
+                sizes.setdefault(value.shape[0], (path, f"shape {tuple(value.shape)}"))
+        elif _is_sliceable(value):
+            sizes.setdefault(len(value), (path, f"{len(value)} samples"))
         return value
 
     map_leaves(batch, look)
     if len(sizes) > 1:
         (first, a), (second, b), *_ = sizes.values()
         raise ValueError(
-            f"batch{first} has shape {tuple(a.shape)} and batch{second} has shape {tuple(b.shape)}: a pipeline splits"
-            " every tensor of a batch into microbatches along dimension 0, so that its size must be the same. Give what"
-            " belongs to no sample a leading dimension of the batch's size, or keep it on the module as a buffer."
+            f"batch{first} has {a} and batch{second} has {b}: a pipeline splits every tensor of a batch into"
+            " microbatches along dimension 0, so that its size must be the same. Give what belongs to no sample a"
+            " leading dimension of the batch's size, or keep it on the module as a buffer, or define"
+            " split_batch(batch, num_microbatches) on the module, which returns a list of microbatches."
         )
     return next(iter(sizes), 0)
 
@@ -61,7 +65,8 @@ def num_microbatches_for(size: int, wanted: int) -> int:
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     """``batch`` as ``num_microbatches`` equal parts: views of its tensors, in containers of the same kinds.
 
-    Lists of as many strings or numbers as there are samples are split, too; all else is in each microbatch as it is.
+    Lists of as many strings or numbers as there are samples are split, too, and so are arrays and other objects that
+    have a length and can be sliced; all else is in each microbatch as it is.
 
     Raises:
         ValueError: As of :func:`batch_size_of`.
@@ -71,7 +76,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
 
     def take(index: int) -> Callable[[str, Any], Any]:
         def of(path: str, value: Any) -> Any:
-            is_split = isinstance(value, Tensor) and value.ndim > 0
+            is_split = value.ndim > 0 if isinstance(value, Tensor) else _is_sliceable(value)
             if is_split or (isinstance(value, list | tuple) and len(value) == size):
                 return value[index * part : (index + 1) * part]
             return value
@@ -88,6 +93,10 @@ def signature(batch: Any) -> tuple[object, ...]:
     def look(path: str, value: Any) -> Any:
         if isinstance(value, Tensor):
             found.append((path, tuple(value.shape), value.dtype))
+        elif _is_sliceable(value):
+            inside = [(key, item) for key, item in getattr(value, "__dict__", {}).items() if isinstance(item, Tensor)]
+            shapes = tuple((key, tuple(item.shape), item.dtype) for key, item in inside)
+            found.append((path, type(value), len(value), getattr(value, "shape", None), shapes))
         else:
             found.append((path, value if isinstance(value, bool | int | None) else type(value)))
         return value
@@ -122,6 +131,13 @@ def map_leaves(value: Any, function: Callable[[str, Any], Any], path: str = "") 
         changed = {f.name: map_leaves(getattr(value, f.name), function, f"{path}.{f.name}") for f in fields(value)}
         return replace(value, **{name: changed[name] for name in changed if _is_init(value, name)})
     return function(path, value)
+
+
+def _is_sliceable(value: Any) -> bool:
+    """Return whether ``value`` is an object, such as an array, that has a length and can be sliced."""
+    if isinstance(value, str | bytes | list | tuple | type) or getattr(value, "ndim", 1) == 0:
+        return False
+    return hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
 
 
 def _is_init(value: Any, name: str) -> bool:

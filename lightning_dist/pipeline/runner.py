@@ -17,6 +17,7 @@ from torch.nn.utils import get_total_norm
 from lightning_dist.initialization import broadcast_tensors
 from lightning_dist.pipeline.as_written import AsWritten
 from lightning_dist.pipeline.attributes import unchanged
+from lightning_dist.pipeline.failures import Failure
 from lightning_dist.pipeline.flow import Flow
 from lightning_dist.pipeline.replay import MicrobatchSeed, Replay, StagePlan
 from lightning_dist.pipeline.schedules import SCHEDULES
@@ -57,7 +58,8 @@ class _Running:
         loss_of: From what the step returned, what its backward begins at; None: there is none.
         base: What its random numbers follow from.
         results: What the step returned on each microbatch, where the last stage is.
-        error: What the user's step has raised.
+        failure: The first error that was raised on this rank; from then on its stages compute nothing, and only take
+            part in what the schedule sends.
     """
 
     plans: dict[int, StagePlan]
@@ -66,7 +68,7 @@ class _Running:
     loss_of: Callable[[Any], Tensor] | None
     base: int
     results: list[Any]
-    error: Exception | None = None
+    failure: Failure | None = None
 
 
 class Pipeline:
@@ -146,8 +148,11 @@ class Pipeline:
         steps: Sequence[Callable[[], Any]],
         run_root: RunRoot,
         loss_of: Callable[[Any], Tensor] | None = None,
-    ) -> list[Any]:
+    ) -> tuple[list[Any], Failure | None]:
         """Run a step's microbatches, and their backwards where there is a loss. A collective over ``pp``.
+
+        An error of the user's code is not raised, but returned when the schedule has run to its end: the other ranks
+        would wait for what this one sends. The caller raises it on all ranks.
 
         Args:
             prepared: The step, for as many microbatches.
@@ -156,7 +161,8 @@ class Pipeline:
             loss_of: From what a microbatch's step returned, its part of the loss; None: no backward.
 
         Returns:
-            On the rank of the last stage, what the step returned on each microbatch; else nothing.
+            On the rank of the last stage, what the step returned on each microbatch; else nothing. Then this rank's
+            error, None if there is none.
         """
         base = int(torch.randint(2**62, ()))  # the same on all ranks of the pipeline, and after a resume
         results = [None] * len(steps) if self.is_last else []
@@ -174,9 +180,7 @@ class Pipeline:
                     prepared.schedule.step(microbatch=numbers, target=numbers, losses=[], return_outputs=False)
                 else:
                     self._run_forward(running)
-            return running.results
-        except Exception as error:
-            raise (running.error or error) from None  # the user's, and not what torch makes of it
+            return running.results, running.failure
         finally:
             self._running = None
 
@@ -246,6 +250,7 @@ class Pipeline:
                 dw_builder=None if self._splits_backward else _nothing_is_left,
             )
             torch_stage.recorder = self._recorder
+            torch_stage.run_backward = self._run_backward
             torch_stages.append(torch_stage)
         wanted = SCHEDULES[self.config.schedule]
         if not wanted.fits(num_microbatches, self.config.pp_size, num_stages):
@@ -306,11 +311,35 @@ class Pipeline:
             running.results[microbatch] = result
             return running.loss_of(result) if running.loss_of is not None else torch.zeros(1, device=self._device)
 
-        try:
-            return running.run_root(run)
-        except Exception as error:
-            running.error = error
-            raise
+        if running.failure is None:
+            try:
+                return running.run_root(run)
+            except BaseException as error:
+                running.failure = Failure.now(error, f"stage {stage}, microbatch {microbatch}")
+        if plan.is_last:
+            return torch.zeros((), device=self._device)
+        return tuple(
+            torch.zeros(leaf.shape, dtype=leaf.dtype, device=self._device) for leaf in map(plan.leaf, plan.sent)
+        )
+
+    def _run_backward(self, stage: int, microbatch: int, backward: Callable[[], Any]) -> Any:
+        """Run a stage's backward, and return what torch's stage does; None if there is nothing to run after an error.
+
+        Args:
+            stage: The stage.
+            microbatch: The number of the microbatch.
+            backward: Runs the backward.
+        """
+        running = self._running
+        assert running is not None
+        if running.failure is None:
+            try:
+                return backward()
+            except BaseException as error:
+                # torch's stage wraps what was raised in an error that describes tensors.
+                raised = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+                running.failure = Failure.now(raised, f"backward of stage {stage}, microbatch {microbatch}")
+        return None
 
 
 def _example(plan: StagePlan, value: tuple[int, int]) -> Tensor:

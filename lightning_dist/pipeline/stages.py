@@ -13,6 +13,7 @@ from lightning_dist.pipeline.balance import balanced, costs, split_by_hand
 from lightning_dist.pipeline.flow import Flow, FlowError
 from lightning_dist.pipeline.follow import find_flow, find_parts
 from lightning_dist.pipeline.schedules import SCHEDULES, stages_of
+from lightning_dist.tensor_places import put, tensor_places
 from lightning_dist.units import Unit
 
 __all__ = ["Foreign", "PipelineConfig", "Stages", "find_stages", "keep_own", "own_units"]
@@ -211,20 +212,35 @@ class Foreign:
     tensors: list[Tensor]
 
 
-def keep_own(root: nn.Module, stages: Stages, own: Sequence[int]) -> Foreign:
+def keep_own(root: nn.Module, stages: Stages, own: Sequence[int], units: Sequence[Unit]) -> Foreign:
     """Move what is not needed on the stages ``own`` to the meta device.
 
-    Parameters keep their identity and their names. Buffers go with the part that they are in; those outside of parts
-    stay everywhere.
+    Parameters keep their names, and their identity where torch can swap their content. Buffers go with the part that
+    they are in; those outside of parts stay everywhere.
+
+    Args:
+        root: The user's module, whole.
+        stages: How it is cut.
+        own: The stages of this rank.
+        units: The model's units; parameters that could not keep their identity are replaced in them, too.
     """
     wanted = set(own)
     tensors: list[Tensor] = []
+    replaced: dict[int, nn.Parameter] = {}
+    places = tensor_places(root)
     for name, param in root.named_parameters():
         if not wanted & set(stages.stages_of_param[name]):
             if not param.is_meta:
                 meta = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
-                torch.utils.swap_tensors(param, meta)  # type: ignore[no-untyped-call]
-            tensors.append(param)
+                try:
+                    torch.utils.swap_tensors(param, meta)  # type: ignore[no-untyped-call]
+                except RuntimeError:
+                    # Recurrent layers hold weak references to their weights, and the old weight_norm a graph of them.
+                    replaced[id(param)] = meta
+                    put(meta, places[id(param)])
+            tensors.append(replaced.get(id(param), param))
+    for unit in units:
+        unit.params.update({name: replaced[id(param)] for name, param in unit.params.items() if id(param) in replaced})
     foreign = set()
     modules = dict(root.named_modules())
     for part in stages.parts:

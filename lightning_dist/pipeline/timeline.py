@@ -12,8 +12,9 @@ than a message takes, as at the start and at the end of a step a rank waits for 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from time import perf_counter
 from typing import Any, Literal, NamedTuple
@@ -154,9 +155,17 @@ class Recorder:
 
 
 class TimedStage(PipelineStage):
-    """A stage that tells ``recorder`` when its actions run: after what they wait for, before what they send."""
+    """A stage that tells ``recorder`` when its actions run: after what they wait for, before what they send.
+
+    Attributes:
+        recorder: Keeps the times.
+        run_backward: Runs a backward, given the stage, the microbatch and what runs it; None in its place of what that
+            returns: no gradient was made.
+    """
 
     recorder: Recorder
+    run_backward: Callable[[int, int, Callable[[], Any]], Any]
+    _microbatch = 0
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Run a forward."""
@@ -170,14 +179,24 @@ class TimedStage(PipelineStage):
     ) -> None:
         """Run a backward, or its part for the input."""
         start = self.recorder.now()
+        self._microbatch = bwd_chunk_id
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self.recorder.add("B" if full_backward else "I", self.stage_index, bwd_chunk_id, start)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         """Run a backward's part for the weights."""
         start = self.recorder.now()
+        self._microbatch = bwd_chunk_id
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self.recorder.add("W", self.stage_index, bwd_chunk_id, start)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> Any:
+        """Run autograd; after an error, return no gradients, in whose place torch's stage sends zeros."""
+        backward = partial(super().backward_maybe_with_nosync, backward_type, bwd_kwargs, last_backward)
+        result = self.run_backward(self.stage_index, self._microbatch, backward)
+        return ((None,) * len(bwd_kwargs.get("input_values", ())), None) if result is None else result
 
 
 def aligned(timeline: Timeline) -> Timeline:

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dist.tensor_places import Place, put, tensor_places
+
 __all__ = ["whole_model"]
 
 
@@ -26,7 +28,7 @@ def whole_model(root: nn.Module, group: dist.ProcessGroup, device: torch.device)
     own = {name: (tensor.shape, tensor.dtype) for name, (tensor, _) in places.items() if not tensor.is_meta}
     of_all: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(of_all, own, group)
-    put: list[tuple[dict[str, Any], str, Any]] = []
+    replaced: list[tuple[Tensor, list[Place]]] = []
     try:
         for name, (tensor, registered) in places.items():
             sources = [rank for rank, names in enumerate(of_all) if name in names]
@@ -35,23 +37,22 @@ def whole_model(root: nn.Module, group: dist.ProcessGroup, device: torch.device)
             shape, dtype = of_all[sources[0]][name]
             value = torch.empty(shape, dtype=dtype, device=device) if tensor.is_meta else tensor.detach().contiguous()
             dist.broadcast(value, group=group, group_src=sources[0])
-            for tensors, key in registered if tensor.is_meta else ():
-                put.append((tensors, key, tensor))
-                tensors[key] = value
+            if tensor.is_meta:
+                replaced.append((tensor, registered))
+                put(value, registered)
         yield
     finally:
-        for tensors, key, tensor in put:
-            tensors[key] = tensor
+        for tensor, registered in replaced:
+            put(tensor, registered)
 
 
-def _places(root: nn.Module) -> dict[str, tuple[Tensor, list[tuple[dict[str, Any], str]]]]:
-    """Of each parameter and buffer, by its first name: the tensor, and where modules have it."""
-    found: dict[int, tuple[str, Tensor, list[tuple[dict[str, Any], str]]]] = {}
-    for prefix, module in root.named_modules():
-        registered: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in registered:
-            for key, tensor in tensors.items():
-                if tensor is not None:
-                    name = f"{prefix}.{key}" if prefix else key
-                    found.setdefault(id(tensor), (name, tensor, []))[2].append((tensors, key))
-    return {name: (tensor, registered) for name, tensor, registered in found.values()}
+def _places(root: nn.Module) -> dict[str, tuple[Tensor, list[Place]]]:
+    """Return the tensor and the places of each parameter and buffer, by its first name."""
+    places = tensor_places(root)
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, tensor in (
+        *root.named_parameters(remove_duplicate=False),
+        *root.named_buffers(remove_duplicate=False),
+    ):
+        found.setdefault(id(tensor), (name, tensor))
+    return {name: (tensor, places[key]) for key, (name, tensor) in found.items()}

@@ -52,6 +52,7 @@ class TensorParallel:
         self._parents = {child: module for module in root.modules() for child in module.children()}
         self._grads_are_partial: set[tuple[nn.Module, str]] = set()
         self._whole: dict[tuple[nn.Module, str], nn.Parameter] = {}  # as gathered: DTensors over tp alone
+        self._local: dict[nn.Parameter, nn.Parameter] = {}  # of each of those, this rank's part, in the same memory
         self._attributes: list[tuple[nn.Module, str, Any, Any]] = []  # as it was, and as it is
         self._is_whole = False
         self._entered: tuple[Tensor, Tensor, bool] | None = None
@@ -189,6 +190,7 @@ class TensorParallel:
                 local, self._mesh, [placement], run_check=False, shape=param.shape, stride=param.stride()
             )
             new[param] = nn.Parameter(dtensor, param.requires_grad)
+            _compat.move_hooks(param, new[param])
         for owner in owners:
             for key, owned in list(owner._parameters.items()):
                 if owned is not None and owned in new:
@@ -199,23 +201,39 @@ class TensorParallel:
         """Let ``owners`` hold this rank's parts of the parameters that hang on them, which are gathered."""
         if self._is_whole:
             return
-        holders: list[tuple[nn.Module, str, DTensor]] = []
+        holders: list[tuple[nn.Module, str, nn.Parameter]] = []
         for owner in owners:
             for key, param in owner._parameters.items():
                 if isinstance(param, DTensor):
                     self._whole[owner, key] = cast(nn.Parameter, param)
                 if (owner, key) in self._whole:
-                    holders.append((owner, key, cast(DTensor, self._whole[owner, key])))
-        parts = {id(whole): whole.to_local() for _, _, whole in holders}
-        partial_grads = {id(whole) for owner, key, whole in holders if self._has_partial_grad(owner, key)}
-        partial_grads &= {key for key, part in parts.items() if part.requires_grad}
-        if partial_grads:
-            ids = [key for key in parts if key in partial_grads]
-            parts.update(zip(ids, exchanges.copy_all_to([parts[key] for key in ids], self._group), strict=True))
-        for owner, key, whole in holders:
-            own = self._own.get((owner, key))
-            part = parts[id(whole)] if own is None else own(parts[id(whole)])
-            owner._parameters[key] = cast(nn.Parameter, part)  # in a forward it need not be one
+                    holders.append((owner, key, self._whole[owner, key]))
+        # With gradients in any case: what is called without them may be called with them next.
+        with torch.inference_mode(False), torch.enable_grad():
+            parts: dict[int, Tensor] = {id(whole): self._local_of(whole) for _, _, whole in holders}
+            partial_grads = {id(whole) for owner, key, whole in holders if self._has_partial_grad(owner, key)}
+            partial_grads &= {key for key, part in parts.items() if part.requires_grad}
+            if partial_grads:
+                ids = [key for key in parts if key in partial_grads]
+                parts.update(zip(ids, exchanges.copy_all_to([parts[key] for key in ids], self._group), strict=True))
+            for owner, key, whole in holders:
+                own = self._own.get((owner, key))
+                part = parts[id(whole)] if own is None else own(parts[id(whole)])
+                owner._parameters[key] = cast(nn.Parameter, part)  # in a forward it need not be one
+
+    def _local_of(self, whole: nn.Parameter) -> nn.Parameter:
+        """Return this rank's part of a gathered parameter, a leaf of autograd's graph that hands on its gradients.
+
+        Autograd then sees no DTensor, of which it could ask what DTensors cannot answer (its anomaly mode does).
+        """
+        local = self._local.get(whole)
+        if local is None:
+            local = nn.Parameter(cast(DTensor, whole).to_local().detach())
+            local.register_post_accumulate_grad_hook(partial(_hand_on_gradient, whole))  # type: ignore[no-untyped-call]
+            self._local[whole] = local
+        if local.requires_grad != whole.requires_grad:
+            local.requires_grad_(whole.requires_grad)
+        return local
 
     def _has_partial_grad(self, owner: nn.Module, key: str) -> bool:
         """Whether ranks compute a replicated parameter's gradient from features, or tokens, of their own."""
@@ -373,6 +391,21 @@ class TensorParallel:
         if is_others is None or not isinstance(output, Tensor):
             return output
         return exchanges.sum_from(output.masked_fill(is_others.unsqueeze(-1), 0.0), self._group)
+
+
+@torch.no_grad()
+def _hand_on_gradient(whole: nn.Parameter, local: Tensor) -> None:
+    """Give ``whole`` the gradient that a backward has added to this rank's part of it."""
+    gradient, local.grad = cast(Tensor, local.grad).detach(), None
+    if gradient.is_sparse:  # FSDP2 reduces dense gradients only
+        gradient = gradient.to_dense()
+    if whole.grad is not None:
+        cast(DTensor, whole.grad).to_local().add_(gradient)
+        return
+    dtensor = cast(DTensor, whole)
+    whole.grad = DTensor.from_local(
+        gradient, dtensor.device_mesh, dtensor.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
 
 
 def _rows(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:

@@ -1,5 +1,7 @@
 """What tensor-parallel ranks exchange in a forward, each with its counterpart in the backward.
 
+The counterpart of a counterpart is the exchange itself, so that backwards can be differentiated again.
+
 After Megatron-LM (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053, section 3; Korthikanti et al., 2022,
 https://arxiv.org/abs/2205.05198, section 4.2, for those that split the sequence):
 
@@ -76,27 +78,32 @@ def _exchange(tensor: Tensor, group: dist.ProcessGroup, dim: int, forward: Any, 
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup, dim: int, forward: Any, backward: Any) -> Tensor:
-        ctx.group, ctx.dim, ctx.exchange = group, dim, backward
+        ctx.group, ctx.dim, ctx.exchanges = group, dim, (forward, backward)
         result: Tensor = forward(tensor, group, dim)
         return result.view_as(result) if result is tensor else result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return ctx.exchange(gradient, ctx.group, ctx.dim), None, None, None, None
+        # The exchange of a gradient has the forward's exchange as its own backward.
+        forward, backward = ctx.exchanges
+        return _exchange(gradient, ctx.group, ctx.dim, backward, forward), None, None, None, None
 
 
 class _CopyAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
+        ctx.set_materialize_grads(False)  # a tensor that was not used has no gradient, rather than zeros
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        total = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        dist.all_reduce(total, group=ctx.group)
-        parts = torch.split(total, [gradient.numel() for gradient in gradients])
-        return None, *(part.view(gradient.shape) for part, gradient in zip(parts, gradients, strict=True))
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        used = [gradient for gradient in gradients if gradient is not None]
+        if not used:
+            return None, *gradients
+        total = sum_from(torch.cat([gradient.reshape(-1) for gradient in used]), ctx.group)
+        parts = iter(torch.split(total, [gradient.numel() for gradient in used]))
+        return None, *(None if gradient is None else next(parts).view(gradient.shape) for gradient in gradients)
 
 
 def _same(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:

@@ -1,5 +1,8 @@
 """The strategies, each under the name that ``Trainer(strategy=...)`` takes."""
 
+from collections.abc import Callable
+
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dist.plugins import _compat
@@ -36,4 +39,9 @@ def register() -> None:
         name = strategy.strategy_name
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])
-    _compat.intercept_checkpoint_paths(MeshStrategy, newest.choose, newest.resume)
+    _compat.intercept_checkpoint_paths(MeshStrategy, newest.choose, newest.resume, _restore_when_sharded)
+
+
+def _restore_when_sharded(trainer: Trainer, restore: Callable[[], None]) -> None:
+    assert isinstance(trainer.strategy, MeshStrategy)
+    trainer.strategy.restore_when_sharded(restore)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.optim import LBFGS, Optimizer
@@ -21,11 +22,17 @@ __all__ = ["check_optimizers", "refuse_for_pipeline", "refuse_what_cannot_work"]
 
 
 def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
-    """Look for callbacks and options that shards cannot honour.
+    """Look for callbacks and options that shards cannot honour, and for a fit that has nothing to train.
 
     Raises:
         MisconfigurationException: If there is one.
     """
+    module = trainer.lightning_module
+    if trainer.state.fn == TrainerFn.FITTING and not any(True for _ in module.parameters()):
+        raise MisconfigurationException(
+            f"{type(module).__name__} has no parameters, so there is nothing to train. Create its layers in __init__ or"
+            " in configure_model."
+        )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging):
             raise MisconfigurationException(
@@ -84,6 +91,11 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, s
             raise MisconfigurationException(
                 "LBFGS searches along one flat vector of all parameters and cannot work on shards; use another"
                 f" optimizer, or a strategy that shards nothing, instead of {strategy_name}."
+            )
+        if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
+            raise MisconfigurationException(
+                f"{name} shards optimizer states of whole parameters, and {strategy_name} has sharded the parameters"
+                " and their optimizer states already. Use the optimizer inside it: it needs no more memory."
             )
         params = [param for group in optimizer.param_groups for param in group["params"]]
         num_foreign = sum(id(param) not in ours for param in params)

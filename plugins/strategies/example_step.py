@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import islice
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
-from torchmetrics import Metric
+from torchmetrics import Metric, MetricCollection
 
 from lightning_dist.plugins import _compat
 
-__all__ = ["FakeStep", "example_batch", "example_step", "fake_step"]
+__all__ = ["FakeStep", "example_args", "example_step", "fake_step"]
 
 FakeStep = Callable[..., Any]
 """Runs a step on what its first argument makes of each tensor; what is logged goes to its second, if it is given."""
@@ -25,36 +28,68 @@ FakeStep = Callable[..., Any]
 
 def example_step(module: LightningModule, trainer: Trainer) -> tuple[FakeStep | None, str]:
     """The step that ``trainer`` is about to run, with a batch as its loader would give; or None, and why not."""
-    batch, why_not = example_batch(trainer)
+    args, why_not = example_args(trainer)
     if why_not:
         return None, why_not
-    return fake_step(module, trainer, _compat.step_name(trainer), (batch, 0), {}), ""
+    return fake_step(module, trainer, _compat.step_name(trainer), args, {}), ""
 
 
-def example_batch(trainer: Trainer) -> tuple[Any, str]:
-    """A batch as the loader of the run that begins would give; or why none could be made. Rank 0's, on all ranks.
+def example_args(trainer: Trainer) -> tuple[tuple[Any, ...], str]:
+    """Return the arguments of the first step of the run that begins; or why no batch could be made.
 
-    The loader is made for this alone. No worker is started, and random numbers are as before.
+    The loader is made for this alone. No worker is started, and random numbers are as before. The batch is rank 0's on
+    all ranks, and has gone through the hooks that Lightning gives each batch to.
+
+    Args:
+        trainer: The Trainer whose run begins.
+
+    Returns:
+        The batch, the batch's index and, where the step is given it, the loader's index; empty if there is none. Then
+        the reason, empty if there is a batch.
     """
-    batch, why_not = None, ""
+    args: tuple[Any, ...] = ()
+    why_not = ""
     try:
         with isolate_rng():
-            batch = apply_to_collection(_batch(_compat.make_dataloader(trainer)), Tensor, Tensor.cpu)
+            args = apply_to_collection(_first_args(trainer), Tensor, Tensor.cpu)
     except Exception as error:  # whatever the user's data raise, they will raise again where it is expected
         text = str(error).strip().split("\n")[0]
         why_not = f"no batch could be made: {type(error).__name__}: {text}"
     # All ranks must come to the same plan.
-    batch, why_not = trainer.strategy.broadcast((batch, why_not))
+    args, why_not = trainer.strategy.broadcast((args, why_not))
     if why_not:
-        return None, why_not
-    batch = trainer.precision_plugin.convert_input(batch)
-    return trainer.strategy.batch_to_device(batch, trainer.strategy.root_device), ""
+        return (), why_not
+    batch, *indices = apply_to_collection(args, Tensor, Tensor.clone)  # a hook may change what belongs to the dataset
+    with isolate_rng():
+        return (_compat.transferred(trainer, batch, *indices[1:]), *indices), ""
+
+
+def _first_args(trainer: Trainer) -> tuple[Any, ...]:
+    loaders = _compat.make_dataloader(trainer)
+    if trainer.state.fn != TrainerFn.FITTING and _compat.are_sequential(loaders):
+        first, *others = tree_leaves(loaders.iterables if isinstance(loaders, CombinedLoader) else loaders)
+        return (_batch(first), 0, 0) if others else (_batch(first), 0)
+    return _batch(loaders.iterables if isinstance(loaders, CombinedLoader) else loaders), 0
 
 
 def fake_step(
-    module: LightningModule, trainer: Trainer, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: LightningModule,
+    trainer: Trainer,
+    name: str,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> FakeStep:
-    """The step ``name`` of ``module``, to be run on fakes of the tensors in ``args`` and ``kwargs``."""
+    """Return the step ``name`` of ``module``, to be run on fakes of the tensors in ``args`` and ``kwargs``.
+
+    Args:
+        module: The user's module.
+        trainer: Its Trainer.
+        name: The name of the step.
+        args: Positional arguments of the step, the batch first.
+        kwargs: Keyword arguments of the step.
+        around: Makes a context to run the step in.
+    """
 
     def step(fake: Callable[[Tensor], Tensor], on_log: Callable[..., None] | None = None) -> Any:
         given_args, given_kwargs = apply_to_collection((args, kwargs), Tensor, fake)
@@ -64,6 +99,7 @@ def fake_step(
             if on_log is not None:
                 inside.enter_context(_metrics_told_to(module, on_log))
             inside.enter_context(trainer.precision_plugin.forward_context())
+            inside.enter_context(around())
             return getattr(module, name)(*given_args, **given_kwargs)
 
     return step
@@ -77,7 +113,8 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
 def _metrics_told_to(module: LightningModule, on_log: Callable[..., None]) -> Iterator[None]:
     """Inside, metrics only say what they are given: they look at values, of which fakes have none."""
     metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
-    before = [dict(vars(metric)) for metric in metrics]
+    collections = [found for found in module.modules() if isinstance(found, MetricCollection)]
+    before = [(changed, dict(vars(changed))) for changed in (*metrics, *collections)]
 
     def update(*args: Any, **kwargs: Any) -> None:
         on_log("metric", [args, kwargs])
@@ -89,12 +126,14 @@ def _metrics_told_to(module: LightningModule, on_log: Callable[..., None]) -> It
 
     for metric in metrics:
         vars(metric).update(update=update, forward=forward, compute=lambda: torch.zeros(()))
+    for collection in collections:
+        _compat.update_metrics_apart(collection)
     try:
         yield
     finally:
-        for metric, attributes in zip(metrics, before, strict=True):
-            vars(metric).clear()
-            vars(metric).update(attributes)
+        for changed, attributes in before:
+            vars(changed).clear()
+            vars(changed).update(attributes)
 
 
 def _batch(loaders: Any) -> Any:
@@ -102,7 +141,7 @@ def _batch(loaders: Any) -> Any:
     if isinstance(loaders, Mapping):
         return {key: _batch(loader) for key, loader in loaders.items()}
     if isinstance(loaders, list | tuple):
-        return [_batch(loader) for loader in loaders]
+        return type(loaders)(_batch(loader) for loader in loaders)
     if not isinstance(loaders, DataLoader):
         return next(_fresh(loaders))
     dataset = loaders.dataset

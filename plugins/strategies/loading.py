@@ -22,7 +22,7 @@ __all__ = ["load", "load_optimizers", "load_weights"]
 def load(
     path: str,
     module: LightningModule,
-    optimizers: Sequence[Optimizer],
+    with_optimizers: bool,
     weights_only: bool,
     verify: Verify,
     go_on: Callable[[Part], None] | None = None,
@@ -34,7 +34,7 @@ def load(
     Args:
         path: A directory of any layout, or a file that any strategy of Lightning saved.
         module: The sharded module.
-        optimizers: Those of this run; without any, optimizer states are not read.
+        with_optimizers: Whether the optimizers' states are read, too.
         weights_only: Refuse pickled objects other than tensors and plain values.
         verify: How a directory is checked; every rank checks its part of the files.
         go_on: Called with what was read of a directory, for what training goes on with; its errors are raised as well.
@@ -51,7 +51,7 @@ def load(
 
         def template(info: TensorInfo) -> torch.Tensor | None:
             if info.path[0] == "optimizer_states":
-                if not optimizers:
+                if not with_optimizers:
                     return None
                 # optimizer_states / index / "state" / full name / which state
                 return _empty_like(params.get(str(info.path[3])), info)

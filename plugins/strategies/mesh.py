@@ -15,6 +15,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins import CheckpointIO, Precision, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -126,6 +127,7 @@ class MeshStrategy(ProcessStrategy):
         self._same_batch_group: dist.ProcessGroup | None = None
         self._same_batch: SameBatch | None = None
         self._silenced: list[Callback] = []
+        self._restore: Callable[[], None] | None = None
 
     @property
     def layout(self) -> ParallelLayout:
@@ -175,11 +177,6 @@ class MeshStrategy(ProcessStrategy):
         }
 
     @property
-    def restore_checkpoint_after_setup(self) -> bool:
-        """Weights are loaded into shards, so the module is sharded first."""
-        return True
-
-    @property
     def precision_plugin(self) -> Precision:
         """Lightning's precision plugin; sharding takes its dtypes from it."""
         return super().precision_plugin
@@ -219,12 +216,40 @@ class MeshStrategy(ProcessStrategy):
         super().setup_environment()
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, FaultTolerance) for callback in callbacks):
-            callbacks.append(FaultTolerance())
+            # Lightning keeps checkpoint callbacks last, so that they save what all others have made of their states.
+            first_checkpoint = next((i for i, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
+            callbacks.insert(first_checkpoint, FaultTolerance())
         self._mesh = self.layout.build_mesh(self.root_device.type)
+        assert self.lightning_module is not None
+        _compat.set_device_mesh(self.lightning_module, self._mesh)
         self._data_parallel_group = self.layout.build_data_parallel_group()
         self._same_batch_group = self.layout.build_same_batch_group()
         if self._same_batch_group is not None:
             self._same_batch = SameBatch(self._same_batch_group, self.root_device)
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Create the tensors of ``trainer.init_module``; with ``empty_init`` they are on the meta device.
+
+        Such a module gets its values when it is sharded, as one from ``configure_model`` does, or from a checkpoint.
+
+        Args:
+            empty_init: Whether to create no values. None: values are created.
+        """
+        device = torch.device("meta") if empty_init else self.root_device
+        with device, self.precision_plugin.tensor_init_context():
+            yield
+
+    def restore_when_sharded(self, restore: Callable[[], None]) -> None:
+        """Postpone what Lightning restores before :meth:`setup` until the module is sharded, within :meth:`setup`.
+
+        Weights are loaded into shards. Optimizers and ``on_fit_start`` come after it, and find the states of callbacks
+        and what the module's ``on_load_checkpoint`` has set, as under any strategy that restores before ``setup``.
+
+        Args:
+            restore: Loads the weights, the data module and the callbacks from the checkpoint that was asked for.
+        """
+        self._restore = restore
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
@@ -248,6 +273,10 @@ class MeshStrategy(ProcessStrategy):
                 if average is not None:
                     self._has_averages = True
                     self._shard(cast(LightningModule, average.module), copied=self._sharded)
+        restore, self._restore = self._restore, None
+        if restore is not None:
+            restore()
+        if is_fitting:
             self.setup_optimizers(trainer)
             self._frees_gradients_first = are_free_before_forward(self.lightning_module, trainer)
         self.setup_precision_plugin()
@@ -266,6 +295,21 @@ class MeshStrategy(ProcessStrategy):
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
         """Reduce a metric over the ranks that have a part of the batch."""
         return super().reduce(tensor, self._data_parallel_group if group is None else group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack the tensors of the ranks that have a part of the batch, each part once.
+
+        Args:
+            tensor: This rank's; of the same shape on all ranks.
+            group: Other ranks to gather over. All processes, which is what ``LightningModule.all_gather`` gives where
+                nothing is asked for, are those that have a part of the batch.
+            sync_grads: Whether the gradient of what is returned flows back to every rank's ``tensor``.
+
+        Returns:
+            The tensors of all ranks, stacked along a new first dimension.
+        """
+        of_batch = group is None or group is dist.group.WORLD
+        return super().all_gather(tensor, self._data_parallel_group if of_batch else group, sync_grads)
 
     def _shard(self, module: LightningModule, copied: ShardedModule | None = None) -> ShardedModule:
         existing = sharded(module)
@@ -545,7 +589,7 @@ class MeshStrategy(ProcessStrategy):
         return loading.load(
             path,
             self.lightning_module,
-            self.optimizers,
+            is_fitting,
             options.weights_only if weights_only is None else weights_only,
             options.verify,
             self._go_on_from if is_fitting else None,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
@@ -15,14 +17,16 @@ from torch.optim import Optimizer
 
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import REMAINING
-from lightning_dist.pipeline import SCHEDULES, PipelineConfig, batch_size_of, check_divides, split_batch
+from lightning_dist.pipeline import SCHEDULES, PipelineConfig
 from lightning_dist.pipeline.whole_state import optimizer_state_of_all, written_by_stage
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.checks import refuse_for_pipeline
 from lightning_dist.plugins.strategies.exact_resume import MODELS
-from lightning_dist.plugins.strategies.example_step import example_batch, fake_step
+from lightning_dist.plugins.strategies.example_step import example_args, fake_step
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
+from lightning_dist.plugins.strategies.microbatching import BatchSplitter
 from lightning_dist.plugins.strategies.pipelined_steps import PipelinedSteps
+from lightning_dist.plugins.strategies.step_collectives import stand_ins_for_collectives
 from lightning_dist.sharding import ShardedModule, sharded
 
 __all__ = ["PipelineParallelStrategy"]
@@ -36,7 +40,7 @@ class PipelineParallelStrategy(MeshStrategy):
     Args:
         pp_size: Number of processes that stages are on. None: the devices of a node, or what the other sizes leave.
         num_microbatches: Into how many microbatches a rank's part of the batch is split. None: the greatest number up
-            to 4 a stage that divides it.
+            to 4 a stage that divides it, and leaves BatchNorm at least two samples.
         schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``looped_bfs``, ``interleaved_zero_bubble``, ``zbv`` or
             ``dualpipev``.
         virtual_stages: Number of stages on a process. None: 1, or 2 for a schedule that needs several.
@@ -72,6 +76,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self._dp_shard_size = dp_shard_size
         self._dp_replicate_size = dp_replicate_size
         self._steps: PipelinedSteps | None = None
+        self._is_following = False
         self._gradients: list[tuple[Tensor, Tensor]] = []
 
     def _requested_sizes(self) -> dict[str, int]:
@@ -85,29 +90,26 @@ class PipelineParallelStrategy(MeshStrategy):
         }
 
     def _pipeline_config(self, module: LightningModule) -> PipelineConfig | None:
-        if self.layout.pp == 1:
+        if self.layout.pp == 1 or not any(True for _ in module.parameters()):
             return None
-        batch, why_not = example_batch(self._trainer)
+        args, why_not = example_args(self._trainer)
         config = PipelineConfig(
             self.layout.pp, self._schedule, self._virtual_stages, self._num_microbatches or 1, self._split_at
         )
         if why_not:
             return replace(config, why_no_step=why_not)
-        size = batch_size_of(batch)
-        if self._num_microbatches is None:
-            most = 4 * config.num_stages
-            number = max(n for n in range(1, max(min(most, size), 1) + 1) if size % n == 0)
-            config = replace(config, num_microbatches=number)
-        check_divides(size, config.num_microbatches)
-        if not SCHEDULES[config.schedule].fits(config.num_microbatches, config.pp_size, config.num_stages):
+        splitter = BatchSplitter(module)
+        number = splitter.choose_number(args[0], self._num_microbatches, 4 * config.num_stages)
+        config = replace(config, num_microbatches=number)
+        if not SCHEDULES[config.schedule].fits(number, config.pp_size, config.num_stages):
             raise ValueError(
-                f"num_microbatches={config.num_microbatches} is too few for schedule={config.schedule!r} with"
-                f" {config.num_stages} stages, or no multiple of what it takes at a time: use a multiple of"
-                f" {config.num_stages}, or schedule={SCHEDULES[config.schedule].for_few!r}."
+                f"num_microbatches={number} is too few for schedule={config.schedule!r} with {config.num_stages}"
+                f" stages, or no multiple of what it takes at a time: use a multiple of {config.num_stages}, with a"
+                f" batch size that it divides, or schedule={SCHEDULES[config.schedule].for_few!r}."
             )
-        part = split_batch(batch, config.num_microbatches)[0]
+        part = splitter.split(args[0], number)[0]
         name = _compat.step_name(self._trainer)
-        return replace(config, step=fake_step(module, self._trainer, name, (part, 0), {}))
+        return replace(config, step=fake_step(module, self._trainer, name, (part, *args[1:]), {}, self._following))
 
     def _shard(self, module: LightningModule, copied: ShardedModule | None = None) -> ShardedModule:
         existing = sharded(module)
@@ -115,14 +117,15 @@ class PipelineParallelStrategy(MeshStrategy):
         if existing is not None and copied is None:
             self._check_same_stages(existing, module)
         if spread.pipeline is not None and copied is None:
-            self._steps = PipelinedSteps(module, spread, self._step_context, self._scale)
+            self._steps = PipelinedSteps(module, spread, self._step_context, self._scale, self._following, self._peers)
         return spread
 
     def _check_same_stages(self, existing: ShardedModule, module: LightningModule) -> None:
         """A module that an earlier Trainer has cut stays as it is."""
         was = existing.pipeline.config if existing.pipeline is not None else None
         now = PipelineConfig(self.layout.pp, self._schedule, self._virtual_stages)
-        wanted = None if self.layout.pp == 1 else (now.pp_size, now.schedule, now.stages_per_rank)
+        is_cut = self.layout.pp > 1 and any(True for _ in module.parameters())
+        wanted = None if not is_cut else (now.pp_size, now.schedule, now.stages_per_rank)
         found = None if was is None else (was.pp_size, was.schedule, was.stages_per_rank)
         other_number = was is not None and self._num_microbatches not in (None, was.num_microbatches)
         if wanted != found or other_number:
@@ -131,6 +134,35 @@ class PipelineParallelStrategy(MeshStrategy):
                 f" schedule and virtual_stages, and cannot be cut as {wanted} as well. Make a new one, and load the"
                 " weights from a checkpoint."
             )
+
+    @property
+    def _peers(self) -> range:
+        """The ranks that have the same stages as this one."""
+        per_stage = self.world_size // self.layout.pp
+        first = self.global_rank // per_stage * per_stage
+        return range(first, first + per_stage)
+
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        """Around a step that runs on fake tensors: what it gathers and reduces is made of this rank's tensors."""
+        before, self._is_following = self._is_following, True
+        try:
+            with stand_ins_for_collectives(self._peers):
+                yield
+        finally:
+            self._is_following = before
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack the tensors of the ranks that have a part of the batch; in a step, those of a microbatch."""
+        if self._is_following:
+            return torch.stack([tensor if sync_grads else tensor.detach()] * self.layout.num_data_parallel)
+        return super().all_gather(tensor, group, sync_grads)
+
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """Reduce a metric over the ranks that have a part of the batch."""
+        if self._is_following:
+            return tensor.clone() if isinstance(tensor, Tensor) else tensor
+        return super().reduce(tensor, group, reduce_op)
 
     def _step_context(self, name: str) -> Any:
         plugin = self.precision_plugin
@@ -210,7 +242,7 @@ class PipelineParallelStrategy(MeshStrategy):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state, that of other stages on the meta device. A collective."""
         state = super().optimizer_state(optimizer)
-        if self._sharded is None or self._sharded.pipeline is None:
+        if self._sharded is None or self._sharded.pipeline is None or not state:
             return state
         mesh = self.layout.parameter_mesh(self.mesh)
         return optimizer_state_of_all(state, self._sharded.pipeline.group, mesh)

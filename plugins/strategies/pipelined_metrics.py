@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -13,6 +13,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torchmetrics import Metric
 
+from lightning_dist.consensus import OtherRankError
 from lightning_dist.pipeline import Pipeline
 
 __all__ = ["SharedMetrics"]
@@ -33,11 +34,12 @@ class SharedMetrics:
         self._pipeline = pipeline
         self._in_step = False
         self._of_batch: dict[int, Metric] = {}  # by id: a metric's hash changes with its state
+        self._given: dict[int, tuple[Tensor, Metric, str | None, bool]] = {}
         inner = {id(part) for metric in self._metrics() for part in metric.modules() if part is not metric}
         for metric in self._metrics():
             if id(metric) not in inner:  # the one around it computes it
                 own = getattr(metric.compute, _OWN, metric.compute)  # of a run before
-                vars(metric)["compute"] = self._shared(own)
+                vars(metric)["compute"] = self._shared(metric, own)
                 setattr(vars(metric)["compute"], _OWN, own)
                 own = getattr(metric.forward, _OWN, metric.forward)
                 vars(metric)["forward"] = self._observed(metric, own)
@@ -50,6 +52,9 @@ class SharedMetrics:
     def in_step(self) -> Iterator[None]:
         """Inside, only the last stage may compute a metric: its ``forward`` does."""
         before, self._in_step = self._in_step, True
+        for of_batch in self._of_batch.values():
+            of_batch.reset()
+        self._given.clear()
         try:
             yield
         finally:
@@ -58,20 +63,42 @@ class SharedMetrics:
     def value_of_batch(self, metric: Metric) -> Any:
         """Of all microbatches of the step that has run, where ``metric`` was called in it; else None."""
         of_batch = self._of_batch.get(id(metric))
-        if of_batch is None or not of_batch.update_called:
+        return None if of_batch is None or not of_batch.update_called else of_batch.compute()
+
+    def source_of(self, value: Any) -> Callable[[], Any] | None:
+        """Return what gives the whole batch's value in the place of ``value``; None if no metric returned it in a step.
+
+        Args:
+            value: A value that is logged in a step.
+        """
+        if not isinstance(value, Tensor) or id(value) not in self._given:
             return None
-        value = of_batch.compute()
-        of_batch.reset()
-        return value
+        _, metric, key, is_computed = self._given[id(value)]
+
+        def of_batch() -> Any:
+            found = self.value_of_batch(metric)
+            return found if key is None else found[key]
+
+        # What compute() returned for the last microbatch is of all that came before it as well.
+        return (lambda: value) if is_computed else of_batch
+
+    def _keep(self, metric: Metric, value: Any, is_computed: bool) -> None:
+        """Remember that ``metric`` returned ``value``, by its tensors' identity."""
+        for key, tensor in value.items() if isinstance(value, Mapping) else ((None, value),):
+            if isinstance(tensor, Tensor):
+                self._given[id(tensor)] = (tensor, metric, key, is_computed)
 
     def _observed(self, metric: Metric, forward: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(forward)
         def observed(*args: Any, **kwargs: Any) -> Any:
-            if self._in_step:
-                if id(metric) not in self._of_batch:
-                    self._of_batch[id(metric)] = self._copied(metric)
-                self._of_batch[id(metric)].update(*args, **kwargs)
-            return forward(*args, **kwargs)
+            if not self._in_step:
+                return forward(*args, **kwargs)
+            if id(metric) not in self._of_batch:
+                self._of_batch[id(metric)] = self._copied(metric)
+            self._of_batch[id(metric)].update(*args, **kwargs)
+            value = forward(*args, **kwargs)
+            self._keep(metric, value, is_computed=False)
+            return value
 
         return observed
 
@@ -87,15 +114,26 @@ class SharedMetrics:
         copy.reset()
         return copy
 
-    def _shared(self, compute: Callable[..., Any]) -> Callable[..., Any]:
+    def _shared(self, metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
         pipeline = self._pipeline
 
         @wraps(compute)
         def shared(*args: Any, **kwargs: Any) -> Any:
             if self._in_step:
-                return compute(*args, **kwargs)
-            value = [apply_to_collection(compute(*args, **kwargs), Tensor, Tensor.cpu) if pipeline.is_last else None]
-            dist.broadcast_object_list(value, group=pipeline.group, group_src=pipeline.last_rank)
-            return apply_to_collection(value[0], Tensor, Tensor.to, self._module.device)
+                value = compute(*args, **kwargs)
+                self._keep(metric, value, is_computed=True)
+                return value
+            value, error = None, None
+            if pipeline.is_last:
+                try:
+                    value = apply_to_collection(compute(*args, **kwargs), Tensor, Tensor.cpu)
+                except Exception as raised:  # the others wait for it
+                    error = raised
+            told = [(value, None if error is None else f"{type(error).__name__}: {error}")]
+            dist.broadcast_object_list(told, group=pipeline.group, group_src=pipeline.last_rank)
+            value, failed = told[0]
+            if failed is not None:
+                raise error or OtherRankError(f"The last stage could not compute {type(metric).__name__}: {failed}")
+            return apply_to_collection(value, Tensor, Tensor.to, self._module.device)
 
         return shared

@@ -34,6 +34,8 @@ class _Logged(NamedTuple):
     num_samples: int
     metric: str | None = None
     """The attribute that holds the metric whose value for the microbatch this is."""
+    of_batch: Callable[[], Any] | None = None
+    """Gives the whole batch's value, where a metric has returned that of the microbatch."""
 
 
 class Outcome:
@@ -47,6 +49,7 @@ class Outcome:
     """
 
     def __init__(self, module: LightningModule, flow: Flow, sizes: Sequence[int], shared: SharedMetrics) -> None:
+        self.flow = flow
         self._module = module
         self._shared = shared
         self._sizes = sizes
@@ -76,7 +79,9 @@ class Outcome:
                     )
                 value = None
             kept = value.detach() if isinstance(value, Tensor) else apply_to_collection(value, Tensor, Tensor.detach)
-            self._logged.setdefault(name, {})[self.microbatch] = _Logged(kept, kwargs, size, metric)
+            self._logged.setdefault(name, {})[self.microbatch] = _Logged(
+                kept, kwargs, size, metric, self._shared.source_of(value)
+            )
 
         with _compat.logging_to(self._module, on_log):
             yield
@@ -147,6 +152,10 @@ class Outcome:
         if first.metric is not None:
             metric = cast(Metric, self._module.get_submodule(first.metric))
             return _Logged(self._shared.value_of_batch(metric), kwargs, size, first.metric)
+        if all(call.of_batch is not None for call in calls):
+            of_batch = calls[-1].of_batch
+            assert of_batch is not None
+            return _Logged(of_batch(), kwargs, size)
         values = torch.stack([torch.as_tensor(call.value, device=self._module.device) for call in calls])
         reduce_fx = kwargs.get("reduce_fx", "mean")
         name = getattr(reduce_fx, "__name__", reduce_fx)

@@ -2,30 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
 from lightning_dist.collectives import BytesBroadcast
 from lightning_dist.pipeline import (
+    Failure,
     Flow,
     Pipeline,
     PreparedStep,
     RunRoot,
-    batch_size_of,
     find_flow,
-    num_microbatches_for,
+    raise_together,
     signature,
-    split_batch,
 )
 from lightning_dist.plugins.strategies.example_step import fake_step
+from lightning_dist.plugins.strategies.microbatching import BatchSplitter
 from lightning_dist.plugins.strategies.pipelined_metrics import SharedMetrics
 from lightning_dist.plugins.strategies.pipelined_outcome import Outcome, joined, merged_outputs
+from lightning_dist.plugins.strategies.step_collectives import without_foreign_collectives
 from lightning_dist.plugins.strategies.weighting import LossWeights
 from lightning_dist.sharding import ShardedModule
 
@@ -40,6 +43,8 @@ class PipelinedSteps:
         spread: What it was made into.
         step_context: Around each microbatch's forward, by the name of the step.
         scale: What a loss is to become before its backward.
+        around_following: Makes a context for a step that runs on fake tensors.
+        peers: The ranks that have the same stages as this one.
     """
 
     def __init__(
@@ -48,6 +53,8 @@ class PipelinedSteps:
         spread: ShardedModule,
         step_context: Callable[[str], Any],
         scale: Callable[[Tensor], Tensor],
+        around_following: Callable[[], AbstractContextManager[None]],
+        peers: Collection[int],
     ) -> None:
         assert spread.pipeline is not None
         self._module = module
@@ -58,6 +65,9 @@ class PipelinedSteps:
         self._pipeline: Pipeline = spread.pipeline
         self._step_context = step_context
         self._scale = scale
+        self._around_following = around_following
+        self._peers = peers
+        self._splitter = BatchSplitter(module)
         self._metrics = SharedMetrics(module, spread.pipeline)
         self._broadcast = BytesBroadcast(spread.pipeline.group, spread.pipeline.last_rank, module.device)
 
@@ -70,20 +80,18 @@ class PipelinedSteps:
             kwargs: Of the step.
         """
         accumulate = self._module.trainer.accumulate_grad_batches
-        microbatches = self._split(args[0])
         losses: list[Tensor] = []
 
-        def loss_of(result: Any) -> Tensor:
+        def loss_of(number: int, result: Any) -> Tensor:
             loss = _loss(result)
             weights.read(result, loss.device)
             losses.append(loss.detach())
             if isinstance(result, Mapping) and result.get("weight") is not None:
                 return self._scale(weights.scale(loss) / accumulate)
-            return self._scale(loss / (len(microbatches) * accumulate))
+            return self._scale(loss / (number * accumulate))
 
-        prepared = self._prepare("training_step", microbatches[0], args, kwargs, len(microbatches), True)
         with self._spread.microbatches(with_backward=True) as run_root:
-            outcome, results = self._run("training_step", microbatches, args, kwargs, prepared, run_root, loss_of)
+            outcome, results = self._run("training_step", args, kwargs, run_root, None, loss_of)
         self._spread.after_microbatches()
         output = outcome.tell(partial(merged_outputs, results, losses), self._pipeline, self._broadcast)
         if not self._pipeline.is_last and isinstance(output, Mapping) and output.get("weight") is not None:
@@ -92,14 +100,11 @@ class PipelinedSteps:
 
     def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step without a backward, and return what it returned."""
-        microbatches = self._split(args[0])
-        prepared = self._prepare(name, microbatches[0], args, kwargs, len(microbatches), False)
+        # Replicas may have other numbers of batches; shards of one may not.
+        group = None if self._spread.mesh.shape[-1] > 1 else self._pipeline.group
         with self._spread.microbatches(with_backward=False) as run_root:
-            outcome, results = self._run(name, microbatches, args, kwargs, prepared, run_root)
+            outcome, results = self._run(name, args, kwargs, run_root, group)
         return outcome.tell(partial(joined, results), self._pipeline, self._broadcast)
-
-    def _split(self, batch: Any) -> list[Any]:
-        return split_batch(batch, num_microbatches_for(batch_size_of(batch), self._pipeline.config.num_microbatches))
 
     def _prepare(
         self, name: str, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, has_backward: bool
@@ -107,9 +112,9 @@ class PipelinedSteps:
         module, stages = self._module, self._pipeline.stages
 
         def follow() -> Flow:
-            fake = fake_step(module, module.trainer, name, (batch, *args[1:]), kwargs)
+            fake = fake_step(module, module.trainer, name, (batch, *args[1:]), kwargs, self._around_following)
             with self._pipeline.as_written.again():
-                return find_flow(module, fake, module.device, stages.parts, stages.blocks)
+                return find_flow(module, fake, module.device, stages.parts, stages.blocks, has_backward)
 
         # All that a step's path, and which gradients it needs, may depend on.
         key = (
@@ -123,28 +128,56 @@ class PipelinedSteps:
     def _run(
         self,
         name: str,
-        microbatches: list[Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        prepared: PreparedStep,
         run_root: RunRoot,
-        loss_of: Callable[[Any], Tensor] | None = None,
+        group: dist.ProcessGroup | None,
+        loss_of: Callable[[int, Any], Tensor] | None = None,
     ) -> tuple[Outcome, list[Any]]:
-        """Run the step on all microbatches, and return what it has left and what it returned."""
-        flow = prepared.flow
-        outcome = Outcome(self._module, flow, [batch_size_of(batch) for batch in microbatches], self._metrics)
+        """Run the step on all microbatches, and return what it has left and what it returned.
 
-        def step(index: int) -> Any:
-            batch = microbatches[index]
-            if flow.changes_batch:  # which is run on by every stage of this rank
-                batch = apply_to_collection(batch, Tensor, Tensor.clone)
-            outcome.microbatch = index
-            with self._step_context(name):
-                return getattr(self._module, name)(batch, *args[1:], **kwargs)
+        An error on any rank is raised on all ranks of ``group``: those that wait for each other after the step.
 
-        steps = [partial(step, index) for index in range(len(microbatches))]
-        with outcome.logging(), self._metrics.in_step():
-            return outcome, self._pipeline.run(prepared, steps, run_root, loss_of)
+        Args:
+            name: The name of the step.
+            args: Positional arguments of the step, the batch first.
+            kwargs: Keyword arguments of the step.
+            run_root: Runs what it is given as a forward of the whole module.
+            group: The ranks that have a step now; None: all processes.
+            loss_of: From the number of microbatches and what one's step returned, its part of the loss.
+        """
+        outcome: Outcome | None = None
+        results: list[Any] = []
+        try:
+            microbatches = self._splitter.split(args[0], self._pipeline.config.num_microbatches)
+            number = len(microbatches)
+            prepared = self._prepare(name, microbatches[0], args, kwargs, number, loss_of is not None)
+            sizes = [self._splitter.num_samples(batch) for batch in microbatches]
+            outcome = Outcome(self._module, prepared.flow, sizes, self._metrics)
+            steps = [
+                partial(self._run_step, outcome, name, microbatch, index, (args[1:], kwargs))
+                for index, microbatch in enumerate(microbatches)
+            ]
+        except Exception as error:
+            failure: Failure | None = Failure.now(error, "before the first microbatch")
+        else:
+            with outcome.logging(), self._metrics.in_step(), without_foreign_collectives(self._peers):
+                results, failure = self._pipeline.run(
+                    prepared, steps, run_root, None if loss_of is None else partial(loss_of, number)
+                )
+        raise_together(failure, group, self._module.device)
+        assert outcome is not None
+        return outcome, results
+
+    def _run_step(
+        self, outcome: Outcome, name: str, batch: Any, index: int, others: tuple[tuple[Any, ...], dict[str, Any]]
+    ) -> Any:
+        """Run the user's step on the microbatch ``batch``, the ``index``-th; ``others`` are its further arguments."""
+        if outcome.flow.changes_batch:  # which is run on by every stage of this rank
+            batch = apply_to_collection(batch, Tensor, Tensor.clone)
+        outcome.microbatch = index
+        with self._step_context(name):
+            return getattr(self._module, name)(batch, *others[0], **others[1])
 
 
 def _loss(result: Any) -> Tensor:

@@ -15,6 +15,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 
+from lightning_dist.collectives import gather
 from lightning_dist.plugins import _compat
 
 __all__ = ["ProcessStrategy"]
@@ -110,6 +111,26 @@ class ProcessStrategy(ParallelStrategy):
         objects = [obj]
         dist.broadcast_object_list(objects, src)
         return objects[0]
+
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack the tensors of all processes, or of those in ``group``, along a new first dimension."""
+        if not dist.is_initialized():
+            return tensor
+        with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
+            return gather(tensor, group)
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Agree on a decision over all processes, also those that share a part of the batch.
+
+        Args:
+            decision: Of this rank.
+            all: True: whether all ranks say so. False: whether any does.
+        """
+        if not dist.is_initialized():
+            return decision
+        votes = torch.tensor(int(decision), device=self.root_device)
+        dist.all_reduce(votes, dist.ReduceOp.MIN if all else dist.ReduceOp.MAX)
+        return bool(votes)
 
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
         """Reduce a metric over the ranks that have a part of the batch: all of them."""

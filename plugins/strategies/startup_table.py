@@ -21,17 +21,20 @@ if TYPE_CHECKING:
 __all__ = ["startup_table"]
 
 
+_LABELS = {"own": "on the LightningModule itself", "shared": "shared by blocks", "scalars": "scalar"}
+
+
 def startup_table(strategy: MeshStrategy, module: ShardedModule) -> str:
     """Layout, units, precision and checks of ``strategy``, as lines of text."""
     kinds: dict[str, list[int]] = {}
     for unit, group in zip(module.units, module.groups, strict=True):
         name = type(unit.modules[0]).__name__.removeprefix("FSDP")
-        label = {"own": "on the LightningModule itself", "scalars": "scalar"}.get(unit.kind, f"{name} ({unit.kind})")
+        label = _LABELS.get(unit.kind, f"{name} ({unit.kind})")
         kinds.setdefault(label, []).append(group.numel)
     units = [f"{len(sizes)} x {label}: {_range(sizes)}" for label, sizes in kinds.items()]
     numel = sum(param.numel() for param in module.module.parameters())
     layout, policy = strategy.layout, strategy.precision_policy
-    stored = next(module.module.parameters()).dtype
+    stored = next((param.dtype for param in module.module.parameters()), torch.get_default_dtype())
     computed = policy.param_dtype or stored
     rows = [
         ("layout", f"{layout} = {layout.world_size} processes ({strategy.process_group_backend})"),

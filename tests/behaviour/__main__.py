@@ -21,7 +21,11 @@ from tests.pool import WorkerPool, fork_server
 def main() -> int:
     parser = argparse.ArgumentParser(description="Ordinary Lightning code under every strategy, against one process.")
     parser.add_argument("--cases", default="*", help="patterns of names or areas, separated by commas")
-    parser.add_argument("--strategies", default=",".join(STRATEGIES), help="columns, separated by commas")
+    parser.add_argument(
+        "--strategies",
+        default=",".join(STRATEGIES),
+        help="columns, separated by commas; 'one' runs the references alone",
+    )
     parser.add_argument("--jobs", type=int, default=2, help="cases that run at a time")
     parser.add_argument("--write", type=Path, help="file whose generated section the table replaces")
     parser.add_argument("--list", action="store_true", help="list the cases and run nothing")

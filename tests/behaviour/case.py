@@ -75,6 +75,7 @@ class Case:
     """A piece of ordinary Lightning code.
 
     Args:
+        name: Its name, which no other case has.
         title: What it does, for the table.
         function: Does it.
         area: The file that it is in.
@@ -87,6 +88,7 @@ class Case:
         timeout_s: After this many seconds the case counts as hung.
     """
 
+    name: str
     title: str
     function: Callable[[Run], None]
     area: str
@@ -98,12 +100,10 @@ class Case:
     strategy: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     timeout_s: float = 90.0
 
-    @property
-    def name(self) -> str:
-        return self.function.__name__
-
     def reference_for(self, column: str) -> str:
         """The key in :data:`REFERENCES` that ``column`` is compared with."""
+        if column in REFERENCES:
+            return column
         ranks = STRATEGIES[column].num_data_parallel
         return f"ddp{ranks}" if self.reference == "ddp" and ranks > 1 else "one"
 
@@ -115,13 +115,20 @@ class Case:
 CASES: dict[str, Case] = {}
 
 
-def case(title: str, **kwargs: Any) -> Callable[[Callable[[Run], None]], Callable[[Run], None]]:
-    """Register a function as a case; ``kwargs`` as of :class:`Case`."""
+def case(title: str, name: str | None = None, **kwargs: Any) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Register a function as a case.
 
-    def register(function: Callable[[Run], None]) -> Callable[[Run], None]:
-        assert function.__name__ not in CASES, f"two cases are named {function.__name__}"
+    Args:
+        title: What it does, for the table.
+        name: Name of the case; None: the name of the function. A loop over a table of arguments names each case.
+        kwargs: As of :class:`Case`.
+    """
+
+    def register(function: Callable[..., None]) -> Callable[..., None]:
+        key = function.__name__ if name is None else name
+        assert key not in CASES, f"two cases are named {key}"
         area = function.__module__.rpartition(".")[2]
-        CASES[function.__name__] = Case(title, function, area, **kwargs)
+        CASES[key] = Case(key, title, function, area, **kwargs)
         return function
 
     return register
@@ -163,6 +170,15 @@ class Run:
                 values are gathered in the order of the data and compared as one.
         """
         (self.own if per_rank else self.observed)[name] = _plain(value)
+
+    def record_error(self, name: str, function: Callable[[], Any]) -> None:
+        """Record the class and the message of the error that ``function`` raises; None if it raises none."""
+        try:
+            function()
+        except Exception as error:
+            self.record(name, f"{type(error).__name__}: {error}")
+        else:
+            self.record(name, None)
 
     def make_strategy(self, **kwargs: Any) -> Any:
         """A new strategy of this column."""
@@ -206,7 +222,7 @@ class Run:
 
             dataset = samples()
         sampler = _Part(len(dataset), self.layout.num_data_parallel, self.data_parallel_rank)  # type: ignore[arg-type]
-        return DataLoader(dataset, batch_size // self.layout.num_data_parallel, sampler=sampler, **kwargs)
+        return DataLoader(dataset, batch_size=batch_size // self.layout.num_data_parallel, sampler=sampler, **kwargs)
 
     @property
     def data_parallel_rank(self) -> int:
@@ -280,6 +296,11 @@ class Run:
         """Record the whole parameters and buffers of ``model``. A collective."""
         self.record(f"{name}: weights", whole_parameters(model))
         self.record(f"{name}: buffers", _whole_buffers(model))
+
+    def record_predictions(self, predictions: Any, name: str = "predictions") -> None:
+        """Record what ``trainer.predict`` returned, a list of tensors; None where another rank returned the same."""
+        if predictions is not None:
+            self.record(name, torch.cat(predictions), per_rank=True)
 
     def record_checkpoint(self, path: str | Path, name: str) -> None:
         """Record what a checkpoint of any kind has: weights, optimizer states, schedulers, progress."""

@@ -91,6 +91,8 @@ class Matrix:
             return Cell(expected.outcome, f"the reference itself: {expected.text}")
         if expected[0].error:
             return Cell("crashed", f"the reference itself: {expected[0].trace}")
+        if column in REFERENCES:
+            return Cell("equal")
         found = self._run(self._pool, case, column, STRATEGIES[column])
         return found if isinstance(found, Cell) else _judge(case, column, found, expected)
 
@@ -116,8 +118,8 @@ def _judge(case: Case, column: str, found: list[Observed], expected: list[Observ
         return Cell("wrong", f"expected to be refused on every rank by {refused!r}, but: {errors}")
     if any(errors):
         if not all(errors):
-            return Cell("crashed", f"on some ranks only: {errors}\n" + next(o.trace for o in found if o.error))
-        return Cell("crashed", next(o.trace for o in found))
+            return Cell("crashed", f"on some ranks only: {errors}\n" + _end(next(o.trace for o in found if o.error)))
+        return Cell("crashed", _end(next(o.trace for o in found)))
     differs = case.said_of(column, case.differs)
     if differs is not None:
         return Cell("differs", differs)
@@ -131,6 +133,12 @@ def _judge(case: Case, column: str, found: list[Observed], expected: list[Observ
         _joined(column, found), _joined(case.reference_for(column), expected), case.tolerance, case.leave_out
     )
     return Cell("wrong", "\n".join(problems[:6])) if problems else Cell("equal")
+
+
+def _end(trace: str, num_lines: int = 12) -> str:
+    """The last lines of a traceback, without the marks below the code."""
+    lines = [line for line in trace.rstrip().splitlines() if line.strip(" ^~")]
+    return "\n".join(lines[-num_lines:])
 
 
 def _sentence(error: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-__all__ = ["Block", "Classifier", "LanguageModel", "samples", "tokens"]
+__all__ = ["Block", "Classifier", "LanguageModel", "Network", "samples", "sgd", "tokens"]
 
 NUM_FEATURES, NUM_CLASSES, VOCABULARY, LENGTH = 16, 4, 32, 8
 
@@ -86,6 +87,32 @@ class Classifier(pl.LightningModule):
         if self.hparams.optimizer == "adamw":
             return torch.optim.AdamW(params, lr=self.hparams.lr)
         return torch.optim.SGD(params, lr=self.hparams.lr, momentum=0.9)
+
+
+def sgd(params: Any) -> torch.optim.Optimizer:
+    """Plain gradient descent, which shows a wrong gradient as it is."""
+    return torch.optim.SGD(params, lr=0.05)
+
+
+class Network(Classifier):
+    """A classifier around any network from the samples' features to the classes.
+
+    Args:
+        make: Builds the network; it is called after the random numbers are seeded.
+        optimizer: Makes the optimizer of the parameters.
+    """
+
+    def __init__(self, make: Callable[[], nn.Module], optimizer: Callable[[Any], Any] = sgd) -> None:
+        pl.LightningModule.__init__(self)
+        torch.manual_seed(1)
+        self.net = make()
+        self._optimizer = optimizer
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def configure_optimizers(self) -> Any:
+        return self._optimizer(self.parameters())
 
 
 class LanguageModel(pl.LightningModule):

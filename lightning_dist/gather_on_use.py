@@ -1,0 +1,181 @@
+"""Sharded parameters that a step uses outside of their unit's forward: gathered where they are used.
+
+A step may call a block's layers one by one, add the norm of all weights to the loss, or update a momentum encoder in
+place. The parameters of a unit that does not run are sharded then. While a step runs, a stand-in takes the place of
+each in its modules: an operation on the stand-in is given the whole parameter, with its gradient, and what changes the
+stand-in in place changes the shards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
+from torch.utils._pytree import tree_map
+
+__all__ = ["GatheredOnUse", "whole_for_step"]
+
+
+def whole_for_step(param: Tensor, data_parallel_axes: Collection[str], dtype: torch.dtype | None = None) -> Tensor:
+    """Gather ``param``, so that its gradient is the mean over the data-parallel ranks. A collective over its mesh.
+
+    Args:
+        param: A DTensor.
+        data_parallel_axes: Names of the axes of its mesh whose ranks have different parts of a batch.
+        dtype: What the whole parameter is computed in; None: what it is stored in.
+    """
+    sharded = cast(DTensor, param)
+    mesh = sharded.device_mesh
+    names = mesh.mesh_dim_names or ()
+    gradient: list[Placement] = [Partial() if name in data_parallel_axes else Replicate() for name in names]
+    num_parts = 1
+    for axis, placement in enumerate(gradient):
+        num_parts *= mesh.size(axis) if placement.is_partial() else 1
+    whole = sharded.redistribute(placements=[Replicate()] * mesh.ndim).to_local(grad_placements=gradient)
+    if num_parts > 1:
+        whole = _DivideGradient.apply(whole, num_parts)  # type: ignore[no-untyped-call]
+    return whole if dtype is None else whole.to(dtype)
+
+
+class _DivideGradient(torch.autograd.Function):
+    """Return the input; divide the gradient. Partial placements sum, and the ranks' losses are averaged."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, number: int) -> Tensor:
+        ctx.number = number
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0] / ctx.number, None
+
+
+class GatheredOnUse(torch.Tensor):
+    """Stand in a step for a sharded parameter that is not gathered.
+
+    Args:
+        sharded: The parameter, a DTensor.
+        gather: Makes a whole tensor of a DTensor like it.
+    """
+
+    _sharded: DTensor
+    _gather: Callable[[Tensor], Tensor]
+
+    @staticmethod
+    def __new__(cls, sharded: Tensor, gather: Callable[[Tensor], Tensor], is_parameter: bool = True) -> GatheredOnUse:
+        """Make a tensor of the same shape without memory."""
+        self: GatheredOnUse = torch.Tensor._make_wrapper_subclass(
+            cls,
+            sharded.shape,
+            strides=sharded.stride(),
+            dtype=sharded.dtype,
+            device=sharded.device,
+            requires_grad=sharded.requires_grad,
+        )
+        self._sharded = cast(DTensor, sharded)
+        self._gather = gather
+        self._is_param = is_parameter  # what makes it an nn.Parameter to isinstance
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` on the whole parameter, on the shards, or on what is known without either."""
+        kwargs = kwargs or {}
+        name, of = func.__name__, args[0] if args else None
+        prop = getattr(getattr(func, "__self__", None), "__name__", "")
+        if not isinstance(of, GatheredOnUse):
+            return _on_whole(func, args, kwargs)
+        if name == "__hash__":
+            return id(of)
+        if name in ("detach", "detach_") or (name == "__get__" and prop == "data"):
+            with torch.no_grad():
+                return GatheredOnUse(of._sharded.detach(), of._gather, is_parameter=False)
+        if name == "__set__" and prop == "data":
+            return _write(of._sharded, _whole(args[1], detached=True))
+        if (name in ("__get__", "__set__") and prop not in _VALUES) or name in _ABOUT_SHARDS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(of._sharded, *args[1:], **kwargs)
+        if _is_in_place(name):
+            if torch.is_grad_enabled() and of._sharded.requires_grad:
+                raise RuntimeError(
+                    f"{name} changes a parameter that requires a gradient, in place: do it inside torch.no_grad()."
+                )
+            whole = _whole(of, detached=True)
+            func(whole, *tree_map(lambda leaf: _whole(leaf, detached=True), tuple(args[1:])), **kwargs)
+            _write(of._sharded, whole)
+            return of
+        return _on_whole(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Refuse what came past ``__torch_function__``: there is no memory to compute on."""
+        raise NotImplementedError(
+            f"{func} was called on a sharded parameter in a way that cannot gather it. Read the parameter inside"
+            " `with lightning_dist.full_parameters(module):`, outside of the step."
+        )
+
+
+_VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+"""Properties of a tensor that are made of its elements."""
+
+_ABOUT_SHARDS = frozenset(
+    {
+        "__len__",
+        "dim",
+        "element_size",
+        "get_device",
+        "has_names",
+        "is_complex",
+        "is_contiguous",
+        "is_floating_point",
+        "is_signed",
+        "ndimension",
+        "nelement",
+        "numel",
+        "register_hook",
+        "register_post_accumulate_grad_hook",
+        "requires_grad_",
+        "retain_grad",
+        "size",
+        "stride",
+    }
+)
+"""Methods that need no elements, or that are about the parameter that the optimizer has."""
+
+
+def _is_in_place(name: str) -> bool:
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
+    return name.endswith("_")
+
+
+def _on_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    if func is torch.autograd.grad:
+        raise NotImplementedError(
+            "torch.autograd.grad was asked for gradients with respect to sharded parameters, which are gathered only"
+            " where they are used. Use a strategy that does not shard them, such as hybrid_shard with dp_shard_size=1."
+        )
+    args, kwargs = tree_map(_whole, (tuple(args), kwargs))
+    return func(*args, **kwargs)
+
+
+def _whole(value: Any, detached: bool = False) -> Any:
+    if isinstance(value, GatheredOnUse):
+        with torch._C.DisableTorchFunctionSubclass():
+            sharded = value._sharded.detach() if detached else value._sharded
+            return value._gather(sharded).clone() if detached else value._gather(sharded)
+    if isinstance(value, DTensor):
+        return value.full_tensor()
+    return value
+
+
+@torch.no_grad()
+def _write(sharded: DTensor, whole: Tensor) -> None:
+    """Give the shards the elements of ``whole``, which is the same on all ranks."""
+    value = distribute_tensor(whole.to(sharded.dtype), sharded.device_mesh, sharded.placements, src_data_rank=None)
+    sharded.to_local().copy_(value.to_local())

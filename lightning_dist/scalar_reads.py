@@ -1,0 +1,56 @@
+"""Numbers read from tensors that are spread over ranks: every rank reads the whole value, not its own part.
+
+``p.grad.norm().item()``, ``float(p.sum())`` and ``if p.norm() > 1`` read the norm or sum of a DTensor, of which each
+rank has a part. The read reduces it, so all ranks must read it. The first read at each place in the code waits for the
+other ranks through the store and names those that do not come; later reads at that place go straight to the reduction.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import FrameType
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+from lightning_dist import _compat
+from lightning_dist.consensus import arrive
+
+__all__ = ["read_whole_scalars"]
+
+TIMEOUT_S = 30.0
+"""Seconds that the first read at a place in the code waits for the other ranks."""
+
+_known_places: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
+"""For the processes' default group, the places in the code at which all ranks have read together."""
+
+
+def read_whole_scalars() -> None:
+    """Let every read of a number from a DTensor, from now on and in this process, give the value of all ranks."""
+    _compat.on_scalar_read(_read)
+
+
+def _read(tensor: DTensor) -> int | float | bool | complex:
+    if all(isinstance(placement, Replicate) for placement in tensor.placements):
+        return tensor.to_local().item()
+    place = _place()
+    assert dist.group.WORLD is not None
+    known = _known_places.setdefault(dist.group.WORLD, set())
+    if place not in known:
+        ranks = sorted(tensor.device_mesh.mesh.flatten().tolist())
+        arrive(f"reading a number that is spread over several ranks, at {place}", TIMEOUT_S, ranks)
+        known.add(place)
+    with torch.no_grad():
+        return tensor.full_tensor().item()
+
+
+def _place() -> str:
+    """Return the file and line of the innermost code that is neither torch's nor this package's."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if not frame.f_globals.get("__name__", "").startswith(("torch.", "lightning_dist.")):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "an unknown place"

@@ -1,0 +1,160 @@
+"""Collectives that a user calls in a step of a pipeline: those that not all of their ranks come by are refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+import torch.distributed as dist
+import torchmetrics
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lightning_dist
+from lightning_dist.pipeline import FlowError
+
+__all__ = ["stand_ins_for_collectives", "without_foreign_collectives"]
+
+_COLLECTIVES = (
+    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce",
+    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast", "broadcast_object_list",
+    "gather", "gather_object", "monitored_barrier", "new_group", "reduce", "reduce_scatter", "reduce_scatter_tensor",
+    "scatter", "scatter_object_list",
+)  # fmt: skip
+"""Functions of ``torch.distributed`` that all ranks of a group must call."""
+
+
+@contextmanager
+def without_foreign_collectives(peers: Collection[int]) -> Iterator[None]:
+    """Refuse, inside, collectives that ranks of other stages would have to call as well.
+
+    Ranks with the same stages run the same code of a step in the same order. Those of other stages end the step where
+    the next stage begins: the code after the model runs on the last stage alone.
+
+    Args:
+        peers: The ranks that have the same stages as this one.
+
+    Raises:
+        FlowError: From the collective, with the place that calls it.
+    """
+
+    def guarded(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        group_at = _position_of_group(own)
+
+        @wraps(own)
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group", args[group_at] if group_at is not None and len(args) > group_at else None)
+            _check(name, group, peers)
+            return own(*args, **kwargs)
+
+        return collective
+
+    with _replaced(guarded):
+        yield
+
+
+@contextmanager
+def stand_ins_for_collectives(peers: Collection[int]) -> Iterator[None]:
+    """Let collectives, inside, only make what they return of this rank's tensors: there are no values to send.
+
+    Args:
+        peers: The ranks that have the same stages as this one.
+
+    Raises:
+        FlowError: From a collective that a step of a pipeline cannot call.
+    """
+
+    def stand_in(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        group_at = _position_of_group(own)
+
+        @wraps(own)
+        def collective(*args: Any, **kwargs: Any) -> Any:
+            group = kwargs.get("group", args[group_at] if group_at is not None and len(args) > group_at else None)
+            _check(name, group, peers)
+            if name in ("all_gather", "all_gather_into_tensor"):
+                gathered, own_part, *_ = [*args, *(kwargs[k] for k in _GATHERED if k in kwargs)]
+                for part in gathered.chunk(dist.get_world_size(group)) if isinstance(gathered, Tensor) else gathered:
+                    part.copy_(own_part.view_as(part))
+            elif name not in ("all_reduce", "broadcast", "barrier"):
+                raise FlowError(_refusal(name))
+            return None
+
+        return collective
+
+    with _replaced(stand_in), _NoCollectives():
+        yield
+
+
+_GATHERED = ("tensor_list", "output_tensor", "tensor", "input_tensor")
+"""The first two arguments of gathers: what they write into, and this rank's part."""
+
+
+@contextmanager
+def _replaced(make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
+    """Put what ``make`` returns into the place of each collective, where users find them."""
+    with ExitStack() as undo:
+        for name in _COLLECTIVES:
+            own = getattr(dist, name, None)
+            if own is not None:
+                undo.callback(setattr, dist, name, own)
+                setattr(dist, name, make(name, own))
+        yield
+
+
+_positions: dict[Callable[..., Any], int | None] = {}
+
+
+def _position_of_group(function: Callable[..., Any]) -> int | None:
+    if function not in _positions:
+        names = list(inspect.signature(function).parameters)
+        _positions[function] = names.index("group") if "group" in names else None
+    return _positions[function]
+
+
+def _check(name: str, group: Any, peers: Collection[int]) -> None:
+    ranks = dist.get_process_group_ranks(group)
+    if not set(ranks) <= set(peers):
+        raise FlowError(_refusal(name))
+
+
+def _refusal(name: str) -> str:
+    called, place = _caller(name)
+    return (
+        f"The step calls {called}{place}, which waits for other stages of the pipeline. They never come by: the code"
+        " after the model runs on the last stage alone, once a microbatch. In a step, use self.all_gather(...) or"
+        " self.log(..., sync_dist=True), which go over the ranks that have a part of the batch; or move the call into a"
+        " hook that runs on every rank, such as on_train_batch_end."
+    )
+
+
+_LIBRARIES = tuple(str(Path(found.__file__).parent) for found in (torch, lightning, torchmetrics, lightning_dist))
+_OWN = (str(Path(lightning_dist.__file__).resolve().parent), str(Path(__file__).resolve().parents[1]))
+
+
+def _caller(name: str) -> tuple[str, str]:
+    """Return what the user's code calls, and where; ``name`` and nothing if only libraries have called."""
+    called = f"torch.distributed.{name}"
+    frame = inspect.currentframe()
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not path.startswith((*_LIBRARIES, *_OWN, "<")):
+            return called, f" ({Path(path).name}:{frame.f_lineno})"
+        is_distributed = path.startswith(str(Path(dist.__file__).parent)) or path.startswith(_OWN)
+        called = called if is_distributed else frame.f_code.co_name
+        frame = frame.f_back
+    return f"torch.distributed.{name}", ""
+
+
+class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses the operations under collectives, which come from functions that were imported by themselves."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            raise FlowError(_refusal(func._schema.name.partition("::")[2].rstrip("_")))
+        return func(*args, **(kwargs or {}))
