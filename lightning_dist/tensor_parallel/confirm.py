@@ -114,9 +114,9 @@ class Trial:
         if isinstance(value, Tensor):
             if value.is_floating_point():
                 return self._draw(value.shape)
-            return (torch.ones if value.dtype == torch.bool else torch.zeros)(
-                value.shape, dtype=value.dtype, device=self._device
-            )
+            if value.dtype == torch.bool:  # a mask, in which true may mean either: no row may be masked as a whole
+                return torch.arange(value.numel(), device=self._device).remainder(2).bool().view(value.shape)
+            return torch.zeros(value.shape, dtype=value.dtype, device=self._device)
         if isinstance(value, Mapping):
             return {key: self._real(item) for key, item in value.items()}
         if isinstance(value, list | tuple):

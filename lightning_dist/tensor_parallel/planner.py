@@ -208,7 +208,14 @@ class _Planner:
         tied = with_tied(self._root, {**of_groups, **entries}, readers)
         if readers is not None:
             tied = {name: self._unless_read_elsewhere(name, entry, readers) for name, entry in tied.items()}
-        kept = [group for group in groups if all(tied[name] == entry for name, entry in group.entries().items())]
+        kept = []
+        for group in groups:
+            whole = [name for name, entry in group.entries().items() if tied[name] != entry]
+            if not whole:
+                kept.append(group)
+            for name in group.names if whole else ():
+                if tied[name].is_split or not tied[name].why:
+                    tied[name] = tied[name].replicated(f"it works with {whole[0]}, which is whole")
         in_groups = {name for group in kept for name in group.names}
         return {name: entry for name, entry in tied.items() if name not in in_groups}, kept
 
@@ -219,8 +226,8 @@ class _Planner:
         params = set(self._root.get_submodule(name).parameters(recurse=False))
         split = {key for key, param in self._root.named_parameters() if param in params}
         tied = {key for key, module in self._root.named_modules() if params & set(module.parameters(recurse=False))}
-        others = {reader for param in split for reader in readers.get(param, ())} - tied
-        return entry.replicated(f"{min(others) or 'the step'} uses its weight itself") if others else entry
+        others = {reader for param in split for reader in readers.get(param, ()) if reader} - tied
+        return entry.replicated(f"{min(others)} uses its weight itself") if others else entry
 
     def _with_units_of(self, groups: Sequence[Group]) -> dict[str, nn.Module]:
         """Return the blocks, and for groups outside of blocks the innermost modules that can be tried instead."""
@@ -308,9 +315,11 @@ class _Planner:
 
     def _tried_of_given(self, name: str, given: _Split) -> _Split:
         """Return what becomes of the modules of a unit that the user and Hugging Face name."""
+        if not any(entry.is_split for entry in given.entries.values()):
+            return given
         tried, error = self._try_sizes(name, given)
-        if not error or not any(entry.is_split for entry in given.entries.values()):
-            return tried if not error else given
+        if not error:
+            return tried
         source = next(entry.source for entry in given.entries.values() if entry.is_split)
         kind = type(self._units[name]).__name__
         if source == "user" and error in self._impossible:

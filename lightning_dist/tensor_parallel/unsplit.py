@@ -14,6 +14,8 @@ from lightning_dist.tensor_parallel.provenance import Provenance
 
 __all__ = ["reasons_for_whole"]
 
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
 _SMALL = 0.01
 """Parameters that are whole for the same reason are named from that part of the model on."""
 
@@ -70,10 +72,10 @@ def _reason(
         return "the step did not use them as far as it was seen"
     if isinstance(module, nn.Embedding):
         return "an embedding is split where a head has as many outputs as it has rows"
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, _CONVOLUTIONS):
         return "convolutions are not split"
     if linear_layer(module) is not None:
-        return "they are not followed by a layer whose output is added to the hidden states, or follow such a layer"
+        return "linear layers are split where the output of a pair of them is added to the hidden states"
     if param.ndim > 2:
         return "experts are not split yet"
     return "only linear layers and embeddings are split"
