@@ -248,6 +248,23 @@ class TensorParallel:
                 if (owner, key) in self._whole:
                     owner._parameters[key] = self._whole[owner, key]
 
+    @contextmanager
+    def whole_shapes(self, root: nn.Module) -> Iterator[None]:
+        """Inside, modules of ``root`` hold parameters of the whole shapes, of which only these may be looked at."""
+        held = [
+            (owner, key, param)
+            for owner in root.modules()
+            for key, param in owner._parameters.items()
+            if (owner, key) in self._whole
+        ]
+        for owner, key, _ in held:
+            owner._parameters[key] = self._whole[owner, key]
+        try:
+            yield
+        finally:
+            for owner, key, param in held:
+                owner._parameters[key] = param
+
     def in_place(self, owners: Sequence[nn.Module]) -> Callable[[], AbstractContextManager[None]]:
         """What to enter around each run of a forward that begins now, and may be run again in a backward.
 

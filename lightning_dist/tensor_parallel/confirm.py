@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -36,10 +36,15 @@ class Trial:
         call: A call of it, on fake tensors.
         mesh: The ranks of ``tp``.
         num_shards: Over how many ranks FSDP2 shards what a rank then has.
+        used: Those of the tensors that the block returns, by index, that somebody uses; empty: it is not known. The
+            others need not be the same: attention scores that nobody looks at are those of a rank's own heads.
     """
 
-    def __init__(self, block: nn.Module, call: Call, mesh: DeviceMesh, num_shards: int) -> None:
+    def __init__(
+        self, block: nn.Module, call: Call, mesh: DeviceMesh, num_shards: int, used: Collection[int] = ()
+    ) -> None:
         self._mesh = mesh
+        self._used = used
         self._num_shards = num_shards
         self._device = torch.device(mesh.device_type)
         self._generator = torch.Generator(self._device).manual_seed(0)
@@ -134,7 +139,9 @@ class Trial:
         ]
         try:
             with torch.enable_grad():
-                outputs = [out for out in tensors_in(_listed(block(*args, **kwargs))) if out.is_floating_point()]
+                returned = enumerate(tensors_in(_listed(block(*args, **kwargs))))
+                of_use = [out for index, out in returned if not self._used or index in self._used]
+                outputs = [out for out in of_use if out.is_floating_point()]
                 generator = torch.Generator(self._device).manual_seed(1)
                 total = sum(
                     (out * torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float64)).sum()

@@ -433,9 +433,10 @@ class _Planner:
             heads={inside(key): heads for key, heads in sorted(split.heads.items())},
         )
         shapes = tuple((key, tuple(param.shape)) for key, param in unit.named_parameters())
-        kind = (type(unit), shapes, _shapes(self._calls[name]))
+        used = () if self._seen.provenance is None else self._seen.provenance.used_later.get(name, ())
+        kind = (type(unit), shapes, _shapes(self._calls[name]), tuple(sorted(used)))
         if kind not in self._trials:
-            self._trials[kind] = Trial(unit, self._calls[name], self._mesh, self._num_shards)
+            self._trials[kind] = Trial(unit, self._calls[name], self._mesh, self._num_shards, used)
         trial = self._trials[kind]
         if trial.error:
             return f"it could not be tried: {trial.error}"

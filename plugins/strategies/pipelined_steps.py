@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any
 
@@ -113,7 +113,11 @@ class PipelinedSteps:
 
         def follow() -> Flow:
             fake = fake_step(module, module.trainer, name, (batch, *args[1:]), kwargs, self._around_following)
-            with self._pipeline.as_written.again():
+            splitting = self._spread.tensor_parallel
+            with ExitStack() as inside:
+                inside.enter_context(self._pipeline.as_written.again())
+                if splitting is not None:  # a rank has its own heads now, and what is between layers may have all
+                    inside.enter_context(splitting.whole_shapes(module))
                 return find_flow(module, fake, module.device, stages.parts, stages.blocks, has_backward)
 
         # All that a step's path, and which gradients it needs, may depend on.

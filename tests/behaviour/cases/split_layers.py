@@ -90,7 +90,7 @@ class Masked(pl.LightningModule):
         (tokens,) = batch
         logits = self.model(tokens, tokens != 0)
         loss = functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
-        self.log("train/loss", loss)
+        self.log("train/loss", loss, sync_dist=True)
         return loss
 
     def configure_optimizers(self) -> Any:
