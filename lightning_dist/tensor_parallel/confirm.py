@@ -84,6 +84,8 @@ class Trial:
             PlanError: If the block cannot be split so at all.
         """
         holder = nn.ModuleDict({BLOCK: copy.deepcopy(self._block)})
+        if untouched := self._untouched(plan):
+            return f"the trial cannot tell, in which {untouched} changes nothing"
         plan = replace(plan, draws_random=False, splits_logits=False)
         parallel = TensorParallel(holder, plan, self._mesh, self._num_shards)
         parallel.split(list(holder.parameters()), list(holder.modules()))
@@ -96,6 +98,16 @@ class Trial:
         if raised or worst <= TOLERANCE:
             return raised
         return f"its results differ by {float(worst):.1g} of their size"
+
+    def _untouched(self, plan: Plan) -> str:
+        """Return an inferred layer whose weight has no gradient in the trial, as behind a mask, or nothing."""
+        largest = max((float(tensor.norm()) for tensor in self._expected.values()), default=0.0)
+        inferred = [name for name, entry in plan.entries.items() if entry.source == "inferred" and entry.is_split]
+        for name in (name.partition(".")[2] for name in inferred):
+            gradient = self._expected.get(f"{name}.weight")
+            if gradient is not None and float(gradient.norm()) <= 1e-12 * largest:
+                return name
+        return ""
 
     def _fill(self, block: nn.Module) -> None:
         new: dict[int, nn.Parameter] = {}
@@ -119,9 +131,9 @@ class Trial:
         if isinstance(value, Tensor):
             if value.is_floating_point():
                 return self._draw(value.shape)
-            if value.dtype == torch.bool:  # a mask, in which true may mean either: no row may be masked as a whole
-                return torch.arange(value.numel(), device=self._device).remainder(2).bool().view(value.shape)
-            return torch.zeros(value.shape, dtype=value.dtype, device=self._device)
+            # Masks may be numbers, and true may mean either: no row is masked as a whole. As indices, 0 and 1 are safe.
+            alternating = torch.arange(value.numel(), device=self._device).remainder(2)
+            return alternating.view(value.shape).to(value.dtype)
         if isinstance(value, Mapping):
             return {key: self._real(item) for key, item in value.items()}
         if isinstance(value, list | tuple):

@@ -167,8 +167,8 @@ def _heads(call: Call, provenance: Provenance, heads: int, into_row: set[str]) -
     """Find what a module is given, and returns, that is as attention scores are: (..., heads, queries, keys)."""
 
     def has_heads(value: object) -> bool:
-        if not isinstance(value, Tensor) or value.ndim < 3:
-            return False
+        if not isinstance(value, Tensor) or value.ndim < 3 or not isinstance(value.size(-3), int):
+            return False  # the size of what depends on values is not known
         return value.size(-3) == heads or (value.ndim == 3 and value.size(-3) % heads == 0)
 
     named: list[tuple[int | str, object]] = [*enumerate(call.args), *call.kwargs.items()]

@@ -139,7 +139,8 @@ class Provenance:
     def _returns_features_in(self, name: str, tensor: Tensor) -> bool:
         """Return whether a layer's features can be a dimension of ``tensor``: not where it is attention scores."""
         layer = linear_layer(self.root.get_submodule(name)) if name in self.called else None
-        return layer is None or layer.out_features in tensor.shape
+        sizes = [size for size in tensor.shape if isinstance(size, int)]  # others depend on values
+        return layer is None or layer.out_features in sizes or len(sizes) < tensor.ndim
 
     def _note_reader(self, param: nn.Parameter) -> None:
         """Note which module uses a parameter, and let a free one be a source."""
