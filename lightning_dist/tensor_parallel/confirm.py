@@ -131,9 +131,11 @@ class Trial:
         if isinstance(value, Tensor):
             if value.is_floating_point():
                 return self._draw(value.shape)
-            # Masks may be numbers, and true may mean either: no row is masked as a whole. As indices, 0 and 1 are safe.
-            alternating = torch.arange(value.numel(), device=self._device).remainder(2)
-            return alternating.view(value.shape).to(value.dtype)
+            # Masks may be numbers, and true may mean either: each row has both. As indices, 0 and 1 are safe.
+            drawn = torch.randint(2, value.shape, generator=self._generator, device=self._device)
+            if value.ndim and value.size(-1) > 1:
+                drawn[..., 0], drawn[..., 1] = 0, 1
+            return drawn.to(value.dtype)
         if isinstance(value, Mapping):
             return {key: self._real(item) for key, item in value.items()}
         if isinstance(value, list | tuple):

@@ -300,3 +300,25 @@ def test_an_inferred_plan_is_confirmed(pool: WorkerPool) -> None:
     table = ranks[0][3]
     assert "replicate (inferred; " in table and "model.blocks.*.qkv" in table
     assert "colwise (inferred): 2 x model.blocks.*.mlp.0" in table
+
+
+def table_of_a_plan_with_gaps() -> str:
+    """The table where Hugging Face names the head alone, and the user one layer of each feed-forward pair."""
+    model, lines = build("llama3"), []
+    for module in model.modules():
+        if hasattr(module, "_tp_plan"):
+            module._tp_plan = {"lm_head": "colwise_gather_output"}
+    strategy = TensorParallelStrategy(2, plan={"mlp.down_proj": "replicate"})
+    with patch("lightning_dist.plugins.strategies.mesh.rank_zero_info", lines.append):
+        make_trainer("2x2", strategy=strategy, max_steps=1).fit(model)
+    return "\n".join(lines)
+
+
+def test_what_a_plan_leaves_out_is_inferred(pool: WorkerPool) -> None:
+    table = pool.run(table_of_a_plan_with_gaps, 4)[0]
+    assert "  split       43% of the parameters\n" in table
+    assert "colwise_gather_output (Hugging Face): model.lm_head" in table
+    assert "embedding_rowwise (inferred): model.model.embed_tokens" in table
+    assert "colwise (inferred): 3 x model.model.layers.*.self_attn.q_proj" in table
+    assert "replicate (user): 3 x model.model.layers.*.mlp.down_proj" in table
+    assert "whole, " in table and "mlp.down_proj.weight" in table
