@@ -6,7 +6,7 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "GROUPED_MM",
     "ROUTE",
     "AllGather",
     "ParameterGroup",
@@ -34,6 +35,7 @@ __all__ = [
     "accumulating",
     "call",
     "call_forward_hooks",
+    "call_gradient_hooks",
     "call_post_accumulate_hooks",
     "drop_gradients",
     "flush_gradients",
@@ -44,17 +46,21 @@ __all__ = [
     "move_hooks",
     "num_collectives",
     "num_packed",
+    "on_equal",
     "on_scalar_read",
+    "overwrite",
     "packed_shard",
     "parameter_group",
     "prepend_step_post_hook",
     "process_groups",
+    "put_parameter",
     "recorded_collectives",
     "reduce_gradients",
     "reset_after_error",
     "route_calls",
     "share_hooks",
     "without_forward_hooks",
+    "without_torch_functions",
 ]
 
 
@@ -68,6 +74,9 @@ class ParameterGroup:
         self._group = group
         self._waits_for_end = False
         self._is_kept = False
+        self._awaits_agreement = False
+        self._used: set[int] = set()
+        self._is_reduced = False
         # FSDP2 reduces and frees a group when the gradients of its modules' inputs are known. Uses of its parameters
         # outside of those modules come later. Replaced by: a public way to reduce at the end of a backward.
         self._post_backward = group.post_backward
@@ -82,6 +91,7 @@ class ParameterGroup:
         self._has_stand_ins = False
         self._versions: dict[FSDPParam, int] = {}
         self._writes_through_data = False
+        self.before_write_back: Callable[[nn.Parameter], bool] = lambda param: False
 
     def _put_whole(self) -> None:
         """Put the gathered parameters into the modules, with the hooks that the sharded ones have now."""
@@ -137,17 +147,18 @@ class ParameterGroup:
         compares = compares or self._writes_through_data
         changed: list[str] = []
         for param in self._group.fsdp_params:
+            is_changed = self.before_write_back(param._unsharded_param)
             whole = _local(param._unsharded_param)
             memory = param.all_gather_outputs[0] if len(param.all_gather_outputs) == 1 else whole
             version = whole._version
             is_replaced = whole.data_ptr() != memory.data_ptr()
-            if version == self._versions.get(param, 0) and not is_replaced and not compares:
+            is_changed |= is_replaced or version != self._versions.get(param, 0)
+            if not is_changed and not compares:
                 continue
             self._versions[param] = version
             if is_replaced:
                 gathered = torch.as_strided(memory, whole.size(), whole.stride())
-                with torch.autograd._unsafe_preserve_version_counter(memory):
-                    gathered.copy_(whole)
+                overwrite(gathered, whole)
                 whole.data = gathered
             shard, own = _own_part(param, whole)
             if shard.data_ptr() == own.data_ptr() or torch.equal(shard.to(own.dtype), own):
@@ -188,17 +199,70 @@ class ParameterGroup:
         if torch.is_grad_enabled():  # create_graph=True: a second backward reads the parameters before any hook runs
             self._is_kept = True
         if not self._waits_for_end and not self._is_kept:
-            self._post_backward()
+            self._reduce()
 
     def _after_backward(self, *unused: Any) -> None:
         """Handle the end of a backward; with create_graph=True, gradients are not final and parameters are needed."""
         if is_in_backward() and torch.is_grad_enabled():
             return
         if self._waits_for_end or self._is_kept:
-            if not self.has_unreduced_gradients():  # as at the end of torch.autograd.grad
+            # Without gradients it is the end of torch.autograd.grad.
+            if self._awaits_agreement or not self.has_unreduced_gradients():
                 return
             self._is_kept = False
+        self._reduce()
+
+    def _reduce(self) -> None:
+        if self._group.reduce_grads:
+            self._used |= self._unreduced()
+            self._is_reduced = True
         self._post_backward()
+
+    def _unreduced(self) -> set[int]:
+        """Return the indices of the parameters of which backwards left gradients on the gathered ones."""
+        return {
+            index
+            for index, param in enumerate(self._group.fsdp_params)
+            if param.unsharded_accumulated_grad is not None
+            or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
+        }
+
+    def begin_agreement(self) -> list[bool]:
+        """From now on, reduce zeros for a parameter that has no gradient on this rank, as others may have one.
+
+        A group that waits for the end of a backward waits for :meth:`end_agreement`.
+
+        Returns:
+            For each parameter, whether it has a reduced gradient already.
+        """
+        self._awaits_agreement = self._group.reduce_scatter_unused_params = True
+        self._used.clear()
+        self._is_reduced = False
+        return [param.sharded_param.grad is not None for param in self._group.fsdp_params]
+
+    def used(self) -> list[bool]:
+        """Return, for each parameter, whether backwards since :meth:`begin_agreement` gave it a gradient here."""
+        used = self._used | self._unreduced()
+        return [index in used for index in range(len(self._group.fsdp_params))]
+
+    def end_agreement(self, used: Sequence[bool], had_gradient: Sequence[bool]) -> None:
+        """Reduce what is left to reduce, and take the zeros of parameters that no rank used away.
+
+        Args:
+            used: For each parameter, whether any rank has a gradient.
+            had_gradient: What :meth:`begin_agreement` returned.
+        """
+        if any(used) and not self._is_reduced:
+            self._is_kept = False
+            self._reduce()
+        self._awaits_agreement = self._group.reduce_scatter_unused_params = False
+        for param, is_used, had in zip(self._group.fsdp_params, used, had_gradient, strict=True):
+            if not is_used and not had:
+                param.sharded_param.grad = None
+
+    def abandon_agreement(self) -> None:
+        """Undo :meth:`begin_agreement` after a backward that failed."""
+        self._awaits_agreement = self._group.reduce_scatter_unused_params = False
 
     @property
     def is_gathered(self) -> bool:
@@ -264,11 +328,7 @@ class ParameterGroup:
 
     def has_unreduced_gradients(self) -> bool:
         """Whether backwards left gradients on the gathered parameters, which may have been freed since."""
-        return any(
-            param.unsharded_accumulated_grad is not None
-            or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
-            for param in self._group.fsdp_params
-        )
+        return bool(self._unreduced())
 
     def copy_requires_grad(self) -> None:
         """Let the gathered parameters require gradients as the sharded ones do now. FSDP2 does it only on a gather."""
@@ -292,6 +352,17 @@ class ParameterGroup:
         self._group._reduce_scatter_comm = reduce_scatter
 
 
+def put_parameter(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
+    """Let ``module`` hold ``tensor``, which need not be a parameter; recurrent layers keep a list of their own.
+
+    Replaced by: a public way to swap the tensors that a module computes with, as ``functional_call`` does in private.
+    """
+    module._parameters[key] = tensor  # type: ignore[assignment]
+    names = vars(module).get("_flat_weights_names", ())
+    if key in names:
+        vars(module)["_flat_weights"][names.index(key)] = tensor
+
+
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
@@ -303,6 +374,16 @@ def _own_part(param: FSDPParam, whole: torch.Tensor) -> tuple[torch.Tensor, torc
     rank = info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
     start = min(rank * param.padded_sharded_param_size[dim], whole.size(dim))
     return shard, whole.narrow(dim, start, shard.size(dim))
+
+
+@torch.no_grad()
+def overwrite(memory: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy ``values`` into ``memory`` without autograd's notice: what was computed has used them, and not what was there.
+
+    Replaced by: a public way not to count a write.
+    """
+    with torch.autograd._unsafe_preserve_version_counter(memory):
+        memory.copy_(values)
 
 
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -328,6 +409,17 @@ def call_post_accumulate_hooks(param: torch.Tensor) -> None:
     """Call the post-accumulate-grad hooks of ``param``, whose gradient autograd has not set itself."""
     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(param)
+
+
+def call_gradient_hooks(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Call the tensor hooks of ``param``, whose gradient autograd does not compute itself; return what they make of it.
+
+    Replaced by: as for :func:`move_hooks`.
+    """
+    for hook in list((param._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 def _state(module: nn.Module) -> FSDPState:
@@ -456,7 +548,7 @@ def reduce_gradients(root: nn.Module, groups: Sequence[ParameterGroup]) -> None:
         _keep_gradients(group._group)
     if len(alone) < len(groups) or _casts(groups):
         for group in reversed(groups):
-            group._group.post_backward()
+            group._reduce()
         _state(root)._root_post_backward_final_callback()
         return
     # What else that callback does, where forwards outside of steps have come by FSDP2's hooks.
@@ -511,7 +603,7 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Call the forward hooks that users and libraries have put on ``module``, for what they do besides.
 
     They are given a copy of ``output``, which is what they have made of it where the module ran. Those of
@@ -522,8 +614,17 @@ def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], output: Any) ->
         output = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, output)
     for key, hook in hooks:
         with_kwargs = key in module._forward_hooks_with_kwargs
-        result = hook(module, args, {}, output) if with_kwargs else hook(module, args, output)
+        result = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
         output = output if result is None else result
+
+
+GROUPED_MM = torch.ops.aten._grouped_mm.default
+"""The operation behind ``torch.nn.functional.grouped_mm``; its rule for fakes takes bfloat16 alone (torch 2.13)."""
+
+
+def without_torch_functions() -> AbstractContextManager[None]:
+    """Inside, tensors' ``__torch_function__`` is not called; torch's guide to extending it names this private class."""
+    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[return-value]  # the stub knows no context manager
 
 
 def is_in_backward() -> bool:
@@ -593,6 +694,19 @@ def on_scalar_read(function: Callable[[DTensor], int | float | bool | complex]) 
 
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = read
     DTensor.__format__ = format_whole  # type: ignore[method-assign, assignment]
+
+
+def on_equal(function: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
+    """Let ``function`` answer ``torch.equal`` of tensors of which at least one is a DTensor.
+
+    torch shards the second as the first is, which fails where it has fewer dimensions. Replaced by: a ``torch.equal``
+    that says False of DTensors of other shapes.
+    """
+
+    def equal(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> bool:
+        return function(args[0], args[1])
+
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten.equal.default] = equal
 
 
 def process_groups() -> list[dist.ProcessGroup]:

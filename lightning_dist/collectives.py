@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,13 @@ class DirectAllGather(AllGather):
     """All-gather in which each rank sends its chunk to every other, all at once.
 
     As many bytes as gloo's own, which passes chunks around a ring, in one round instead of ``n - 1``.
+
+    Args:
+        before: Called with the group before each call, to check what the other ranks are about to do.
     """
+
+    def __init__(self, before: Callable[[dist.ProcessGroup], None] | None = None) -> None:
+        self._before = before
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised tensor of ``size``."""
@@ -34,6 +40,8 @@ class DirectAllGather(AllGather):
             group: The ranks.
             async_op: Return at once, and let the backend gather.
         """
+        if self._before is not None:
+            self._before(group)
         if async_op:
             work: dist.Work = dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op=True)
             return work
@@ -60,7 +68,13 @@ class TwoShotReduceScatter(ReduceScatter):
     gloo's own reduce-scatter sends as many bytes as an all-reduce, ``2 (n-1)/n`` of the buffer; this one sends
     ``(n-1)/n`` of it, in one round. Each rank sums the ranks' chunks in rank order, so the result is the same on every
     run. It costs one more buffer of the input's size while it runs.
+
+    Args:
+        before: Called with the group before each call, to check what the other ranks are about to do.
     """
+
+    def __init__(self, before: Callable[[dist.ProcessGroup], None] | None = None) -> None:
+        self._before = before
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """An uninitialised tensor of ``size``."""
@@ -81,6 +95,8 @@ class TwoShotReduceScatter(ReduceScatter):
         """
         if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(f"TwoShotReduceScatter sums or averages, and blocks; got {op=}, {async_op=}.")
+        if self._before is not None:
+            self._before(group)
         world_size = group.size()
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)

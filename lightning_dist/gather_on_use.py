@@ -19,22 +19,29 @@ from torch.utils._pytree import tree_map
 __all__ = ["GatheredOnUse", "whole_for_step"]
 
 
-def whole_for_step(param: Tensor, data_parallel_axes: Collection[str], dtype: torch.dtype | None = None) -> Tensor:
+def whole_for_step(
+    param: Tensor, data_parallel_axes: Collection[str], dtype: torch.dtype | None = None, split_axis: str | None = None
+) -> Tensor:
     """Gather ``param``, so that its gradient is the mean over the data-parallel ranks. A collective over its mesh.
 
     Args:
         param: A DTensor.
         data_parallel_axes: Names of the axes of its mesh whose ranks have different parts of a batch.
         dtype: What the whole parameter is computed in; None: what it is stored in.
+        split_axis: Name of an axis whose ranks keep their own part; None: there is none.
     """
     sharded = cast(DTensor, param)
     mesh = sharded.device_mesh
     names = mesh.mesh_dim_names or ()
     gradient: list[Placement] = [Partial() if name in data_parallel_axes else Replicate() for name in names]
+    wanted: list[Placement] = [Replicate()] * mesh.ndim
+    if split_axis is not None:
+        axis = names.index(split_axis)
+        wanted[axis] = gradient[axis] = sharded.placements[axis]
     num_parts = 1
     for axis, placement in enumerate(gradient):
         num_parts *= mesh.size(axis) if placement.is_partial() else 1
-    whole = sharded.redistribute(placements=[Replicate()] * mesh.ndim).to_local(grad_placements=gradient)
+    whole = sharded.redistribute(placements=wanted).to_local(grad_placements=gradient)
     if num_parts > 1:
         whole = _DivideGradient.apply(whole, num_parts)  # type: ignore[no-untyped-call]
     return whole if dtype is None else whole.to(dtype)
@@ -79,6 +86,15 @@ class GatheredOnUse(torch.Tensor):
         self._gather = gather
         self._is_param = is_parameter  # what makes it an nn.Parameter to isinstance
         return self
+
+    def part(self, axis: str) -> Tensor:
+        """Gather the parameter over all axes of its mesh but ``axis``, whose ranks keep their own part.
+
+        Args:
+            axis: Name of the axis.
+        """
+        with torch._C.DisableTorchFunctionSubclass():
+            return cast(Callable[..., Tensor], self._gather)(self._sharded, split_axis=axis)
 
     @classmethod
     def __torch_function__(

@@ -28,8 +28,12 @@ _known_places: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionar
 
 
 def read_whole_scalars() -> None:
-    """Let every read of a number from a DTensor, from now on and in this process, give the value of all ranks."""
+    """Let every read of a number from a DTensor, from now on and in this process, give the value of all ranks.
+
+    So does ``torch.equal``, of which Lightning's BaseFinetuning asks whether a parameter is in an optimizer.
+    """
     _compat.on_scalar_read(_read)
+    _compat.on_equal(_equal)
 
 
 def _read(tensor: DTensor) -> int | float | bool | complex:
@@ -44,6 +48,21 @@ def _read(tensor: DTensor) -> int | float | bool | complex:
         known.add(place)
     with torch.no_grad():
         return tensor.full_tensor().item()
+
+
+def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.shape != second.shape:
+        return False
+    if not isinstance(first, DTensor) or not isinstance(second, DTensor):
+        whole = [tensor.full_tensor() if isinstance(tensor, DTensor) else tensor for tensor in (first, second)]
+        return torch.equal(*whole)
+    mesh = first.device_mesh
+    if mesh != second.device_mesh or first.placements != second.placements:
+        return torch.equal(first.full_tensor(), second.full_tensor())
+    is_equal = torch.tensor(int(torch.equal(first.to_local(), second.to_local())), device=first.device)
+    for axis in range(mesh.ndim):
+        dist.all_reduce(is_equal, dist.ReduceOp.MIN, mesh.get_group(axis))
+    return bool(is_equal)
 
 
 def _place() -> str:

@@ -34,10 +34,13 @@ from lightning_dist.consensus import arrive
 from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
 from lightning_dist.initialization import materialize, refuse_meta_attributes
 from lightning_dist.pipeline import Pipeline
+from lightning_dist.same_buffers import SameBuffers
+from lightning_dist.same_path import SamePath
 from lightning_dist.scalar_reads import read_whole_scalars
 from lightning_dist.scalars import ScalarGroup
 from lightning_dist.tensor_parallel import TensorParallel, whole_logits
 from lightning_dist.units import Unit
+from lightning_dist.unused_parameters import UnusedParameters
 
 __all__ = ["NotInStepError", "ShardedModule", "ShardingConfig", "full_parameters", "shard", "sharded"]
 
@@ -118,7 +121,8 @@ def shard(
     last_block = next((unit for unit in reversed(units) if unit.kind == "block"), None)
     groups: list[ParameterGroup | ScalarGroup] = []
     holders: list[nn.Module] = []
-    for unit in units:
+    path = SamePath([" and ".join(filter(None, unit.names)) or type(module).__name__ for unit in units])
+    for index, unit in enumerate(units):
         materialize(unit.modules, module, device, left_on_meta)
         if unit.kind == "scalars":
             groups.append(ScalarGroup(module, unit.params, mesh if scalar_mesh is None else scalar_mesh))
@@ -155,13 +159,16 @@ def shard(
         if unit.kind in _GATHERED_FOR_THE_STEP:
             group.wait_for_end_of_backward()
         if is_direct:
-            group.set_collectives(DirectAllGather(), TwoShotReduceScatter())
+            group.set_collectives(
+                DirectAllGather(partial(path.check, "gather", index)),
+                TwoShotReduceScatter(partial(path.check, "reduce", index)),
+            )
         groups.append(group)
         unit.params.clear()  # the whole parameters, of which nothing should stay
         originals.clear()
     materialize([module], module, device, left_on_meta)
     refuse_meta_attributes(module)
-    return ShardedModule(module, units, groups, holders, mesh, tensor_parallel)
+    return ShardedModule(module, units, groups, holders, mesh, path if is_direct else None, tensor_parallel)
 
 
 class _Holder(nn.Module):
@@ -190,7 +197,7 @@ def _change_forward(
                 recompute_block(block)
             continue
         change = recompute_block if config.recompute else rerun_in_place
-        change(block, partial(tensor_parallel.in_place, _in_order(root, unit)))
+        change(block, partial(tensor_parallel.in_place, _in_order(root, unit), [block]))
 
 
 def _in_order(root: nn.Module, unit: Unit) -> list[nn.Module]:
@@ -245,6 +252,7 @@ class ShardedModule:
         groups: The parameter group of each unit.
         holders: What ``fully_shard`` was given in the place of modules of the user's.
         mesh: What they are sharded over.
+        path: Checks that all ranks gather and reduce the same units; None: the collectives are the backend's own.
         tensor_parallel: What split them before; None: nothing.
     """
 
@@ -255,6 +263,7 @@ class ShardedModule:
         groups: Sequence[ParameterGroup | ScalarGroup],
         holders: Sequence[nn.Module],
         mesh: DeviceMesh,
+        path: SamePath | None = None,
         tensor_parallel: TensorParallel | None = None,
     ) -> None:
         self.module = module
@@ -270,6 +279,13 @@ class ShardedModule:
         self.pipeline: Pipeline | None = None
         self._owners = {group: _in_order(module, unit) for unit, group in by_kind if unit.kind != "scalars"}
         self._made_local: dict[ParameterGroup, tuple[bool, ...]] = {}
+        self._path = path
+        self._unused = UnusedParameters(self._sharded_groups, mesh)
+        self._buffers = SameBuffers(module, mesh)
+        self._buffers_are_due = True
+        self.stays_gathered = False
+        """Whether every rank holds the whole model (see :meth:`stay_gathered`)."""
+        self._kept = ExitStack()
         self._running = 0
         self._in_step = False
         self._has_stepped = False
@@ -285,13 +301,15 @@ class ShardedModule:
         _sharded[module] = weakref.ref(self)
 
     def _add_hooks(self, unit: Unit, group: ParameterGroup) -> None:
+        if self.tensor_parallel is not None:
+            group.before_write_back = self.tensor_parallel.take_replaced
         if unit.kind in _HELD_APART:
             return
         for module in unit.modules:
             module.register_forward_pre_hook(partial(self._before_unit, group), prepend=True)
             if self.tensor_parallel is not None and unit.kind != "outer":
                 # Between FSDP2's own hooks.
-                module.register_forward_pre_hook(lambda module, args: self._use_local(group))
+                module.register_forward_pre_hook(lambda module, args: self._use_local(group, [module]))
                 undo = partial(self.tensor_parallel.use_whole, self._owners[group])
                 module.register_forward_hook(lambda *args, undo=undo: undo(), prepend=True, always_call=True)
         if unit.kind == "outer":
@@ -362,8 +380,35 @@ class ShardedModule:
         finally:
             self._in_step = False
         if not backward_follows:
+            self._check_path()
             self.free()
         return output
+
+    def before_training_step(self, reduces_gradients: bool) -> None:
+        """Give all ranks the first one's buffers. A collective, unless the last backward reduced no gradients.
+
+        Args:
+            reduces_gradients: Whether the backward of the step that begins reduces gradients.
+        """
+        if self._buffers_are_due:
+            self._buffers.synchronize()
+        self._buffers_are_due = reduces_gradients
+
+    def _check_path(self) -> None:
+        if self._path is not None and not self.stays_gathered:
+            self._path.check("end", 0, self.mesh.get_group(self.mesh.ndim - 1))
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Reduce, after the backward inside, what no module's hook reduced. A collective where gradients are reduced.
+
+        Inside, the module may be called, as blocks are that are run again.
+        """
+        with self._unused.agreed():
+            with self.running():
+                yield
+            self._check_path()
+        self.after_backward()
 
     @contextmanager
     def _stand_ins(self) -> Iterator[None]:
@@ -431,7 +476,8 @@ class ShardedModule:
         """Reduce the gradients that backwards have left, if gradients are to be reduced now; free the units."""
         is_due = all(group.syncs_gradients for group in self._sharded_groups)
         if is_due:
-            _compat.reduce_gradients(self._root, self._sharded_groups)
+            with self._unused.agreed():
+                _compat.reduce_gradients(self._root, self._sharded_groups)
         for scalars in self._scalars:
             scalars.reduce()
         self.free()
@@ -439,7 +485,7 @@ class ShardedModule:
             self.pipeline.shared.sum_gradients()
 
     def after_backward(self) -> None:
-        """To be called after every backward: reduces gradients that no module's hook reduced."""
+        """Reduce gradients that no module's hook reduced, and free units: to be called after every backward."""
         if any(group.has_unreduced_gradients() for group in self._sharded_groups):
             _compat.flush_gradients(self._root)
         for scalars in self._scalars:
@@ -463,9 +509,9 @@ class ShardedModule:
         group.gather()
         self._use_local(group)
 
-    def _use_local(self, group: ParameterGroup | ScalarGroup) -> None:
+    def _use_local(self, group: ParameterGroup | ScalarGroup, running: Collection[nn.Module] = ()) -> None:
         if self.tensor_parallel is not None and isinstance(group, ParameterGroup):
-            self.tensor_parallel.use_local(self._owners[group])
+            self.tensor_parallel.use_local(self._owners[group], running)
             self._made_local[group] = group.requires_grad
 
     def _is_local(self, group: ParameterGroup) -> bool:
@@ -477,8 +523,38 @@ class ShardedModule:
         is_replaced = any(isinstance(param, DTensor) for param in params)
         return not is_replaced and self._made_local.get(group) == group.requires_grad
 
+    @property
+    def holds_whole_model(self) -> bool:
+        """Whether nothing is sharded, so that to gather parameters is no collective."""
+        return self.mesh.size(self.mesh.ndim - 1) == 1
+
+    def stay_gathered(self) -> None:
+        """From now on, let steps without backwards gather nothing, so that ranks may run unequal numbers of them.
+
+        Every rank holds the whole model until :meth:`stop_staying_gathered`. A collective.
+        """
+        with self.running():
+            for group in self.groups:
+                self._gather(group)
+        self._kept.enter_context(_compat.keep_gathered(self._sharded_groups))
+        self._set_stays_gathered(True)
+
+    def stop_staying_gathered(self) -> None:
+        """Undo :meth:`stay_gathered`, if it was called."""
+        if self.stays_gathered:
+            self._kept.close()
+            self._set_stays_gathered(False)
+            self.free()
+
+    def _set_stays_gathered(self, stays: bool) -> None:
+        self.stays_gathered = stays
+        if self._path is not None:
+            self._path.is_off = stays
+
     def free(self) -> None:
         """Put the sharded parameters into the module: what optimizers, callbacks and checkpoints read and write."""
+        if self.stays_gathered:
+            return
         for group in self.groups:
             group.free()
 
@@ -490,7 +566,8 @@ class ShardedModule:
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
         """Inside, every rank holds the whole model, and may call it alone, without gradients. Entered by all ranks."""
-        with _compat.keep_gathered(self._sharded_groups), self.running(), torch.no_grad():
+        outside = nullcontext() if self.pipeline is None else self.pipeline.all_stages.switched_off()
+        with outside, _compat.keep_gathered(self._sharded_groups), self.running(), torch.no_grad():
             for group in self.groups:
                 group.gather()
             try:

@@ -168,6 +168,30 @@ def validates_alike(trainer: Trainer) -> bool:
     return bool((extremes[: len(batches)] == -extremes[len(batches) :]).all()) and all(map(math.isfinite, batches))
 
 
+def num_evaluation_batches(trainer: Trainer) -> list[int | float]:
+    """Return how many batches this rank has of each loader, in the evaluation or prediction that begins.
+
+    Replaced by: public properties of the Trainer for all of its loops.
+    """
+    loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+    return list(loop.max_batches)
+
+
+def before_end_of_evaluation(trainer: Trainer, function: Callable[[], None]) -> None:
+    """Call ``function`` once when the loop that begins has run its last batch, before anything is reduced.
+
+    Replaced by: a hook there; ``on_validation_epoch_end`` of the strategy does not exist.
+    """
+    loop: Any = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+
+    def on_run_end() -> Any:
+        vars(loop).pop("on_run_end", None)
+        function()
+        return loop.on_run_end()
+
+    vars(loop)["on_run_end"] = on_run_end
+
+
 def put_training_weights_back(trainer: Trainer) -> None:
     """Within a validation, undo what averaging callbacks have done to the weights for it."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

@@ -4,21 +4,23 @@ In the order in which they build on each other: ``flow`` (what flows between a m
 it is found), ``balance`` (which parts are which stage), ``schedules``, ``stages`` (where each parameter is), ``replay``
 (a step on one stage), ``microbatches``, ``simulation`` and ``timeline`` (when what runs), ``shared`` (parameters of
 several stages), ``failures`` (errors that all ranks raise), ``attributes`` (what a step leaves), ``as_written`` and
-``whole_model`` (the module as it was, and whole), ``whole_state`` (a checkpoint of all stages), ``runner`` (a step on
-all of them).
+``whole_model`` (the module as it was, and whole), ``outside_of_steps`` (hooks that see all stages), ``whole_state`` (a
+checkpoint of all stages), ``runner`` (a step on all of them).
 """
 
 from lightning_dist.pipeline.as_written import AsWritten
 from lightning_dist.pipeline.failures import Failure, raise_together
-from lightning_dist.pipeline.flow import Flow, FlowError
+from lightning_dist.pipeline.flow import Flow, FlowError, Leaf
 from lightning_dist.pipeline.follow import find_flow
 from lightning_dist.pipeline.microbatches import (
     batch_size_of,
     check_divides,
+    map_leaves,
     num_microbatches_for,
     signature,
     split_batch,
 )
+from lightning_dist.pipeline.outside_of_steps import AllStages
 from lightning_dist.pipeline.runner import Pipeline, PreparedStep, RunRoot
 from lightning_dist.pipeline.schedules import SCHEDULES
 from lightning_dist.pipeline.simulation import simulate
@@ -27,10 +29,12 @@ from lightning_dist.pipeline.timeline import Timeline
 
 __all__ = [
     "SCHEDULES",
+    "AllStages",
     "AsWritten",
     "Failure",
     "Flow",
     "FlowError",
+    "Leaf",
     "Pipeline",
     "PipelineConfig",
     "PreparedStep",
@@ -42,6 +46,7 @@ __all__ = [
     "find_flow",
     "find_stages",
     "keep_own",
+    "map_leaves",
     "num_microbatches_for",
     "own_units",
     "raise_together",

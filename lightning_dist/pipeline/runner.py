@@ -18,7 +18,9 @@ from lightning_dist.initialization import broadcast_tensors
 from lightning_dist.pipeline.as_written import AsWritten
 from lightning_dist.pipeline.attributes import unchanged
 from lightning_dist.pipeline.failures import Failure
-from lightning_dist.pipeline.flow import Flow
+from lightning_dist.pipeline.flow import Flow, Leaf
+from lightning_dist.pipeline.outside_of_steps import AllStages
+from lightning_dist.pipeline.path import KnownPaths, Readable
 from lightning_dist.pipeline.replay import MicrobatchSeed, Replay, StagePlan
 from lightning_dist.pipeline.schedules import SCHEDULES
 from lightning_dist.pipeline.shared import SharedParameters
@@ -114,29 +116,38 @@ class Pipeline:
         self._data_parallel_rank = data_parallel_rank
         self._replay = Replay(root, {name: modules[name] for name in stages.parts}, foreign, device)
         self.shared = SharedParameters(root, stages, config, group)
-        self._flows: dict[object, Flow] = {}
+        self.all_stages = AllStages(root, self._holders(), group, device)
+        self.readable: Readable = {}
+        """Besides modules, what a step's path may depend on."""
+        self._paths: dict[object, KnownPaths] = {}
         self._prepared: dict[object, PreparedStep] = {}
         self._recorder = Recorder(device)
         self.order: Order = ()
         self._running: _Running | None = None
 
     def prepare(
-        self, key: object, follow: Callable[[], Flow], num_microbatches: int, has_backward: bool
+        self,
+        key: object,
+        follow: Callable[[Sequence[Any]], Flow],
+        num_microbatches: int,
+        has_backward: bool,
+        arguments: Sequence[Any] = (),
     ) -> PreparedStep:
-        """Find out how a step runs on the stages; at once, where one with the same ``key`` has been prepared.
+        """Find out how a step runs on the stages; at once, where one that takes the same path has been prepared.
 
         Args:
-            key: What the step's path depends on.
-            follow: Follows the step on a microbatch.
+            key: What every step's path depends on.
+            follow: Follows the step on a microbatch, with arguments in the place of ``arguments``.
             num_microbatches: How many there are.
             has_backward: Whether each is followed by a backward.
+            arguments: Of the step, after its batch; its path may depend on them.
         """
-        whole_key = (key, num_microbatches, has_backward)
+        paths = self._paths.setdefault(key, KnownPaths(self._root, self.readable))
+        flow = paths.flow(arguments, follow)
+        whole_key = (id(flow), num_microbatches, has_backward)
         prepared = self._prepared.pop(whole_key, None)
-        if prepared is None:
-            if key not in self._flows:
-                self._flows[key] = follow()
-            prepared = self._prepare(self._flows[key], num_microbatches, has_backward)
+        if prepared is None or prepared.flow is not flow:
+            prepared = self._prepare(flow, num_microbatches, has_backward)
         self._prepared[whole_key] = prepared  # the newest is last
         if len(self._prepared) > _MOST_PREPARED:
             del self._prepared[next(iter(self._prepared))]
@@ -170,6 +181,7 @@ class Pipeline:
         if loss_of is not None:
             self.order = prepared.order
             self._recorder.begin()
+            self.shared.will_run(prepared.flow)
         numbers = torch.arange(len(steps))
         try:
             with (
@@ -183,6 +195,34 @@ class Pipeline:
             return running.results, running.failure
         finally:
             self._running = None
+
+    def run_end(self, flow: Flow, values: Sequence[Tensor], step: Callable[[], Any]) -> Any:
+        """Run a step in which no part runs, and return what it returns: each gives one of ``values``. No communication.
+
+        Args:
+            flow: The step.
+            values: What :meth:`values_at_end` describes, in its order.
+            step: The step, its arguments bound.
+        """
+        plan = self._plan_of_end(flow)
+        kept = unchanged(self._root, flow.changed) if flow.changed else nullcontext()
+        between = {name: buffer.clone() for name, buffer in self._buffers_between().items()}
+        with kept, self._replay.numbers_kept(flow), self._replay.stand_in_parameters(flow.params_between):
+            try:
+                given = [value.to(self._device) for value in values]
+                return self._replay.run(plan, MicrobatchSeed(0, 0, 0), given, step)[0]
+            finally:
+                for name, buffer in self._buffers_between().items():
+                    buffer.copy_(between[name])
+
+    def values_at_end(self, flow: Flow) -> list[Leaf]:
+        """Return what is known of the values of parts that the end of a step makes something of."""
+        plan = self._plan_of_end(flow)
+        return [plan.leaf(value) for value in plan.received]
+
+    def _plan_of_end(self, flow: Flow) -> StagePlan:
+        """Return a plan by which all parts are on an earlier stage."""
+        return StagePlan(flow, [0] * len(flow.calls), 1, 2)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -208,6 +248,13 @@ class Pipeline:
         parts = tuple(f"{part}." for part in self.stages.parts)
         return {name: buffer for name, buffer in self._root.named_buffers() if not name.startswith(parts)}
 
+    def _holders(self) -> dict[str, frozenset[int]]:
+        """Return the ranks of the pipeline that have each parameter, and each buffer of a part, by name."""
+        held = {name: self.stages.stages_of_param[name] for name, _ in self._root.named_parameters()}
+        for part, stages in self.stages.stages_of_part.items():
+            held |= {f"{part}.{name}": stages for name, _ in self._root.get_submodule(part).named_buffers()}
+        return {name: frozenset(map(self.config.rank_of, stages)) for name, stages in held.items()}
+
     def total_norm(self, gradients: Sequence[Tensor], order: float = 2.0) -> Tensor:
         """The norm of the gradients of all stages; what several stages have counts once. A collective over ``pp``.
 
@@ -215,6 +262,10 @@ class Pipeline:
             gradients: Of this rank's parameters.
             order: Of the norm, positive; may be infinite.
         """
+        with self.all_stages.switched_off():
+            return self._total_norm([gradient for gradient in gradients if not gradient.is_meta], order)
+
+    def _total_norm(self, gradients: Sequence[Tensor], order: float) -> Tensor:
         params = {param.grad: name for name, param in self._root.named_parameters() if param.grad is not None}
         counted = [g for g in gradients if g not in params or self._is_first_with(params[g])]
         norm = get_total_norm(counted, order) if counted else torch.zeros((), device=self._device)

@@ -1,12 +1,14 @@
 """A plan made true: parameters become DTensors over ``tp``, and modules exchange what the split parts need.
 
-Inside a forward, modules hold plain tensors, this rank's part of each parameter: the model's code runs as on one
-device, with fewer heads or features.
+Inside its own forward, a split module holds plain tensors, this rank's part of each parameter: the model's code runs as
+on one device, with fewer heads or features. Anywhere else in a step, a parameter is the whole one, for penalties on
+weights and for functions that are given a weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
@@ -17,10 +19,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_dist import _compat
+from lightning_dist.gather_on_use import GatheredOnUse
 from lightning_dist.randomness import Apart
 from lightning_dist.tensor_parallel import exchanges
 from lightning_dist.tensor_parallel.heads import add_head_hooks
-from lightning_dist.tensor_parallel.layers import linear_layer, num_heads, shared_heads
+from lightning_dist.tensor_parallel.layers import linear_layer, num_heads, shared_heads, why_not_split
 from lightning_dist.tensor_parallel.plan import Plan, PlanError
 from lightning_dist.tensor_parallel.sequence import SequenceParallel
 from lightning_dist.tensor_parallel.split_logits import SplitLogits
@@ -53,6 +56,11 @@ class TensorParallel:
         self._grads_are_partial: set[tuple[nn.Module, str]] = set()
         self._whole: dict[tuple[nn.Module, str], nn.Parameter] = {}  # as gathered: DTensors over tp alone
         self._local: dict[nn.Parameter, nn.Parameter] = {}  # of each of those, this rank's part, in the same memory
+        self._stand_ins: dict[nn.Parameter, Tensor] = {}  # of each of those that are split, what gathers it on use
+        self._own_keys: dict[nn.Module, set[str]] = defaultdict(set)  # what modules have otherwise in their forward
+        self._in_forward: dict[tuple[nn.Module, str], Tensor] = {}  # and what they have there
+        self._elsewhere: dict[tuple[nn.Module, str], Tensor] = {}  # and what they have elsewhere
+        self._in_use: set[nn.Module] = set()  # owners of what use_local has replaced
         self._attributes: list[tuple[nn.Module, str, Any, Any]] = []  # as it was, and as it is
         self._is_whole = False
         self._entered: tuple[Tensor, Tensor, bool] | None = None
@@ -63,14 +71,20 @@ class TensorParallel:
             self.sequence = SequenceParallel(root, plan.sequence, plan.entries, self._group, self._random)
         for name, entry in plan.entries.items():
             self._prepare(name, root.get_submodule(name), entry.style, entry.num_packed)
-        for name, dim in plan.parameters.items():
-            owner, _, key = name.rpartition(".")
-            self._place_along(name, getattr(root.get_submodule(owner), key), dim)
         for name, heads in plan.heads.items():
             add_head_hooks(root.get_submodule(name), heads, self._group, lambda: self._is_whole)
         for name, sizes in plan.sizes.items():
             for key, size in sizes.items():
                 self._change(root.get_submodule(name), key, size)
+        split_layers = set(self._own_keys)
+        for name, dim in plan.parameters.items():
+            owner, _, key = name.rpartition(".")
+            self._place_along(name, root.get_submodule(owner), key, dim)
+        for module, key in self._grads_are_partial | (set() if self.sequence is None else self.sequence.own_tokens):
+            self._own_keys[module].add(key)
+        for module in root.modules():
+            if module in self._own_keys and module not in split_layers:
+                self._add_hooks(module, lambda module, args: None, lambda module, output: None)
 
     def _prepare(self, name: str, module: nn.Module, style: str, num_packed: int) -> None:
         if style == "replicate":
@@ -79,10 +93,10 @@ class TensorParallel:
             self._grads_are_partial |= {(module, key) for key, _ in module.named_parameters(recurse=False)}
             return
         if style == "embedding_rowwise":
-            if not isinstance(module, nn.Embedding) or module.max_norm is not None:
+            if not isinstance(module, nn.Embedding):
                 raise PlanError(f"plan: {name} is a {type(module).__name__}, and {style} splits nn.Embedding only.")
-            if module.scale_grad_by_freq or module.sparse:
-                raise PlanError(f"plan: {name} has scale_grad_by_freq or sparse gradients, which {style} cannot give.")
+            if why_not := why_not_split(module):
+                raise PlanError(f"plan: {name} has {why_not}, which {style} cannot honour: use replicate.")
             self._place(name, module, "weight", 0)
             if module.padding_idx is not None:  # this rank's, if it has it
                 num_own = module.num_embeddings // self._group.size()
@@ -92,6 +106,11 @@ class TensorParallel:
             return
         layer = linear_layer(module)
         if layer is None:
+            if isinstance(module, nn.Linear):
+                raise PlanError(
+                    f"plan: the weight of {name} is computed (by weight_norm, spectral_norm or a parametrization), and"
+                    f" {style} splits stored ones only: use replicate."
+                )
             raise PlanError(f"plan: {name} is a {type(module).__name__}, and {style} splits linear layers only.")
         if style == "rowwise":
             self._place(name, module, "weight", layer.in_dim)
@@ -113,11 +132,16 @@ class TensorParallel:
         def pre_hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             if self._is_whole:
                 return None
+            self._enter_forward(module)
             given = before(module, args or tuple(kwargs.values()))  # a layer's only argument is its input
-            return (args or tuple(kwargs.values())) if given is None else given, {}
+            return None if given is None else (given, {})
 
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
-            return None if self._is_whole else after(module, output)
+            if self._is_whole:
+                return None
+            result = after(module, output)
+            self._leave_forward(module)
+            return result
 
         # torch.compile would trace into them, and is no faster for it: collectives end a graph.
         disable = cast(Callable[[Any], Any], torch.compiler.disable)
@@ -153,10 +177,12 @@ class TensorParallel:
             )
         else:
             placement = _compat.packed_shard(dim, num_packed)
+        self._own_keys[module].add(key)
         if self._placements.setdefault(param, placement) != placement:
             raise PlanError(f"plan: {name}.{key} is tied to a parameter that is split otherwise.")
 
-    def _place_along(self, name: str, param: nn.Parameter, dim: int) -> None:
+    def _place_along(self, name: str, owner: nn.Module, key: str, dim: int) -> None:
+        param: nn.Parameter = getattr(owner, key)
         if param.size(dim) % self._group.size():
             raise PlanError(
                 f"plan: the {param.size(dim)} elements of {name} along dimension {dim} do not divide by"
@@ -164,6 +190,7 @@ class TensorParallel:
             )
         if self._placements.setdefault(param, Shard(dim)) != Shard(dim):
             raise PlanError(f"plan: {name} is tied to a parameter that is split otherwise.")
+        self._own_keys[owner].add(key)
 
     def _own_of_packed(self, tensor: Tensor, dim: int, num_packed: int) -> Tensor:
         ranks = self._group.size()
@@ -194,15 +221,21 @@ class TensorParallel:
         for owner in owners:
             for key, owned in list(owner._parameters.items()):
                 if owned is not None and owned in new:
-                    owner._parameters[key] = new[owned]
+                    _compat.put_parameter(owner, key, new[owned])
         return new
 
-    def use_local(self, owners: Iterable[nn.Module]) -> None:
-        """Let ``owners`` hold this rank's parts of the parameters that hang on them, which are gathered."""
+    def use_local(self, owners: Iterable[nn.Module], running: Collection[nn.Module] = ()) -> None:
+        """Let ``owners``, whose parameters are gathered, compute with this rank's parts in their own forwards.
+
+        Args:
+            owners: Modules that hold parameters.
+            running: Those of them whose forward has begun.
+        """
         if self._is_whole:
             return
         holders: list[tuple[nn.Module, str, nn.Parameter]] = []
         for owner in owners:
+            self._in_use.add(owner)
             for key, param in owner._parameters.items():
                 if isinstance(param, DTensor):
                     self._whole[owner, key] = cast(nn.Parameter, param)
@@ -219,7 +252,59 @@ class TensorParallel:
             for owner, key, whole in holders:
                 own = self._own.get((owner, key))
                 part = parts[id(whole)] if own is None else own(parts[id(whole)])
-                owner._parameters[key] = cast(nn.Parameter, part)  # in a forward it need not be one
+                if key in self._own_keys.get(owner, ()):
+                    self._in_forward[owner, key] = part
+                    self._elsewhere[owner, key] = self._whole_on_use(whole)
+                    part = part if owner in running else self._elsewhere[owner, key]
+                _compat.put_parameter(owner, key, part)
+
+    def _swap(self, module: nn.Module, values: dict[tuple[nn.Module, str], Tensor]) -> None:
+        """Let ``module`` hold its ``values`` of what it has otherwise in its own forward than elsewhere."""
+        if module in self._in_use:
+            for key in self._own_keys.get(module, ()):
+                if (module, key) in values:
+                    _compat.put_parameter(module, key, values[module, key])
+
+    def _enter_forward(self, module: nn.Module) -> None:
+        """Let ``module`` compute with this rank's parts; they are gathered where its block does not run, but it does."""
+        if module in self._in_use:
+            self._swap(module, self._in_forward)
+            return
+        held: dict[str, Tensor] = {}
+        for key in self._own_keys[module]:
+            stand_in = module._parameters.get(key)
+            if isinstance(stand_in, GatheredOnUse):
+                held[key] = stand_in
+                part = stand_in.part("tp")
+                if self._has_partial_grad(module, key):
+                    part = exchanges.copy_to(part, self._group)
+                own = self._own.get((module, key))
+                _compat.put_parameter(module, key, part if own is None else own(part))
+        module.__dict__["_tensor_parallel_held"] = held
+
+    def _leave_forward(self, module: nn.Module) -> None:
+        """Undo :meth:`_enter_forward`."""
+        for key, held in module.__dict__.pop("_tensor_parallel_held", {}).items():
+            _compat.put_parameter(module, key, held)
+        self._swap(module, self._elsewhere)
+
+    def _whole_on_use(self, whole: nn.Parameter) -> Tensor:
+        """Return what has all elements of a gathered parameter, with gradients that are the same on all ranks."""
+        placement = cast(DTensor, whole).placements[0]
+        if isinstance(placement, Replicate):
+            return self._local[whole]
+        if whole not in self._stand_ins:
+            self._stand_ins[whole] = GatheredOnUse(whole, _gather)
+        return self._stand_ins[whole]
+
+    def take_replaced(self, whole: nn.Parameter) -> bool:
+        """Write into ``whole`` what was put in the place of this rank's part of it through ``param.data``, if it was."""
+        local, memory = self._local.get(whole), cast(DTensor, whole.detach()).to_local()
+        if local is None or local.data_ptr() == memory.data_ptr():
+            return False
+        _compat.overwrite(memory, local.detach())
+        local.data = memory
+        return True
 
     def _local_of(self, whole: nn.Parameter) -> nn.Parameter:
         """Return this rank's part of a gathered parameter, a leaf of autograd's graph that hands on its gradients.
@@ -242,46 +327,34 @@ class TensorParallel:
         return self.sequence is not None and self.sequence.sees_own_tokens(owner, key)
 
     def use_whole(self, owners: Iterable[nn.Module]) -> None:
-        """Undo :meth:`use_local`."""
+        """Undo :meth:`use_local`: from now on, ``owners`` hold whole parameters."""
         for owner in owners if not self._is_whole else ():
-            for key in owner._parameters:
-                if (owner, key) in self._whole:
-                    owner._parameters[key] = self._whole[owner, key]
+            self._swap(owner, self._elsewhere)
+            self._in_use.discard(owner)
 
-    @contextmanager
-    def whole_shapes(self, root: nn.Module) -> Iterator[None]:
-        """Inside, modules of ``root`` hold parameters of the whole shapes, of which only these may be looked at."""
-        held = [
-            (owner, key, param)
-            for owner in root.modules()
-            for key, param in owner._parameters.items()
-            if (owner, key) in self._whole
-        ]
-        for owner, key, _ in held:
-            owner._parameters[key] = self._whole[owner, key]
-        try:
-            yield
-        finally:
-            for owner, key, param in held:
-                owner._parameters[key] = param
-
-    def in_place(self, owners: Sequence[nn.Module]) -> Callable[[], AbstractContextManager[None]]:
+    def in_place(
+        self, owners: Sequence[nn.Module], running: Collection[nn.Module]
+    ) -> Callable[[], AbstractContextManager[None]]:
         """What to enter around each run of a forward that begins now, and may be run again in a backward.
 
         Inside, ``owners`` hold this rank's parts, and hidden states are split as they are now.
+
+        Args:
+            owners: Modules that hold parameters.
+            running: Those of them whose forward it is.
         """
         activity = () if self.sequence is None else self.sequence.activity
 
         @contextmanager
         def entered() -> Iterator[None]:
-            are_whole = any(isinstance(param, DTensor) for owner in owners for param in owner._parameters.values())
+            is_again = not self._in_use.issuperset(owners)
             with nullcontext() if self.sequence is None else self.sequence.as_it_was(activity):
-                if are_whole:
-                    self.use_local(owners)
+                if is_again:
+                    self.use_local(owners, running)
                 try:
                     yield
                 finally:
-                    if are_whole:
+                    if is_again:
                         self.use_whole(owners)
 
         return entered
@@ -316,7 +389,7 @@ class TensorParallel:
                     self._whole[owner, key] = whole
                     if id(whole) not in full:  # a tied one stays tied
                         full[id(whole)] = nn.Parameter(whole.full_tensor(), param.requires_grad)
-                    owner._parameters[key] = full[id(whole)]
+                    _compat.put_parameter(owner, key, full[id(whole)])
         for module, name, as_it_was, _ in self._attributes:
             setattr(module, name, as_it_was)
         self._set_whole(True)
@@ -413,16 +486,21 @@ class TensorParallel:
 @torch.no_grad()
 def _hand_on_gradient(whole: nn.Parameter, local: Tensor) -> None:
     """Give ``whole`` the gradient that a backward has added to this rank's part of it."""
-    gradient, local.grad = cast(Tensor, local.grad).detach(), None
-    if gradient.is_sparse:  # FSDP2 reduces dense gradients only
-        gradient = gradient.to_dense()
-    if whole.grad is not None:
-        cast(DTensor, whole.grad).to_local().add_(gradient)
-        return
+    plain, local.grad = cast(Tensor, local.grad).detach(), None
+    if plain.is_sparse:  # FSDP2 reduces dense gradients only
+        plain = plain.to_dense()
     dtensor = cast(DTensor, whole)
-    whole.grad = DTensor.from_local(
-        gradient, dtensor.device_mesh, dtensor.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    gradient = DTensor.from_local(
+        plain, dtensor.device_mesh, dtensor.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
+    gradient = _compat.call_gradient_hooks(whole, gradient)
+    whole.grad = gradient if whole.grad is None else whole.grad + gradient
+
+
+def _gather(split: Tensor) -> Tensor:
+    """Gather a parameter, or its values, over ``tp``, for all ranks to go on with alike. A collective."""
+    replicated = [Replicate()]
+    return cast(DTensor, split).redistribute(placements=replicated).to_local(grad_placements=replicated)
 
 
 def _rows(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:

@@ -90,7 +90,8 @@ class Trial:
         parallel = TensorParallel(holder, plan, self._mesh, self._num_shards)
         parallel.split(list(holder.parameters()), list(holder.modules()))
         params = dict(holder[BLOCK].named_parameters())
-        holder[BLOCK].register_forward_pre_hook(lambda *_: parallel.use_local(holder.modules()))
+        running = [holder[BLOCK]]
+        holder[BLOCK].register_forward_pre_hook(lambda *_: parallel.use_local(holder.modules(), running))
         holder.eval()  # no dropout
         actual, raised = self._results(holder[BLOCK], params)
         worst = torch.tensor(math.inf if raised else self._worst(actual), device=self._device)

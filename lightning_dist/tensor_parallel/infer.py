@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from torch import Tensor, nn
 
-from lightning_dist.tensor_parallel.layers import LinearLayer, linear_layer, num_heads
+from lightning_dist.tensor_parallel.layers import LinearLayer, linear_layer, num_heads, why_not_split
 from lightning_dist.tensor_parallel.plan import Entry, SplitHeads
 from lightning_dist.tensor_parallel.provenance import BATCH, Call, Provenance, sources
 from lightning_dist.tracing import tensors_in
@@ -130,7 +130,7 @@ def _groups(root: nn.Module, provenance: Provenance, num_ranks: int) -> Iterator
             tuple(sorted(cols)),
             tuple(sorted(between)),
             num_packed,
-            dict(_parameters(root, others, provenance, around, its_layer, heads)),
+            dict(_parameters(root, others, provenance, its_layer, heads)),
             dict(_heads(calls[around], provenance, heads, found)) if around and heads else {},
         )
 
@@ -151,15 +151,14 @@ def _num_heads(root: nn.Module, around: str, names: Sequence[str], row: LinearLa
 
 
 def _parameters(
-    root: nn.Module, names: Iterable[str], provenance: Provenance, around: str, row: LinearLayer, heads: int | None
+    root: nn.Module, names: Iterable[str], provenance: Provenance, row: LinearLayer, heads: int | None
 ) -> Iterator[tuple[str, int]]:
     """Find the dimension of heads or features of free parameters, and of those of tables of positions."""
     params = dict(root.named_parameters())
     for name in sorted(names):
         for full_name in [name] if name in params else [key for key in params if key.rpartition(".")[0] == name]:
             dims = [dim for dim, size in enumerate(params[full_name].shape) if size in (heads, row.in_features)]
-            readers = provenance.readers[full_name]
-            if dims and all(reader == around or reader.startswith(f"{around}.") for reader in readers):
+            if dims and provenance.readers[full_name] == {full_name.rpartition(".")[0]}:
                 yield full_name, dims[-1]
 
 
@@ -193,7 +192,7 @@ def _vocabulary(root: nn.Module, provenance: Provenance, num_ranks: int) -> dict
     embeddings = {
         name: module
         for name, module in modules.items()
-        if isinstance(module, nn.Embedding) and module.max_norm is None and not module.num_embeddings % num_ranks
+        if isinstance(module, nn.Embedding) and not why_not_split(module) and not module.num_embeddings % num_ranks
     }
     used = {name for name in modules for other in modules if name in provenance.into[other]}
     entries: dict[str, Entry] = {}

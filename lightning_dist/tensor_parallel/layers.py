@@ -7,7 +7,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-__all__ = ["LinearLayer", "linear_layer", "num_heads", "shared_heads"]
+__all__ = ["LinearLayer", "linear_layer", "num_heads", "shared_heads", "why_not_split"]
 
 
 @dataclass(frozen=True)
@@ -30,13 +30,25 @@ class LinearLayer:
 
 
 def linear_layer(module: nn.Module) -> LinearLayer | None:
-    """What ``module`` is, if it is a linear layer."""
+    """Describe ``module``, if it is a linear layer whose weight is stored, and not computed in its forward."""
+    if module._parameters.get("weight") is None:
+        return None
     if isinstance(module, nn.Linear):
         return LinearLayer(1, 0, module.in_features, module.out_features)
     if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # Hugging Face's, of GPT-2
         in_features, out_features = cast(Tensor, module.weight).shape
         return LinearLayer(0, 1, in_features, out_features, "nf")
     return None
+
+
+def why_not_split(embedding: nn.Embedding) -> str:
+    """Return the argument of ``embedding`` that needs the whole table on each rank; empty if there is none."""
+    wanted = {
+        "max_norm": embedding.max_norm is not None,
+        "scale_grad_by_freq=True": embedding.scale_grad_by_freq,
+        "sparse=True": embedding.sparse,
+    }
+    return ", ".join(name for name, is_set in wanted.items() if is_set)
 
 
 def shared_heads(root: nn.Module, name: str, num_ranks: int) -> int | None:

@@ -205,7 +205,7 @@ class _Planner:
         is_whole_step = provenance is not None and not self._seen.why_not
         readers = provenance.readers if provenance is not None and is_whole_step else None
         of_groups = {name: entry for group in groups for name, entry in group.entries().items()}
-        tied = with_tied(self._root, {**of_groups, **entries}, readers)
+        tied = self._without_shared(with_tied(self._root, {**of_groups, **entries}, readers))
         if readers is not None:
             tied = {name: self._unless_read_elsewhere(name, entry, readers) for name, entry in tied.items()}
         kept = []
@@ -243,6 +243,23 @@ class _Planner:
             return group.entries()
         why = "no module around it can be tried"
         return {name: entry.replicated(why) for name, entry in group.entries().items()}
+
+    def _without_shared(self, entries: dict[str, Entry]) -> dict[str, Entry]:
+        """Replicate modules that several blocks have: blocks are tried one by one, and may not be split alike."""
+        names: dict[nn.Module, list[str]] = defaultdict(list)
+        for name, module in self._root.named_modules(remove_duplicate=False):
+            names[module].append(name)
+        result = dict(entries)
+        for name, entry in entries.items():
+            holders = {block for block in self._blocks for path in names[self._root.get_submodule(name)]
+                       if path.startswith(f"{block}.")}  # fmt: skip
+            if entry.is_split and len(holders) > 1:
+                if entry.source == "user":
+                    raise PlanError(
+                        f"plan: {name} is a part of {len(holders)} blocks, and cannot be split: use replicate."
+                    )
+                result[name] = entry.replicated(f"it is a part of {len(holders)} blocks")
+        return result
 
     def _split_sequence(
         self, entries: Mapping[str, Entry], sizes: Mapping[str, Mapping[str, int]]

@@ -66,7 +66,7 @@ class SequenceParallel:
             first, last = root.get_submodule(chain[0]), root.get_submodule(chain[-1])
             self._add_first_hook(first, index, plan.streams[chain[0]])
             self._add_last_hook(last, index)
-        self._own_tokens = own_tokens
+        self.own_tokens = own_tokens
         for name, keys in plan.regions.items():
             self._add_region_hooks(root.get_submodule(name), keys)
 
@@ -129,7 +129,7 @@ class SequenceParallel:
 
     def sees_own_tokens(self, owner: nn.Module, key: str) -> bool:
         """Whether a parameter is used on a rank's own tokens now, so that its gradient is a part of the whole."""
-        return (owner, key) in self._own_tokens and self.is_active_in(owner)
+        return (owner, key) in self.own_tokens and self.is_active_in(owner)
 
     def has_gathered(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is what a region was given: gathered, and its gradients are summed."""

@@ -267,24 +267,29 @@ class _CrossEntropy(torch.autograd.Function):
         own = own.masked_fill(~is_own, 0).unsqueeze(-1)
         shifted = local.to(dtype, copy=True).sub_(largest.unsqueeze(-1))
         of_target = shifted.gather(-1, own).squeeze(-1).masked_fill(~is_own, 0.0)
-        probabilities = shifted.exp_()
-        sums = torch.stack((probabilities.sum(-1), of_target))
+        sums = torch.stack((shifted.exp_().sum(-1), of_target))
         dist.all_reduce(sums, group=group)
         total, of_target = sums.unbind()
-        probabilities.div_(total.unsqueeze(-1))
+        log_total = total.log()
         is_ignored = target == ignore_index
-        ctx.save_for_backward(probabilities, own, is_own, is_ignored)
-        ctx.dtype = local.dtype
-        return (total.log() - of_target).masked_fill(is_ignored, 0.0).to(local.dtype)
+        ctx.save_for_backward(local, largest + log_total, own, is_own, is_ignored)
+        ctx.group = group
+        return (log_total - of_target).masked_fill(is_ignored, 0.0).to(local.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        probabilities, own, is_own, is_ignored = ctx.saved_tensors
-        scale = gradient.masked_fill(is_ignored, 0.0).to(probabilities.dtype)
-        result = probabilities * scale.unsqueeze(-1)
+        local, log_sum, own, is_own, is_ignored = ctx.saved_tensors
+        scale = gradient.masked_fill(is_ignored, 0.0).to(log_sum.dtype)
+        if torch.is_grad_enabled():  # create_graph=True: in differentiable functions
+            scale = exchanges.copy_to(scale, ctx.group)
+            logits = local.to(log_sum.dtype)
+            total = exchanges.sum_from((logits - log_sum.unsqueeze(-1)).exp().sum(-1), ctx.group)  # 1, with a gradient
+            log_total = exchanges.copy_to(total.log(), ctx.group) + log_sum
+            result = (logits - log_total.unsqueeze(-1)).exp() * scale.unsqueeze(-1)
+            return result.scatter_add(-1, own, -(scale * is_own).unsqueeze(-1)).to(local.dtype), None, None, None
+        result = local.to(log_sum.dtype, copy=True).sub_(log_sum.unsqueeze(-1)).exp_().mul_(scale.unsqueeze(-1))
         result.scatter_add_(-1, own, -(scale * is_own).unsqueeze(-1))
-        return result.to(ctx.dtype), None, None, None
+        return result.to(local.dtype), None, None, None
 
 
 _ON_PARTS: tuple[tuple[set[Any], Any], ...] = (

@@ -18,9 +18,10 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric, MetricCollection
 
+from lightning_dist.pipeline import FlowError
 from lightning_dist.plugins import _compat
 
-__all__ = ["FakeStep", "example_args", "example_step", "fake_step"]
+__all__ = ["FakeStep", "example_args", "example_step", "fake_step", "parameters_unchanged", "without_updates"]
 
 FakeStep = Callable[..., Any]
 """Runs a step on what its first argument makes of each tensor; what is logged goes to its second, if it is given."""
@@ -97,7 +98,7 @@ def fake_step(
             inside.enter_context(isolate_rng())
             inside.enter_context(_compat.logging_to(module, on_log or _ignore))
             if on_log is not None:
-                inside.enter_context(_metrics_told_to(module, on_log))
+                inside.enter_context(without_updates(module, on_log))
             inside.enter_context(trainer.precision_plugin.forward_context())
             inside.enter_context(around())
             return getattr(module, name)(*given_args, **given_kwargs)
@@ -105,13 +106,40 @@ def fake_step(
     return step
 
 
+@contextmanager
+def parameters_unchanged(module: LightningModule) -> Iterator[None]:
+    """Refuse a step of a pipeline, run on fakes inside, that changes parameters.
+
+    Embeddings with ``max_norm`` do so as well, within the part that they are.
+
+    Raises:
+        FlowError: If one was changed.
+    """
+    renormed = {id(p) for part in module.modules() if getattr(part, "max_norm", None) for p in part.parameters()}
+    params = {name: param for name, param in module.named_parameters() if id(param) not in renormed}
+    before = {name: (param._version, param.untyped_storage()._cdata) for name, param in params.items()}
+    yield
+    for name, param in params.items():
+        if (param._version, param.untyped_storage()._cdata) != before[name]:
+            raise FlowError(
+                f"The step changes the parameter {name!r}. Under a pipeline a step runs once a microbatch, and not on"
+                " every rank to its end: change parameters in on_train_batch_start or on_train_batch_end, where every"
+                " rank sees the parameters of all stages."
+            )
+
+
 def _ignore(*args: Any, **kwargs: Any) -> None:
     """Nothing is made of what is logged."""
 
 
 @contextmanager
-def _metrics_told_to(module: LightningModule, on_log: Callable[..., None]) -> Iterator[None]:
-    """Inside, metrics only say what they are given: they look at values, of which fakes have none."""
+def without_updates(module: LightningModule, on_log: Callable[..., None] = _ignore) -> Iterator[None]:
+    """Let metrics, inside, only say what they are given: they look at values, of which fakes have none.
+
+    Args:
+        module: The module whose metrics these are.
+        on_log: Is told what a metric is given.
+    """
     metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
     collections = [found for found in module.modules() if isinstance(found, MetricCollection)]
     before = [(changed, dict(vars(changed))) for changed in (*metrics, *collections)]

@@ -19,7 +19,7 @@ from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins import CheckpointIO, Precision, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,6 +40,7 @@ from lightning_dist.plugins.strategies import loading
 from lightning_dist.plugins.strategies.bookkeeping import absolute
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions, Checkpoints, optimizer_state
 from lightning_dist.plugins.strategies.checks import check_optimizers, refuse_what_cannot_work
+from lightning_dist.plugins.strategies.evaluation_batches import EvaluationBatches
 from lightning_dist.plugins.strategies.exact_resume import ExactResume
 from lightning_dist.plugins.strategies.example_step import example_step
 from lightning_dist.plugins.strategies.gradients import are_free_before_forward, free_gradients
@@ -127,6 +128,7 @@ class MeshStrategy(ProcessStrategy):
         self._same_batch_group: dist.ProcessGroup | None = None
         self._same_batch: SameBatch | None = None
         self._silenced: list[Callback] = []
+        self._evaluation: EvaluationBatches | None = None
         self._restore: Callable[[], None] | None = None
 
     @property
@@ -383,6 +385,8 @@ class MeshStrategy(ProcessStrategy):
             self._checkpoints.before_update()
         if self._frees_gradients_first:
             free_gradients(self.lightning_module.trainer)
+        assert self._sharded is not None
+        self._sharded.before_training_step(self._syncs_gradients)
         with self.precision_plugin.train_step_context():
             output = self._step("training_step", automatic, args, kwargs)
         if automatic:
@@ -410,6 +414,8 @@ class MeshStrategy(ProcessStrategy):
         return self._sharded.step(partial(getattr(self.lightning_module, name), *args, **kwargs), backward_follows)
 
     def _check_batch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._evaluation is not None and name != "training_step":
+            self._evaluation.before_step()
         if self._same_batch is not None:
             self._same_batch.check((args, kwargs), f"the batch of a {name}")
 
@@ -417,9 +423,8 @@ class MeshStrategy(ProcessStrategy):
         """Run backward, in automatic and in manual optimization."""
         assert self._sharded is not None
         assert self.lightning_module is not None
-        with self._sharded.running():
+        with self._sharded.backward():
             loss = super().backward(self._weights.scale(closure_loss), optimizer, *args, **kwargs)
-        self._sharded.after_backward()
         if self._syncs_gradients:
             num_microbatches = self.lightning_module.trainer.accumulate_grad_batches
             self._weights.normalize(self._sharded.module.parameters(), num_microbatches)
@@ -497,15 +502,34 @@ class MeshStrategy(ProcessStrategy):
         self._agree_on_random_numbers()
         if not self._trainer.sanity_checking:  # that of a resumed run would change what it goes on with
             self._agree_on_buffers()
+        self._begin_evaluation()
 
     def on_validation_end(self) -> None:
         """Go on with training's random numbers."""
         self._finish_comparing()
+        self._end_evaluation()
         self._exact_resume.after_validation()
 
     def on_test_end(self) -> None:
         """See whether the last batch was the same on ranks that must have the same."""
         self._finish_comparing()
+        self._end_evaluation()
+
+    def _begin_evaluation(self) -> None:
+        """Let ranks evaluate unequal numbers of batches, as DDP does."""
+        assert self._sharded is not None
+        self._evaluation = EvaluationBatches(self._trainer)
+        if self._evaluation.are_unequal and not self._sharded.holds_whole_model:
+            rank_zero_warn(
+                f"Ranks have unequal numbers of batches to evaluate ({self._evaluation}). Every rank holds the whole"
+                " model until the evaluation ends, since ranks could not gather it together for each batch. Give all"
+                " ranks as many batches, by a DistributedSampler, if the model does not fit."
+            )
+            self._sharded.stay_gathered()
+
+    def _end_evaluation(self) -> None:
+        assert self._sharded is not None
+        self._sharded.stop_staying_gathered()
 
     def _finish_comparing(self) -> None:
         if self._same_batch is not None:
@@ -515,17 +539,20 @@ class MeshStrategy(ProcessStrategy):
         """Give every rank rank 0's buffers."""
         self._agree_on_buffers()
         self._agree_on_random_numbers()
+        self._begin_evaluation()
 
     def on_predict_start(self) -> None:
         """Give every rank rank 0's buffers, and let one rank of those with the same samples return predictions."""
         self._agree_on_buffers()
         self._agree_on_random_numbers()
+        self._begin_evaluation()
         if self._same_batch_group is not None and dist.get_rank(self._same_batch_group) > 0:
             self._silenced = _compat.silence_predictions(self._trainer)
 
     def on_predict_end(self) -> None:
         """Give the callbacks back that :meth:`on_predict_start` took away."""
         self._finish_comparing()
+        self._end_evaluation()
         self._trainer.callbacks += self._silenced  # type: ignore[attr-defined]
         self._silenced = []
 
@@ -538,6 +565,7 @@ class MeshStrategy(ProcessStrategy):
         """The module's state dict; sharded parameters are DTensors."""
         assert self.lightning_module is not None
         if self._sharded is not None:
+            self._sharded.stop_staying_gathered()
             self._sharded.free()
         return self.lightning_module.state_dict()
 

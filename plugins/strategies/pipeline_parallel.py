@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +23,8 @@ from lightning_dist.pipeline.whole_state import optimizer_state_of_all, written_
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.checks import refuse_for_pipeline
 from lightning_dist.plugins.strategies.exact_resume import MODELS
-from lightning_dist.plugins.strategies.example_step import example_args, fake_step
+from lightning_dist.plugins.strategies.example_step import example_args, fake_step, parameters_unchanged
+from lightning_dist.plugins.strategies.hooks_of_all_stages import HooksOfAllStages
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 from lightning_dist.plugins.strategies.microbatching import BatchSplitter
 from lightning_dist.plugins.strategies.pipelined_steps import PipelinedSteps
@@ -77,6 +79,7 @@ class PipelineParallelStrategy(MeshStrategy):
         self._dp_replicate_size = dp_replicate_size
         self._steps: PipelinedSteps | None = None
         self._is_following = False
+        self._hooks: HooksOfAllStages | None = None
         self._gradients: list[tuple[Tensor, Tensor]] = []
 
     def _requested_sizes(self) -> dict[str, int]:
@@ -147,7 +150,8 @@ class PipelineParallelStrategy(MeshStrategy):
         """Around a step that runs on fake tensors: what it gathers and reduces is made of this rank's tensors."""
         before, self._is_following = self._is_following, True
         try:
-            with stand_ins_for_collectives(self._peers):
+            assert self.lightning_module is not None
+            with stand_ins_for_collectives(self._peers), parameters_unchanged(self.lightning_module):
                 yield
         finally:
             self._is_following = before
@@ -192,6 +196,41 @@ class PipelineParallelStrategy(MeshStrategy):
                 " and schedule have no effect. Use accumulate_grad_batches for smaller batches."
             )
         super().setup(trainer)
+        if self._sharded is not None and self._sharded.pipeline is not None:
+            self._hooks = HooksOfAllStages(self.lightning_module, self._sharded.pipeline.all_stages)
+            self._hooks.install(trainer)
+
+    def teardown(self) -> None:
+        """Free gathered parameters, and give the module and the callbacks their own hooks back."""
+        if self._hooks is not None:
+            self._hooks.remove()
+        super().teardown()
+
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
+        """Read a checkpoint; weights of other stages are on the meta device, as this rank's module has them."""
+        checkpoint = super().load_checkpoint(checkpoint_path, weights_only)
+        if self._steps is not None and self.lightning_module is not None:
+            for name, value in self.lightning_module_state_dict().items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    for weights in (checkpoint[key] for key in checkpoint.keys() & set(MODELS)):
+                        weights.setdefault(name, value)
+        return checkpoint
+
+    @contextmanager
+    def _outside_of_hooks(self) -> Iterator[None]:
+        """Around what a hook may call of the strategy, which works on each rank's own parameters."""
+        with nullcontext() if self._steps is None else self._steps.all_stages.switched_off():
+            yield
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
+        """Save the checkpoint as a directory, every rank its part."""
+        with self._outside_of_hooks():
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state dict; parameters of other stages are on the meta device."""
+        with self._outside_of_hooks():
+            return super().lightning_module_state_dict()
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer; gradients are clipped by the norm of all stages'."""
@@ -209,6 +248,8 @@ class PipelineParallelStrategy(MeshStrategy):
             for param in self._steps.parameters:
                 param.grad = None
         self._check_batch("training_step", args, kwargs)
+        assert self._sharded is not None
+        self._sharded.before_training_step(self._syncs_gradients)
         output = self._steps.train(self._weights, args, kwargs)
         # Lightning clears gradients next, before it asks for the backward: they are set aside, and handed back there.
         self._gradients = [(param, param.grad) for param in self._steps.parameters if param.grad is not None]
@@ -241,11 +282,12 @@ class PipelineParallelStrategy(MeshStrategy):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state, that of other stages on the meta device. A collective."""
-        state = super().optimizer_state(optimizer)
-        if self._sharded is None or self._sharded.pipeline is None or not state:
-            return state
-        mesh = self.layout.parameter_mesh(self.mesh)
-        return optimizer_state_of_all(state, self._sharded.pipeline.group, mesh)
+        with self._outside_of_hooks():
+            state = super().optimizer_state(optimizer)
+            if self._sharded is None or self._sharded.pipeline is None or not state:
+                return state
+            mesh = self.layout.parameter_mesh(self.mesh)
+            return optimizer_state_of_all(state, self._sharded.pipeline.group, mesh)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Hand back the gradients that the step has made."""

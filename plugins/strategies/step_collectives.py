@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import linecache
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import wraps
@@ -124,31 +125,32 @@ def _check(name: str, group: Any, peers: Collection[int]) -> None:
 
 
 def _refusal(name: str) -> str:
-    called, place = _caller(name)
     return (
-        f"The step calls {called}{place}, which waits for other stages of the pipeline. They never come by: the code"
-        " after the model runs on the last stage alone, once a microbatch. In a step, use self.all_gather(...) or"
-        " self.log(..., sync_dist=True), which go over the ranks that have a part of the batch; or move the call into a"
-        " hook that runs on every rank, such as on_train_batch_end."
+        f"The step calls torch.distributed.{name}{_place()}, which waits for other stages of the pipeline. They never"
+        " come by: the code after the model runs on the last stage alone, once a microbatch. In a step, use"
+        " self.all_gather(...) or self.log(..., sync_dist=True), which go over the ranks that have a part of the batch;"
+        " or move the call into a hook that runs on every rank, such as on_train_batch_end."
     )
 
 
-_LIBRARIES = tuple(str(Path(found.__file__).parent) for found in (torch, lightning, torchmetrics, lightning_dist))
-_OWN = (str(Path(lightning_dist.__file__).resolve().parent), str(Path(__file__).resolve().parents[1]))
+_LIBRARIES = (
+    *(str(Path(found.__file__).parent) for found in (torch, lightning, torchmetrics, lightning_dist)),
+    str(Path(lightning_dist.__file__).resolve().parent),
+    str(Path(__file__).resolve().parents[1]),
+    "<",
+)
 
 
-def _caller(name: str) -> tuple[str, str]:
-    """Return what the user's code calls, and where; ``name`` and nothing if only libraries have called."""
-    called = f"torch.distributed.{name}"
+def _place() -> str:
+    """Return where the user's code calls, and the line; nothing if only libraries have called."""
     frame = inspect.currentframe()
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith((*_LIBRARIES, *_OWN, "<")):
-            return called, f" ({Path(path).name}:{frame.f_lineno})"
-        is_distributed = path.startswith(str(Path(dist.__file__).parent)) or path.startswith(_OWN)
-        called = called if is_distributed else frame.f_code.co_name
+        if not path.startswith(_LIBRARIES):
+            line = linecache.getline(path, frame.f_lineno).strip()
+            return f" ({Path(path).name}:{frame.f_lineno}" + (f", `{line}`)" if line else ")")
         frame = frame.f_back
-    return f"torch.distributed.{name}", ""
+    return ""
 
 
 class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]

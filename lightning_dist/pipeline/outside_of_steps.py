@@ -1,0 +1,326 @@
+"""Parameters of all stages, for code outside of steps: callbacks and hooks that look at weights or gradients.
+
+Every rank runs such code, and in one process it sees the whole model. Here each rank has the parameters of its own
+stages, and of the others only names and shapes, on the meta device. Inside :class:`AllStages`, each function of torch
+runs where its tensors are: what is made of a stage's parameters is known on the ranks that hold that stage, and has
+only a shape on the others. Where a value is needed elsewhere it is sent: when it is read (``float``, ``if``, printing),
+or meets a tensor of another stage. So a total norm over ``self.parameters()``, or an average of one network's weights
+in another's, is that of one process, and only numbers travel as long as only numbers are asked for.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_dist.consensus import arrive
+
+__all__ = ["AllStages"]
+
+_READS = frozenset(
+    {
+        "__array__", "__bool__", "__complex__", "__contains__", "__float__", "__format__", "__index__", "__int__",
+        "__repr__", "allclose", "argwhere", "equal", "is_nonzero", "item", "masked_select", "nonzero", "numpy",
+        "tensor", "tolist", "unique",
+    }
+)  # fmt: skip
+"""Functions whose result, or its shape, depends on values: every rank is to have them."""
+
+_GRAD_GET, _GRAD_SET = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]  # descriptors
+_DATA_SET = Tensor.data.__set__  # type: ignore[attr-defined]
+_DEVICE_GET = Tensor.device.__get__  # type: ignore[attr-defined]
+_AS_THEY_ARE = frozenset(
+    getattr(Tensor, name).__get__
+    for name in ("requires_grad", "is_leaf", "shape", "dtype", "ndim", "is_meta", "grad_fn", "layout", "_base")
+)
+"""Attributes that every rank knows by itself."""
+
+_holders_of = WeakTensorKeyDictionary()
+"""The ranks that have the values of a tensor."""
+
+_PATIENCE_S = 30.0
+"""Seconds to wait for the other ranks, which run the same code, before a value is sent."""
+
+_NUM_CHECKED = 16
+"""So many first times it is checked that all ranks come to read a value: code for rank 0 alone shows at once."""
+
+
+class AllStages(TorchFunctionMode):
+    """Lets code outside of steps work on the parameters of all stages. All ranks of the pipeline must run it alike.
+
+    Args:
+        root: The user's module.
+        holders: The ranks of the pipeline that have each parameter or buffer, by name; of those that are not named,
+            every rank has its own.
+        group: The ranks of the pipeline.
+        device: Where tensors are.
+    """
+
+    def __init__(
+        self, root: nn.Module, holders: Mapping[str, frozenset[int]], group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        super().__init__()
+        self._root = root
+        self._holders = holders
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._device = device
+        self._ranks = dist.get_process_group_ranks(group)
+        self._is_on = self._is_marked = False
+        self._what = "a hook"
+        self._num_reads: Counter[str] = Counter()
+        self._have_gradients: dict[int, bool] | None = None
+
+    @contextmanager
+    def around(self, what: str) -> Iterator[None]:
+        """Work on the parameters of all stages inside; nested calls are one.
+
+        Args:
+            what: What runs, for messages.
+        """
+        if self._is_on:
+            yield
+            return
+        if not self._is_marked:
+            for name, tensor in (*self._root.named_parameters(), *self._root.named_buffers()):
+                if name in self._holders:
+                    _mark(tensor, self._holders[name])
+            self._is_marked = True
+        self._what, self._have_gradients, self._is_on = what, None, True
+        try:
+            with self:
+                yield
+        finally:
+            self._is_on = False
+
+    @contextmanager
+    def switched_off(self) -> Iterator[None]:
+        """Leave tensors as they are inside: around code of the strategy's own that a hook calls."""
+        before, self._is_on = self._is_on, False
+        try:
+            yield
+        finally:
+            self._is_on = before
+
+    def whole(self, value: Any) -> Any:
+        """Return ``value`` with tensors that all ranks have. A collective over the pipeline, where some lack any.
+
+        Args:
+            value: A tensor, or a container of tensors.
+        """
+        leaves, structure = tree_flatten(value)
+        places = [place for place, leaf in enumerate(leaves) if _is_elsewhere(leaf)]
+        if not places:
+            return value
+        self._wait_for_all()
+        # All of one stage and dtype go in one message.
+        batches: dict[tuple[int, torch.dtype], list[int]] = {}
+        for place in places:
+            source = min(_holders(leaves[place]) or ())
+            batches.setdefault((source, leaves[place].dtype), []).append(place)
+        with torch.no_grad():
+            for (source, dtype), members in sorted(batches.items(), key=str):
+                tensors = [leaves[place] for place in members]
+                is_here = self._rank in (_holders(tensors[0]) or ())
+                # The others take part in gathering what is sharded, too: these are collectives of their own mesh.
+                own = [_full(tensor.detach()).to(self._device) for tensor in tensors] if is_here else []
+                size = sum(tensor.numel() for tensor in tensors)
+                sent = torch.empty(size, dtype=dtype, device=self._device)
+                if own:
+                    torch.cat([tensor.reshape(-1) for tensor in own], out=sent)
+                dist.broadcast(sent, group=self._group, group_src=source)
+                parts = sent.split([tensor.numel() for tensor in tensors])
+                for place, tensor, part in zip(members, tensors, parts, strict=True):
+                    leaves[place] = part.view(tensor.shape)
+        return tree_unflatten(leaves, structure)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self._is_on or func in _AS_THEY_ARE:
+            return func(*args, **kwargs)
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if _is_elsewhere(leaf)]
+        if not tensors:
+            return func(*args, **kwargs)
+        if func == _DEVICE_GET:
+            return self._device
+        if func == _GRAD_GET:
+            return self._gradient(args[0])
+        name = getattr(func, "__name__", "")
+        if func == _GRAD_SET:
+            self._set_gradient(*args)
+            return None
+        if name == "requires_grad_":
+            return func(*args, **kwargs)
+        if func == _DATA_SET:
+            with torch.no_grad():
+                self._in_place(Tensor.copy_, args[0].detach(), (args[1],), {})
+            return None
+        if name == "equal":
+            return self._equal(func, *args)
+        if name in _READS or (name == "__getitem__" and any(t.dtype == torch.bool for t in tensors)):
+            args, kwargs = self.whole((args, kwargs))
+            return func(*args, **kwargs)
+        if name.startswith("_foreach_"):
+            return self._one_by_one(func, args, kwargs)
+        if _is_in_place(name) and isinstance(args[0], Tensor):
+            return self._in_place(func, args[0], args[1:], kwargs)
+        common = frozenset.intersection(*(_holders(tensor) or frozenset() for tensor in tensors))
+        if not common:
+            args, kwargs = self.whole((args, kwargs))
+            return func(*args, **kwargs)
+        args, kwargs = _alike((args, kwargs)) if self._rank in common else tree_map(_outline, (args, kwargs))
+        result = func(*args, **kwargs)
+        return tree_map(lambda leaf: _mark(leaf, common) if isinstance(leaf, Tensor) else leaf, result)
+
+    def _is_here(self, tensor: Tensor) -> bool:
+        holders = _holders(tensor)
+        return holders is None or self._rank in holders
+
+    def _in_place(self, func: Any, target: Tensor, others: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run what changes ``target`` where it is; the others' values are sent there, if they are not there already."""
+        holders = _holders(target)
+        found = [leaf for leaf in tree_flatten((others, kwargs))[0] if _is_elsewhere(leaf)]
+        if any(holders is None or not holders <= (_holders(leaf) or frozenset()) for leaf in found):
+            others, kwargs = self.whole((others, kwargs))
+        if self._is_here(target):
+            (target, *others), kwargs = _alike(((target, *others), kwargs))  # type: ignore[assignment]
+            func(target, *others, **kwargs)
+        return target
+
+    def _one_by_one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function of lists for each place in the lists, as each may be of another stage."""
+        length = next(len(arg) for arg in args if isinstance(arg, list | tuple))
+
+        def at(place: int, arg: Any) -> Any:
+            return [arg[place]] if isinstance(arg, list | tuple) and len(arg) == length else arg
+
+        results = []
+        for place in range(length):
+            own_args = [at(place, arg) for arg in args]
+            own_kwargs = {key: at(place, arg) for key, arg in kwargs.items()}
+            if _is_in_place(func.__name__):
+                target, *others = own_args
+                self._in_place(lambda t, *rest, **kw: func([t], *rest, **kw), target[0], tuple(others), own_kwargs)
+            else:
+                results += self.__torch_function__(_Single(func), (), (own_args,), own_kwargs)
+        return None if _is_in_place(func.__name__) else tuple(results)
+
+    def _equal(self, func: Any, one: Tensor, other: Tensor) -> bool:
+        """Compare two tensors; their sums first, as whole weights are seldom the same, and are long messages."""
+        if one is other:
+            return True
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        sums = self.whole((self._sum(one), self._sum(other)))
+        return bool(sums[0] == sums[1]) and bool(func(*self.whole((one, other))))
+
+    def _sum(self, tensor: Tensor) -> Tensor:
+        holders = _holders(tensor)
+        if not self._is_here(tensor):
+            total = torch.empty((), dtype=torch.float64, device="meta")
+        else:
+            total = _full(tensor.detach().sum(dtype=torch.float64))
+        return total if holders is None else _mark(total, holders)
+
+    def _gradient(self, tensor: Tensor) -> Tensor | None:
+        """Return the gradient of a tensor, or a stand-in of its shape where it is on another rank."""
+        has = self._gradients().get(id(tensor))
+        gradient: Tensor | None = _GRAD_GET(tensor)
+        if has and not self._is_here(tensor):
+            gradient = torch.empty_like(tensor, device="meta", requires_grad=False)
+        holders = _holders(tensor)
+        return gradient if gradient is None or holders is None else _mark(gradient, holders)
+
+    def _set_gradient(self, tensor: Tensor, gradient: Tensor | None) -> None:
+        self._gradients()[id(tensor)] = gradient is not None
+        if self._is_here(tensor):
+            _GRAD_SET(tensor, gradient)
+
+    def _gradients(self) -> dict[int, bool]:
+        """Find out which parameters have gradients on the ranks that hold them; once in a hook. A collective."""
+        if self._have_gradients is None:
+            params = [param for _, param in self._root.named_parameters()]
+            has = [_GRAD_GET(param) is not None for param in params]
+            found = torch.tensor(has, dtype=torch.uint8, device=self._device)
+            self._wait_for_all()
+            dist.all_reduce(found, dist.ReduceOp.MAX, group=self._group)
+            self._have_gradients = {id(param): bool(has) for param, has in zip(params, found.tolist(), strict=True)}
+        return self._have_gradients
+
+    def _wait_for_all(self) -> None:
+        """See to it that the other ranks run the same code.
+
+        Raises:
+            OtherRankError: If one does not.
+        """
+        self._num_reads[self._what] += 1
+        if self._num_reads[self._what] <= _NUM_CHECKED:
+            arrive(f"{self._what} reads parameters of another stage", _PATIENCE_S, self._ranks)
+
+
+class _Single:
+    """A function of lists of one tensor each; its name is no longer that of a function of lists."""
+
+    def __init__(self, func: Any) -> None:
+        self._func = func
+        self.__name__ = "of one"
+
+    def __call__(self, args: Sequence[Any], **kwargs: Any) -> Any:
+        return self._func(*args, **kwargs)
+
+
+def _holders(tensor: Tensor) -> frozenset[int] | None:
+    found: frozenset[int] | None = _holders_of.get(tensor)
+    return found
+
+
+def _is_elsewhere(leaf: Any) -> bool:
+    """Return whether some rank has no values of ``leaf``."""
+    return isinstance(leaf, Tensor) and leaf in _holders_of
+
+
+def _mark(tensor: Tensor, holders: frozenset[int]) -> Tensor:
+    _holders_of[tensor] = holders
+    return tensor
+
+
+_OPERATORS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__")
+
+
+def _is_in_place(name: str) -> bool:
+    return (name.endswith("_") and not name.endswith("__")) or name in _OPERATORS
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _outline(leaf: Any) -> Any:
+    """Return a tensor of the same shape without values."""
+    return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+
+
+def _alike(value: Any) -> Any:
+    """Return ``value`` with whole tensors as DTensors, if there are any that are sharded: torch does not mix them."""
+    leaves, structure = tree_flatten(value)
+    first = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
+    if first is None:
+        return value
+    mesh = first.device_mesh
+
+    def alike(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or leaf.ndim == 0:
+            return leaf
+        return DTensor.from_local(leaf, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    return tree_unflatten([alike(leaf) for leaf in leaves], structure)

@@ -1,0 +1,68 @@
+"""Buffers that steps change: every rank begins a training step with those of the first rank, as under DDP.
+
+BatchNorm's statistics or the centre of a teacher's outputs are computed from each rank's part of the batch. torch's
+DistributedDataParallel broadcasts rank 0's buffers before a forward, unless the last backward did not reduce gradients.
+Here only buffers that changed on some rank since then are sent.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["SameBuffers"]
+
+
+class SameBuffers:
+    """Give all ranks of ``mesh`` the first one's buffers of ``module``.
+
+    Args:
+        module: The user's module. Buffers that are registered later are not seen before :meth:`look_again`.
+        mesh: The ranks that have different parts of a batch.
+    """
+
+    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
+        self._module = module
+        self._axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        self._device = torch.device(mesh.device_type)
+        self._places: list[tuple[dict[str, Tensor | None], str]] = []
+        self._seen: list[tuple[Tensor | None, int]] = []
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Find the buffers of the module anew."""
+        found: dict[int, tuple[dict[str, Tensor | None], str]] = {}
+        for module in self._module.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    found.setdefault(id(buffer), (module._buffers, key))
+        self._places = list(found.values())
+        self._seen = [(None, -1)] * len(self._places)
+
+    @torch.no_grad()
+    def synchronize(self) -> None:
+        """Overwrite what changed on any rank since the last call. A collective over the mesh, if there are buffers."""
+        if not self._places or not self._axes:
+            return
+        buffers = [tensors.get(key) for tensors, key in self._places]
+        flags = torch.tensor(
+            [
+                buffer is not seen or (buffer is not None and buffer._version != version)
+                for buffer, (seen, version) in zip(buffers, self._seen, strict=True)
+            ],
+            dtype=torch.uint8,
+            device=self._device,
+        )
+        for group in self._axes:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group)
+        changed = [buffer for buffer, flag in zip(buffers, flags.tolist(), strict=True) if flag and buffer is not None]
+        for group in self._axes:
+            sent = [buffer.contiguous() for buffer in changed]
+            for work in [dist.broadcast(buffer, group=group, group_src=0, async_op=True) for buffer in sent]:
+                work.wait()
+            for buffer, received in zip(changed, sent, strict=True):
+                if received.data_ptr() != buffer.data_ptr():
+                    buffer.copy_(received)
+        self._seen = [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]

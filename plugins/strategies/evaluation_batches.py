@@ -1,0 +1,68 @@
+"""Whether all ranks have as many batches to validate, test or predict on."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Trainer
+
+from lightning_dist.plugins import _compat
+
+__all__ = ["EvaluationBatches", "UnequalBatchesError"]
+
+
+class UnequalBatchesError(RuntimeError):
+    """A rank has batches left to evaluate when another has none."""
+
+
+class EvaluationBatches:
+    """Compare the ranks' numbers of batches: at once where loaders know their lengths, else before each batch.
+
+    Args:
+        trainer: A Trainer that is about to validate, test or predict. Creating this is a collective.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._device = trainer.strategy.root_device
+        numbers = [float(number) for number in _compat.num_evaluation_batches(trainer)]
+        self._least, most = self._extremes(numbers)
+        self._most = most
+        self.are_unequal = self._least != most
+        """Whether a rank has more batches than another."""
+        self._is_unknown = any(map(math.isinf, most)) and not self.are_unequal
+        if self._is_unknown:
+            _compat.before_end_of_evaluation(trainer, partial(self._agree, has_batch=False))
+
+    def _extremes(self, numbers: list[float]) -> tuple[list[float], list[float]]:
+        if not dist.is_initialized():
+            return numbers, numbers
+        extremes = torch.tensor([*numbers, *(-number for number in numbers)], device=self._device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        values = extremes.tolist()
+        return [-value for value in values[len(numbers) :]], values[: len(numbers)]
+
+    def before_step(self) -> None:
+        """Compare whether all ranks have a batch, where their numbers are not known. A collective there.
+
+        Raises:
+            UnequalBatchesError: On all ranks, if one has none.
+        """
+        if self._is_unknown:
+            self._agree(has_batch=True)
+
+    def _agree(self, has_batch: bool) -> None:
+        least, most = self._extremes([float(has_batch)])
+        if least != most:
+            raise UnequalBatchesError(
+                f"This rank has {'a batch' if has_batch else 'no batch'} left to evaluate, and another has"
+                f" {'none' if has_batch else 'one'}: the loaders give the ranks unequal numbers of batches, and do not"
+                " say how many. Give the dataset a length, or let every rank's part have as many batches."
+            )
+
+    def __str__(self) -> str:
+        return ", ".join(
+            f"{low:.0f} to {high:.0f}" for low, high in zip(self._least, self._most, strict=True) if low != high
+        )

@@ -1,0 +1,85 @@
+"""Whether the mean of the microbatches' losses is the loss of the batch: tried on made-up outputs of the model."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import Tensor
+
+from lightning_dist.pipeline import Flow, Leaf, Pipeline, map_leaves
+
+__all__ = ["warn_of_other_losses"]
+
+
+def warn_of_other_losses(
+    pipeline: Pipeline, follow: Callable[[Any], Flow], step: Callable[[Any], Any], microbatch: Any, name: str
+) -> None:
+    """Warn where a loss is no mean over samples, so that under a pipeline it is another than in one process.
+
+    The code after the model runs on made-up outputs of the model: once with a microbatch, and once with each of its
+    samples twice. A mean over samples stays the same; a sum is doubled, and what compares samples with each other
+    changes. Nothing is said where it cannot be tried, as in a step that draws random numbers after the model.
+
+    Args:
+        pipeline: The pipeline, on a rank that has the last stage.
+        follow: Follows the step on a microbatch.
+        step: Runs the user's step on a microbatch, with nothing logged.
+        microbatch: A microbatch of the training data.
+        name: The name of the user's class.
+    """
+    doubled = map_leaves(microbatch, _twice)
+    try:
+        flows = [follow(batch) for batch in (microbatch, doubled)]
+        if any(flow.end.draws for flow in flows):
+            return
+        with isolate_rng(), torch.no_grad():
+            outputs = [_made_up(leaf) for leaf in pipeline.values_at_end(flows[0])]
+            once = _number(pipeline.run_end(flows[0], outputs, lambda: step(microbatch)))
+            wanted = pipeline.values_at_end(flows[1])
+            outputs = [_like(output, leaf) for output, leaf in zip(outputs, wanted, strict=True)]
+            twice = _number(pipeline.run_end(flows[1], outputs, lambda: step(doubled)))
+    except Exception:  # made-up outputs may be none that the loss can take
+        return
+    if not (math.isfinite(once) and math.isfinite(twice)) or math.isclose(once, twice, rel_tol=1e-3, abs_tol=1e-6):
+        return
+    what = (
+        "is a sum over samples" if math.isclose(twice, 2 * once, rel_tol=1e-3) else "compares samples with each other"
+    )
+    warnings.warn(
+        f"The loss of {name}.training_step {what}, and a pipeline takes the mean of the losses of"
+        f" {pipeline.config.num_microbatches} microbatches: that is another number than the loss of the whole batch."
+        " Return a mean over samples, or use a strategy without stages.",
+        stacklevel=2,
+    )
+
+
+def _twice(path: str, value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return torch.cat([value, value]) if value.ndim else value
+    return value + value if isinstance(value, list | tuple) else value
+
+
+def _made_up(leaf: Leaf) -> Tensor:
+    """Return numbers between 0 and 1, which may be probabilities as well as logits; zeros for whole numbers."""
+    if leaf.dtype.is_floating_point:
+        return torch.rand(leaf.shape, dtype=leaf.dtype)
+    return torch.zeros(leaf.shape, dtype=leaf.dtype)
+
+
+def _like(output: Tensor, leaf: Leaf) -> Tensor:
+    """Return ``output`` for a batch that has each sample twice."""
+    if output.shape == leaf.shape:
+        return output
+    doubled = torch.cat([output, output])
+    if doubled.shape != leaf.shape:
+        raise ValueError(f"an output of shape {tuple(output.shape)} became one of {tuple(leaf.shape)}")
+    return doubled
+
+
+def _number(result: Any) -> float:
+    return float(result["loss"] if isinstance(result, Mapping) else result)
