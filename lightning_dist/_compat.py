@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, debug
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -40,9 +40,11 @@ __all__ = [
     "drop_gradients",
     "flush_gradients",
     "initialize_root",
+    "is_connection_error",
     "is_in_backward",
     "keep_gathered",
     "leave_out_hooks",
+    "leave_process_groups",
     "move_hooks",
     "num_collectives",
     "num_packed",
@@ -60,6 +62,7 @@ __all__ = [
     "route_calls",
     "share_hooks",
     "without_forward_hooks",
+    "without_state_dict_hooks",
     "without_torch_functions",
 ]
 
@@ -378,7 +381,7 @@ def _own_part(param: FSDPParam, whole: torch.Tensor) -> tuple[torch.Tensor, torc
 
 @torch.no_grad()
 def overwrite(memory: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy ``values`` into ``memory`` without autograd's notice: what was computed has used them, and not what was there.
+    """Copy ``values`` into ``memory``, unseen by autograd: what was computed has used them, and not what was there.
 
     Replaced by: a public way not to count a write.
     """
@@ -627,6 +630,25 @@ def without_torch_functions() -> AbstractContextManager[None]:
     return torch._C.DisableTorchFunctionSubclass()  # type: ignore[return-value]  # the stub knows no context manager
 
 
+@contextmanager
+def without_state_dict_hooks(groups: Iterable[ParameterGroup]) -> Iterator[None]:
+    """Inside, ``state_dict()`` does not put the shards back into the modules, as FSDP2 lets it do by a hook.
+
+    Replaced by: a public way to take the whole parameters of modules that are gathered.
+    """
+    taken: list[tuple[dict[int, Any], int, Any]] = []
+    for group in groups:
+        for module, handle in group._group._module_to_pre_save_state_dict_hook_handle.items():
+            hooks = module._state_dict_pre_hooks
+            if handle.id in hooks:
+                taken.append((hooks, handle.id, hooks.pop(handle.id)))
+    try:
+        yield
+    finally:
+        for hooks, number, hook in taken:
+            hooks[number] = hook
+
+
 def is_in_backward() -> bool:
     """Whether autograd is running a backward in this thread; replaced by a public question to it."""
     return bool(torch._C._current_graph_task_id() != -1)
@@ -712,6 +734,32 @@ def on_equal(function: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
 def process_groups() -> list[dist.ProcessGroup]:
     """All process groups that this rank is in; torch tells only of the default one."""
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Return whether ``error``, or what it was raised for, is of the connections between processes.
+
+    Gloo's are RuntimeErrors that can be told by their text alone; replaced by an error class for them.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, dist.DistError) or (isinstance(seen, RuntimeError) and "gloo/" in str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def leave_process_groups() -> None:
+    """Close the connections of all process groups, whatever is under way in them.
+
+    DTensor keeps what it knows of meshes by their shape and ranks, and would take the new groups' for the old ones'.
+    Replaced by: a public abort of all groups, which is private for the default one.
+    """
+    if dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def num_collectives(group: dist.ProcessGroup) -> int:

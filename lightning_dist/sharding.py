@@ -41,8 +41,9 @@ from lightning_dist.scalars import ScalarGroup
 from lightning_dist.tensor_parallel import TensorParallel, whole_logits
 from lightning_dist.units import Unit
 from lightning_dist.unused_parameters import UnusedParameters
+from lightning_dist.whole_files import register, whole_state_dicts
 
-__all__ = ["NotInStepError", "ShardedModule", "ShardingConfig", "full_parameters", "shard", "sharded"]
+__all__ = ["NotInStepError", "ShardedModule", "ShardingConfig", "full_parameters", "shard", "sharded", "sharded_around"]
 
 
 _GATHERED_FOR_THE_STEP = ("outer", "shared", "own")
@@ -219,6 +220,14 @@ def sharded(module: nn.Module) -> ShardedModule | None:
     return reference() if reference is not None else None
 
 
+def sharded_around(module: nn.Module) -> ShardedModule | None:
+    """What :func:`shard` made of the module that ``module`` is, or is a part of; None if it is not sharded."""
+    for root, reference in list(_sharded.items()):
+        if any(part is module for part in root.modules()):
+            return reference()
+    return None
+
+
 @contextmanager
 def full_parameters(module: nn.Module, timeout_s: float = 60.0) -> Iterator[None]:
     """Inside, every rank holds the whole of ``module`` and may call it alone, without gradients.
@@ -295,6 +304,7 @@ class ShardedModule:
         self._root = _StepRoot(module, holders)
         fully_shard(self._root, mesh=mesh, ignored_params=set(module.parameters()))
         _compat.initialize_root(self._root)
+        register(module, [owner for unit in units for owner in unit.modules])
         for group in self._sharded_groups:
             group.gather_in_place()
         # The modules' hooks hold this object; so it lives as long as the module.
@@ -576,6 +586,7 @@ class ShardedModule:
                         whole.enter_context(self.tensor_parallel.switched_off(self.module))
                     if self.pipeline is not None:
                         whole.enter_context(self.pipeline.whole())
+                    whole.enter_context(whole_state_dicts(self.module, self._sharded_groups))
                     yield
             finally:
                 self.free()

@@ -253,6 +253,8 @@ class Run:
             kwargs: As of :meth:`trainer`.
         """
         trainer = self.trainer(**kwargs)
+        if ckpt_path is not None and trainer.precision == "64-true":
+            model.double()  # one process loads a checkpoint before it converts the module, and would round the weights
         loaders: dict[str, Any] = {}
         if "train_dataloader" not in vars(type(model)):
             loaders["train_dataloaders"] = self.loader() if train is None else train
@@ -334,7 +336,7 @@ def _comparable(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
     kept = {k: checkpoint[k] for k in ("epoch", "global_step", "state_dict", "lr_schedulers") if k in checkpoint}
     states = []
     for state in checkpoint.get("optimizer_states", []):
-        states.append({index: dict(values) for index, values in state["state"].items()})
+        states.append({index: dict(values) for index, values in state.get("state", {}).items()})
     return {**kept, "optimizer_states": states}
 
 

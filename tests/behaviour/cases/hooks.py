@@ -106,7 +106,8 @@ def hooks_of_module(run: Run) -> None:
     )
     trainer.test(model, run.loader(), verbose=False)
     trainer.predict(model, run.loader())
-    run.record("hooks", _without_repeats(calls))
+    begin = calls.index("on_fit_start")  # before it, a pipeline follows the step once, on an example batch
+    run.record("hooks", _without_repeats(calls[begin:]))
 
 
 @case("every hook of a callback, in Lightning's order")
@@ -340,7 +341,9 @@ def backward_hook(run: Run) -> None:
     run.fit(Twice())
 
 
-@case("training_step returns None for some batches")
+@case(
+    "training_step returns None for some batches", refused={"*": "returning None in distributed training|another path"}
+)
 def skips_batches(run: Run) -> None:
     class Skips(Classifier):
         def training_step(self, batch: Any, batch_idx: int) -> Any:

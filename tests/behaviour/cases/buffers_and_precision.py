@@ -1,0 +1,168 @@
+"""Buffers that change, and precisions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.behaviour.case import Run, case
+from tests.behaviour.models import NUM_FEATURES, Classifier
+
+N = NUM_FEATURES
+
+
+@case("a buffer that counts steps in training_step")
+def counting_buffer(run: Run) -> None:
+    class Counts(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros((), dtype=torch.long))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            self.count += 1
+            return loss
+
+    run.fit(Counts())
+
+
+@case("a buffer with a running mean of the inputs, changed in training_step", reference="ddp")
+def running_mean(run: Run) -> None:
+    class Runs(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("mean", torch.zeros(N))
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.training:
+                with torch.no_grad():
+                    self.mean.mul_(0.9).add_(x.mean(0), alpha=0.1)
+            return super().forward(x - self.mean)
+
+    run.fit(Runs(), val=True)
+
+
+@case("a buffer inside a block, changed by its forward", reference="ddp")
+def buffer_in_block(run: Run) -> None:
+    class Centres(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(N, N)
+            self.register_buffer("centre", torch.zeros(N))
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = torch.tanh(self.layer(x))
+            if self.training:
+                self.centre.copy_(0.9 * self.centre + 0.1 * h.detach().mean(0))
+            return h - self.centre
+
+    class Centred(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*[Centres() for _ in range(4)])
+
+    run.fit(Centred(), val=True)
+
+
+@case("a queue of past outputs in a buffer, filled in on_train_batch_end (MoCo)")
+def queue(run: Run) -> None:
+    class Queues(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("queue", torch.zeros(16, N))
+            self.register_buffer("position", torch.zeros((), dtype=torch.long))
+
+        def loss(self, batch: Any) -> Tensor:
+            h = self.net(batch[0])
+            return nn.functional.cross_entropy(self.head(h), batch[1]) + 0.01 * (h @ self.queue.T).pow(2).mean()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            rows = self.all_gather(batch[0])
+            rows = rows.transpose(0, 1).flatten(0, 1) if rows.dim() == 3 else rows
+            begin = int(self.position)
+            self.queue[begin : begin + len(rows)] = rows
+            self.position.fill_((begin + len(rows)) % 16)
+
+    run.fit(Queues())
+
+
+@case("a buffer that is replaced by a new tensor in on_train_epoch_start")
+def replaced_buffer(run: Run) -> None:
+    class Replaces(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("shift", torch.zeros(N))
+
+        def on_train_epoch_start(self) -> None:
+            self.shift = torch.full((N,), 0.1 * self.current_epoch, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + self.shift)
+
+    run.fit(Replaces(), max_epochs=2, val=True)
+
+
+@case("a buffer that is not in checkpoints, and one that is None")
+def transient_buffers(run: Run) -> None:
+    class Transient(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("scale", torch.full((N,), 0.5), persistent=False)
+            self.register_buffer("nothing", None)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.scale)
+
+    trainer = run.fit(Transient())
+    trainer.save_checkpoint(run.folder / "a.ckpt")
+    run.fit(Transient(), ckpt_path=str(run.folder / "a.ckpt"), max_epochs=2, name="second")
+
+
+@case("a buffer that is registered in on_fit_start")
+def late_buffer(run: Run) -> None:
+    class Late(Classifier):
+        def on_fit_start(self) -> None:
+            self.register_buffer("weights", torch.tensor([1.0, 2.0, 1.0, 1.0], dtype=torch.float64))
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.weights.mul_(0.9)
+            self.log("weight", self.weights.sum())
+
+    run.fit(Late())
+
+
+# name: (title, precision, tolerance)
+_PRECISIONS: dict[str, tuple[str, str, float]] = {
+    "32_true": ("precision='32-true'", "32-true", 1e-3),
+    "bf16_mixed": ("precision='bf16-mixed'", "bf16-mixed", 0.3),
+    "bf16_true": ("precision='bf16-true'", "bf16-true", 0.5),
+    "16_mixed": ("precision='16-mixed'", "16-mixed", 0.1),
+}
+
+for _name, (_title, _precision, _tolerance) in _PRECISIONS.items():
+
+    @case(f"{_title}, to the rounding of the format", name=f"precision_{_name}", tolerance=_tolerance)
+    def _(run: Run, precision: str = _precision) -> None:
+        class Casts(Classifier):
+            def loss(self, batch: Any) -> Tensor:
+                x, y = batch
+                logits = self(x.to(self.head.weight.dtype))
+                run.record("dtypes", [str(self.head.weight.dtype), str(logits.dtype)])
+                return nn.functional.cross_entropy(logits.float(), y)
+
+        trainer = run.fit(Casts(lr=0.01), precision=precision, observe=False)
+        run.record("loss", trainer.callback_metrics["train/loss"])
+
+
+@case("torch.autocast of the user's own around a block", tolerance=1e-2)
+def own_autocast(run: Run) -> None:
+    class Casts(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                h = self.net(x.float())
+            return self.head(h.float()).double()
+
+    trainer = run.fit(Casts(lr=0.01), precision="32-true", observe=False)
+    run.record("loss", trainer.callback_metrics["train/loss"])

@@ -1,0 +1,308 @@
+"""Manual optimization: GANs, SAM, several optimizers, accumulation by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from tests.behaviour.case import Run, case
+from tests.behaviour.models import NUM_FEATURES, Block, Classifier
+
+PIPELINED = dict.fromkeys(("pp", "nd", "nd_tp"), "[Mm]anual optimization|automatic_optimization")
+N = NUM_FEATURES
+
+
+class _Manual(Classifier):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        loss = self.loss(batch)
+        self.manual_backward(loss)
+        optimizer.step()
+        self.log("train/loss", loss, sync_dist=True)
+
+
+@case("manual optimization", refused=PIPELINED)
+def manual(run: Run) -> None:
+    run.fit(_Manual(), val=True, max_epochs=2)
+
+
+@case("gradients are accumulated by hand over batches", refused=PIPELINED)
+def manual_accumulation(run: Run) -> None:
+    class Accumulates(_Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch) / 2)
+            if batch_idx % 2:
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+
+    run.fit(Accumulates())
+
+
+@case("several backward passes in one step", refused=PIPELINED)
+def several_backwards(run: Run) -> None:
+    class Several(_Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            x, y = batch
+            for part in range(2):
+                self.manual_backward(self.loss((x[part::2], y[part::2])) / 2)
+            optimizer.step()
+
+    run.fit(Several())
+
+
+@case("two losses of one graph: retain_graph", refused=PIPELINED)
+def retained_graph(run: Run) -> None:
+    class Retains(_Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            logits = self(batch[0])
+            self.manual_backward(functional.cross_entropy(logits, batch[1]), retain_graph=True)
+            self.manual_backward(0.1 * logits.pow(2).mean())
+            optimizer.step()
+
+    run.fit(Retains())
+
+
+@case("self.clip_gradients by hand", refused=PIPELINED)
+def manual_clipping(run: Run) -> None:
+    class Clips(_Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            optimizer.step()
+
+    run.fit(Clips())
+
+
+@case("a scheduler that is stepped by hand", refused=PIPELINED)
+def manual_scheduler(run: Run) -> None:
+    class Schedules(_Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            self.lr_schedulers().step()
+
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)]
+
+    run.fit(Schedules())
+
+
+class _TwoOptimizers(_Manual):
+    """The body and the head have an optimizer each."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.net.parameters(), lr=0.05), torch.optim.Adam(self.head.parameters(), lr=0.01)
+
+
+@case("two optimizers of two parts, both stepped", refused=PIPELINED)
+def two_optimizers(run: Run) -> None:
+    class Both(_TwoOptimizers):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            for optimizer in self.optimizers():
+                optimizer.step()
+
+    run.fit(Both())
+
+
+@case("two optimizers that take turns, by toggle_optimizer", refused=PIPELINED)
+def toggled(run: Run) -> None:
+    class Turns(_TwoOptimizers):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()[batch_idx % 2]
+            self.toggle_optimizer(optimizer)
+            self.manual_backward(self.loss(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+            self.untoggle_optimizer(optimizer)
+
+    run.fit(Turns())
+
+
+@case("optimizer.toggle_model in gradient accumulation", refused=PIPELINED)
+def toggled_model(run: Run) -> None:
+    class Accumulates(_TwoOptimizers):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer in self.optimizers():
+                with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
+                    self.manual_backward(self.loss(batch))
+                    if batch_idx % 2:
+                        optimizer.step()
+                        optimizer.zero_grad()
+
+    run.fit(Accumulates())
+
+
+class _Gan(Classifier):
+    """A generator and a critic, trained in turns."""
+
+    penalty = 0.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.net = nn.Sequential(nn.Linear(N, N), Block(), Block(), nn.Linear(N, N))
+        self.head = nn.Sequential(Block(), Block(), nn.Linear(N, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generator, critic = self.optimizers()
+        x = batch[0]
+        self.toggle_optimizer(generator)
+        loss = functional.softplus(-self.head(self.net(x.flip(1)))).mean()
+        self.manual_backward(loss)
+        generator.step()
+        generator.zero_grad()
+        self.untoggle_optimizer(generator)
+        self.toggle_optimizer(critic)
+        fake = self.net(x.flip(1)).detach()
+        critic_loss = functional.softplus(-self.head(x)).mean() + functional.softplus(self.head(fake)).mean()
+        if self.penalty:
+            mixed = (0.3 * x + 0.7 * fake).requires_grad_()
+            (gradient,) = torch.autograd.grad(self.head(mixed).sum(), mixed, create_graph=True)
+            critic_loss = critic_loss + self.penalty * (gradient.norm(dim=1) - 1).pow(2).mean()
+        self.manual_backward(critic_loss)
+        critic.step()
+        critic.zero_grad()
+        self.untoggle_optimizer(critic)
+        self.log_dict({"generator": loss, "critic": critic_loss}, sync_dist=True)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.net.parameters(), 1e-3), torch.optim.Adam(self.head.parameters(), 1e-3)
+
+
+@case("a GAN", refused=PIPELINED, tolerance=1e-8)
+def gan(run: Run) -> None:
+    run.fit(_Gan())
+
+
+@case("a GAN with a gradient penalty", refused=PIPELINED, tolerance=1e-8)
+def gan_with_penalty(run: Run) -> None:
+    class Penalised(_Gan):
+        penalty = 1.0
+
+    run.fit(Penalised())
+
+
+@case("SAM: two forwards and two backwards in a step, weights moved in between", refused=PIPELINED)
+def sam(run: Run) -> None:
+    class Sam(_Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            params = [p for p in self.parameters() if p.grad is not None]
+            with torch.no_grad():
+                norm = torch.stack([p.grad.norm() for p in params]).norm()
+                moves = [p.grad * (0.05 / norm) for p in params]
+                for p, move in zip(params, moves, strict=True):
+                    p.add_(move)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            with torch.no_grad():
+                for p, move in zip(params, moves, strict=True):
+                    p.sub_(move)
+            optimizer.step()
+
+    run.fit(Sam())
+
+
+@case("SAM without the norm: the sign of the gradient", refused=PIPELINED)
+def sam_of_signs(run: Run) -> None:
+    class Sam(_Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            self.manual_backward(self.loss(batch))
+            saved = [p.detach().clone() for p in self.parameters()]
+            with torch.no_grad():
+                for p in self.parameters():
+                    p.add_(p.grad.sign(), alpha=0.001)
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            with torch.no_grad():
+                for p, value in zip(self.parameters(), saved, strict=True):
+                    p.copy_(value)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run.fit(Sam())
+
+
+@case("optimizer.step with a closure", refused=PIPELINED)
+def closure_by_hand(run: Run) -> None:
+    class Closure(_Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = self.loss(batch)
+                self.manual_backward(loss)
+                return loss
+
+            optimizer.step(closure=closure)
+
+    run.fit(Closure())
+
+
+@case("LBFGS by hand", refused=PIPELINED, tolerance=1e-6)
+def lbfgs_by_hand(run: Run) -> None:
+    class Lbfgs(_Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+
+            def closure() -> Tensor:
+                optimizer.zero_grad()
+                loss = self.loss(batch)
+                self.manual_backward(loss)
+                return loss
+
+            optimizer.step(closure)
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters(), lr=0.1, max_iter=3)
+
+    run.fit(Lbfgs())
+
+
+@case("a meta step: gradients of a first step by torch.autograd.grad", refused=PIPELINED)
+def meta_step(run: Run) -> None:
+    class Meta(_Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            params = list(self.head.parameters())
+            gradients = torch.autograd.grad(self.loss(batch), params)
+            with torch.no_grad():
+                for param, gradient in zip(params, gradients, strict=True):
+                    param.grad = gradient
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run.fit(Meta())
+
+
+@case("manual optimization with accumulate_grad_batches is Lightning's own error", refused=PIPELINED)
+def manual_with_accumulation(run: Run) -> None:
+    error = ""
+    try:
+        run.fit(_Manual(), accumulate_grad_batches=2, observe=False)
+    except Exception as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    run.record("error", error)
+    if run.column in PIPELINED:
+        raise RuntimeError(error)

@@ -1,0 +1,668 @@
+"""Shapes of modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations, parametrize
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from tests.behaviour.case import Run, case
+from tests.behaviour.models import NUM_CLASSES, NUM_FEATURES, Block, Classifier, Network, samples
+
+N, C = NUM_FEATURES, NUM_CLASSES
+
+
+def _around(make_block: Callable[[], nn.Module], num: int = 4) -> Callable[[], nn.Module]:
+    """Make ``num`` blocks between a linear layer and a head."""
+    return lambda: nn.Sequential(nn.Linear(N, N), *[make_block() for _ in range(num)], nn.Linear(N, C))
+
+
+class _Tokens(nn.Module):
+    """Reads the features as 4 tokens of 4 numbers, embeds them, runs ``make()`` on them, and classifies their mean."""
+
+    def __init__(self, make: Callable[[], nn.Module], num: int = 1) -> None:
+        super().__init__()
+        self.embed = nn.Linear(4, N)
+        self.layers = nn.ModuleList(make() for _ in range(num))
+        self.head = nn.Linear(N, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.embed(x.unflatten(1, (4, 4)))
+        for layer in self.layers:
+            h = layer(h)
+            h = h[0] if isinstance(h, tuple) else h
+        return self.head(h.mean(1))
+
+
+class _SelfAttention(nn.MultiheadAttention):
+    def forward(self, h: Tensor) -> Any:  # type: ignore[override]
+        return super().forward(h, h, h, need_weights=False)
+
+
+class _Attention(nn.Module):
+    """Attention as everyone writes it by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(N)
+        self.qkv, self.out = nn.Linear(N, 3 * N), nn.Linear(N, N)
+
+    def forward(self, h: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm(h)).unflatten(-1, (3, 2, N // 2)).permute(2, 0, 3, 1, 4)
+        a = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return h + self.out(a.transpose(1, 2).flatten(2))
+
+
+class _Cell(nn.Module):
+    """An RNN cell that is run over the tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.GRUCell(N, N)
+
+    def forward(self, h: Tensor) -> Tensor:
+        state, outputs = torch.zeros_like(h[:, 0]), []
+        for i in range(h.shape[1]):
+            state = self.cell(h[:, i], state)
+            outputs.append(state)
+        return torch.stack(outputs, 1)
+
+
+class _Convolutions(nn.Module):
+    """Convolutions over the features as 4 by 4 pixels.
+
+    Args:
+        norm: Makes the norm of a block for a number of channels.
+    """
+
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+
+        def block(channels: int) -> nn.Module:
+            return nn.Sequential(nn.Conv2d(channels, 8, 3, padding=1), norm(8), nn.ReLU())
+
+        self.blocks = nn.ModuleList([block(1), block(8), block(8), block(8)])
+        self.head = nn.Linear(8, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.view(-1, 1, 4, 4)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
+class _UNet(nn.Module):
+    """A path down and a path up, with skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList([nn.Linear(N, 12), nn.Linear(12, 8)])
+        self.middle = Block(8)
+        self.up = nn.ModuleList([nn.Linear(16, 12), nn.Linear(24, N)])
+        self.head = nn.Linear(N, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for layer in self.down:
+            x = functional.gelu(layer(x))
+            skips.append(x)
+        x = self.middle(x)
+        for layer in self.up:
+            x = functional.gelu(layer(torch.cat([x, skips.pop()], -1)))
+        return self.head(x)
+
+
+class _Repeated(nn.Module):
+    """One block that is run several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.block, self.head = nn.Linear(N, N), Block(), nn.Linear(N, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for _ in range(3):
+            x = self.block(x)
+        return self.head(x)
+
+
+class _Dict(nn.Module):
+    """Branches in a ModuleDict, chosen by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleDict({name: nn.Sequential(Block(), Block()) for name in ("left", "right")})
+        self.heads = nn.ModuleDict({"main": nn.Linear(2 * N, C)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.heads["main"](torch.cat([self.branches[name](x) for name in ("left", "right")], -1))
+
+
+class _Parameters(nn.Module):
+    """Layers that are parameters in a ParameterList and a ParameterDict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(torch.randn(N, N) / 4 for _ in range(3))
+        self.biases = nn.ParameterDict({str(i): torch.zeros(N) for i in range(3)})
+        self.head = nn.Linear(N, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, weight in enumerate(self.weights):
+            x = torch.tanh(x @ weight + self.biases[str(i)])
+        return self.head(x)
+
+
+class _Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return 2 * ctx.saved_tensors[0] * grad
+
+
+class _Custom(Block):
+    """A block with an autograd Function of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(_Square.apply(self.up(self.norm(x)))) * 0.1
+
+
+class _Scaled(nn.Module):
+    """A block with a scalar parameter, and parameters between blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Parameter(torch.tensor(0.5))
+        self.block = Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.gate * self.block(x)
+
+
+class _Out(NamedTuple):
+    hidden: Tensor
+    extra: Tensor | None
+
+
+class _Tuples(nn.Module):
+    """A block that takes and returns a NamedTuple with a part that is None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block()
+
+    def forward(self, out: _Out) -> _Out:
+        return _Out(self.block(out.hidden), out.extra)
+
+
+class _Structured(nn.Module):
+    """Blocks whose inputs and outputs are structures, called with keywords."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.blocks = nn.ModuleList(_Tuples() if kind == "tuple" else Block() for _ in range(4))
+        self.head = nn.Linear(N, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.kind == "tuple":
+            out = _Out(x, None)
+            for block in self.blocks:
+                out = block(out)
+            return self.head(out.hidden)
+        for block in self.blocks:
+            x = block(x=x)
+        return self.head(input=x)
+
+
+class _Checkpointed(nn.Module):
+    """Blocks that the user runs under activation checkpointing."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(N, N), nn.Linear(N, C)
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class _Experts(nn.Module):
+    """A mixture of experts by hand, each token to its best expert."""
+
+    def __init__(self, num: int = 4) -> None:
+        super().__init__()
+        self.router = nn.Linear(N, num)
+        self.experts = nn.ModuleList(nn.Linear(N, N) for _ in range(num))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.router(x).softmax(-1)
+        output = torch.zeros_like(x)
+        for i, expert in enumerate(self.experts):
+            output = output + expert(x) * weights[:, i : i + 1] * (weights.argmax(-1) == i)[:, None]
+        return x + output
+
+
+class _Lora(nn.Module):
+    """A frozen layer with a trained addition of low rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(N, N).requires_grad_(False)
+        self.a, self.b = nn.Parameter(torch.randn(4, N) / 4), nn.Parameter(torch.zeros(N, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.base(x) + x @ self.a.T @ self.b.T)
+
+
+class _Hyper(nn.Module):
+    """A network that computes the weights of another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = nn.Sequential(Block(), Block(), nn.Linear(N, N * C))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.einsum("bi,bio->bo", x, self.generator(x).view(-1, N, C)) / 4
+
+
+class _Functional(nn.Module):
+    """A layer that is called by torch.func.functional_call with changed weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.head = nn.Sequential(Block(), Block()), nn.Linear(N, C)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {name: param * 1.1 for name, param in self.layer.named_parameters()}
+        return self.head(torch.func.functional_call(self.layer, weights, (x,)))
+
+
+class _EarlyExit(nn.Module):
+    """Every block's output is classified; the mean is returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
+        self.heads = nn.ModuleList(nn.Linear(N, C) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits = []
+        for block, head in zip(self.blocks, self.heads, strict=True):
+            x = block(x)
+            logits.append(head(x))
+        return torch.stack(logits).mean(0)
+
+
+class _Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).transpose(-1, -2)
+
+
+def _symmetric() -> nn.Module:
+    layer = nn.Linear(N, N)
+    parametrize.register_parametrization(layer, "weight", _Symmetric())
+    return layer
+
+
+def _hooked_block() -> nn.Module:
+    block = Block()
+    block.register_forward_hook(lambda module, args, output: output * 0.9)
+    block.register_forward_pre_hook(lambda module, args: (args[0] + 0.1,))
+    return block
+
+
+def _unused() -> nn.Module:
+    block = Block()
+    block.unused = nn.Linear(N, N)  # type: ignore[assignment]
+    return block
+
+
+# name: (title, what builds the network, arguments of the case)
+_SHAPES: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any]]] = {
+    "nested": ("nested Sequentials", lambda: nn.Sequential(_around(Block, 2)(), _OneMore(), nn.Linear(C, C)), {}),
+    "lstm": ("nn.LSTM", lambda: _Tokens(lambda: nn.LSTM(N, N, batch_first=True), 2), {}),
+    "gru": ("nn.GRU of 2 layers", lambda: _Tokens(lambda: nn.GRU(N, N, 2, batch_first=True), 2), {}),
+    "gru_cell": ("nn.GRUCell in a loop", lambda: _Tokens(_Cell, 2), {}),
+    "multihead": ("nn.MultiheadAttention", lambda: _Tokens(lambda: _SelfAttention(N, 2, batch_first=True), 3), {}),
+    "hand_attention": ("attention by hand", lambda: _Tokens(_Attention, 4), {}),
+    "encoder_layers": (
+        "nn.TransformerEncoderLayer",
+        lambda: _Tokens(lambda: nn.TransformerEncoderLayer(N, 2, 32, 0.0, batch_first=True), 3),
+        {},
+    ),
+    "encoder": (
+        "nn.TransformerEncoder",
+        lambda: _Tokens(
+            lambda: nn.TransformerEncoder(
+                nn.TransformerEncoderLayer(N, 2, 32, 0.0, batch_first=True), 3, enable_nested_tensor=False
+            )
+        ),
+        {},
+    ),
+    "group_norm": ("convolutions with GroupNorm", lambda: _Convolutions(lambda c: nn.GroupNorm(2, c)), {}),
+    "instance_norm": (
+        "convolutions with InstanceNorm",
+        lambda: _Convolutions(lambda c: nn.InstanceNorm2d(c, affine=True)),
+        {},
+    ),
+    "unet": ("a U-Net with skips", _UNet, {}),
+    "repeated_block": ("one block that is run several times", _Repeated, {}),
+    "module_dict": ("branches in a ModuleDict", _Dict, {}),
+    "parameter_list": ("a ParameterList and a ParameterDict", _Parameters, {}),
+    "custom_function": ("an autograd Function of the user's own", _around(_Custom), {}),
+    "scalar_parameters": ("scalar parameters", _around(_Scaled), {}),
+    "named_tuples": ("blocks that hand on a NamedTuple with None in it", lambda: _Structured("tuple"), {}),
+    "keywords": ("blocks that are called with keywords", lambda: _Structured("keyword"), {}),
+    "checkpointed": ("activation checkpointing of the user's own", lambda: _Checkpointed(False), {}),
+    "reentrant": ("reentrant activation checkpointing of the user's own", lambda: _Checkpointed(True), {}),
+    "experts": ("a mixture of experts by hand", _around(_Experts), {}),
+    "lora": ("frozen layers with trained additions of low rank", _around(_Lora), {}),
+    "hyper": ("a network that computes the weights of another", _Hyper, {}),
+    "functional_call": ("torch.func.functional_call", _Functional, {}),
+    "early_exit": ("early exits: a head after each block", _EarlyExit, {}),
+    "parametrized": ("torch.nn.utils.parametrize", _around(_symmetric), {}),
+    "weight_norm": ("parametrizations.weight_norm", _around(lambda: parametrizations.weight_norm(nn.Linear(N, N))), {}),
+    "old_weight_norm": ("torch.nn.utils.weight_norm", _around(lambda: nn.utils.weight_norm(nn.Linear(N, N))), {}),
+    "spectral_norm": (
+        "parametrizations.spectral_norm",
+        _around(lambda: parametrizations.spectral_norm(nn.Linear(N, N))),
+        {},
+    ),
+    "old_spectral_norm": ("torch.nn.utils.spectral_norm", _around(lambda: nn.utils.spectral_norm(nn.Linear(N, N))), {}),
+    "orthogonal": ("parametrizations.orthogonal", _around(lambda: parametrizations.orthogonal(nn.Linear(N, N))), {}),
+    "hooked_blocks": ("forward hooks that change inputs and outputs", _around(_hooked_block), {}),
+    "unused_parameters": ("parameters that are never used", _around(_unused), {}),
+    "no_bias": ("layers without a bias", _around(lambda: nn.Linear(N, N, bias=False)), {}),
+    "prelu": ("activations with parameters", _around(lambda: nn.Sequential(nn.Linear(N, N), nn.PReLU(N))), {}),
+    "bilinear": ("nn.Bilinear", _around(lambda: _Bilinear()), {}),
+}
+
+
+class _OneMore(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList([nn.Sequential(nn.Linear(C, C), nn.Tanh()), nn.ModuleDict({"a": nn.Linear(C, C)})])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner[1]["a"](self.inner[0](x))
+
+
+class _Bilinear(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Bilinear(N, N, N)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 0.1 * self.layer(x, x)
+
+
+for _name, (_title, _make, _more) in _SHAPES.items():
+
+    @case(_title, name=f"module_{_name}", **_more)
+    def _(run: Run, make: Callable[[], nn.Module] = _make) -> None:
+        run.fit(Network(make), val=True)
+
+
+@case("BatchNorm, synchronised over the data-parallel ranks", strategy={"*": {}})
+def sync_batch_norm(run: Run) -> None:
+    run.fit(Network(lambda: _Convolutions(nn.BatchNorm2d)), val=True, sync_batchnorm=True)
+
+
+@case(
+    "BatchNorm, each rank of its own samples",
+    reference="ddp",
+    differs=dict.fromkeys(
+        ("pp", "nd", "nd_tp"),
+        "BatchNorm's statistics are those of a microbatch, so that weights differ from one process's.",
+    ),
+)
+def batch_norm(run: Run) -> None:
+    run.fit(Network(lambda: _Convolutions(nn.BatchNorm2d)), val=True)
+
+
+@case("BatchNorm in eval mode, as in finetuning")
+def batch_norm_in_eval(run: Run) -> None:
+    class Frozen(Network):
+        def on_train_epoch_start(self) -> None:
+            for module in self.modules():
+                if isinstance(module, nn.BatchNorm2d):
+                    module.eval()
+
+    run.fit(Frozen(lambda: _Convolutions(nn.BatchNorm2d)), val=True)
+
+
+def _ids(num: int = 64) -> TensorDataset:
+    x, y = samples(num).tensors
+    return TensorDataset((x[:, :6] * 3).round().long().clamp(0, 15), y)
+
+
+# name: (title, what makes the embedding, whether it joins the tokens itself)
+_EMBEDDINGS: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any]]] = {
+    "padded": ("an embedding with padding_idx", lambda: nn.Embedding(16, N, padding_idx=0), {}),
+    "sparse": ("an embedding with sparse gradients", lambda: nn.Embedding(16, N, sparse=True), {}),
+    "scaled_by_frequency": (
+        "an embedding with scale_grad_by_freq",
+        lambda: nn.Embedding(16, N, scale_grad_by_freq=True),
+        {"reference": "ddp", "strategy": {"pp": {"num_microbatches": 2}}},
+    ),
+    "bag": ("nn.EmbeddingBag", lambda: nn.EmbeddingBag(16, N, mode="mean"), {}),
+    "renormalised": (
+        "an embedding with max_norm, which is changed by looking up",
+        lambda: nn.Embedding(16, N, max_norm=1.0),
+        {},
+    ),
+}
+for _name, (_title, _make_embedding, _more) in _EMBEDDINGS.items():
+
+    @case(_title, name=f"embedding_{_name}", **_more)
+    def _(run: Run, make: Callable[[], nn.Module] = _make_embedding) -> None:
+        class Embeds(Classifier):
+            def __init__(self) -> None:
+                super().__init__(num_blocks=3)
+                self.embedding = make()
+
+            def forward(self, ids: Tensor) -> Tensor:
+                x = self.embedding(ids)
+                return super().forward(x.mean(1) if x.dim() == 3 else x)
+
+            def configure_optimizers(self) -> Any:
+                return torch.optim.SGD(self.parameters(), lr=0.05)
+
+        run.fit(Embeds(), run.loader(_ids()))
+
+
+@case("layers of all kinds are direct children of the LightningModule")
+def direct_children(run: Run) -> None:
+    class Direct(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            del self.net
+            self.embed = nn.Linear(4, N)
+            self.rnn = nn.LSTM(N, N, batch_first=True)
+            self.attention = nn.MultiheadAttention(N, 2, batch_first=True)
+            self.encoder = nn.TransformerEncoder(
+                nn.TransformerEncoderLayer(N, 2, 32, 0.0, batch_first=True), 2, enable_nested_tensor=False
+            )
+            self.norm = nn.LayerNorm(N)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.embed(x.unflatten(1, (4, 4)))
+            h = h + self.rnn(h)[0]
+            h = h + self.attention(h, h, h, need_weights=False)[0]
+            return self.head(self.norm(self.encoder(h)).mean(1))
+
+    run.fit(Direct())
+
+
+@case("parameters of the LightningModule itself: a temperature and a class token")
+def own_parameters(run: Run) -> None:
+    class Own(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.temperature = nn.Parameter(torch.tensor(2.0))
+            self.shift = nn.Parameter(torch.full((N,), 0.1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x + self.shift) / self.temperature
+
+    run.fit(Own())
+
+
+@case("lazy modules, made by a first batch in setup")
+def lazy_modules(run: Run) -> None:
+    class Lazy(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.LazyLinear(N), *[Block() for _ in range(3)], nn.LazyLinear(N))
+
+        def setup(self, stage: str) -> None:
+            torch.manual_seed(3)
+            self.net.float()(samples().tensors[0][:2].float())
+
+    run.fit(Lazy())
+
+
+@case("lazy modules that no batch has made")
+def lazy_unmade(run: Run) -> None:
+    class Lazy(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.LazyLinear(N), *[Block() for _ in range(3)])
+
+    def fit() -> None:
+        try:
+            run.fit(Lazy(), observe=False)
+        except Exception as error:
+            raise RuntimeError("It asks for a first forward") from (None if "lazy" in str(error).lower() else error)
+
+    run.record_error("error", fit)
+
+
+@case("parameters of mixed dtypes in a block", tolerance=1e-5)
+def mixed_dtypes(run: Run) -> None:
+    class Mixed(Classifier):
+        def configure_model(self) -> None:
+            for block in self.net[1:5]:
+                block.norm.double()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.net[0](x.float())
+            for block in self.net[1:5]:
+                x = x + block.down(functional.gelu(block.up(block.norm(x.double()).float())))
+            return self.head(self.net[5](x)).double()
+
+    run.fit(Mixed(), precision="32-true")
+
+
+@case("a Siamese network: the model runs twice in a step, on both halves at once")
+def siamese(run: Run) -> None:
+    class Siamese(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, _ = batch
+            a, b = self(torch.cat([x, x.flip(1)])).chunk(2)
+            return functional.mse_loss(a, b) - 0.1 * functional.cosine_similarity(a, b.detach()).mean()
+
+    run.fit(Siamese())
+
+
+@case(
+    "a Siamese network: the model is called twice in a step",
+    refused=dict.fromkeys(("pp", "nd", "nd_tp"), "twice|more than once|again"),
+)
+def siamese_two_calls(run: Run) -> None:
+    class Siamese(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, _ = batch
+            return functional.mse_loss(self(x), 2 * self(x.flip(1)))
+
+    run.fit(Siamese())
+
+
+@case("an autoencoder: encode and decode are methods of the module")
+def autoencoder(run: Run) -> None:
+    class Autoencoder(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(N, N), Block(), Block(), nn.Linear(N, 8))
+            self.head = nn.Sequential(nn.Linear(8, N), Block(), Block(), nn.Linear(N, N))
+
+        def encode(self, x: Tensor) -> Tensor:
+            return self.net(x)
+
+        def decode(self, z: Tensor) -> Tensor:
+            return self.head(z)
+
+        def loss(self, batch: Any) -> Tensor:
+            return functional.mse_loss(self.decode(self.encode(batch[0])), batch[0])
+
+    run.fit(Autoencoder())
+
+
+@case("the network is the user's own module, built outside and handed in")
+def handed_in(run: Run) -> None:
+    torch.manual_seed(4)
+    net = nn.Sequential(*[Block() for _ in range(4)], nn.Linear(N, C))
+    run.fit(Network(lambda: net))
+
+
+@case("a block is chosen by the step: a parameter is unused in some steps")
+def unused_in_some_steps(run: Run) -> None:
+    class Chooses(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            h = self.net[0](x)
+            for i, block in enumerate(self.net[1:5]):
+                if batch_idx % 2 == 0 or i != 2:
+                    h = block(h)
+            return functional.cross_entropy(self.head(self.net[5](h)), y)
+
+    run.fit(Chooses())
+
+
+@case("a rank skips a block that other ranks use", timeout_s=60.0)
+def rank_skips_block(run: Run) -> None:
+    class Skips(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.net[0](x)
+            for i, block in enumerate(self.net[1:5]):
+                chosen = x[:, 0] > 0 if i == 2 else x[:, 0] > -9
+                if chosen.any():
+                    h = torch.where(chosen[:, None], block(h), h)
+            return self.head(self.net[5](h))
+
+    run.fit(Skips(), run.loader(TensorDataset(*[t[:16] for t in samples().tensors]), batch_size=4))
+
+
+@case("complex numbers inside a block: a Fourier transform")
+def fourier(run: Run) -> None:
+    class Mixes(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(torch.fft.irfft(torch.fft.rfft(x) * 0.9, n=N))
+
+    run.fit(Network(_around(Mixes)))
+
+
+@case("torch.vmap and torch.func.jacrev in the step, over the inputs")
+def vmap_in_step(run: Run) -> None:
+    class Maps(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            scaled = torch.vmap(lambda row: row / (1 + row.norm()))(x)
+            return functional.cross_entropy(self(scaled), y)
+
+    run.fit(Maps())
