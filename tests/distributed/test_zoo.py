@@ -21,7 +21,6 @@ WORLD_SIZE = 2
     ("name", "strategy"),
     [
         ("T5", "tensor_parallel"),
-        ("DeBERTa", "tensor_parallel"),
         ("ALBERT", "full_shard"),
         ("BERT", "pipeline_parallel"),
     ],
