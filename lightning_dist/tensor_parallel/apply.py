@@ -256,6 +256,8 @@ class TensorParallel:
                     self._in_forward[owner, key] = part
                     self._elsewhere[owner, key] = self._whole_on_use(whole)
                     part = part if owner in running else self._elsewhere[owner, key]
+                elif not isinstance(cast(DTensor, whole).placements[0], Replicate):
+                    part = self._whole_on_use(whole)  # it is tied, and the step that was seen did not use it here
                 _compat.put_parameter(owner, key, part)
 
     def _swap(self, module: nn.Module, values: dict[tuple[nn.Module, str], Tensor]) -> None:
