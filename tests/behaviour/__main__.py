@@ -34,10 +34,10 @@ def main() -> int:
     chosen = [
         case
         for name, case in load_cases().items()
-        if any(fnmatch(name, pattern) or fnmatch(case.area, pattern) for pattern in patterns)
+        if any(fnmatch(said, pattern) for pattern in patterns for said in (name, case.area, name.partition(".")[2]))
     ]
     if options.list:
-        print("\n".join(f"{case.area:<20} {case.name:<40} {case.title}" for case in chosen))
+        print("\n".join(f"{case.name:<60} {case.title}" for case in chosen))
         return 0
     columns = options.strategies.split(",")
     fork_server("tests.preload_more")
@@ -58,7 +58,7 @@ def main() -> int:
         for case, row in zip(chosen, threads.map(run, chosen), strict=True):
             results[case.name] = row
             outcomes = "  ".join(f"{column} {cell.outcome}" for column, cell in row.items())
-            print(f"{case.area}.{case.name}: {outcomes}", flush=True)
+            print(f"{case.name}: {outcomes}", flush=True)
             for column, cell in row.items():
                 if not cell.is_good:
                     print(f"  {column}: {cell.outcome.upper()}: {cell.text}".replace("\n", "\n    "), flush=True)

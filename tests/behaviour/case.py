@@ -75,7 +75,7 @@ class Case:
     """A piece of ordinary Lightning code.
 
     Args:
-        name: Its name, which no other case has.
+        name: Its area and its name in it, with a dot in between.
         title: What it does, for the table.
         function: Does it.
         area: The file that it is in.
@@ -125,9 +125,9 @@ def case(title: str, name: str | None = None, **kwargs: Any) -> Callable[[Callab
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
-        key = function.__name__ if name is None else name
-        assert key not in CASES, f"two cases are named {key}"
         area = function.__module__.rpartition(".")[2]
+        key = f"{area}.{name or function.__name__}"
+        assert key not in CASES, f"two cases are named {key}"
         CASES[key] = Case(key, title, function, area, **kwargs)
         return function
 

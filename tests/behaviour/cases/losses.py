@@ -88,20 +88,6 @@ def activation_penalty(run: Run) -> None:
     run.fit(Penalises())
 
 
-@case("double backward: a penalty on the gradient of the inputs")
-def gradient_penalty(run: Run) -> None:
-    class Penalises(Classifier):
-        def loss(self, batch: Any) -> Tensor:
-            x = batch[0].clone().requires_grad_(True)
-            logits = self(x)
-            if not torch.is_grad_enabled():
-                return functional.cross_entropy(logits, batch[1])
-            (gradient,) = torch.autograd.grad(logits.pow(2).sum(), x, create_graph=True)
-            return functional.cross_entropy(logits, batch[1]) + 0.1 * gradient.pow(2).sum(1).mean()
-
-    run.fit(Penalises())
-
-
 @case("adversarial samples by the sign of the inputs' gradient (FGSM)")
 def adversarial(run: Run) -> None:
     class Attacks(Classifier):

@@ -50,7 +50,6 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "no_epochs": ("max_epochs=0", {"max_epochs": 0}, False),
     "sanity": ("num_sanity_val_steps", {"num_sanity_val_steps": 2}, True),
     "sanity_all": ("num_sanity_val_steps=-1", {"num_sanity_val_steps": -1}, True),
-    "detect_anomaly": ("detect_anomaly", {"detect_anomaly": True}, False),
     "no_inference_mode": ("inference_mode=False", {"inference_mode": False}, True),
     "simple_profiler": ("profiler='simple'", {"profiler": "simple"}, True),
     "advanced_profiler": ("profiler='advanced'", {"profiler": "advanced"}, True),
