@@ -16,6 +16,7 @@ from lightning_dist.plugins.strategies import (
     register,
 )
 from lightning_dist.sharding import full_parameters
+from lightning_dist.whole_files import install
 
 __all__ = [
     "CheckpointOptions",
@@ -31,3 +32,4 @@ __all__ = [
 ]
 
 register()
+install()

@@ -6,7 +6,7 @@ import json
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -19,13 +19,14 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, debug
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "GROUPED_MM",
     "ROUTE",
     "AllGather",
     "ParameterGroup",
@@ -39,9 +40,11 @@ __all__ = [
     "drop_gradients",
     "flush_gradients",
     "initialize_root",
+    "is_connection_error",
     "is_in_backward",
     "keep_gathered",
     "leave_out_hooks",
+    "leave_process_groups",
     "move_hooks",
     "num_collectives",
     "num_packed",
@@ -59,6 +62,8 @@ __all__ = [
     "route_calls",
     "share_hooks",
     "without_forward_hooks",
+    "without_state_dict_hooks",
+    "without_torch_functions",
 ]
 
 
@@ -376,7 +381,7 @@ def _own_part(param: FSDPParam, whole: torch.Tensor) -> tuple[torch.Tensor, torc
 
 @torch.no_grad()
 def overwrite(memory: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy ``values`` into ``memory`` without autograd's notice: what was computed has used them, and not what was there.
+    """Copy ``values`` into ``memory``, unseen by autograd: what was computed has used them, and not what was there.
 
     Replaced by: a public way not to count a write.
     """
@@ -601,7 +606,7 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Call the forward hooks that users and libraries have put on ``module``, for what they do besides.
 
     They are given a copy of ``output``, which is what they have made of it where the module ran. Those of
@@ -612,8 +617,36 @@ def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], output: Any) ->
         output = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, output)
     for key, hook in hooks:
         with_kwargs = key in module._forward_hooks_with_kwargs
-        result = hook(module, args, {}, output) if with_kwargs else hook(module, args, output)
+        result = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
         output = output if result is None else result
+
+
+GROUPED_MM = torch.ops.aten._grouped_mm.default
+"""The operation behind ``torch.nn.functional.grouped_mm``; its rule for fakes takes bfloat16 alone (torch 2.13)."""
+
+
+def without_torch_functions() -> AbstractContextManager[None]:
+    """Inside, tensors' ``__torch_function__`` is not called; torch's guide to extending it names this private class."""
+    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[return-value]  # the stub knows no context manager
+
+
+@contextmanager
+def without_state_dict_hooks(groups: Iterable[ParameterGroup]) -> Iterator[None]:
+    """Inside, ``state_dict()`` does not put the shards back into the modules, as FSDP2 lets it do by a hook.
+
+    Replaced by: a public way to take the whole parameters of modules that are gathered.
+    """
+    taken: list[tuple[dict[int, Any], int, Any]] = []
+    for group in groups:
+        for module, handle in group._group._module_to_pre_save_state_dict_hook_handle.items():
+            hooks = module._state_dict_pre_hooks
+            if handle.id in hooks:
+                taken.append((hooks, handle.id, hooks.pop(handle.id)))
+    try:
+        yield
+    finally:
+        for hooks, number, hook in taken:
+            hooks[number] = hook
 
 
 def is_in_backward() -> bool:
@@ -701,6 +734,32 @@ def on_equal(function: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
 def process_groups() -> list[dist.ProcessGroup]:
     """All process groups that this rank is in; torch tells only of the default one."""
     return list(dist.distributed_c10d._world.pg_map)
+
+
+def is_connection_error(error: BaseException) -> bool:
+    """Return whether ``error``, or what it was raised for, is of the connections between processes.
+
+    Gloo's are RuntimeErrors that can be told by their text alone; replaced by an error class for them.
+    """
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, dist.DistError) or (isinstance(seen, RuntimeError) and "gloo/" in str(seen)):
+            return True
+        seen = seen.__cause__ or seen.__context__
+    return False
+
+
+def leave_process_groups() -> None:
+    """Close the connections of all process groups, whatever is under way in them.
+
+    DTensor keeps what it knows of meshes by their shape and ranks, and would take the new groups' for the old ones'.
+    Replaced by: a public abort of all groups, which is private for the default one.
+    """
+    if dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
+    else:
+        dist.destroy_process_group()
+    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def num_collectives(group: dist.ProcessGroup) -> int:

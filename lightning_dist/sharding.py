@@ -41,8 +41,9 @@ from lightning_dist.scalars import ScalarGroup
 from lightning_dist.tensor_parallel import TensorParallel, whole_logits
 from lightning_dist.units import Unit
 from lightning_dist.unused_parameters import UnusedParameters
+from lightning_dist.whole_files import register, whole_state_dicts
 
-__all__ = ["NotInStepError", "ShardedModule", "ShardingConfig", "full_parameters", "shard", "sharded"]
+__all__ = ["NotInStepError", "ShardedModule", "ShardingConfig", "full_parameters", "shard", "sharded", "sharded_around"]
 
 
 _GATHERED_FOR_THE_STEP = ("outer", "shared", "own")
@@ -219,6 +220,14 @@ def sharded(module: nn.Module) -> ShardedModule | None:
     return reference() if reference is not None else None
 
 
+def sharded_around(module: nn.Module) -> ShardedModule | None:
+    """What :func:`shard` made of the module that ``module`` is, or is a part of; None if it is not sharded."""
+    for root, reference in list(_sharded.items()):
+        if any(part is module for part in root.modules()):
+            return reference()
+    return None
+
+
 @contextmanager
 def full_parameters(module: nn.Module, timeout_s: float = 60.0) -> Iterator[None]:
     """Inside, every rank holds the whole of ``module`` and may call it alone, without gradients.
@@ -283,7 +292,8 @@ class ShardedModule:
         self._unused = UnusedParameters(self._sharded_groups, mesh)
         self._buffers = SameBuffers(module, mesh)
         self._buffers_are_due = True
-        self._stays_gathered = False
+        self.stays_gathered = False
+        """Whether every rank holds the whole model (see :meth:`stay_gathered`)."""
         self._kept = ExitStack()
         self._running = 0
         self._in_step = False
@@ -294,6 +304,7 @@ class ShardedModule:
         self._root = _StepRoot(module, holders)
         fully_shard(self._root, mesh=mesh, ignored_params=set(module.parameters()))
         _compat.initialize_root(self._root)
+        register(module, [owner for unit in units for owner in unit.modules])
         for group in self._sharded_groups:
             group.gather_in_place()
         # The modules' hooks hold this object; so it lives as long as the module.
@@ -394,7 +405,7 @@ class ShardedModule:
         self._buffers_are_due = reduces_gradients
 
     def _check_path(self) -> None:
-        if self._path is not None and not self._stays_gathered:
+        if self._path is not None and not self.stays_gathered:
             self._path.check("end", 0, self.mesh.get_group(self.mesh.ndim - 1))
 
     @contextmanager
@@ -540,19 +551,19 @@ class ShardedModule:
 
     def stop_staying_gathered(self) -> None:
         """Undo :meth:`stay_gathered`, if it was called."""
-        if self._stays_gathered:
+        if self.stays_gathered:
             self._kept.close()
             self._set_stays_gathered(False)
             self.free()
 
     def _set_stays_gathered(self, stays: bool) -> None:
-        self._stays_gathered = stays
+        self.stays_gathered = stays
         if self._path is not None:
             self._path.is_off = stays
 
     def free(self) -> None:
         """Put the sharded parameters into the module: what optimizers, callbacks and checkpoints read and write."""
-        if self._stays_gathered:
+        if self.stays_gathered:
             return
         for group in self.groups:
             group.free()
@@ -575,6 +586,7 @@ class ShardedModule:
                         whole.enter_context(self.tensor_parallel.switched_off(self.module))
                     if self.pipeline is not None:
                         whole.enter_context(self.pipeline.whole())
+                    whole.enter_context(whole_state_dicts(self.module, self._sharded_groups))
                     yield
             finally:
                 self.free()

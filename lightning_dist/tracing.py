@@ -10,7 +10,8 @@ import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from io import StringIO
 from typing import Any, Protocol
 
 import torch
@@ -19,7 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
+from lightning_dist.fake_rules import FakeRules
 from lightning_dist.tensor_places import put, tensor_places
+from lightning_dist.tensor_reads import MadeUpValues
 
 __all__ = ["Observer", "RefusalError", "run_on_fakes", "tensors_in"]
 
@@ -54,6 +57,7 @@ def run_on_fakes(
     device: torch.device,
     observer: Observer,
     with_gradients: bool = False,
+    values: MadeUpValues | None = None,
 ) -> str:
     """Run ``step`` on fakes of the model's tensors, and return why it could not run to its end.
 
@@ -63,6 +67,7 @@ def run_on_fakes(
         device: Where the fakes pretend to be.
         observer: Is told what happens.
         with_gradients: Whether tensors say whether they require gradients.
+        values: Answers where the step looks at a value; None: the step ends there.
 
     Returns:
         Empty, or the type and text of the exception that ended it: a step that looks at a value, as ``loss.item()``
@@ -84,7 +89,14 @@ def run_on_fakes(
         _swap_in_fakes(root, mode, device)
         try:
             # Tensors of inference mode count no versions.
-            with torch.inference_mode(False), torch.set_grad_enabled(with_gradients), mode, observer.functions:
+            with (
+                torch.inference_mode(False),
+                torch.set_grad_enabled(with_gradients),
+                mode,
+                FakeRules(makes_up_sizes=values is not None),
+                nullcontext() if values is None else values,
+                observer.functions,
+            ):
                 observer.on_end(step(fake))
         except RefusalError:
             raise
@@ -105,12 +117,12 @@ def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without torch's complaints: that something cannot run on fakes is what is asked."""
+    """Without torch's complaints, as it is asked whether a step can run on fakes, and without what the step prints."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

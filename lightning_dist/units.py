@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+import torch
 from torch import nn
 
 __all__ = ["MIN_NUM_PARAMS", "Unit", "find_blocks", "find_units"]
@@ -112,7 +113,9 @@ def find_units(
     units += outer
     units.append(Unit("own", [""], [root]))
     scalars = Unit("scalars", [""], [root], {names[0]: param for param, names in owners.items() if param.ndim == 0})
-    assigned = _assign(root, units, {param: names for param, names in owners.items() if param.ndim > 0})
+    assigned = _of_one_dtype(
+        root, _assign(root, units, {param: names for param, names in owners.items() if param.ndim > 0})
+    )
     return [*assigned, scalars] if scalars.params else assigned
 
 
@@ -184,6 +187,40 @@ def _cut_by_size(module: nn.Module, name: str, block_ids: set[int], min_num_para
 
     visit(module, name)
     return units
+
+
+def _of_one_dtype(root: nn.Module, units: list[Unit]) -> list[Unit]:
+    """Take trainable parameters of a rarer dtype out of their units: FSDP2 reduces the gradients of a unit as one.
+
+    They are often norms that are kept in float32. The modules that own them become an outer unit, beside the block that
+    they are in.
+
+    Raises:
+        ValueError: If a module owns trainable parameters of several dtypes, or has others inside it.
+    """
+    names = {module: name for name, module in root.named_modules()}
+    result: list[Unit] = []
+    for unit in units:
+        sizes: Counter[torch.dtype] = Counter()
+        for param in unit.params.values():
+            sizes[param.dtype] += param.numel() if param.requires_grad else 0
+        _, *rarer = [dtype for dtype, size in sizes.most_common() if size]
+        for dtype in rarer:
+            params = {n: p for n, p in unit.params.items() if p.dtype == dtype and p.requires_grad}
+            ids = set(map(id, params.values()))
+            owners = [module for module in names if any(id(p) in ids for p in module.parameters(recurse=False))]
+            mixed = [o for o in owners if o in unit.modules or any(id(p) not in ids for p in o.parameters())]
+            if mixed:
+                raise ValueError(
+                    f"{names[mixed[0]] or 'the LightningModule'} has parameters of several dtypes, one of them"
+                    f" {next(iter(params))} in {dtype}: their gradients are reduced together, and need one dtype. Give"
+                    " them one, or put those of another dtype into a module of their own."
+                )
+            result.append(Unit("outer", [names[o] for o in owners], owners, params, set(owners)))
+            unit.params = {n: p for n, p in unit.params.items() if n not in params}
+            unit.owners -= set(owners)
+        result.append(unit)
+    return result
 
 
 def _owners(root: nn.Module) -> dict[nn.Parameter, list[str]]:

@@ -21,14 +21,15 @@ from lightning.fabric.utilities.seed import pl_worker_init_function, reset_seed
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback, GradientAccumulationScheduler, WeightAveraging
+from lightning.pytorch.core import saving
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities import CombinedLoader, grads
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning_utilities.core.rank_zero import rank_zero_only as _utils_rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad
@@ -36,6 +37,8 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 
+from lightning_dist.checkpoint import is_sharded_checkpoint, read_whole
+from lightning_dist.consensus import together
 from lightning_dist.rendezvous import fresh_store
 
 
@@ -105,6 +108,73 @@ def set_rank_zero(global_rank: int) -> None:
     """Tell both of Lightning's ``rank_zero_only`` which rank this is."""
     for decorator in (rank_zero_only, _utils_rank_zero_only):
         vars(decorator)["rank"] = global_rank
+
+
+LINK_CHECKPOINT = "_link_checkpoint"
+"""The method of ModelCheckpoint that links its last checkpoint, which it takes to be there when it was asked for."""
+
+
+def read_checkpoint_directories() -> None:
+    """Let ``load_from_checkpoint`` take a checkpoint directory. Safe to call again.
+
+    Replaced by: a registry of formats in Lightning, or its asking a CheckpointIO.
+    """
+    load = saving.pl_load
+    if hasattr(load, "__wrapped__"):
+        return
+
+    @wraps(load)
+    def load_file_or_directory(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        if isinstance(path_or_url, str | os.PathLike) and is_sharded_checkpoint(os.fspath(path_or_url)):
+            return read_whole(os.fspath(path_or_url), map_location, weights_only is not False)
+        return load(path_or_url, map_location=map_location, weights_only=weights_only)
+
+    saving.pl_load = load_file_or_directory
+
+
+def compute_gradient_norms_of_shards() -> None:
+    """Let Lightning's ``grad_norm`` take shards, for which its ``torch.tensor(norms)`` has no meaning.
+
+    The function itself is changed, because users import it before this package. Replaced by: ``torch.stack`` there.
+    """
+
+    def grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
+        from lightning_dist.plugins.strategies.gradients import gradient_norms
+
+        return gradient_norms(module, norm_type, group_separator)
+
+    grads.grad_norm.__code__ = grad_norm.__code__
+
+
+def log_graph_before_sharding(trainer: Trainer, is_sharded: bool) -> Callable[[], None]:
+    """Let loggers with ``log_graph=True`` run the module on rank 0 now, and not when Lightning asks for it.
+
+    Lightning does so after ``setup``, when no rank can run the module alone. A module that has parts on the meta device
+    cannot be run before either. Replaced by: a hook of the strategy around it.
+
+    Args:
+        trainer: The Trainer that is about to run the module.
+        is_sharded: Whether the module is sharded already, by an earlier run.
+
+    Returns:
+        Undoes what keeps Lightning from asking once more.
+    """
+    loggers = [logger for logger in trainer.loggers if getattr(logger, "_log_graph", False)]
+    module = trainer.lightning_module
+    if loggers and (is_sharded or any(param.is_meta for param in module.parameters())):
+        rank_zero_warn("log_graph=True has no effect: the module is in shards, and no rank can run it alone.")
+    elif loggers:
+        with together("logging the graph (log_graph=True)"):
+            for logger in loggers:
+                logger.log_graph(module)
+    for logger in loggers:
+        vars(logger)["log_graph"] = lambda *args, **kwargs: None
+
+    def undo() -> None:
+        for logger in loggers:
+            vars(logger).pop("log_graph", None)
+
+    return undo
 
 
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:

@@ -24,7 +24,7 @@ from lightning_dist.checkpoint.format import (
     write,
 )
 from lightning_dist.checkpoint.manifest import CheckpointError, CheckpointNotFoundError, Manifest
-from lightning_dist.checkpoint.single_file import consolidate
+from lightning_dist.checkpoint.single_file import consolidate, read_whole
 from lightning_dist.checkpoint.snapshot import Snapshot, take_snapshot
 from lightning_dist.checkpoint.writer import Save, Writer
 
@@ -44,6 +44,7 @@ __all__ = [
     "read",
     "read_manifest",
     "read_part",
+    "read_whole",
     "take_snapshot",
     "verify",
     "write",

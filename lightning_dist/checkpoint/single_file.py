@@ -10,7 +10,38 @@ import torch
 from lightning_dist.checkpoint.format import TensorInfo, read
 from lightning_dist.checkpoint.state import by_index
 
-__all__ = ["consolidate"]
+__all__ = ["consolidate", "read_whole"]
+
+
+def read_whole(
+    source: str | Path, map_location: Any = None, weights_only: bool = True, weights_alone: bool = False
+) -> dict[str, Any]:
+    """Read the checkpoint directory ``source`` as ``torch.load`` reads a file. No collective.
+
+    Args:
+        source: What a sharded run saved.
+        map_location: A device, or its name, for the tensors. Others that ``torch.load`` takes leave them on the CPU.
+        weights_only: Refuse pickled objects other than tensors and plain values.
+        weights_alone: Leave out the tensors that are not of the module.
+
+    Returns:
+        Lightning's checkpoint dictionary, with whole tensors, and optimizer states as plain optimizers load them.
+
+    Raises:
+        CheckpointError: If ``source`` is not such a directory or cannot be read.
+    """
+    device = map_location if isinstance(map_location, str | torch.device) else "cpu"
+
+    def whole(info: TensorInfo) -> torch.Tensor | None:
+        if weights_alone and info.path[0] != "state_dict":
+            return None
+        return torch.empty(info.shape, dtype=info.dtype, device=device)
+
+    checkpoint = read(source, whole, weights_only)
+    if "optimizer_states" not in checkpoint:
+        return checkpoint
+    states = [by_index(state) if "param_groups" in state else state for state in checkpoint["optimizer_states"]]
+    return {**checkpoint, "optimizer_states": states}
 
 
 def consolidate(source: str | Path, destination: Path, trust: bool = False) -> None:
@@ -32,13 +63,7 @@ def consolidate(source: str | Path, destination: Path, trust: bool = False) -> N
     if destination.exists():
         raise FileExistsError(f"{destination} exists; remove it, or name another file.")
     weights_alone = destination.suffix == ".safetensors"
-
-    def whole(info: TensorInfo) -> torch.Tensor | None:
-        if weights_alone and info.path[0] != "state_dict":
-            return None
-        return torch.empty(info.shape, dtype=info.dtype)
-
-    checkpoint = read(source, whole, weights_only=not trust)
+    checkpoint = read_whole(source, weights_only=not trust, weights_alone=weights_alone)
     destination.parent.mkdir(parents=True, exist_ok=True)
     unfinished = destination.with_name(f".{destination.name}.tmp")
     if weights_alone:
@@ -47,11 +72,5 @@ def consolidate(source: str | Path, destination: Path, trust: bool = False) -> N
         weights = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, torch.Tensor)}
         save_file(weights, unfinished)
     else:
-        torch.save(_plain(checkpoint), unfinished)
+        torch.save(checkpoint, unfinished)
     unfinished.replace(destination)
-
-
-def _plain(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    if "optimizer_states" not in checkpoint:
-        return checkpoint
-    return {**checkpoint, "optimizer_states": [by_index(state) for state in checkpoint["optimizer_states"]]}

@@ -12,7 +12,7 @@ result is.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -134,6 +134,22 @@ class Flow:
         """Of which generators anything in the step draws random numbers."""
         return self.end.draws.union(*(call.draws for call in self.calls))
 
+    def uses_param(self, name: str) -> bool:
+        """Return whether the step uses the parameter ``name``, between parts or in one of those that it calls."""
+        return any(name in call.params or name.startswith(f"{call.name}.") for call in (*self.calls, self.end))
+
+    def merged_with(self, other: Flow) -> Flow:
+        """Return what is used in this step or in ``other``, which calls the same parts and decides otherwise."""
+        calls = [_merged(call, also) for call, also in zip(self.calls, other.calls, strict=True)]
+        changed = tuple(dict.fromkeys((*self.changed, *other.changed)))
+        return Flow(
+            calls,
+            _merged(self.end, other.end),
+            self.changes_batch or other.changes_batch,
+            self.params_between | other.params_between,
+            changed,
+        )
+
     def crossing(self, stage_of: Callable[[int], int], stage: int) -> list[Value]:
         """The values that ``stage`` is given, in order: made before it, and used in it or after it."""
         consumers = [(stage_of(index), call) for index, call in enumerate(self.calls)]
@@ -146,3 +162,15 @@ class Flow:
             if stage_of(value[0]) < stage
         }
         return sorted(used)
+
+
+def _merged(call: PartCall, other: PartCall) -> PartCall:
+    leaves = [also if also is not None and also.is_changed else leaf
+              for leaf, also in zip(call.leaves, other.leaves, strict=False)]  # fmt: skip
+    return replace(
+        call,
+        uses=call.uses | other.uses,
+        params=call.params | other.params,
+        leaves=leaves + call.leaves[len(leaves) :],
+        draws=call.draws | other.draws,
+    )

@@ -16,20 +16,18 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_dist.pipeline.flow import Flow, FlowError, InnerCall, Leaf, Output, PartCall, Value
+from lightning_dist.pipeline.ways import follow_ways
+from lightning_dist.tensor_reads import READS, TEXTS, MadeUpValues
 from lightning_dist.tracing import Observer, run_on_fakes, tensors_in
 
 __all__ = ["find_flow", "find_parts"]
 
 _MEMORY = 30
 """An element that is written costs as much time as so many floating-point operations of a matrix product."""
-
-
-_READS = frozenset({"item", "tolist", "numpy", "__float__", "__int__", "__index__", "__array__"})
-"""Methods of a tensor that give its values as something else, of which nothing can be followed."""
 
 
 _BASE = Tensor._base.__get__  # type: ignore[union-attr]  # a descriptor, on the class
@@ -50,14 +48,7 @@ def find_parts(
     Raises:
         FlowError: If the step does not run on fake tensors, or calls no module.
     """
-    tree = _CallTree()
-    why_not = run_on_fakes(root, partial(step, on_log=tree.on_log), device, tree)
-    if why_not:
-        raise FlowError(
-            f"The step could not be followed on tensors without values ({why_not}): a pipeline must know what flows"
-            " between a model's blocks before it splits them. A step that looks at a value (`.item()`, `if loss > ...`)"
-            " cannot be followed; move that out of the step, or into a callback."
-        )
+    tree = next(follow_ways(_CallTree, partial(_run, root, step, device, with_gradients=False))).observer
     modules = dict(root.named_modules())
     with_blocks = {name.rpartition(".")[0] for name in blocks}
     with_blocks |= {parent for name in with_blocks for parent in _parents(name)}
@@ -116,11 +107,30 @@ def find_flow(
     Raises:
         FlowError: If it does not run on fake tensors, or cannot be split into stages.
     """
-    observer = _FlowObserver(root, frozenset(parts), blocks)
-    why_not = run_on_fakes(root, partial(step, on_log=observer.on_log), device, observer, with_gradients=True)
-    if why_not:
-        raise FlowError(f"The step could not be followed on tensors without values: {why_not}.")
-    return observer.flow(has_loss)
+
+    def make() -> _FlowObserver:
+        return _FlowObserver(root, frozenset(parts), blocks)
+
+    first, *others = follow_ways(make, partial(_run, root, step, device, with_gradients=True))
+    flow = first.observer.flow(has_loss)
+    for other in others:
+        if other.observer.has_loss:  # else the step returns none there, and is refused when it does
+            first.observer.check_same_loss(other.observer, other.by_number)
+            flow = flow.merged_with(other.observer.flow(has_loss))
+    return flow
+
+
+def _run(
+    root: nn.Module,
+    step: Callable[..., Any],
+    device: torch.device,
+    observer: _CallTree | _FlowObserver,
+    values: MadeUpValues | None,
+    with_gradients: bool,
+) -> str:
+    if values is not None:
+        values.may_decide = observer.is_between
+    return run_on_fakes(root, partial(step, on_log=observer.on_log), device, observer, with_gradients, values)
 
 
 def _parents(name: str) -> Iterator[str]:
@@ -136,6 +146,10 @@ class _CallTree:
         self.functions: TorchFunctionMode = BaseTorchFunctionMode()
         self.children: dict[str, list[str]] = defaultdict(list)
         self._running = [""]
+
+    def is_between(self) -> bool:
+        """Return whether decisions matter: all do, as it is not known yet what the parts are."""
+        return True
 
     def on_input(self, tensor: Tensor) -> None:
         pass
@@ -159,7 +173,7 @@ class _FlowObserver:
     """Marks tensors by the values and parameters that they are made of."""
 
     def __init__(self, root: nn.Module, parts: frozenset[str], blocks: Mapping[str, nn.Module]) -> None:
-        self._numbers = _Numbers(lambda: self._active is None)
+        self._numbers = _Numbers(self.is_between)
         self.functions = _Functions(self, self._numbers)
         self._root = root
         self._parts = parts
@@ -175,12 +189,48 @@ class _FlowObserver:
         self._changed: list[tuple[str, str]] = []
         self._inputs: list[tuple[Tensor, int]] = []
         self._outputs: list[tuple[Value, Tensor, int]] = []
+        self._num_hooks: dict[str, int] = {}
+        self._given = 0
+        self._loss_history: tuple[int, int] | None = None
+
+    def is_between(self) -> bool:
+        """Return whether the code between parts runs."""
+        return self._active is None
+
+    @property
+    def has_loss(self) -> bool:
+        """Whether the step has returned a tensor."""
+        return self._loss_history is not None
+
+    def check_same_loss(self, other: _FlowObserver, by_number: bool) -> None:
+        """Check that a step's decision by a value changes nothing of its parts and its loss.
+
+        Args:
+            other: What has seen the step decide otherwise.
+            by_number: Whether numbers differ, too, that the step computes with.
+
+        Raises:
+            FlowError: If it does.
+        """
+        assert self._loss_history is not None
+        assert other._loss_history is not None
+        structure, whole = 0, 1
+        place = structure if by_number else whole
+        same_calls = [call.name for call in self._calls] == [call.name for call in other._calls]
+        if not same_calls or self._loss_history[place] != other._loss_history[place]:
+            raise FlowError(
+                "The step decides by a value of a tensor (`if loss > ...`, `.item()` in a comparison)"
+                f" {'how its loss is computed' if same_calls else 'which parts of the model it calls'}: a pipeline runs"
+                " the step on microbatches, and each would decide for itself. Decide for each sample with torch.where,"
+                " or by a number that is no tensor, or use a strategy without stages."
+            )
 
     def on_start(self) -> None:
         """The model's tensors are fakes now."""
         for name, param in self._root.named_parameters():
             param.__dict__["_param_name"] = name
         self._before = {(name, key): _content(value) for name, key, value in self._attributes()}
+        self._num_hooks = {name: _num_hooks(module) for name, module in self._root.named_modules()}
         self._numbers.were_drawn()
 
     def on_input(self, tensor: Tensor) -> None:
@@ -196,8 +246,10 @@ class _FlowObserver:
         self._end.draws |= self._numbers.were_drawn()
         self._active = PartCall(name)
         self._flops_before = self.functions.flops()
-        for tensor in tensors_in((args, kwargs)):
+        given = list(tensors_in((args, kwargs)))
+        for tensor in given:
             self._use(self._active, tensor)
+        self._given = hash(tuple(map(_history, given)))
 
     def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         call = self._active
@@ -218,6 +270,7 @@ class _FlowObserver:
                 leaf.__dict__.pop("_made_in", None)
                 leaf.__dict__.pop("_made_by", None)
                 leaf.__dict__["_marks"] = _Marks(frozenset({(index, place)}))
+                leaf.__dict__["_history"] = 2 * (hash((name, place, self._given)),)
                 self._outputs.append(((index, place), leaf, leaf._version))
         call.cost += self.functions.flops() - self._flops_before
         call.draws = self._numbers.were_drawn()
@@ -226,13 +279,20 @@ class _FlowObserver:
 
     def on_end(self, result: Any) -> None:
         self._end.draws |= self._numbers.were_drawn()
-        for tensor in tensors_in(result):
+        returned = list(tensors_in(result))
+        for tensor in returned:
             self._use(self._end, tensor)
+        if returned:
+            loss = result.get("loss", returned[0]) if isinstance(result, Mapping) else returned[0]
+            self._loss_history = _history(loss)
+        hooked = [name for name, module in self._root.named_modules() if _num_hooks(module) > self._num_hooks[name]]
         for name, key, value in self._attributes():
             for tensor in tensors_in(value):
                 self._use(self._end, tensor)
             before = self._before.get((name, key))
-            if before is None or not _is_same(_content(value), before):
+            # The hooks that a step puts on parts stay, on every stage, and so does what says that they are there.
+            says_hooked = value is True and any(not name or f"{hook}.".startswith(f"{name}.") for hook in hooked)
+            if not says_hooked and (before is None or not _is_same(_content(value), before)):
                 self._changed.append((name, key))
 
     def _attributes(self) -> Iterator[tuple[str, str, Any]]:
@@ -240,7 +300,7 @@ class _FlowObserver:
         for name, module in self._root.named_modules():
             if not any(name == part or name.startswith(f"{part}.") for part in self._parts):
                 for key, value in vars(module).items():
-                    if key not in ("_parameters", "_buffers", "_modules"):
+                    if key not in _OF_TORCH:
                         yield name, key, value
 
     def on_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -254,7 +314,7 @@ class _FlowObserver:
             return  # asked for here
         name = getattr(function, "__name__", "")
         inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
-        if name in _READS and self._active is None:
+        if name in READS | TEXTS and self._active is None:
             for tensor in inputs:  # the number may go anywhere
                 self._use(self._end, tensor)
         if not outputs and name != "__setitem__":
@@ -273,10 +333,15 @@ class _FlowObserver:
         for tensor in inputs:
             self._let_out(tensor, function)
             marks |= self._marks_of(tensor)
+        before = tuple(map(_history, inputs))
+        structure = hash((name, *(history[0] for history in before)))
+        constants = [repr(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int | float | str)]
+        history = (structure, hash((name, *constants, *(history[1] for history in before))))
         changed = inputs[:1] if name == "__setitem__" else [out for out in outputs if any(out is t for t in inputs)]
         bases = [tensor._base for tensor in changed if tensor._base is not None]
         for tensor in [*outputs, *changed, *bases]:
             tensor.__dict__["_marks"] = marks | _marks(tensor)
+            tensor.__dict__["_history"] = history
 
     # ---
 
@@ -374,6 +439,22 @@ def _marks(tensor: Tensor) -> _Marks:
     """Those of ``tensor``, and of what it is a view of, which may have been changed through another view."""
     marks: _Marks = tensor.__dict__.get("_marks", _NOTHING)
     return marks if tensor._base is None else marks | tensor._base.__dict__.get("_marks", _NOTHING)
+
+
+def _history(tensor: Tensor) -> tuple[int, int]:
+    """Say by which operations ``tensor`` was made, without and with the numbers among their arguments."""
+    name = tensor.__dict__.get("_param_name")
+    made: tuple[int, int] = tensor.__dict__.get("_history", (0, 0))
+    base = (0, 0) if tensor._base is None else tensor._base.__dict__.get("_history", (0, 0))
+    return (hash((name, made[0], base[0])), hash((name, made[1], base[1])))
+
+
+def _num_hooks(module: nn.Module) -> int:
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)
+
+
+_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+"""Attributes of every module that are torch's own, such as the registers of hooks."""
 
 
 class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]

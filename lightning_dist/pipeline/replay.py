@@ -3,7 +3,7 @@
 Every rank of a pipeline has the whole batch. To run one of its stages on a microbatch, a rank runs the user's step:
 
 - a part of an earlier stage is not run. It returns what it has returned there, as far as that was handed on, and else
-  tensors of the right shape that are full of NaN: what was found to be unused shows at once if it is not;
+  stand-ins of the right shape: what was found to be unused raises if it is not (see :mod:`.stand_in`);
 - a part of the stage itself runs;
 - at the first call of a part of a later stage the step ends. What later stages make something of is handed on.
 
@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_dist import _compat
 from lightning_dist.pipeline.flow import Flow, FlowError, InnerCall, Leaf, Output, Value
+from lightning_dist.pipeline.stand_in import refuse_stand_ins, stand_in
 from lightning_dist.randomness import Numbers
 
 __all__ = ["MicrobatchSeed", "Replay", "StagePlan"]
@@ -179,6 +180,9 @@ class Replay:
             if plan.flow.draws:
                 self._numbers.seed(seed.between, plan.flow.draws)
             result = step()
+            refuse_stand_ins(result, "returns")
+            for owner, key in plan.flow.changed:
+                refuse_stand_ins(vars(self._root.get_submodule(owner)).get(key), f"keeps as {key}")
         except _EndOfStage:
             pass
         else:
@@ -215,7 +219,7 @@ class Replay:
     def stand_in_parameters(self, names: Collection[str]) -> Iterator[None]:
         """Inside, those of ``names`` that are on other ranks are full of NaN, so that code between parts can run."""
         others = {
-            param: _stand_in(_like(param), self._device)
+            param: stand_in(_like(param), self._device, f"the parameter {name}")
             for name, param in (self._root.named_parameters() if names else ())
             if name in names and param.is_meta
         }
@@ -260,7 +264,8 @@ class Replay:
         if stage > run.plan.stage:
             raise _EndOfStage
         if stage < run.plan.stage:
-            return self._stand_in(run, index, part, args)
+            return self._stand_in(run, index, part, args, kwargs)
+        refuse_stand_ins((args, kwargs), f"gives to {name}")
         run.is_inside = True
         try:
             if calls[index].inner or calls[index].draws:
@@ -325,7 +330,7 @@ class Replay:
             for hook in hooks:
                 hook.remove()
 
-    def _stand_in(self, run: _Run, index: int, part: nn.Module, args: tuple[Any, ...]) -> Any:
+    def _stand_in(self, run: _Run, index: int, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a part of another stage returns; its hooks, and those inside it that take something, are called."""
         call = run.plan.flow.calls[index]
 
@@ -335,7 +340,7 @@ class Replay:
                 tensor = run.given.get((index, places[at])) if at in places else None
                 if leaf is None or tensor is None:
                     known = run.plan.leaf((index, places[at])) if leaf is not None and at in places else leaf
-                    leaves.append(constant if known is None else _stand_in(known, self._device))
+                    leaves.append(constant if known is None else stand_in(known, self._device, call.name))
                 else:
                     leaves.append(tensor.clone() if run.plan.leaf((index, places[at])).is_changed else tensor)
             assert output.structure is not None
@@ -343,27 +348,10 @@ class Replay:
 
         for inner in call.inner:
             module = self._root.get_submodule(inner.name)
-            _compat.call_forward_hooks(module, given(inner.args, {}), given(inner.output, inner.places))
+            _compat.call_forward_hooks(module, given(inner.args, {}), {}, given(inner.output, inner.places))
         result = given(call.output, {at: at for at in range(len(call.output.leaves))})
-        _compat.call_forward_hooks(part, args, result)
+        _compat.call_forward_hooks(part, args, kwargs, result)
         return result
-
-
-def _stand_in(leaf: Leaf, device: torch.device) -> Tensor:
-    """A tensor for one that is on another stage."""
-    if not leaf.is_changed:
-        return _constant(leaf.dtype, device).expand(leaf.shape)
-    return torch.full(leaf.shape, _nothing(leaf.dtype), dtype=leaf.dtype, device=device)
-
-
-@cache
-def _constant(dtype: torch.dtype, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):
-        return torch.full((), _nothing(dtype), dtype=dtype, device=device)
-
-
-def _nothing(dtype: torch.dtype) -> float:
-    return float("nan") if dtype.is_floating_point or dtype.is_complex else 0
 
 
 def _like(param: Tensor) -> Leaf:

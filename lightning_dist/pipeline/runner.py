@@ -20,6 +20,7 @@ from lightning_dist.pipeline.attributes import unchanged
 from lightning_dist.pipeline.failures import Failure
 from lightning_dist.pipeline.flow import Flow, Leaf
 from lightning_dist.pipeline.outside_of_steps import AllStages
+from lightning_dist.pipeline.path import KnownPaths, Readable
 from lightning_dist.pipeline.replay import MicrobatchSeed, Replay, StagePlan
 from lightning_dist.pipeline.schedules import SCHEDULES
 from lightning_dist.pipeline.shared import SharedParameters
@@ -116,29 +117,37 @@ class Pipeline:
         self._replay = Replay(root, {name: modules[name] for name in stages.parts}, foreign, device)
         self.shared = SharedParameters(root, stages, config, group)
         self.all_stages = AllStages(root, self._holders(), group, device)
-        self._flows: dict[object, Flow] = {}
+        self.readable: Readable = {}
+        """Besides modules, what a step's path may depend on."""
+        self._paths: dict[object, KnownPaths] = {}
         self._prepared: dict[object, PreparedStep] = {}
         self._recorder = Recorder(device)
         self.order: Order = ()
         self._running: _Running | None = None
 
     def prepare(
-        self, key: object, follow: Callable[[], Flow], num_microbatches: int, has_backward: bool
+        self,
+        key: object,
+        follow: Callable[[Sequence[Any]], Flow],
+        num_microbatches: int,
+        has_backward: bool,
+        arguments: Sequence[Any] = (),
     ) -> PreparedStep:
-        """Find out how a step runs on the stages; at once, where one with the same ``key`` has been prepared.
+        """Find out how a step runs on the stages; at once, where one that takes the same path has been prepared.
 
         Args:
-            key: What the step's path depends on.
-            follow: Follows the step on a microbatch.
+            key: What every step's path depends on.
+            follow: Follows the step on a microbatch, with arguments in the place of ``arguments``.
             num_microbatches: How many there are.
             has_backward: Whether each is followed by a backward.
+            arguments: Of the step, after its batch; its path may depend on them.
         """
-        whole_key = (key, num_microbatches, has_backward)
+        paths = self._paths.setdefault(key, KnownPaths(self._root, self.readable))
+        flow = paths.flow(arguments, follow)
+        whole_key = (id(flow), num_microbatches, has_backward)
         prepared = self._prepared.pop(whole_key, None)
-        if prepared is None:
-            if key not in self._flows:
-                self._flows[key] = follow()
-            prepared = self._prepare(self._flows[key], num_microbatches, has_backward)
+        if prepared is None or prepared.flow is not flow:
+            prepared = self._prepare(flow, num_microbatches, has_backward)
         self._prepared[whole_key] = prepared  # the newest is last
         if len(self._prepared) > _MOST_PREPARED:
             del self._prepared[next(iter(self._prepared))]
@@ -172,6 +181,7 @@ class Pipeline:
         if loss_of is not None:
             self.order = prepared.order
             self._recorder.begin()
+            self.shared.will_run(prepared.flow)
         numbers = torch.arange(len(steps))
         try:
             with (

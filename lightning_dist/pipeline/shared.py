@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.pipeline.flow import Flow
 from lightning_dist.pipeline.stages import PipelineConfig, Stages
 
 __all__ = ["SharedParameters"]
@@ -31,6 +32,11 @@ class SharedParameters:
             for name, needed in stages.stages_of_param.items()
             if len(ranks := sorted({config.rank_of(stage) for stage in needed})) > 1 and self._rank in ranks
         }
+        self._used: set[str] = set()
+
+    def will_run(self, flow: Flow) -> None:
+        """Note which parameters get gradients in a step: the others of an optimizer's stay without one."""
+        self._used |= {name for name in self._holders.keys() - self._used if flow.uses_param(name)}
 
     def sum_gradients(self) -> None:
         """Let each have the sum of all stages' gradients, bit for bit the same. A collective over their ranks."""
@@ -38,8 +44,9 @@ class SharedParameters:
             return
         params = {name: param for name, param in self._root.named_parameters() if param.requires_grad}
         operations, received = [], {}
+        used, self._used = self._used, set()
         for name, ranks in self._holders.items():
-            if name not in params:
+            if name not in params or name not in used:
                 continue
             own = _local_gradient(params[name])
             received[name] = {rank: torch.empty_like(own) if rank != self._rank else own for rank in ranks}

@@ -195,8 +195,8 @@ def _stages_of_params(
         part = next((part for part in of_part if name.startswith(f"{part}.")), None)
         if part is not None and (of_part[part] or not needed[first_name[param]]):
             needed[first_name[param]] |= of_part[part] or {0}
-    # What no step uses is kept where the model begins.
-    return {name: sorted(found or {0}) for name, found in needed.items()}
+    # What this step does not use may be an auxiliary head, which some later step uses after the model.
+    return {name: sorted(found or {num_stages - 1}) for name, found in needed.items()}
 
 
 @dataclass(frozen=True)

@@ -249,7 +249,7 @@ class TensorParallel:
                     _compat.put_parameter(module, key, values[module, key])
 
     def _enter_forward(self, module: nn.Module) -> None:
-        """Let ``module`` compute with this rank's parts; they are gathered where its block does not run, but it does."""
+        """Let ``module`` compute with this rank's parts; gathered if it runs and its block does not."""
         if module in self._in_use:
             self._swap(module, self._in_forward)
             return
@@ -281,7 +281,7 @@ class TensorParallel:
         return self._stand_ins[whole]
 
     def take_replaced(self, whole: nn.Parameter) -> bool:
-        """Write into ``whole`` what was put in the place of this rank's part of it through ``param.data``, if it was."""
+        """Write into ``whole`` what replaced this rank's part of it through ``param.data``, if anything did."""
         local, memory = self._local.get(whole), cast(DTensor, whole.detach()).to_local()
         if local is None or local.data_ptr() == memory.data_ptr():
             return False

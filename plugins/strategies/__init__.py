@@ -40,6 +40,8 @@ def register() -> None:
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])
     _compat.intercept_checkpoint_paths(MeshStrategy, newest.choose, newest.resume, _restore_when_sharded)
+    _compat.read_checkpoint_directories()
+    _compat.compute_gradient_norms_of_shards()
 
 
 def _restore_when_sharded(trainer: Trainer, restore: Callable[[], None]) -> None:

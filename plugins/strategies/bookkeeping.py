@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import os
+import shutil
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -19,6 +20,7 @@ from lightning.pytorch.loggers import Logger
 from torch import Tensor
 
 from lightning_dist.checkpoint import Save
+from lightning_dist.plugins import _compat
 
 __all__ = ["Bookkeeping", "absolute"]
 
@@ -33,6 +35,7 @@ class Bookkeeping:
     """Of one fit at a time. All methods are called by all ranks alike, with absolute paths."""
 
     def __init__(self) -> None:
+        self._trainer: Trainer | None = None
         self._of: dict[ModelCheckpoint, _Known] = {}
         self._loggers: list[Logger] = []
         self._exists: dict[str, bool] = {}
@@ -40,13 +43,17 @@ class Bookkeeping:
         self._removed_for: dict[str, list[str]] = {}  # save to what was to be removed after it
         self._notices: list[tuple[Callable[[Any], None], Any]] = []
         self._failed: list[str] = []
+        self._is_unfinished: set[str] = set()
+        self._links: dict[str, str] = {}  # from where to which save, once it is there
 
     def start(self, trainer: Trainer) -> None:
         """Look after the callbacks and loggers of ``trainer``."""
+        self._trainer = trainer
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
                 self._of[callback] = _Known(callback)
                 _override(callback, "file_exists", partial(self._file_exists, callback.file_exists))
+                _override(callback, _compat.LINK_CHECKPOINT, self._link)
         self._loggers = list(trainer.loggers)
         for logger in self._loggers:
             _override(logger, "after_save_checkpoint", partial(self._notify_later, logger.after_save_checkpoint))
@@ -55,10 +62,12 @@ class Bookkeeping:
         """Leave them as they were."""
         for callback in self._of:
             _restore(callback, "file_exists")
+            _restore(callback, _compat.LINK_CHECKPOINT)
         for logger in self._loggers:
             _restore(logger, "after_save_checkpoint")
-        self._of, self._loggers, self._exists = {}, [], {}
+        self._trainer, self._of, self._loggers, self._exists = None, {}, [], {}
         self._newest, self._removed_for, self._notices, self._failed = "", {}, [], []
+        self._is_unfinished, self._links = set(), {}
 
     @property
     def wanted(self) -> list[str]:
@@ -70,6 +79,7 @@ class Bookkeeping:
         """A save of ``path`` has begun."""
         self._newest = path
         self._exists[path] = True
+        self._is_unfinished.add(path)
         self._removed_for[path] = []
         for known in self._of.values():
             known.look(path)
@@ -83,6 +93,12 @@ class Bookkeeping:
     def saved(self, save: Save) -> None:
         """A save has ended, on this rank: tell loggers."""
         notices, self._notices = self._notices, []
+        self._is_unfinished.discard(save.path)
+        due = [link for link, target in self._links.items() if target == save.path]
+        for link in due:
+            target = self._links.pop(link)
+            if save.error is None and self._trainer is not None:
+                _make_link(self._trainer, target, link)
         if save.error is not None:
             self._failed.append(save.path)
             return
@@ -107,6 +123,17 @@ class Bookkeeping:
     def _file_exists(self, original: Callable[..., bool], filepath: Any, trainer: Trainer) -> bool:
         on_disk = original(filepath, trainer)  # a collective: to be called in any case
         return self._exists.get(absolute(filepath), on_disk)
+
+    def _link(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
+        """Let ``linkpath`` lead to a checkpoint, as ``save_last="link"`` asks for, when it is there."""
+        target, link = absolute(filepath), absolute(linkpath)
+        if target == link:
+            return
+        self._links.pop(link, None)
+        if target in self._is_unfinished:
+            self._links[link] = target
+        else:
+            _make_link(trainer, target, link)
 
     def _notify_later(self, original: Callable[[Any], None], checkpoint_callback: Any) -> None:
         self._notices.append((original, checkpoint_callback))
@@ -170,6 +197,17 @@ class _Known:
         if is_full:
             callback.kth_value = models[callback.kth_best_model_path]
         return too_many
+
+
+def _make_link(trainer: Trainer, target: str, link: str) -> None:
+    """Let ``link`` lead to ``target``, whatever was there; on rank 0."""
+    if not trainer.is_global_zero:
+        return
+    if os.path.isdir(link) and not os.path.islink(link):
+        shutil.rmtree(link)
+    made = f"{link}.new"
+    os.symlink(os.path.relpath(target, os.path.dirname(link)), made)
+    os.replace(made, link)
 
 
 def _override(instance: Any, name: str, function: Callable[..., Any]) -> None:

@@ -7,11 +7,11 @@ from inspect import signature
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, Adafactor, Optimizer
 
 from lightning_dist.sharding import sharded
 
@@ -38,6 +38,13 @@ def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
             raise MisconfigurationException(
                 f"StochasticWeightAveraging swaps whole modules and does not work with {type(strategy).__name__}; use"
                 " WeightAveraging or EMAWeightAveraging, which do."
+            )
+        if isinstance(callback, ModelPruning):
+            raise MisconfigurationException(
+                "ModelPruning replaces parameters by others with masks while they are trained, and ranks them by size"
+                f" within each shard: it does not work with {type(strategy).__name__}. Prune the trained model: on"
+                " every rank, enter lightning_dist.full_parameters(module), load its state_dict() into a new module,"
+                " and use torch.nn.utils.prune on that."
             )
     if strategy._layer_sync is not None and strategy.root_device.type == "cpu":
         raise MisconfigurationException(
@@ -91,6 +98,12 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, s
             raise MisconfigurationException(
                 "LBFGS searches along one flat vector of all parameters and cannot work on shards; use another"
                 f" optimizer, or a strategy that shards nothing, instead of {strategy_name}."
+            )
+        if isinstance(optimizer, Adafactor):
+            raise MisconfigurationException(
+                "torch.optim.Adafactor squares the norms of rows in place, for which torch's sharded tensors have no"
+                f" rule: it does not work with {strategy_name}. Use transformers.Adafactor, which computes the same"
+                " statistics in another way, or AdamW."
             )
         if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
             raise MisconfigurationException(

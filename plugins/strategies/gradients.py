@@ -1,4 +1,4 @@
-"""When the last step's gradients are freed.
+"""When the last step's gradients are freed, and their norms.
 
 Lightning runs ``training_step``, ``zero_grad`` and ``backward`` in this order, so that during the forward the last
 step's gradients are in memory with the activations: as much as all the weights again, where nothing shards them.
@@ -6,10 +6,17 @@ step's gradients are in memory with the activations: as much as all the weights 
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.distributed.tensor import DTensor
 
-__all__ = ["are_free_before_forward", "free_gradients"]
+from lightning_dist.sharding import sharded_around
+
+__all__ = ["are_free_before_forward", "free_gradients", "gradient_norms"]
 
 
 def are_free_before_forward(module: LightningModule, trainer: Trainer) -> bool:
@@ -29,3 +36,35 @@ def free_gradients(trainer: Trainer) -> None:
     if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()
+
+
+def gradient_norms(module: torch.nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Any]:
+    """Return what Lightning's ``grad_norm`` returns in one process. A collective where ``module`` is sharded.
+
+    Args:
+        module: A module, or a part of one.
+        norm_type: The order of the norms; ``"inf"`` for the largest absolute value.
+        group_separator: What stands before a parameter's name.
+    """
+    order = float(norm_type)
+    if order <= 0:
+        raise ValueError(f"`norm_type` must be a positive number or 'inf' (infinity norm). Got {order}")
+    names = [name for name, _ in module.named_parameters()]
+    found = {name: _norm(param.grad, order) for name, param in module.named_parameters() if param.grad is not None}
+    spread = sharded_around(module)
+    if spread is not None and spread.pipeline is not None:
+        stages: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size(spread.pipeline.group))]
+        own = {name: norm.cpu() for name, norm in found.items()}
+        dist.all_gather_object(stages, own, spread.pipeline.group)
+        found = {name: norm for stage in stages for name, norm in stage.items()}
+    norms: dict[str, Any] = {
+        f"grad_{order}_norm{group_separator}{name}": found[name] for name in names if name in found
+    }
+    if norms:
+        norms[f"grad_{order}_norm_total"] = torch.tensor(list(norms.values())).norm(order)
+    return norms
+
+
+def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:
+    norm = gradient.detach().norm(order)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

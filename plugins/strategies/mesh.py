@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -26,8 +27,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
+from lightning_dist.after_error import end_together
 from lightning_dist.checkpoint import Part
-from lightning_dist.consensus import arrive, together
+from lightning_dist.consensus import arrive, check_agreement, together
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.local_step import LocalStep
@@ -57,6 +59,14 @@ __all__ = ["MeshStrategy"]
 
 AFTER_ERROR_S = 30.0
 """How long a rank that saves after an error waits for the others, which may be waiting for it elsewhere."""
+
+
+_left: WeakSet[LightningModule] = WeakSet()
+"""Modules whose process groups were closed after an error on some ranks."""
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class MeshStrategy(ProcessStrategy):
@@ -130,6 +140,7 @@ class MeshStrategy(ProcessStrategy):
         self._silenced: list[Callback] = []
         self._evaluation: EvaluationBatches | None = None
         self._restore: Callable[[], None] | None = None
+        self._restore_loggers: Callable[[], None] = _do_nothing
 
     @property
     def layout(self) -> ParallelLayout:
@@ -267,6 +278,9 @@ class MeshStrategy(ProcessStrategy):
         refuse_what_cannot_work(self, trainer)
         is_new = sharded(self.lightning_module) is None
         self._give_metrics_their_group(self.lightning_module)
+        if is_new:
+            self._move_to_device(self.lightning_module)
+        self._restore_loggers = _compat.log_graph_before_sharding(trainer, is_sharded=not is_new)
         self._sharded = self._shard(self.lightning_module)
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
@@ -315,6 +329,11 @@ class MeshStrategy(ProcessStrategy):
 
     def _shard(self, module: LightningModule, copied: ShardedModule | None = None) -> ShardedModule:
         existing = sharded(module)
+        if module in _left:
+            raise MisconfigurationException(
+                f"This {type(module).__name__} was spread over processes that lost each other in an error. Make a new"
+                " one, and load the weights from a checkpoint."
+            )
         if existing is not None:
             wanted = self.layout.sharding_mesh(self.mesh)
             if existing.mesh != wanted:
@@ -582,6 +601,8 @@ class MeshStrategy(ProcessStrategy):
             self._trainer.state.status == TrainerStatus.INTERRUPTED
         ):  # a callback saves after an error, of this rank alone?
             arrive("Saving a checkpoint after an error", AFTER_ERROR_S)
+            if self.lightning_module in _left:  # ranks may have been in the middle of an update
+                check_agreement("The number of optimizer steps that a rank had made", f"{self._trainer.global_step}")
         path = self.broadcast(absolute(filepath))  # a name with the time in it, or a relative one, may differ
         self._checkpoints.save(checkpoint, partial(self._rank_state, checkpoint), path)
         if self._has_averages:  # their callbacks change weights before the next step, and not so that it is noticed
@@ -590,6 +611,20 @@ class MeshStrategy(ProcessStrategy):
     def _rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """What only this rank will read of ``checkpoint``, which is made ready to be written."""
         return self._exact_resume.rank_state(checkpoint, self._trainer)
+
+    def end_together(self, error: BaseException) -> None:
+        """Let all ranks raise where this one does, before anything is saved; to be called with its error.
+
+        Args:
+            error: What was raised in this run.
+
+        Raises:
+            OtherRankError: If a rank does not notice in time.
+        """
+        if end_together(error, self._process_group_backend, self._timeout, AFTER_ERROR_S):
+            if self.lightning_module is not None:
+                _left.add(self.lightning_module)
+            self._checkpoints.leave_group()
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes; not after a save, which all have begun, and which ends for all or for none."""
@@ -645,6 +680,7 @@ class MeshStrategy(ProcessStrategy):
         for local_step in self._local_steps:
             local_step.remove()
         self._local_steps = []
+        self._restore_loggers()
         if self._sharded is not None:
             self._sharded.free()
         assert self.cluster_environment is not None

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 
@@ -35,6 +35,12 @@ from lightning_dist.plugins.strategies.weighting import LossWeights
 from lightning_dist.sharding import ShardedModule
 
 __all__ = ["PipelinedSteps"]
+
+_READABLE = (
+    "current_epoch", "global_step", "max_epochs", "max_steps", "num_training_batches", "is_last_batch",
+    "sanity_checking", "training", "validating", "testing", "predicting", "evaluating",
+)  # fmt: skip
+"""Properties of the Trainer that are plain and cheap to read, and that a step may decide by."""
 
 
 class PipelinedSteps:
@@ -66,6 +72,7 @@ class PipelinedSteps:
         self._spread = spread
         self._pipeline: Pipeline = spread.pipeline
         self.all_stages = spread.pipeline.all_stages
+        self._pipeline.readable = {Trainer: _READABLE}
         self._step_context = step_context
         self._scale = scale
         self._around_following = around_following
@@ -105,7 +112,8 @@ class PipelinedSteps:
     def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step without a backward, and return what it returned."""
         # Replicas may have other numbers of batches; shards of one may not.
-        group = None if self._spread.mesh.shape[-1] > 1 else self._pipeline.group
+        gathers = self._spread.mesh.shape[-1] > 1 and not self._spread.stays_gathered
+        group = None if gathers else self._pipeline.group
         with self._spread.microbatches(with_backward=False) as run_root:
             outcome, results = self._run(name, args, kwargs, run_root, group)
         return outcome.tell(partial(joined, results), self._pipeline, self._broadcast)
@@ -115,23 +123,23 @@ class PipelinedSteps:
     ) -> PreparedStep:
         module, stages = self._module, self._pipeline.stages
 
-        def follow(batch: Any = batch) -> Flow:
-            fake = fake_step(module, module.trainer, name, (batch, *args[1:]), kwargs, self._around_following)
+        def follow(arguments: Sequence[Any], batch: Any = batch) -> Flow:
+            fake = fake_step(module, module.trainer, name, (batch, *arguments), kwargs, self._around_following)
             with self._pipeline.as_written.again():
                 return find_flow(module, fake, module.device, stages.parts, stages.blocks, has_backward)
 
         if has_backward and not self._has_tried_loss:
             self._has_tried_loss = True
-            self._try_loss(follow, batch, args[1:], kwargs)
+            self._try_loss(lambda other: follow(args[1:], other), batch, args[1:], kwargs)
 
         # All that a step's path, and which gradients it needs, may depend on.
         key = (
             name,
-            signature((batch, args[2:], kwargs)),
+            signature((batch, kwargs)),
             tuple(part.training for part in self._modules),
             tuple(param.requires_grad for param in self.parameters),
         )
-        return self._pipeline.prepare(key, follow, number, has_backward)
+        return self._pipeline.prepare(key, follow, number, has_backward, args[1:])
 
     def _run(
         self,

@@ -34,7 +34,7 @@ def main() -> int:
     chosen = [
         case
         for name, case in load_cases().items()
-        if any(fnmatch(said, pattern) for pattern in patterns for said in (name, case.area, name.partition(".")[2]))
+        if any(fnmatch(part, pattern) for pattern in patterns for part in (name, case.area, name.partition(".")[2]))
     ]
     if options.list:
         print("\n".join(f"{case.name:<60} {case.title}" for case in chosen))

@@ -126,7 +126,7 @@ def case(title: str, name: str | None = None, **kwargs: Any) -> Callable[[Callab
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         area = function.__module__.rpartition(".")[2]
-        key = f"{area}.{name or function.__name__}"
+        key = f"{area}.{function.__name__ if name is None else name}"
         assert key not in CASES, f"two cases are named {key}"
         CASES[key] = Case(key, title, function, area, **kwargs)
         return function

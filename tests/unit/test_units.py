@@ -141,3 +141,29 @@ def test_a_tied_parameter_is_in_one_unit(tie: str, kind: str, names: list[str]) 
 
 def test_no_parameters() -> None:
     assert find_units(nn.Sequential(nn.ReLU())) == []
+
+
+def test_parameters_of_a_rarer_dtype_are_a_unit_of_their_own() -> None:
+    blocks = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8).bfloat16()) for _ in range(2)))
+    units = find_units(nn.Sequential(blocks))
+    assert [(unit.kind, unit.names) for unit in units] == [
+        ("outer", ["0.0.0"]),
+        ("block", ["0.0"]),
+        ("outer", ["0.1.0"]),
+        ("block", ["0.1"]),
+    ]
+    assert all(len({param.dtype for param in unit.params.values()}) == 1 for unit in units)
+
+
+def test_frozen_parameters_of_a_rarer_dtype_stay_in_their_unit() -> None:
+    blocks = nn.Sequential(
+        *(nn.Sequential(nn.LayerNorm(8).requires_grad_(False), nn.Linear(8, 8).bfloat16()) for _ in "ab")
+    )
+    assert [unit.names for unit in find_units(nn.Sequential(blocks))] == [["0.0"], ["0.1"]]
+
+
+def test_a_layer_of_two_dtypes_is_refused() -> None:
+    layer = nn.Linear(8, 8)
+    layer.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64))
+    with pytest.raises(ValueError, match=r"0 has parameters of several dtypes, one of them 0.bias in torch.float64"):
+        find_units(nn.Sequential(layer))

@@ -1,0 +1,105 @@
+"""Shapes of results that torch's fake tensors do not know, or know only as symbols that no code can compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_dist import _compat
+
+__all__ = ["FakeRules"]
+
+
+class FakeRules(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Gives results of operations on fake tensors, in the place of torch's own rules.
+
+    Args:
+        makes_up_sizes: Whether a result whose size depends on values (``nonzero``, ``x[mask]``) gets the greatest size
+            that it can have, and a number that C++ reads is made up. Otherwise these are symbols.
+    """
+
+    def __init__(self, makes_up_sizes: bool) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rules: Mapping[Any, Callable[..., Any]] = _RULES | _SIZED if makes_up_sizes else _RULES
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, or give its result."""
+        rule = self._rules.get(func)
+        result = NotImplemented if rule is None else rule(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {})) if result is NotImplemented else result
+
+
+def _grouped_mm(
+    a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    # torch's rule wants bfloat16 and strides of 16 bytes, which the kernels for float32 and for the CPU do not.
+    if a.ndim == 2 and b.ndim == 2:
+        assert offs is not None
+        shape = (offs.shape[0], a.shape[0], b.shape[1])
+    else:
+        shape = (*(a.shape[:-1] if b.ndim == 3 else a.shape[1:2]), b.shape[-1])
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
+def _pow(base: Tensor, exponent: Tensor) -> Tensor:
+    # torch's rule takes the default dtype for a float tensor without dimensions, and then refuses its own result.
+    shape = torch.broadcast_shapes(base.shape, exponent.shape)
+    return base.new_empty(shape, dtype=torch.result_type(base, exponent))
+
+
+def _nonzero(x: Tensor) -> Tensor:
+    return x.new_empty((x.numel(), x.ndim), dtype=torch.int64)
+
+
+def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
+    return x.new_empty((torch.broadcast_shapes(x.shape, mask.shape).numel(),))
+
+
+def _index(x: Tensor, indices: Any) -> Any:
+    if all(index is None or index.dtype not in _MASKS for index in indices):
+        return NotImplemented
+    return torch.ops.aten.index.Tensor(x, _as_places(indices))
+
+
+def _index_put(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:
+    if all(index is None or index.dtype not in _MASKS for index in indices):
+        return NotImplemented
+    return x.clone()
+
+
+def _index_put_(x: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Any:
+    return NotImplemented if _index_put(x, indices, values) is NotImplemented else x.add_(0)
+
+
+def _as_places(indices: Any) -> list[Tensor | None]:
+    places: list[Tensor | None] = []
+    for index in indices:
+        if index is None or index.dtype not in _MASKS:
+            places.append(index)
+        else:
+            places += [index.new_empty((index.numel(),), dtype=torch.int64) for _ in range(index.ndim)]
+    return places
+
+
+def _local_scalar(x: Tensor) -> Any:
+    # What C++ reads by itself, such as an index that is a tensor without dimensions.
+    return 1.0 if x.is_floating_point() else 0
+
+
+_MASKS = (torch.bool, torch.uint8)
+_RULES: dict[Any, Callable[..., Any]] = {
+    _compat.GROUPED_MM: _grouped_mm,
+    torch.ops.aten.pow.Tensor_Tensor: _pow,
+}
+_SIZED: dict[Any, Callable[..., Any]] = {
+    torch.ops.aten._local_scalar_dense.default: _local_scalar,
+    torch.ops.aten.nonzero.default: _nonzero,
+    torch.ops.aten.masked_select.default: _masked_select,
+    torch.ops.aten.index.Tensor: _index,
+    torch.ops.aten.index_put.default: _index_put,
+    torch.ops.aten.index_put_.default: _index_put_,
+}

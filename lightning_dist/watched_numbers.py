@@ -1,0 +1,130 @@
+"""Numbers that report what is asked of them, so that it is known which of a step's decisions depend on them.
+
+A watched number is an ``int`` or a ``float``, and what is computed from it is watched, too. To compare it with
+something is a question with an answer; the same question can be asked again when the number has another value.
+What C code does with such a number (``range``, an index of a list, ``math.exp``) is not seen.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["Answer", "watched"]
+
+Answer = Callable[[Callable[[], Any], Any], Any]
+"""Takes a question, as a function that asks it again, and its present answer; returns the answer to give."""
+
+_BINARY = {
+    "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
+    "floordiv": operator.floordiv, "mod": operator.mod, "pow": operator.pow,
+}  # fmt: skip
+_UNARY = {
+    "neg": operator.neg, "pos": operator.pos, "abs": operator.abs, "round": round, "floor": math.floor,
+    "ceil": math.ceil, "trunc": math.trunc,
+}  # fmt: skip
+_COMPARISONS = {
+    "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge, "eq": operator.eq, "ne": operator.ne,
+}  # fmt: skip
+_CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "bool": bool, "int": int, "float": float, "index": operator.index, "hash": hash,
+}  # fmt: skip
+
+
+class _Watched:
+    _value: Any
+    _evaluate: Callable[[], Any]
+    _answer: Answer
+
+    def __repr__(self) -> str:
+        return repr(self._value)
+
+    def __str__(self) -> str:
+        return str(self._value)
+
+    def __format__(self, specification: str) -> str:
+        return format(self._value, specification)
+
+    def __reduce__(self) -> Any:
+        return type(self._value), (self._value,)
+
+
+class _WatchedInt(_Watched, int):
+    pass
+
+
+class _WatchedFloat(_Watched, float):
+    pass
+
+
+def watched(value: Any, evaluate: Callable[[], Any], answer: Answer) -> Any:
+    """Return ``value`` as a number that is watched; anything but an ``int`` or a ``float`` as it is.
+
+    Args:
+        value: The number.
+        evaluate: Returns the number again, later.
+        answer: Is given every question that is asked of the number, or of what is computed from it.
+    """
+    if type(value) not in (int, float):
+        return value
+    number: Any = _WatchedInt(value) if type(value) is int else _WatchedFloat(value)
+    number._value, number._evaluate, number._answer = value, evaluate, answer
+    return number
+
+
+def _now(value: Any) -> Any:
+    return value._value if isinstance(value, _Watched) else value
+
+
+def _later(value: Any) -> Any:
+    return value._evaluate() if isinstance(value, _Watched) else value
+
+
+def _add_binary(name: str, function: Callable[[Any, Any], Any]) -> None:
+    def forward(self: _Watched, other: Any) -> Any:
+        if not isinstance(other, int | float):
+            return NotImplemented
+        return watched(function(self._value, _now(other)), lambda: function(_later(self), _later(other)), self._answer)
+
+    def reflected(self: _Watched, other: Any) -> Any:
+        if not isinstance(other, int | float):
+            return NotImplemented
+        return watched(function(_now(other), self._value), lambda: function(_later(other), _later(self)), self._answer)
+
+    setattr(_Watched, f"__{name}__", forward)
+    setattr(_Watched, f"__r{name}__", reflected)
+
+
+def _add_unary(name: str, function: Callable[..., Any]) -> None:
+    def compute(self: _Watched, *digits: Any) -> Any:
+        return watched(function(self._value, *digits), lambda: function(_later(self), *digits), self._answer)
+
+    setattr(_Watched, f"__{name}__", compute)
+
+
+def _add_comparison(name: str, function: Callable[[Any, Any], bool]) -> None:
+    def compare(self: _Watched, other: Any) -> Any:
+        if not isinstance(other, int | float):
+            return NotImplemented
+        return self._answer(lambda: function(_later(self), _later(other)), function(self._value, _now(other)))
+
+    setattr(_Watched, f"__{name}__", compare)
+
+
+def _add_conversion(name: str, function: Callable[[Any], Any]) -> None:
+    def convert(self: _Watched) -> Any:
+        return self._answer(lambda: function(_later(self)), function(self._value))
+
+    setattr(_Watched, f"__{name}__", convert)
+
+
+for _name, _function in _BINARY.items():
+    _add_binary(_name, _function)
+for _name, _function in _UNARY.items():
+    _add_unary(_name, _function)
+for _name, _function in _COMPARISONS.items():
+    _add_comparison(_name, _function)
+for _name, _function in _CONVERSIONS.items():
+    _add_conversion(_name, _function)

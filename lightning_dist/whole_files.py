@@ -1,0 +1,197 @@
+"""Whole state dicts and files of a sharded module, by the calls that users make for them in one process.
+
+``torch.save(module.state_dict())`` would write one rank's shards, under the shapes of the whole parameters and with a
+device mesh that no other program has. So ``torch.save`` refuses the shards of modules that are registered here, and
+``state_dict()`` gives whole tensors inside :func:`~lightning_dist.sharding.full_parameters`. The other way round,
+``load_state_dict`` takes whole tensors into shards, and ``torch.load`` reads a checkpoint directory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial, partialmethod, wraps
+from os import PathLike
+from pathlib import Path
+from typing import Any, NoReturn
+from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_dist import _compat
+from lightning_dist._compat import ParameterGroup
+from lightning_dist.checkpoint.format import is_sharded_checkpoint
+from lightning_dist.checkpoint.single_file import read_whole
+from lightning_dist.checkpoint.state import shard_like
+
+__all__ = ["install", "register", "whole_state_dicts"]
+
+_meshes: WeakSet[DeviceMesh] = WeakSet()
+"""What the parameters of registered modules are spread over."""
+
+_modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
+"""The modules that cannot be copied or saved as objects."""
+
+
+def register(root: nn.Module, units: Sequence[nn.Module]) -> None:
+    """Let ``load_state_dict`` of ``root`` take whole tensors; refuse to copy or to ``torch.save`` its shards.
+
+    Args:
+        root: A module whose parameters are DTensors now.
+        units: The modules inside it that are sharded as one each.
+    """
+    for module in root.modules():
+        if module._parameters:
+            module.register_load_state_dict_pre_hook(_distribute)  # type: ignore[no-untyped-call]
+    for param in root.parameters():
+        if isinstance(param, DTensor):
+            _meshes.add(param.device_mesh)
+    for module in {root, *units}:
+        _modules[module] = None
+        vars(module)["__deepcopy__"] = partial(_refuse_copy, type(root).__name__)
+    for name, module in root.named_modules():
+        if hasattr(type(module), "save_pretrained"):  # a Hugging Face model, which would gather on this rank alone
+            vars(module)["save_pretrained"] = partial(_save_pretrained, module, name)
+
+
+def _save_pretrained(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    if any(isinstance(param, DTensor) or param.is_meta for param in module.parameters()):
+        raise TypeError(
+            f"{name or type(module).__name__}.save_pretrained was called where each rank has a shard only: enter `with"
+            " lightning_dist.full_parameters(module):` on every rank, and call it there on rank 0."
+        )
+    return type(module).save_pretrained(module, *args, **kwargs)  # type: ignore[attr-defined]
+
+
+def _distribute(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+    """Put shards in the place of the whole tensors that ``module`` is about to load."""
+    for key, param in module._parameters.items():
+        name = prefix + key
+        if param is None or name not in state_dict:
+            continue
+        # What another rank of a pipeline has stays on the meta device: it is loaded there.
+        state_dict[name] = param if param.is_meta else shard_like(state_dict[name], param)
+
+
+@contextmanager
+def whole_state_dicts(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iterator[None]:
+    """Inside, ``state_dict()`` of ``root``, and of modules in it, gives copies of the whole parameters.
+
+    They are copies because the memory of the gathered parameters is freed at the end.
+
+    Args:
+        root: A module whose parameters are gathered.
+        groups: Its parameter groups.
+    """
+    copies: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()
+
+    def copy_own(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
+        for key, param in module._parameters.items():
+            name = prefix + key
+            if param is None or isinstance(state_dict.get(name), nn.Parameter | None):  # None, or keep_vars=True
+                continue
+            place = (param.data_ptr(), param.shape, param.stride(), param.dtype)
+            copy = copies.get(place)
+            if copy is None:  # parameters that are tied stay so
+                copies[place] = copy = state_dict[name].clone()
+            state_dict[name] = copy
+
+    def refuse_to_load(*args: Any) -> NoReturn:
+        raise RuntimeError(
+            f"load_state_dict inside full_parameters({type(root).__name__}) would load into copies, which are dropped"
+            " at its end. Call it outside: there it takes whole tensors, too."
+        )
+
+    with ExitStack() as stack:
+        stack.enter_context(_compat.without_state_dict_hooks(groups))
+        for module in root.modules():
+            if module._parameters:
+                for handle in (
+                    module.register_state_dict_post_hook(copy_own),  # type: ignore[no-untyped-call]
+                    module.register_load_state_dict_pre_hook(refuse_to_load),  # type: ignore[no-untyped-call]
+                ):
+                    stack.callback(handle.remove)
+        yield
+
+
+def install() -> None:
+    """Let ``torch.save`` refuse shards, and ``torch.load`` read a checkpoint directory. Safe to call again.
+
+    ``numpy()`` and ``tolist()`` of a shard, which torch refuses for all of its subclasses, say what to do instead.
+
+    Replaced by: a hook of torch for what a tensor subclass does when it is saved, and a format for shards that
+    ``torch.load`` reads. Where neither shards nor directories are concerned, nothing changes.
+    """
+    if hasattr(torch.save, "__wrapped__"):
+        return
+    own_save, own_load = torch.save, torch.load
+
+    @wraps(own_save)
+    def save(obj: object, *args: Any, **kwargs: Any) -> None:
+        _refuse_shards(obj)
+        own_save(obj, *args, **kwargs)
+
+    @wraps(own_load)
+    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(f, str | PathLike) and Path(f).is_dir() and is_sharded_checkpoint(Path(f)):
+            return read_whole(Path(f), map_location, weights_only=kwargs.get("weights_only") is not False)
+        return own_load(f, map_location, *args, **kwargs)
+
+    torch.save, torch.load = save, load
+    for reader in ("numpy", "tolist"):
+        setattr(DTensor, reader, partialmethod(_read_local, reader))
+
+
+def _read_local(tensor: DTensor, reader: str, *args: Any, **kwargs: Any) -> Any:
+    """Read ``tensor`` as NumPy's or Python's numbers, where this rank has the whole of it."""
+    if tensor.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in tensor.placements):
+        raise TypeError(
+            f".{reader}() was called on a tensor of which this rank has a shard only"
+            f" ({', '.join(map(str, tensor.placements))} over {tensor.device_mesh.size()} ranks). For weights, as of a"
+            " histogram, enter `with lightning_dist.full_parameters(module):` on every rank, and read them there; for"
+            " others, such as gradients, call tensor.full_tensor() on every rank first."
+        )
+    return getattr(tensor.to_local(), reader)(*args, **kwargs)
+
+
+INSTEAD = (
+    "On every rank, enter `with lightning_dist.full_parameters(module):` and take `module.state_dict()` there: it is"
+    " whole, and rank 0 can torch.save it. trainer.save_checkpoint writes shards and whatever else a run needs."
+)
+
+
+def _refuse_shards(obj: object) -> None:
+    for name, value in _leaves(obj, ""):
+        if isinstance(value, DTensor) and value.device_mesh in _meshes:
+            raise TypeError(
+                f"torch.save was given {name or 'a tensor'}, of which this rank has a shard only"
+                f" ({', '.join(map(str, value.placements))} over {value.device_mesh.size()} ranks): the file would not"
+                f" have the whole of it, and could not be loaded elsewhere. {INSTEAD}"
+            )
+        if isinstance(value, nn.Module) and any(part in _modules for part in value.modules()):
+            raise TypeError(
+                f"torch.save was given {type(value).__name__}, a module that is spread over processes and cannot be"
+                f" pickled. {INSTEAD}"
+            )
+
+
+def _leaves(obj: object, name: str) -> Iterator[tuple[str, object]]:
+    if isinstance(obj, Mapping):
+        for key, value in obj.items():
+            yield from _leaves(value, f"{name}.{key}" if name else str(key))
+    elif isinstance(obj, list | tuple):
+        for index, value in enumerate(obj):
+            yield from _leaves(value, f"{name}[{index}]")
+    else:
+        yield name, obj
+
+
+def _refuse_copy(name: str, memo: object) -> NoReturn:
+    raise TypeError(
+        f"{name} is spread over processes and cannot be copied: a copy would share its process groups and not its"
+        " steps. Copy it before the Trainer runs; or make a new one, and on every rank `with"
+        f" lightning_dist.full_parameters(module): new.load_state_dict(module.state_dict())`."
+    )
