@@ -17,8 +17,8 @@ N, C = NUM_FEATURES, NUM_CLASSES
 PIPELINED = ("pp", "nd", "nd_tp")
 OF_MICROBATCHES = dict.fromkeys(
     PIPELINED,
-    "A pipeline takes the mean of the losses of its microbatches. It is not the loss of the batch where the loss is a sum"
-    " over samples, compares them with each other, or weighs them by their classes.",
+    "A pipeline takes the mean of the losses of its microbatches. It is not the loss of the batch where the loss is a"
+    " sum over samples, compares them with each other, or weighs them by their classes.",
 )
 
 
