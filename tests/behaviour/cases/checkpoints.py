@@ -325,3 +325,24 @@ def begin_with_weights(run: Run) -> None:
     run.fit(Classifier(), callbacks=[ModelCheckpoint(run.folder, "a", save_weights_only=True)], name="first")
     model = Classifier.load_from_checkpoint(run.folder / "a.ckpt")
     run.fit(model, name="second")
+
+
+@case("save_pretrained of a Hugging Face model inside full_parameters, and from_pretrained", tolerance=1e-8)
+def save_pretrained(run: Run) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Llama(LanguageModel):
+        def __init__(self) -> None:
+            pl.LightningModule.__init__(self)
+            torch.manual_seed(1)
+            sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+            self.net = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.net(input_ids=ids).logits
+
+    model = Llama()
+    run.fit(model, run.loader(tokens()))
+    with full_parameters(model):
+        model.net.save_pretrained(run.folder / f"of-{run.rank}")
+    run.record("loaded", LlamaForCausalLM.from_pretrained(run.folder / f"of-{run.rank}").state_dict())

@@ -7,6 +7,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.nn import functional
 
@@ -244,10 +245,14 @@ def histograms(run: Run) -> None:
     run.fit(Logs())
 
 
-@case("a logger that looks into the module: log_graph")
+@case("a logger on rank 0 that runs the module on its example_input_array: log_graph", timeout_s=60.0)
 def log_graph(run: Run) -> None:
     class Graph(History):
+        @rank_zero_only
         def log_graph(self, model: Any, input_array: Any = None) -> None:
-            run.record("classes", [type(m).__mro__[-3].__name__ for m in model.children()])
+            with torch.no_grad():
+                self.history.append((None, {"graph": float(model(model.example_input_array).sum())}))
 
-    run.fit(Classifier(), logger=Graph())
+    model = Classifier().double()
+    model.example_input_array = samples(2).tensors[0]
+    run.fit(model, logger=Graph())

@@ -363,7 +363,11 @@ _SHAPES: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any]]] = {
     "unet": ("a U-Net with skips", _UNet, {}),
     "repeated_block": ("one block that is run several times", _Repeated, {}),
     "module_dict": ("branches in a ModuleDict", _Dict, {}),
-    "parameter_list": ("a ParameterList and a ParameterDict", _Parameters, {}),
+    "parameter_list": (
+        "a ParameterList and a ParameterDict",
+        _Parameters,
+        {"refused": dict.fromkeys(("pp", "nd", "nd_tp"), "2 stages, and the model only 1 parts.*use fewer stages")},
+    ),
     "custom_function": ("an autograd Function of the user's own", _around(_Custom), {}),
     "scalar_parameters": ("scalar parameters", _around(_Scaled), {}),
     "named_tuples": ("blocks that hand on a NamedTuple with None in it", lambda: _Structured("tuple"), {}),

@@ -186,3 +186,11 @@ def last_batch(run: Run) -> None:
             return 2 * loss if self.trainer.is_last_batch else loss
 
     run.fit(Last(), max_epochs=2)
+
+
+@case(
+    "the strategy's own choice of everything, such as the number of microbatches",
+    strategy={column: {"num_microbatches": None} for column in ("pp", "nd", "nd_tp")},
+)
+def own_choice(run: Run) -> None:
+    run.fit(Classifier(), val=True)
