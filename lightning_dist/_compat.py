@@ -217,7 +217,10 @@ class ParameterGroup:
 
     def _reduce(self) -> None:
         if self._group.reduce_grads:
-            self._used |= self._unreduced()
+            # What a step has gathered where it used it gives its gradient to the shards.
+            self._used |= self._unreduced() | {
+                index for index, param in enumerate(self._group.fsdp_params) if param.sharded_param.grad is not None
+            }
             self._is_reduced = True
         self._post_backward()
 

@@ -114,6 +114,9 @@ def shard(
         left_on_meta: Parameters and buffers that are other ranks'.
     """
     read_whole_scalars()
+    for part in module.modules():
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+            part.sparse = False  # FSDP2 reduces dense gradients only; the values are the same
     device = torch.device(mesh.device_type)
     policy = MixedPrecisionPolicy(param_dtype=config.param_dtype, reduce_dtype=config.reduce_dtype)
     is_direct = config.direct_collectives

@@ -204,7 +204,7 @@ def _of_one_dtype(root: nn.Module, units: list[Unit]) -> list[Unit]:
         sizes: Counter[torch.dtype] = Counter()
         for param in unit.params.values():
             sizes[param.dtype] += param.numel() if param.requires_grad else 0
-        _, *rarer = [dtype for dtype, size in sizes.most_common() if size]
+        rarer = [dtype for dtype, size in sizes.most_common() if size][1:]
         for dtype in rarer:
             params = {n: p for n, p in unit.params.items() if p.dtype == dtype and p.requires_grad}
             ids = set(map(id, params.values()))

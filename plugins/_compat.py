@@ -247,19 +247,23 @@ def num_evaluation_batches(trainer: Trainer) -> list[int | float]:
     return list(loop.max_batches)
 
 
-def before_end_of_evaluation(trainer: Trainer, function: Callable[[], None]) -> None:
-    """Call ``function`` once when the loop that begins has run its last batch, before anything is reduced.
+def before_reducing_evaluation(trainer: Trainer, function: Callable[[], None]) -> Callable[[], None]:
+    """Call ``function`` whenever the loop that begins has run a loader's last batch, before anything is reduced.
 
-    Replaced by: a hook there; ``on_validation_epoch_end`` of the strategy does not exist.
+    Replaced by: a hook there; the first one that there is comes after Lightning has reduced what was logged.
+
+    Returns:
+        What ends it.
     """
     loop: Any = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+    name = "on_run_end" if trainer.predicting else "_store_dataloader_outputs"
 
-    def on_run_end() -> Any:
-        vars(loop).pop("on_run_end", None)
+    def observed() -> Any:
         function()
-        return loop.on_run_end()
+        return getattr(type(loop), name)(loop)
 
-    vars(loop)["on_run_end"] = on_run_end
+    vars(loop)[name] = observed
+    return lambda: vars(loop).pop(name, None)
 
 
 def put_training_weights_back(trainer: Trainer) -> None:

@@ -11,7 +11,7 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.optim import LBFGS, Adafactor, Optimizer
+from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
 
 from lightning_dist.sharding import sharded
 
@@ -109,6 +109,11 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, s
             raise MisconfigurationException(
                 f"{name} shards optimizer states of whole parameters, and {strategy_name} has sharded the parameters"
                 " and their optimizer states already. Use the optimizer inside it: it needs no more memory."
+            )
+        if isinstance(optimizer, SparseAdam):
+            raise MisconfigurationException(
+                "SparseAdam takes sparse gradients, and sharded parameters have dense ones; use Adam, or a strategy"
+                f" that shards nothing, instead of {strategy_name}."
             )
         params = [param for group in optimizer.param_groups for param in group["params"]]
         num_foreign = sum(id(param) not in ours for param in params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -33,16 +34,22 @@ class EvaluationBatches:
         self.are_unequal = self._least != most
         """Whether a rank has more batches than another."""
         self._is_unknown = any(map(math.isinf, most)) and not self.are_unequal
+        self._undo: Callable[[], None] | None = None
         if self._is_unknown:
-            _compat.before_end_of_evaluation(trainer, partial(self._agree, has_batch=False))
+            self._undo = _compat.before_reducing_evaluation(trainer, partial(self._agree, has_batch=False))
 
     def _extremes(self, numbers: list[float]) -> tuple[list[float], list[float]]:
         if not dist.is_initialized():
             return numbers, numbers
-        extremes = torch.tensor([*numbers, *(-number for number in numbers)], device=self._device)
+        extremes = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.float32, device=self._device)
         dist.all_reduce(extremes, dist.ReduceOp.MAX)
         values = extremes.tolist()
         return [-value for value in values[len(numbers) :]], values[: len(numbers)]
+
+    def end(self) -> None:
+        """Compare no more."""
+        if self._undo is not None:
+            self._undo()
 
     def before_step(self) -> None:
         """Compare whether all ranks have a batch, where their numbers are not known. A collective there.

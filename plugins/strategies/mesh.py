@@ -549,6 +549,9 @@ class MeshStrategy(ProcessStrategy):
     def _end_evaluation(self) -> None:
         assert self._sharded is not None
         self._sharded.stop_staying_gathered()
+        if self._evaluation is not None:
+            self._evaluation.end()
+            self._evaluation = None
 
     def _finish_comparing(self) -> None:
         if self._same_batch is not None:
