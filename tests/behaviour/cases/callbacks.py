@@ -20,7 +20,6 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
-    ModelPruning,
     ModelSummary,
     RichModelSummary,
     RichProgressBar,
@@ -130,14 +129,6 @@ def averaging_then_validate(run: Run) -> None:
     model = Classifier()
     trainer = run.fit(model, val=True, callbacks=callbacks, max_epochs=2)
     run.record("validated", trainer.validate(model, run.loader(), ckpt_path="best", verbose=False))
-
-
-@case("ModelPruning: the smallest weights of some layers are masked")
-def pruning(run: Run) -> None:
-    model = Classifier().double()
-    pruned = [(model.net[i].up, "weight") for i in (1, 2)]
-    callback = ModelPruning("l1_unstructured", pruned, amount=0.3, use_global_unstructured=False)
-    run.fit(model, callbacks=[callback], max_epochs=2)
 
 
 @case("ModelSummary with example_input_array")

@@ -7,7 +7,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.loggers import CSVLogger
-from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor
 from torch.nn import functional
 
@@ -231,28 +230,3 @@ def log_weights(run: Run) -> None:
                 self.log(f"largest/{name}", param.abs().max())
 
     run.fit(Logs())
-
-
-@case("histograms of weights, as a TensorBoard logger takes them")
-def histograms(run: Run) -> None:
-    class Logs(Classifier):
-        def on_train_epoch_end(self) -> None:
-            for name, param in self.named_parameters():
-                counts, _ = torch.histogram(param.detach().cpu().float(), 4, range=(-1.0, 1.0))
-                run.record(f"histogram/{name}", counts)
-                run.record(f"values/{name}", param.detach().cpu().numpy().sum())
-
-    run.fit(Logs())
-
-
-@case("a logger on rank 0 that runs the module on its example_input_array: log_graph", timeout_s=60.0)
-def log_graph(run: Run) -> None:
-    class Graph(History):
-        @rank_zero_only
-        def log_graph(self, model: Any, input_array: Any = None) -> None:
-            with torch.no_grad():
-                self.history.append((None, {"graph": float(model(model.example_input_array).sum())}))
-
-    model = Classifier().double()
-    model.example_input_array = samples(2).tensors[0]
-    run.fit(model, logger=Graph())
