@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 import torch.distributed as dist
@@ -73,14 +74,22 @@ def assert_parity(
 
 def whole_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     """Every parameter of ``module``, whole, on the CPU. A collective where it is spread over processes."""
-    own = {name: _whole(param) for name, param in module.named_parameters() if not param.is_meta}
+    with _own_stages(module):
+        own = {name: _whole(param) for name, param in module.named_parameters() if not param.is_meta}
     return _of_all_stages(module, own)
 
 
 def whole_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     """Every gradient of ``module`` that is not None, whole, on the CPU. A collective where it is spread."""
-    own = {name: _whole(param.grad) for name, param in module.named_parameters() if param.grad is not None}
+    with _own_stages(module):
+        own = {name: _whole(param.grad) for name, param in module.named_parameters() if param.grad is not None}
     return _of_all_stages(module, own)
+
+
+def _own_stages(module: nn.Module) -> AbstractContextManager[None]:
+    """Return a context in which a rank sees its own stages only, also in a hook that sees those of all."""
+    spread = sharded(module)
+    return nullcontext() if spread is None or spread.pipeline is None else spread.pipeline.all_stages.switched_off()
 
 
 def _of_all_stages(module: nn.Module, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
