@@ -104,9 +104,19 @@ class ParameterGroup:
         """Put the sharded parameters into the modules, or what stands in for them, and free the gathered ones."""
         if self._group.is_unsharded:
             self.write_back()
+        self._keep_what_numpy_shares()
         FSDPParamGroup._to_sharded(self._group)  # type: ignore[no-untyped-call]
         if self._has_stand_ins:
             self._put_stand_ins()
+
+    def _keep_what_numpy_shares(self) -> None:
+        """Do not free gathered parameters that a NumPy array shares: torch does not let their memory go any more."""
+        if self._group.device.type != "cpu":
+            return
+        for param in self._group.fsdp_params:
+            tensors = (*param.all_gather_outputs, *param._unsharded_inner_tensors)
+            if not all(tensor.untyped_storage().resizable() for tensor in tensors):
+                param.free_unsharded_param = _do_nothing  # type: ignore[method-assign]
 
     def _put_stand_ins(self) -> None:
         assert self._stand_ins is not None

@@ -50,7 +50,11 @@ def gradient_norms(module: torch.nn.Module, norm_type: float | int | str, group_
     if order <= 0:
         raise ValueError(f"`norm_type` must be a positive number or 'inf' (infinity norm). Got {order}")
     names = [name for name, _ in module.named_parameters()]
-    found = {name: _norm(param.grad, order) for name, param in module.named_parameters() if param.grad is not None}
+    found = {
+        name: _norm(param.grad, order)
+        for name, param in module.named_parameters()
+        if param.grad is not None and not param.is_meta  # which is another stage's
+    }
     spread = sharded_around(module)
     if spread is not None and spread.pipeline is not None:
         stages: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size(spread.pipeline.group))]
