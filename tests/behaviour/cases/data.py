@@ -82,9 +82,18 @@ _BATCHES: dict[str, tuple[str, Callable[[Tensor, Tensor], Any], Callable[[Any], 
     ),
 }
 
+_NO_DIMENSION_OF_SAMPLES = (
+    r"splits every tensor of a batch into microbatches along dimension 0.*Give what belongs to no"
+)
+_REFUSED = {
+    "own_class": "finds no samples to split into microbatches.*give its class __len__",
+    "constant": _NO_DIMENSION_OF_SAMPLES,
+    "transposed": _NO_DIMENSION_OF_SAMPLES,
+}
 for _name, (_title, _make, _take) in _BATCHES.items():
+    _refused = dict.fromkeys(("pp", "nd", "nd_tp"), _REFUSED[_name]) if _name in _REFUSED else {}
 
-    @case(f"a batch is {_title}", name=f"batch_{_name}")
+    @case(f"a batch is {_title}", name=f"batch_{_name}", refused=_refused)
     def _(run: Run, make: Callable[..., Any] = _make, take: Callable[[Any], Any] = _take) -> None:
         class Takes(Classifier):
             def loss(self, batch: Any) -> Tensor:
