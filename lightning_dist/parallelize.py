@@ -138,7 +138,7 @@ def _planned(
     blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
     seen = Seen(None, config.why_no_step)
     if config.step is not None:
-        provenance = Provenance(frozenset(blocks))
+        provenance = Provenance(frozenset(blocks), module)
         device = torch.device(mesh.device_type)
         seen = Seen(provenance, run_on_fakes(module, config.step, device, provenance))
     return make_plan(

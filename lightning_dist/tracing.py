@@ -6,7 +6,9 @@ what the step has put into its lists and dictionaries.
 
 from __future__ import annotations
 
+import functools
 import logging
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +27,10 @@ from lightning_dist.tensor_places import put, tensor_places
 from lightning_dist.tensor_reads import MadeUpValues
 
 __all__ = ["Observer", "RefusalError", "run_on_fakes", "tensors_in"]
+
+
+_CACHED = type(functools.cache(lambda: None))
+"""The type of functions under ``functools.lru_cache``."""
 
 
 class RefusalError(ValueError):
@@ -85,7 +91,7 @@ def run_on_fakes(
         observer.on_input(result)
         return result
 
-    with _restored(root), _observed(root, observer), _quietly():
+    with _restored(root), _cached_results_forgotten(root), _observed(root, observer), _quietly():
         _swap_in_fakes(root, mode, device)
         try:
             # Tensors of inference mode count no versions.
@@ -127,6 +133,42 @@ def _quietly() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+@contextmanager
+def _cached_results_forgotten(root: nn.Module) -> Iterator[None]:
+    """Afterwards, clear the caches of functions of the model's code that were filled inside: they hold fakes."""
+    before = [(cached, cached.cache_info().currsize) for cached in _caches(root)]
+    try:
+        yield
+    finally:
+        for cached, size in before:
+            if cached.cache_info().currsize != size:
+                cached.cache_clear()
+
+
+def _caches(root: nn.Module) -> list[Any]:
+    """Return the functions under ``functools.lru_cache`` in the classes of modules, and beside them in their files."""
+    classes = {cls for module in root.modules() for cls in type(module).__mro__}
+    files = {cls.__module__ for cls in classes} - {"builtins"}
+    places = [*map(vars, classes), *(vars(sys.modules[name]) for name in files if name in sys.modules)]
+    found: dict[int, Any] = {}
+    for place in places:
+        for value in list(place.values()):
+            function = getattr(value, "__func__", value)  # of a static or class method
+            cells = getattr(function, "__closure__", None) or ()
+            for candidate in (function, *(cell.cell_contents for cell in cells if _is_filled(cell))):
+                if isinstance(candidate, _CACHED):
+                    found[id(candidate)] = candidate
+    return list(found.values())
+
+
+def _is_filled(cell: Any) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018 - an empty one raises
+    except ValueError:
+        return False
+    return True
 
 
 def _swap_in_fakes(root: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:

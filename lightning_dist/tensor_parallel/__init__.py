@@ -4,7 +4,8 @@
 - ``provenance``: what is seen of a step on fake tensors; ``infer``: a plan from it.
 - ``planner``: a plan, whoever gave it, ``confirm``: tried on numbers; ``find_sequence``: where tokens can be split.
 - ``exchanges``: what ranks tell each other, in a forward and in its backward.
-- ``apply``, ``sequence``, ``split_logits``: a plan made true of a model.
+- ``apply``, ``sequence``, ``heads``, ``split_logits``: a plan made true of a model.
+- ``unsplit``: what is whole under a plan, and why.
 - ``same_batch``: that ranks which split layers are given the same batch.
 """
 

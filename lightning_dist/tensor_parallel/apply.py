@@ -22,6 +22,7 @@ from lightning_dist import _compat
 from lightning_dist.gather_on_use import GatheredOnUse
 from lightning_dist.randomness import Apart
 from lightning_dist.tensor_parallel import exchanges
+from lightning_dist.tensor_parallel.heads import add_head_hooks
 from lightning_dist.tensor_parallel.layers import linear_layer, num_heads, shared_heads, why_not_split
 from lightning_dist.tensor_parallel.plan import Plan, PlanError
 from lightning_dist.tensor_parallel.sequence import SequenceParallel
@@ -70,10 +71,15 @@ class TensorParallel:
             self.sequence = SequenceParallel(root, plan.sequence, plan.entries, self._group, self._random)
         for name, entry in plan.entries.items():
             self._prepare(name, root.get_submodule(name), entry.style, entry.num_packed)
+        for name, heads in plan.heads.items():
+            add_head_hooks(root.get_submodule(name), heads, self._group, lambda: self._is_whole)
         for name, sizes in plan.sizes.items():
             for key, size in sizes.items():
                 self._change(root.get_submodule(name), key, size)
         split_layers = set(self._own_keys)
+        for name, dim in plan.parameters.items():
+            owner, _, key = name.rpartition(".")
+            self._place_along(name, root.get_submodule(owner), key, dim)
         for module, key in self._grads_are_partial | (set() if self.sequence is None else self.sequence.own_tokens):
             self._own_keys[module].add(key)
         for module in root.modules():
@@ -175,6 +181,17 @@ class TensorParallel:
         if self._placements.setdefault(param, placement) != placement:
             raise PlanError(f"plan: {name}.{key} is tied to a parameter that is split otherwise.")
 
+    def _place_along(self, name: str, owner: nn.Module, key: str, dim: int) -> None:
+        param: nn.Parameter = getattr(owner, key)
+        if param.size(dim) % self._group.size():
+            raise PlanError(
+                f"plan: the {param.size(dim)} elements of {name} along dimension {dim} do not divide by"
+                f" tp_size={self._group.size()}."
+            )
+        if self._placements.setdefault(param, Shard(dim)) != Shard(dim):
+            raise PlanError(f"plan: {name} is tied to a parameter that is split otherwise.")
+        self._own_keys[owner].add(key)
+
     def _own_of_packed(self, tensor: Tensor, dim: int, num_packed: int) -> Tensor:
         ranks = self._group.size()
         shape = (*tensor.shape[:dim], num_packed, ranks, tensor.size(dim) // num_packed // ranks)
@@ -239,6 +256,8 @@ class TensorParallel:
                     self._in_forward[owner, key] = part
                     self._elsewhere[owner, key] = self._whole_on_use(whole)
                     part = part if owner in running else self._elsewhere[owner, key]
+                elif not isinstance(cast(DTensor, whole).placements[0], Replicate):
+                    part = self._whole_on_use(whole)  # it is tied, and the step that was seen did not use it here
                 _compat.put_parameter(owner, key, part)
 
     def _swap(self, module: nn.Module, values: dict[tuple[nn.Module, str], Tensor]) -> None:
@@ -341,6 +360,12 @@ class TensorParallel:
                         self.use_whole(owners)
 
         return entered
+
+    def splits(self, param: Tensor) -> bool:
+        """Return whether each rank has a part of ``param``, a parameter of the model."""
+        if not isinstance(param, DTensor) or "tp" not in (names := param.device_mesh.mesh_dim_names or ()):
+            return False
+        return not isinstance(param.placements[names.index("tp")], Replicate)
 
     def shard_dim(self, param: nn.Parameter) -> int | None:
         """The dimension that FSDP2 must shard a split parameter along; None: its own choice."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -36,10 +36,15 @@ class Trial:
         call: A call of it, on fake tensors.
         mesh: The ranks of ``tp``.
         num_shards: Over how many ranks FSDP2 shards what a rank then has.
+        used: Those of the tensors that the block returns, by index, that somebody uses; empty: it is not known. The
+            others need not be the same: attention scores that nobody looks at are those of a rank's own heads.
     """
 
-    def __init__(self, block: nn.Module, call: Call, mesh: DeviceMesh, num_shards: int) -> None:
+    def __init__(
+        self, block: nn.Module, call: Call, mesh: DeviceMesh, num_shards: int, used: Collection[int] = ()
+    ) -> None:
         self._mesh = mesh
+        self._used = used
         self._num_shards = num_shards
         self._device = torch.device(mesh.device_type)
         self._generator = torch.Generator(self._device).manual_seed(0)
@@ -60,7 +65,7 @@ class Trial:
             text = str(error).strip().split("\n")[0]
             return f"{type(error).__name__}: {text}"
         self._block.eval()  # no dropout
-        whole = copy.deepcopy(self._block)  # a forward may leave in it what cannot be copied
+        whole = copy.deepcopy(self._block)  # a step may leave tensors on it that cannot be copied
         self._expected, raised = self._results(whole, dict(whole.named_parameters()))
         return raised
 
@@ -79,6 +84,8 @@ class Trial:
             PlanError: If the block cannot be split so at all.
         """
         holder = nn.ModuleDict({BLOCK: copy.deepcopy(self._block)})
+        if untouched := self._untouched(plan):
+            return f"the trial cannot tell, in which {untouched} changes nothing"
         plan = replace(plan, draws_random=False, splits_logits=False)
         parallel = TensorParallel(holder, plan, self._mesh, self._num_shards)
         parallel.split(list(holder.parameters()), list(holder.modules()))
@@ -92,6 +99,16 @@ class Trial:
         if raised or worst <= TOLERANCE:
             return raised
         return f"its results differ by {float(worst):.1g} of their size"
+
+    def _untouched(self, plan: Plan) -> str:
+        """Return an inferred layer whose weight has no gradient in the trial, as behind a mask, or nothing."""
+        largest = max((float(tensor.norm()) for tensor in self._expected.values()), default=0.0)
+        inferred = [name for name, entry in plan.entries.items() if entry.source == "inferred" and entry.is_split]
+        for name in (name.partition(".")[2] for name in inferred):
+            gradient = self._expected.get(f"{name}.weight")
+            if gradient is not None and float(gradient.norm()) <= 1e-12 * largest:
+                return name
+        return ""
 
     def _fill(self, block: nn.Module) -> None:
         new: dict[int, nn.Parameter] = {}
@@ -115,9 +132,11 @@ class Trial:
         if isinstance(value, Tensor):
             if value.is_floating_point():
                 return self._draw(value.shape)
-            return (torch.ones if value.dtype == torch.bool else torch.zeros)(
-                value.shape, dtype=value.dtype, device=self._device
-            )
+            # Masks may be numbers, and true may mean either: each row has both. As indices, 0 and 1 are safe.
+            drawn = torch.randint(2, value.shape, generator=self._generator, device=self._device)
+            if value.ndim and value.size(-1) > 1:
+                drawn[..., 0], drawn[..., 1] = 0, 1
+            return drawn.to(value.dtype)
         if isinstance(value, Mapping):
             return {key: self._real(item) for key, item in value.items()}
         if isinstance(value, list | tuple):
@@ -135,7 +154,9 @@ class Trial:
         ]
         try:
             with torch.enable_grad():
-                outputs = [out for out in tensors_in(_listed(block(*args, **kwargs))) if out.is_floating_point()]
+                returned = enumerate(tensors_in(_listed(block(*args, **kwargs))))
+                of_use = [out for index, out in returned if not self._used or index in self._used]
+                outputs = [out for out in of_use if out.is_floating_point()]
                 generator = torch.Generator(self._device).manual_seed(1)
                 total = sum(
                     (out * torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float64)).sum()

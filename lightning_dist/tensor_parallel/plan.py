@@ -1,14 +1,14 @@
 """Which modules of a model are split over ``tp``, how, and who says so.
 
 The user (names with wildcards, from the strategy's arguments or the module's ``tensor_parallel_plan()``), then a
-Hugging Face model (``_tp_plan``). What nobody names is inferred (``infer``), or replicated.
+Hugging Face model (``_tp_plan``). What these leave out is inferred (``infer``), or replicated.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -16,7 +16,17 @@ from torch import nn
 
 from lightning_dist.tensor_parallel.layers import linear_layer, why_not_split
 
-__all__ = ["STYLES", "Entry", "Plan", "PlanError", "Source", "SplitSequence", "resolve_plan", "with_tied"]
+__all__ = [
+    "STYLES",
+    "Entry",
+    "Plan",
+    "PlanError",
+    "Source",
+    "SplitHeads",
+    "SplitSequence",
+    "resolve_plan",
+    "with_tied",
+]
 
 STYLES: dict[str, str] = {
     "colwise": "each rank has some of the output features, and they stay apart",
@@ -86,6 +96,23 @@ class SplitSequence:
 
 
 @dataclass(frozen=True)
+class SplitHeads:
+    """Tensors of a module that are as attention scores are: ``(..., heads, queries, keys)``, such as position biases.
+
+    Outside of the module they have all heads; inside, where its layers are split, each rank has its own.
+
+    Args:
+        num_heads: The number of all heads. A dimension of several times as many has them for each sample.
+        arguments: The arguments that are such tensors, by position or keyword.
+        outputs: Those of the tensors that it returns, by index, of which somebody needs all heads.
+    """
+
+    num_heads: int
+    arguments: tuple[int | str, ...] = ()
+    outputs: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Plan:
     """What is done to a model.
 
@@ -96,6 +123,8 @@ class Plan:
         draws_random: Whether random numbers may be drawn, so that ranks must agree on them, or differ.
         splits_logits: Whether the features of a ``colwise_gather_output`` layer stay apart until somebody needs all.
         notes: What the start-up table is to say besides.
+        parameters: Full name of a parameter that hangs on no split layer to the dimension along which it is split.
+        heads: Full name of a module to its tensors that have a dimension of attention heads.
     """
 
     entries: Mapping[str, Entry]
@@ -104,11 +133,14 @@ class Plan:
     draws_random: bool = True
     splits_logits: bool = False
     notes: tuple[str, ...] = ()
+    parameters: Mapping[str, int] = field(default_factory=dict)
+    heads: Mapping[str, SplitHeads] = field(default_factory=dict)
 
     def outline(self) -> str:
         """All that ranks must agree on: not why, which may have a device's name in it."""
         styles = {name: (entry.style, entry.num_packed) for name, entry in self.entries.items()}
-        return repr((styles, self.sizes, self.sequence, self.draws_random, self.splits_logits))
+        others = (self.sizes, self.sequence, self.draws_random, self.splits_logits, self.parameters, self.heads)
+        return repr((styles, *others))
 
 
 def resolve_plan(root: nn.Module, user: Mapping[str, str] | None = None) -> dict[str, Entry]:
@@ -143,10 +175,18 @@ def resolve_plan(root: nn.Module, user: Mapping[str, str] | None = None) -> dict
     return {name: plan[name] for name in modules if name in plan}
 
 
-def with_tied(root: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]:
+def with_tied(
+    root: nn.Module, entries: Mapping[str, Entry], readers: Mapping[str, Collection[str]] | None = None
+) -> dict[str, Entry]:
     """Add the modules that share a split parameter with one that is named.
 
     Where one of them cannot be split, all of them are replicated.
+
+    Args:
+        root: The model.
+        entries: Full name of a module to what becomes of it.
+        readers: Full name of a parameter to the modules whose code uses it: one on which it hangs without being used
+            there need not be split. None: it is not known.
 
     Raises:
         PlanError: If the user has asked for the split.
@@ -158,8 +198,10 @@ def with_tied(root: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]
         for param in root.get_submodule(name).parameters(recurse=False)
     }
     result = dict(entries)
+    names = {param: name for name, param in root.named_parameters()}
     for name, module in root.named_modules():
-        tied = [split[param] for param in module.parameters(recurse=False) if param in split]
+        own = [param for param in module.parameters(recurse=False) if param in split]
+        tied = [split[param] for param in own if readers is None or name in readers.get(names[param], ())]
         if not name or not tied or (name in entries and entries[name].is_split):
             continue
         first = entries[tied[0]]
@@ -172,7 +214,7 @@ def with_tied(root: nn.Module, entries: Mapping[str, Entry]) -> dict[str, Entry]
         else:
             alike = _sharing(root, entries, tied[0])
             why = f"tied to {name}, which cannot be split"
-            return with_tied(root, {**entries, **{key: entries[key].replicated(why) for key in alike}})
+            return with_tied(root, {**entries, **{key: entries[key].replicated(why) for key in alike}}, readers)
         result[name] = Entry(style, first.source, f"tied to {tied[0]}")
     return {name: result[name] for name, _ in root.named_modules() if name in result}
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 import gc
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist.tensor_parallel.confirm import BLOCK, Trial
 from lightning_dist.tensor_parallel.find_sequence import SequenceFinder
-from lightning_dist.tensor_parallel.infer import inferred
+from lightning_dist.tensor_parallel.infer import Group, inferred, innermost_around
 from lightning_dist.tensor_parallel.layers import linear_layer, shared_heads
-from lightning_dist.tensor_parallel.plan import Entry, Plan, PlanError, SplitSequence, with_tied
+from lightning_dist.tensor_parallel.plan import Entry, Plan, PlanError, SplitHeads, SplitSequence, with_tied
 from lightning_dist.tensor_parallel.provenance import Call, Provenance
+from lightning_dist.tensor_parallel.unsplit import reasons_for_whole
 from lightning_dist.tracing import tensors_in
 
 __all__ = ["Seen", "make_plan"]
@@ -73,6 +74,49 @@ def make_plan(
     return plan
 
 
+@dataclass(frozen=True)
+class _Split:
+    """What is done to a unit, or to all of them; as of :class:`~lightning_dist.tensor_parallel.plan.Plan`."""
+
+    entries: Mapping[str, Entry]
+    sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    parameters: Mapping[str, int] = field(default_factory=dict)
+    heads: Mapping[str, SplitHeads] = field(default_factory=dict)
+
+    def joined(self, *others: _Split) -> _Split:
+        """Return this and others together."""
+        result = self
+        for other in others:
+            result = _Split(
+                {**result.entries, **other.entries},
+                {**result.sizes, **other.sizes},
+                {**result.parameters, **other.parameters},
+                {**result.heads, **other.heads},
+            )
+        return result
+
+    def inside(self, name: str) -> _Split:
+        """Return what is done to a module and to what is in it."""
+        return _Split(
+            {key: value for key, value in self.entries.items() if _is_inside(key, name)},
+            {key: value for key, value in self.sizes.items() if _is_inside(key, name)},
+            {key: value for key, value in self.parameters.items() if _is_inside(key, name)},
+            {key: value for key, value in self.heads.items() if _is_inside(key, name)},
+        )
+
+
+def _is_inside(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
+
+
+def _candidates(group: Group) -> Iterator[_Split]:
+    """Ways to split a group, the likeliest first."""
+    for num_packed in dict.fromkeys((group.num_packed, 1)):
+        yield _Split(group.entries(num_packed), {}, group.parameters, group.heads)
+        if group.parameters or group.heads:
+            yield _Split(group.entries(num_packed))
+
+
 class _Planner:
     def __init__(
         self,
@@ -96,24 +140,35 @@ class _Planner:
             self._calls = {call.name: call for call in reversed(seen.provenance.calls)}
         self._impossible: set[str] = set()  # errors of what cannot be split at all
         self._notes: list[str] = []
+        self._units: dict[str, nn.Module] = {}
+        self._kept = _Split({})
 
     def plan(self, entries: dict[str, Entry], splits_sequence: bool | None, splits_logits: bool | None) -> Plan:
         provenance = self._seen.provenance
-        if not entries and provenance is not None:
-            entries = inferred(self._root, provenance, self._mesh.size())
-            if not entries:
+        groups: list[Group] = []
+        if provenance is not None:
+            found = inferred(self._root, provenance, self._mesh.size())
+            groups = [group for group in found.groups if entries.keys().isdisjoint(group.names)]
+            given, entries = entries, {**found.vocabulary, **entries}
+            if not given and not groups and not entries:
                 why_not = self._seen.why_not or "no layer's output is added to what it was computed from"
                 self._complain(f"no plan was found: {why_not}")
         elif not entries:
             self._complain(f"no plan could be inferred: {self._seen.why_not}")
-        entries = self._without_shared(with_tied(self._root, entries))
-        sizes: dict[str, dict[str, int]] = {}
-        for name in self._blocks:
-            of_block = {key: entry for key, entry in entries.items() if key.startswith(f"{name}.")}
-            if any(entry.is_split for entry in of_block.values()):
-                tried, its_sizes = self._tried(name, of_block)
-                entries |= tried
-                sizes |= its_sizes
+        entries, groups = self._with_tied(entries, groups)
+        for name, unit in self._with_units_of(groups).items():
+            its_groups = [group for group in groups if _is_inside(group.row, name)]
+            given = {key: entry for key, entry in entries.items() if _is_inside(key, name)}
+            if its_groups or any(entry.is_split for entry in given.values()):
+                self._units[name] = unit
+                tried = self._tried(name, _Split(given), its_groups)
+                entries |= tried.entries
+                self._kept = self._kept.joined(tried)
+                groups = [group for group in groups if group not in its_groups]
+        for group in groups:  # those that are in no module that is called
+            entries |= self._untried(group)
+        entries = {name: entries[name] for name, _ in self._root.named_modules() if name in entries}
+        sizes = self._kept.sizes
         sequence: SplitSequence | None = None
         why_not = "not asked for"
         if splits_sequence is not False:
@@ -132,7 +187,62 @@ class _Planner:
         if heads:
             why = f" (given to {', '.join(needs)})" if needs else " (not asked for)" if not keeps else ""
             self._notes.append(f"logits are {'split along the vocabulary' if keeps else 'gathered'}{why}")
-        return Plan(entries, sizes, sequence, self._may_draw(), bool(heads) and keeps, tuple(self._notes))
+        self._notes += reasons_for_whole(self._root, entries, self._kept.parameters, provenance)
+        return Plan(
+            entries,
+            sizes,
+            sequence,
+            self._may_draw(),
+            bool(heads) and keeps,
+            tuple(self._notes),
+            self._kept.parameters,
+            self._kept.heads,
+        )
+
+    def _with_tied(self, entries: Mapping[str, Entry], groups: list[Group]) -> tuple[dict[str, Entry], list[Group]]:
+        """Add what is tied to something that is split, and leave groups out that are tied to what cannot be."""
+        provenance = self._seen.provenance
+        is_whole_step = provenance is not None and not self._seen.why_not
+        readers = provenance.readers if provenance is not None and is_whole_step else None
+        of_groups = {name: entry for group in groups for name, entry in group.entries().items()}
+        tied = self._without_shared(with_tied(self._root, {**of_groups, **entries}, readers))
+        if readers is not None:
+            tied = {name: self._unless_read_elsewhere(name, entry, readers) for name, entry in tied.items()}
+        kept = []
+        for group in groups:
+            whole = [name for name, entry in group.entries().items() if tied[name] != entry]
+            if not whole:
+                kept.append(group)
+            for name in group.names if whole else ():
+                if tied[name].is_split or not tied[name].why:
+                    tied[name] = tied[name].replicated(f"it works with {whole[0]}, which is whole")
+        in_groups = {name for group in kept for name in group.names}
+        return {name: entry for name, entry in tied.items() if name not in in_groups}, kept
+
+    def _unless_read_elsewhere(self, name: str, entry: Entry, readers: Mapping[str, Collection[str]]) -> Entry:
+        """Replicate a module that was inferred to be split if other code than its own uses its parameters."""
+        if entry.source != "inferred" or not entry.is_split:
+            return entry
+        params = set(self._root.get_submodule(name).parameters(recurse=False))
+        split = {key for key, param in self._root.named_parameters() if param in params}
+        tied = {key for key, module in self._root.named_modules() if params & set(module.parameters(recurse=False))}
+        others = {reader for param in split for reader in readers.get(param, ()) if reader} - tied
+        return entry.replicated(f"{min(others)} uses its weight itself") if others else entry
+
+    def _with_units_of(self, groups: Sequence[Group]) -> dict[str, nn.Module]:
+        """Return the blocks, and for groups outside of blocks the innermost modules that can be tried instead."""
+        around = {innermost_around(group.names, self._calls) for group in groups} - {""}
+        found = {name for name in around if not any(_is_inside(name, block) for block in self._blocks)}
+        outermost = {name for name in found if not any(_is_inside(name, other) for other in found - {name})}
+        free = {name for name in outermost if not any(_is_inside(block, name) for block in self._blocks)}
+        return {**self._blocks, **{name: self._root.get_submodule(name) for name in sorted(free)}}
+
+    def _untried(self, group: Group) -> dict[str, Entry]:
+        """Split a feed-forward layer even where no module around it can be tried; more than that must be tried."""
+        if len(group.cols) <= 2 and group.num_packed == 1 and not group.parameters and not group.heads:
+            return group.entries()
+        why = "no module around it can be tried"
+        return {name: entry.replicated(why) for name, entry in group.entries().items()}
 
     def _without_shared(self, entries: dict[str, Entry]) -> dict[str, Entry]:
         """Replicate modules that several blocks have: blocks are tried one by one, and may not be split alike."""
@@ -186,33 +296,63 @@ class _Planner:
         provenance = self._seen.provenance
         return provenance is None or bool(self._seen.why_not) or provenance.draws_random
 
-    def _tried(self, name: str, entries: dict[str, Entry]) -> tuple[dict[str, Entry], dict[str, dict[str, int]]]:
-        """What becomes of a block's modules, and the sizes to change for it."""
+    def _tried(self, name: str, given: _Split, groups: Sequence[Group]) -> _Split:
+        """Return what becomes of a unit's modules.
+
+        Args:
+            name: Full name of the unit.
+            given: What the user and Hugging Face say of them.
+            groups: What was inferred of the others.
+        """
+        kind = type(self._units[name]).__name__
+        everything = given.joined(*(next(_candidates(group)) for group in groups))
         if name not in self._calls:
-            self._note_once(f"{type(self._blocks[name]).__name__} was not tried: "
-                            + (self._seen.why_not or "it was not called"))  # fmt: skip
-            return entries, {}
-        sizes, error = self._try_sizes(name, entries)
+            self._note_once(f"{kind} was not tried: " + (self._seen.why_not or "it was not called"))
+            why = "it could not be tried: its block was not called"
+            whole = {key: entry.replicated(why) for group in groups for key, entry in group.entries().items()}
+            return given.joined(_Split(whole))
+        tried, error = self._try_sizes(name, everything)
         if not error:
-            return entries, sizes
-        source = next(entry.source for entry in entries.values() if entry.is_split)
-        kind = type(self._blocks[name]).__name__
+            return tried
+        kept = self._tried_of_given(name, given)
+        for group in groups:
+            first = ""
+            for candidate in _candidates(group):
+                tried, error = self._try_sizes(name, kept.joined(candidate))
+                first = first or error
+                if not error:
+                    kept = tried
+                    break
+            else:
+                if self._is_strict:
+                    raise PlanError(
+                        f"strict_plan=True: split as inferred, {name} ({kind}) does not compute the same: {first}"
+                    )
+                whole = {key: entry.replicated(first) for key, entry in group.entries().items()}
+                kept = kept.joined(_Split(whole))
+        return kept
+
+    def _tried_of_given(self, name: str, given: _Split) -> _Split:
+        """Return what becomes of the modules of a unit that the user and Hugging Face name."""
+        if not any(entry.is_split for entry in given.entries.values()):
+            return given
+        tried, error = self._try_sizes(name, given)
+        if not error:
+            return tried
+        source = next(entry.source for entry in given.entries.values() if entry.is_split)
+        kind = type(self._units[name]).__name__
         if source == "user" and error in self._impossible:
             raise PlanError(f"plan: {error}")
         if source == "user":
             raise PlanError(f"plan: split so, {name} ({kind}) does not compute what it does whole: {error}")
         if self._is_strict:
             raise PlanError(f"strict_plan=True: split as {source}, {name} ({kind}) does not compute the same: {error}")
-        kept: dict[str, Entry] = {}
-        kept_sizes: dict[str, dict[str, int]] = {}
-        for group in self._parts(entries):
-            its_sizes, error = self._try_sizes(name, kept | group)
-            if error:
-                kept |= {key: entry.replicated(error) for key, entry in group.items()}
-            else:
-                kept |= group
-                kept_sizes = its_sizes
-        return kept, kept_sizes
+        kept = _Split({})
+        for part in self._parts(given.entries):
+            tried, error = self._try_sizes(name, kept.joined(_Split(part)))
+            whole = _Split({key: entry.replicated(error) for key, entry in part.items()})
+            kept = kept.joined(whole) if error else tried
+        return kept
 
     def _parts(self, entries: Mapping[str, Entry]) -> list[dict[str, Entry]]:
         """Entries of a block by the rowwise layer that they feed."""
@@ -232,15 +372,16 @@ class _Planner:
         rest = {name: entry for name, entry in entries.items() if name not in taken}
         return [*parts, *([rest] if rest else [])]
 
-    def _try_sizes(self, name: str, entries: Mapping[str, Entry]) -> tuple[dict[str, dict[str, int]], str]:
-        """Sizes with which a split block computes the same, or why it does not with any."""
+    def _try_sizes(self, name: str, split: _Split) -> tuple[_Split, str]:
+        """Return a split unit with the sizes with which it computes the same, or why it does not with any."""
         first = ""
-        for sizes in self._candidate_sizes(name, entries):
-            error = self.difference(name, entries, sizes, None)
+        for sizes in self._candidate_sizes(name, split.entries):
+            tried = replace(split, sizes=sizes)
+            error = self._difference(name, tried, None)
             if not error:
-                return sizes, ""
+                return tried, ""
             first = first or error
-        return {}, first
+        return split, first
 
     def _candidate_sizes(self, name: str, entries: Mapping[str, Entry]) -> Iterator[dict[str, dict[str, int]]]:
         """None; those that count heads; and those that count the features of a split layer, too."""
@@ -292,22 +433,29 @@ class _Planner:
         sizes: Mapping[str, Mapping[str, int]],
         sequence: SplitSequence | None,
     ) -> str:
-        """What :meth:`Trial.difference` says of a block; the same for blocks of the same kind."""
-        block = self._blocks[name]
+        """Try a unit with what is kept of its parameters and heads; see :meth:`_difference`."""
+        return self._difference(name, replace(self._kept.inside(name), entries=entries, sizes=sizes), sequence)
+
+    def _difference(self, name: str, split: _Split, sequence: SplitSequence | None) -> str:
+        """What :meth:`Trial.difference` says of a unit; the same for units of the same kind."""
+        unit = self._units[name]
 
         def inside(key: str) -> str:
             return BLOCK + key[len(name) :]
 
         # In one order: whether something was tried already must be the same on all ranks.
         plan = Plan(
-            {inside(key): entry for key, entry in sorted(entries.items())},
-            {inside(key): dict(sorted(value.items())) for key, value in sorted(sizes.items())},
+            {inside(key): entry for key, entry in sorted(split.entries.items())},
+            {inside(key): dict(sorted(value.items())) for key, value in sorted(split.sizes.items())},
             sequence,
+            parameters={inside(key): dim for key, dim in sorted(split.parameters.items())},
+            heads={inside(key): heads for key, heads in sorted(split.heads.items())},
         )
-        shapes = tuple((key, tuple(param.shape)) for key, param in block.named_parameters())
-        kind = (type(block), shapes, _shapes(self._calls[name]))
+        shapes = tuple((key, tuple(param.shape)) for key, param in unit.named_parameters())
+        used = () if self._seen.provenance is None else self._seen.provenance.used_later.get(name, ())
+        kind = (type(unit), shapes, _shapes(self._calls[name]), tuple(sorted(used)))
         if kind not in self._trials:
-            self._trials[kind] = Trial(block, self._calls[name], self._mesh, self._num_shards)
+            self._trials[kind] = Trial(unit, self._calls[name], self._mesh, self._num_shards, used)
         trial = self._trials[kind]
         if trial.error:
             return f"it could not be tried: {trial.error}"
@@ -326,4 +474,5 @@ class _Planner:
 
 
 def _shapes(call: Call) -> object:
-    return tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in((call.args, call.kwargs)))
+    # As text: a size that depends on values can be neither compared nor hashed.
+    return tuple((str(tuple(tensor.shape)), tensor.dtype) for tensor in tensors_in((call.args, call.kwargs)))

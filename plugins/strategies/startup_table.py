@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
@@ -58,7 +59,12 @@ def startup_table(strategy: MeshStrategy, module: ShardedModule) -> str:
         rows.append(("schedule", f"{config.schedule}, {config.num_microbatches} microbatches of a rank's batch"))
     if module.tensor_parallel is not None:
         plan = module.tensor_parallel.plan
-        split = [*_split(plan.entries), *plan.notes]
+        split = [
+            f"{_split_over_tp(module):.0%} of the parameters",
+            *_split(plan.entries),
+            *_split_parameters(plan.parameters),
+            *plan.notes,
+        ]
         rows += [("split" if not index else "", text) for index, text in enumerate(split)]
     if layout.dp_replicate > 1:
         every = strategy.check_replicas_every_n_steps
@@ -85,6 +91,22 @@ def _split(plan: Mapping[str, Entry]) -> Iterator[str]:
     for (style, source, why), names in lines.items():
         counted = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names.items())
         yield f"{style} ({source}{'; ' if why else ''}{why}): {counted}"
+
+
+def _split_parameters(parameters: Mapping[str, int]) -> Iterator[str]:
+    """Yield a line for the parameters that are split with the heads of the attention around them."""
+    names = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in parameters)
+    if names:
+        counted = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names.items())
+        yield f"with the heads (inferred): {counted}"
+
+
+def _split_over_tp(module: ShardedModule) -> float:
+    """Return the fraction of the parameters of which each rank of ``tp`` has a part."""
+    assert module.tensor_parallel is not None
+    params = [param for param in module.module.parameters() if not param.is_meta]
+    split = sum(param.numel() for param in params if module.tensor_parallel.splits(param))
+    return split / max(sum(param.numel() for param in params), 1)
 
 
 def _held(module: ShardedModule) -> int:

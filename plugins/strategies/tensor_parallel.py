@@ -25,8 +25,8 @@ class TensorParallelStrategy(MeshStrategy):
         plan: Module names to how they are split (``colwise``, ``rowwise``, ``colwise_gather_output``,
             ``embedding_rowwise``, ``replicate``, ``replicated_with_grad_allreduce``). In a name ``*`` stands for one
             part between dots; the beginning may be left out. None: ``tensor_parallel_plan()`` of the LightningModule,
-            where it has one. A Hugging Face model's own plan is used for what is not named. Where nobody gives one, it
-            is inferred from a step.
+            where it has one. A Hugging Face model's own plan is used for what is not named. What both leave out is
+            inferred from a step; name a module with ``replicate`` to keep it whole.
         strict_plan: Raise where no plan can be inferred, or what was inferred does not compute the same as the whole
             model; else such modules are replicated.
         sequence_parallel: Whether hidden states between split layers are split along the sequence. None: where that

@@ -16,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_dist import TensorParallelStrategy, full_parameters
 from lightning_dist.parity import whole_parameters
 from lightning_dist.tensor_parallel import SplitLogits
+from tests.behaviour.cases.split_layers import Masked
+from tests.behaviour.models import tokens
 from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
 from tests.models import CONTEXT, GPT, build
 from tests.parity.run import PLANS
@@ -300,3 +302,49 @@ def test_an_inferred_plan_is_confirmed(pool: WorkerPool) -> None:
     table = ranks[0][3]
     assert "replicate (inferred; " in table and "model.blocks.*.qkv" in table
     assert "colwise (inferred): 2 x model.blocks.*.mlp.0" in table
+
+
+def table_of_a_plan_with_gaps() -> str:
+    """The table where Hugging Face names the head alone, and the user one layer of each feed-forward pair."""
+    model, lines = build("llama3"), []
+    for module in model.modules():
+        if hasattr(module, "_tp_plan"):
+            module._tp_plan = {"lm_head": "colwise_gather_output"}
+    strategy = TensorParallelStrategy(2, plan={"mlp.down_proj": "replicate"})
+    with patch("lightning_dist.plugins.strategies.mesh.rank_zero_info", lines.append):
+        make_trainer("2x2", strategy=strategy, max_steps=1).fit(model)
+    return "\n".join(lines)
+
+
+def test_what_a_plan_leaves_out_is_inferred(pool: WorkerPool) -> None:
+    table = pool.run(table_of_a_plan_with_gaps, 4)[0]
+    assert "  split       43% of the parameters\n" in table
+    assert "colwise_gather_output (Hugging Face): model.lm_head" in table
+    assert "embedding_rowwise (inferred): model.model.embed_tokens" in table
+    assert "colwise (inferred): 3 x model.model.layers.*.self_attn.q_proj" in table
+    assert "replicate (user): 3 x model.model.layers.*.mlp.down_proj" in table
+    assert "whole, " in table and "mlp.down_proj.weight" in table
+
+
+class ReadsAlias(Masked):
+    """Reads the head's bias in a step that was not looked at, from the module that it hangs on without being used."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+        return self.model.head.bias * 2.0
+
+
+def read_alias() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return what the ranks that return predictions have read, and twice the bias."""
+    model = ReadsAlias()
+    loader = torch.utils.data.DataLoader(tokens(16), batch_size=8)
+    trainer = make_trainer("2x2", strategy=TensorParallelStrategy(2), max_steps=1, limit_predict_batches=1)
+    trainer.fit(model, loader)
+    expected = 2.0 * whole_parameters(model)["model.head.decoder.bias"]
+    return [(read, expected) for read in trainer.predict(model, loader) or []]
+
+
+def test_a_parameter_is_whole_where_it_hangs_without_being_used(pool: WorkerPool) -> None:
+    results = [pair for pairs in pool.run(read_alias, 4) for pair in pairs]
+    assert results
+    for read, expected in results:
+        torch.testing.assert_close(read, expected)

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lightning_dist.tensor_parallel import Provenance, resolve_plan
 from lightning_dist.tensor_parallel.infer import inferred
-from lightning_dist.tensor_parallel.plan import with_tied
+from lightning_dist.tensor_parallel.plan import SplitHeads, with_tied
 from lightning_dist.tracing import run_on_fakes
 from lightning_dist.units import find_blocks
 from tests.models import build
@@ -31,7 +34,7 @@ BY_HAND = {
 
 
 def seen(model: Any) -> Provenance:
-    provenance = Provenance(frozenset(find_blocks(model)))
+    provenance = Provenance(frozenset(find_blocks(model)), model)
     batch = [tensor[:4] for tensor in model.data()]
 
     def step(fake: Any) -> Any:
@@ -49,7 +52,7 @@ def test_it_equals_the_one_by_hand(name: str) -> None:
         by_hand = {n: style for pattern, style in BY_HAND.items() for n in fnmatch.filter(names, pattern)}
     else:
         by_hand = {n: entry.style for n, entry in with_tied(model, resolve_plan(model)).items()}
-    found = {n: entry.style for n, entry in with_tied(model, inferred(model, seen(model), 2)).items()}
+    found = {n: entry.style for n, entry in with_tied(model, inferred(model, seen(model), 2).entries()).items()}
     assert len(found) > 10 and found == by_hand
 
 
@@ -82,10 +85,67 @@ def test_why_a_step_could_not_be_seen_to_its_end_is_told() -> None:
         return loss if loss > 3 else 2 * loss
 
     model.training_step = looking
-    provenance = Provenance(frozenset(find_blocks(model)))
+    provenance = Provenance(frozenset(find_blocks(model)), model)
     batch = [tensor[:4] for tensor in model.data()]
     why = run_on_fakes(
         model, lambda fake: model.training_step([fake(t) for t in batch], 0), torch.device("cpu"), provenance
     )
     assert why.startswith("GuardOnDataDependentSymNode")
-    assert len(inferred(model, provenance, 2)) == 2 * 7 + 2
+    assert len(inferred(model, provenance, 2).entries()) == 2 * 7 + 2
+
+
+@functools.lru_cache
+def distances(length: int) -> Tensor:
+    return torch.arange(length)[None] - torch.arange(length)[:, None] + length - 1
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads = 2
+        self.query, self.key, self.value, self.out = (nn.Linear(8, 8) for _ in range(4))
+        self.query_bias = nn.Parameter(torch.randn(8))
+        self.table = nn.Embedding(7, 2)
+
+    def forward(self, x: Tensor, mask: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        query, key, value = (
+            layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for layer in (self.query, self.key, self.value)
+        )
+        query = query + self.query_bias.view(self.num_heads, 1, -1)
+        if bias is None:
+            bias = self.table(distances(x.size(1))).permute(2, 0, 1)[None]
+        scores = query @ key.transpose(-1, -2) + bias + mask
+        return x + self.out((scores.softmax(-1) @ value).transpose(1, 2).flatten(2)), bias
+
+
+class WithPositions(nn.Module):
+    """The first block makes the position bias, and hands it on, as in T5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(8, 8)
+        self.first, self.second = Attention(), Attention()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, mask = batch
+        x, bias = self.first(self.embedding(tokens), mask, None)
+        return self.second(x, mask, bias)[0].sum()
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        return torch.zeros(4, 4).long(), torch.zeros(4, 1, 1, 4)
+
+
+def test_what_attention_is_computed_with_is_split_with_its_heads() -> None:
+    model = WithPositions()
+    first, second = inferred(model, seen(model), 2).groups
+    assert first.cols == ("first.key", "first.query", "first.value")
+    assert first.parameters == {"first.query_bias": 0, "first.table.weight": 1}
+    assert first.heads == {"first": SplitHeads(2, (), (1,))}
+    assert second.parameters == {"second.query_bias": 0}
+    assert second.heads == {"second": SplitHeads(2, (2,), ())}
+
+
+def test_caches_of_functions_hold_no_fakes() -> None:
+    distances.cache_clear()
+    seen(WithPositions())
+    assert not isinstance(distances(4), FakeTensor)

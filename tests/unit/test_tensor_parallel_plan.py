@@ -78,3 +78,11 @@ def test_what_is_tied_to_what_cannot_be_split_is_replicated() -> None:
     assert "tied to around" in found["around.head"].why
     with pytest.raises(PlanError, match=r"around is tied to around\.head"):
         with_tied(TiedBias(), {"around.head": Entry("colwise", "user")})
+
+
+def test_what_only_hangs_on_a_module_does_not_keep_a_layer_whole() -> None:
+    split = {"embedding": Entry("embedding_rowwise", "inferred"), "around.head": Entry("colwise", "inferred")}
+    readers = {"embedding.weight": {"embedding", "around.head"}, "around.bias": {"around.head"}}
+    assert with_tied(TiedBias(), split, readers) == split
+    readers["around.bias"].add("around")
+    assert not any(entry.is_split for entry in with_tied(TiedBias(), split, readers).values())

@@ -25,6 +25,11 @@ MAX_REFUSED = 2
 """Families that may be refused under pipelines. Under strategies without stages none may."""
 
 
+MOSTLY_SPLIT = ("BERT", "RoBERTa", "XLM-R", "MPNet", "DistilBERT", "DeBERTa", "ELECTRA", "T5", "ALBERT")
+MIN_SPLIT = 0.8
+"""The fraction of the parameters of those families that is split under tensor parallelism, at least."""
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Compare families, print the table, and return 1 if something in it must not be."""
     parser = argparse.ArgumentParser("python -m tests.zoo", description=__doc__)
@@ -59,6 +64,11 @@ def complaints(rows: Mapping[str, Row]) -> list[str]:
         for name, row in rows.items()
         for strategy, cell in row.items()
         if cell.is_failure or (cell.status == "refused" and strategy not in PIPELINES)
+    ]
+    found += [
+        f"{name}: only {row['tensor_parallel'].split:.0%} of the parameters are split"
+        for name, row in rows.items()
+        if name in MOSTLY_SPLIT and "tensor_parallel" in row and row["tensor_parallel"].split < MIN_SPLIT
     ]
     refused = [name for name, row in rows.items() if any(row[s].status == "refused" for s in PIPELINES if s in row)]
     if len(refused) > MAX_REFUSED:

@@ -15,7 +15,7 @@ from tests.pool import RankFailed, WorkerPool
 from tests.zoo.family import Family
 from tests.zoo.run import REFUSED, WORLD_SIZES, Outcome, run
 
-__all__ = ["TOLERANCE", "Cell", "compare"]
+__all__ = ["TOLERANCE", "Cell", "compare", "failed"]
 
 TOLERANCE = 1e-8
 TIMEOUT_S, GRACE_S = 300.0, 60.0
@@ -59,8 +59,8 @@ def compare(pool: WorkerPool, family: Family, strategy: str, expected: Outcome) 
     """
     try:
         outcomes = pool.run(run, WORLD_SIZES[strategy], family.name, strategy, timeout_s=TIMEOUT_S, grace_s=GRACE_S)
-    except RankFailed as failed:
-        return _failed(failed, WORLD_SIZES[strategy])
+    except RankFailed as error:
+        return failed(error, WORLD_SIZES[strategy])
     losses = np.mean([outcome.losses for outcome in outcomes], axis=0)
     found = _errors({"loss": losses}, {"loss": np.array(expected.losses)})
     found |= {f"gradient of {key}": error for key, error in _errors(outcomes[0].gradients, expected.gradients).items()}
@@ -87,16 +87,18 @@ def _errors(candidate: Mapping[str, np.ndarray], reference: Mapping[str, np.ndar
         return {"shapes": math.inf}
 
 
-def _failed(failed: RankFailed, world_size: int) -> Cell:
-    texts = [_message(text) for _, text in sorted(failed.errors.items())]
-    details = "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(failed.errors.items()))
+def failed(error: RankFailed, world_size: int) -> Cell:
+    """Return the cell of a run that has failed on at least one of ``world_size`` ranks."""
+    texts = [_message(text) for _, text in sorted(error.errors.items())]
+    details = "\n".join(f"--- rank {rank} ---\n{text}" for rank, text in sorted(error.errors.items()))
     hung = [text for text in texts if text.startswith("the rank ")]
     own = next((text for text in texts if text not in hung and "OtherRankError" not in text), texts[0])
     if hung:
         return Cell("HUNG", _first_sentence(f"{hung[0]} ({own})" if own not in hung else own), details=details)
     if len(texts) == world_size and all(text.startswith(REFUSED) for text in texts):
         return Cell("refused", _first_sentence(own.removeprefix(f"{REFUSED}: ").partition(": ")[2]), details=details)
-    return Cell("CRASHED", _first_sentence(own.partition(": ")[2]), details=details)
+    crashed = next((text for text in texts if not text.startswith(REFUSED)), own)
+    return Cell("CRASHED", _first_sentence(crashed.partition(": ")[2]), details=details)
 
 
 def _message(text: str) -> str:

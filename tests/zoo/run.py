@@ -110,8 +110,12 @@ class ZooModule(pl.LightningModule):
             parts = [_joined(parts[i : i + NUM_PARTS]) for i in range(0, len(parts), NUM_PARTS)]
         return DataLoader(parts, batch_size=None)
 
+
+class PackedModule(ZooModule):
+    """A module whose batches have tensors with several rows for each sample."""
+
     def split_batch(self, batch: Batch, num_microbatches: int) -> list[Batch]:
-        """Split a batch of which some tensors have several rows for each sample."""
+        """Return the microbatches of a batch."""
         rows = {key: BATCH_SIZE * self.family.packed.get(key, 1) for key in batch}
         return [
             {key: value[index * rows[key] : (index + 1) * rows[key]] for key, value in batch.items()}
@@ -145,7 +149,8 @@ def run(name: str, strategy: str | None) -> Outcome:
         logging.getLogger(logger).setLevel(logging.ERROR)
     is_joined = strategy in PIPELINES
     # Every rank draws other weights; those of rank 0 count.
-    module = ZooModule(FAMILIES[name], seed=int(os.environ["RANK"]), is_joined=is_joined)
+    cls = PackedModule if FAMILIES[name].packed else ZooModule
+    module = cls(FAMILIES[name], seed=int(os.environ["RANK"]), is_joined=is_joined)
     recorder = Recorder()
     accumulate = 1 if is_joined or strategy == "full_shard" else NUM_PARTS
     trainer = pl.Trainer(

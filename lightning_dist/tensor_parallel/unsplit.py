@@ -1,0 +1,81 @@
+"""Which parameters every rank has whole under a plan, and why."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from lightning_dist.tensor_parallel.layers import linear_layer
+from lightning_dist.tensor_parallel.plan import Entry
+from lightning_dist.tensor_parallel.provenance import Provenance
+
+__all__ = ["reasons_for_whole"]
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+_SMALL = 0.01
+"""Parameters that are whole for the same reason are named from that part of the model on."""
+
+
+def reasons_for_whole(
+    root: nn.Module,
+    entries: Mapping[str, Entry],
+    parameters: Mapping[str, int],
+    provenance: Provenance | None,
+) -> Iterator[str]:
+    """Return a line for each reason why parameters are whole, the most parameters first.
+
+    Args:
+        root: The model.
+        entries: Full name of a module to what becomes of it.
+        parameters: Full names of other parameters that are split.
+        provenance: What was seen of a step; None: nothing.
+    """
+    split = {param for name, param in root.named_parameters() if name in parameters}
+    for name, entry in entries.items():
+        if entry.is_split:
+            split |= {
+                param
+                for key, param in root.get_submodule(name).named_parameters(recurse=False)
+                if key == "weight" or entry.style != "rowwise"
+            }
+    numbers: dict[str, dict[str, int]] = defaultdict(lambda: defaultdict(int))
+    for name, param in root.named_parameters():
+        if param not in split:
+            short = re.sub(r"\.\d+(?=\.)", ".*", name)
+            numbers[_reason(root, name, param, entries, provenance)][short] += param.numel()
+    total = sum(param.numel() for param in root.parameters())
+    for reason, names in sorted(numbers.items(), key=lambda item: -sum(item[1].values())):
+        part = sum(names.values()) / total
+        if part >= _SMALL:
+            largest = sorted(names, key=lambda name: -names[name])
+            more = f" and {len(largest) - 3} more" if len(largest) > 3 else ""
+            yield f"whole, {part:.0%}: {', '.join(largest[:3])}{more}: {reason}"
+
+
+def _reason(
+    root: nn.Module, name: str, param: nn.Parameter, entries: Mapping[str, Entry], provenance: Provenance | None
+) -> str:
+    owner = name.rpartition(".")[0]
+    module = root.get_submodule(owner)
+    entry = entries.get(owner)
+    if entry is not None and not entry.is_split and entry.why:
+        return entry.why
+    if param.ndim < 2:
+        return "norms, biases and other vectors are small"
+    if provenance is None:
+        return "no step was seen"
+    if not provenance.readers.get(name):
+        return "the step did not use them as far as it was seen"
+    if isinstance(module, nn.Embedding):
+        return "an embedding is split where a head has as many outputs as it has rows"
+    if isinstance(module, _CONVOLUTIONS):
+        return "convolutions are not split"
+    if linear_layer(module) is not None:
+        return "linear layers are split where the output of a pair of them is added to the hidden states"
+    if param.ndim > 2:
+        return "experts are not split yet"
+    return "only linear layers and embeddings are split"
