@@ -218,6 +218,20 @@ def drop_last(run: Run) -> None:
 
 
 @case("batches of another length in every step")
+def batches_of_other_lengths(run: Run) -> None:
+    class Batches:
+        def __iter__(self) -> Iterator[Any]:
+            for index, (x, y) in enumerate(run.loader()):
+                yield x[:, None, :].repeat(1, 1 + index % 3, 1), y
+
+    class Lengths(Classifier):
+        def loss(self, batch: Any) -> Tensor:
+            return functional.cross_entropy(self(batch[0]).mean(1), batch[1])
+
+    run.fit(Lengths(), Batches())
+
+
+@case("the step makes hidden states of another length in every step")
 def other_lengths(run: Run) -> None:
     class Lengths(Classifier):
         def loss(self, batch: Any) -> Tensor:
