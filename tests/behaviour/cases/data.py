@@ -245,7 +245,7 @@ def other_lengths(run: Run) -> None:
 @case("a collate function that pads to the longest of the batch")
 def padded(run: Run) -> None:
     def collate(items: list[Any]) -> dict[str, Tensor]:
-        lengths = [3 + i % 2 for i in range(len(items))]
+        lengths = [3 + int(y) % 2 for _, y in items]
         rows = [x[: 4 * n].view(n, 4) for n, (x, _) in zip(lengths, items, strict=True)]
         return {
             "x": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
@@ -271,12 +271,6 @@ def batch_sampler(run: Run) -> None:
     indices = list(reversed(range(64)))[run.data_parallel_rank :: run.layout.num_data_parallel]
     sampler = BatchSampler(indices, 8 // run.layout.num_data_parallel, drop_last=True)
     run.fit(Classifier(), DataLoader(samples(), batch_sampler=sampler), max_epochs=2)
-
-
-@case("workers that load the data")
-def workers(run: Run) -> None:
-    loader = run.loader(num_workers=1, multiprocessing_context="fork")
-    run.fit(Classifier(), loader, max_epochs=2, limit_train_batches=2)
 
 
 @case("no validation batch at all")
