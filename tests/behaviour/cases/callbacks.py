@@ -105,7 +105,7 @@ for _name, (_title, _make, _options) in _CALLBACKS.items():
 
     @case(_title, name=f"callback_{_name}", refused=_REFUSED.get(_name, {}))
     def _(run: Run, make: Callable[[], Callback] = _make, options: dict[str, Any] = _options) -> None:
-        run.fit(_Cosine(), val=True, callbacks=[make()], **{"max_epochs": 5, **options})
+        run.fit(_Cosine().double(), val=True, callbacks=[make()], **{"max_epochs": 5, **options})
 
 
 @case("EarlyStopping of a metric that is missing is Lightning's own error")
@@ -116,7 +116,7 @@ def stopping_strict(run: Run) -> None:
 @case("EMAWeightAveraging with ModelCheckpoint: the averaged weights are saved, validated and resumed")
 def ema_with_checkpoint(run: Run) -> None:
     callbacks = [EMAWeightAveraging(decay=0.8), ModelCheckpoint(run.folder, "{epoch}", monitor="val/loss")]
-    model = Classifier()
+    model = Classifier().double()
     trainer = run.fit(model, val=True, callbacks=callbacks, max_epochs=2, name="first")
     run.record("validated", trainer.validate(model, run.loader(), verbose=False))
     path = callbacks[1].best_model_path
@@ -126,7 +126,7 @@ def ema_with_checkpoint(run: Run) -> None:
 @case("validate(ckpt_path='best') after a fit with WeightAveraging")
 def averaging_then_validate(run: Run) -> None:
     callbacks = [WeightAveraging(), ModelCheckpoint(run.folder, monitor="val/loss")]
-    model = Classifier()
+    model = Classifier().double()
     trainer = run.fit(model, val=True, callbacks=callbacks, max_epochs=2)
     run.record("validated", trainer.validate(model, run.loader(), ckpt_path="best", verbose=False))
 
@@ -236,7 +236,7 @@ def feature_hook(run: Run) -> None:
             if trainer.state.fn == "validate" and self.features:
                 run.record("features", torch.cat(self.features), per_rank=True)
 
-    model = Classifier()
+    model = Classifier().double()
     trainer = run.fit(model, val=True, callbacks=[Features()])
     trainer.validate(model, run.loader(), verbose=False)
 

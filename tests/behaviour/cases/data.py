@@ -82,9 +82,18 @@ _BATCHES: dict[str, tuple[str, Callable[[Tensor, Tensor], Any], Callable[[Any], 
     ),
 }
 
+_NO_DIMENSION_OF_SAMPLES = (
+    r"splits every tensor of a batch into microbatches along dimension 0.*Give what belongs to no"
+)
+_REFUSED = {
+    "own_class": "finds no samples to split into microbatches.*give its class __len__",
+    "constant": _NO_DIMENSION_OF_SAMPLES,
+    "transposed": _NO_DIMENSION_OF_SAMPLES,
+}
 for _name, (_title, _make, _take) in _BATCHES.items():
+    _refused = dict.fromkeys(("pp", "nd", "nd_tp"), _REFUSED[_name]) if _name in _REFUSED else {}
 
-    @case(f"a batch is {_title}", name=f"batch_{_name}")
+    @case(f"a batch is {_title}", name=f"batch_{_name}", refused=_refused)
     def _(run: Run, make: Callable[..., Any] = _make, take: Callable[[Any], Any] = _take) -> None:
         class Takes(Classifier):
             def loss(self, batch: Any) -> Tensor:
@@ -209,6 +218,20 @@ def drop_last(run: Run) -> None:
 
 
 @case("batches of another length in every step")
+def batches_of_other_lengths(run: Run) -> None:
+    class Batches:
+        def __iter__(self) -> Iterator[Any]:
+            for index, (x, y) in enumerate(run.loader()):
+                yield x[:, None, :].repeat(1, 1 + index % 3, 1), y
+
+    class Lengths(Classifier):
+        def loss(self, batch: Any) -> Tensor:
+            return functional.cross_entropy(self(batch[0]).mean(1), batch[1])
+
+    run.fit(Lengths(), Batches())
+
+
+@case("the step makes hidden states of another length in every step")
 def other_lengths(run: Run) -> None:
     class Lengths(Classifier):
         def loss(self, batch: Any) -> Tensor:
@@ -222,7 +245,7 @@ def other_lengths(run: Run) -> None:
 @case("a collate function that pads to the longest of the batch")
 def padded(run: Run) -> None:
     def collate(items: list[Any]) -> dict[str, Tensor]:
-        lengths = [3 + i % 2 for i in range(len(items))]
+        lengths = [3 + int(y) % 2 for _, y in items]
         rows = [x[: 4 * n].view(n, 4) for n, (x, _) in zip(lengths, items, strict=True)]
         return {
             "x": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
@@ -248,12 +271,6 @@ def batch_sampler(run: Run) -> None:
     indices = list(reversed(range(64)))[run.data_parallel_rank :: run.layout.num_data_parallel]
     sampler = BatchSampler(indices, 8 // run.layout.num_data_parallel, drop_last=True)
     run.fit(Classifier(), DataLoader(samples(), batch_sampler=sampler), max_epochs=2)
-
-
-@case("workers that load the data")
-def workers(run: Run) -> None:
-    loader = run.loader(num_workers=1, multiprocessing_context="fork")
-    run.fit(Classifier(), loader, max_epochs=2, limit_train_batches=2)
 
 
 @case("no validation batch at all")
