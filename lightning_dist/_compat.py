@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
-from torch.distributed.tensor import DTensor, Placement, debug
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
@@ -40,11 +40,9 @@ __all__ = [
     "drop_gradients",
     "flush_gradients",
     "initialize_root",
-    "is_connection_error",
     "is_in_backward",
     "keep_gathered",
     "leave_out_hooks",
-    "leave_process_groups",
     "move_hooks",
     "num_collectives",
     "num_packed",
@@ -168,8 +166,50 @@ class ParameterGroup:
                 continue
             self._writes_through_data |= compares
             shard.copy_(own)
-            changed.append((param._param_fqn or "").removeprefix("module."))
+            changed.append(_name(param))
         return changed
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The sharded parameters."""
+        return [param.sharded_param for param in self._group.fsdp_params]
+
+    @property
+    def names(self) -> list[str]:
+        """Full names of the parameters in the user's module."""
+        return [_name(param) for param in self._group.fsdp_params]
+
+    def holds(self, param: torch.Tensor) -> bool:
+        """Whether ``param`` is one of the gathered parameters."""
+        return any(getattr(own, "_unsharded_param", None) is param for own in self._group.fsdp_params)
+
+    def unwritten(self) -> list[str]:
+        """Return the names of gathered parameters whose values are not those of the shards."""
+        found = []
+        for param in self._group.fsdp_params:
+            shard, own = _own_part(param, _local(param._unsharded_param))
+            if not torch.equal(shard.to(own.dtype), own):
+                found.append(_name(param))
+        return found
+
+    def lost_hooks(self) -> list[str]:
+        """Return the names of parameters with tensor hooks that their gathered ones do not have."""
+        return [
+            _name(param)
+            for param in self._group.fsdp_params
+            if (param.sharded_param._backward_hooks or {}).keys()
+            - (param._unsharded_param._backward_hooks or {}).keys()
+        ]
+
+    def unreduced_names(self) -> list[str]:
+        """Return the names of parameters of which a backward left a gradient on the gathered ones."""
+        unreduced = self._unreduced()
+        return [name for index, name in enumerate(self.names) if index in unreduced]
+
+    def names_without_gradient(self) -> list[str]:
+        """Return the names of parameters that got a gradient in the last backward here, and have no reduced one."""
+        params = self._group.fsdp_params
+        return [_name(params[index]) for index in sorted(self._used) if params[index].sharded_param.grad is None]
 
     @property
     def gathered(self) -> list[torch.Tensor]:
@@ -371,6 +411,14 @@ def put_parameter(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _hooks(tensor: torch.Tensor) -> dict[int, Any]:
+    return tensor._backward_hooks or {}
+
+
+def _name(param: FSDPParam) -> str:
+    return (param._param_fqn or "").removeprefix("module.")
 
 
 def _own_part(param: FSDPParam, whole: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -737,32 +785,6 @@ def on_equal(function: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
 def process_groups() -> list[dist.ProcessGroup]:
     """All process groups that this rank is in; torch tells only of the default one."""
     return list(dist.distributed_c10d._world.pg_map)
-
-
-def is_connection_error(error: BaseException) -> bool:
-    """Return whether ``error``, or what it was raised for, is of the connections between processes.
-
-    Gloo's are RuntimeErrors that can be told by their text alone; replaced by an error class for them.
-    """
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, dist.DistError) or (isinstance(seen, RuntimeError) and "gloo/" in str(seen)):
-            return True
-        seen = seen.__cause__ or seen.__context__
-    return False
-
-
-def leave_process_groups() -> None:
-    """Close the connections of all process groups, whatever is under way in them.
-
-    DTensor keeps what it knows of meshes by their shape and ranks, and would take the new groups' for the old ones'.
-    Replaced by: a public abort of all groups, which is private for the default one.
-    """
-    if dist.get_backend() == "nccl":
-        dist.distributed_c10d._abort_process_group()
-    else:
-        dist.destroy_process_group()
-    debug._clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
 
 
 def num_collectives(group: dist.ProcessGroup) -> int:

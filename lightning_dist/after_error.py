@@ -1,84 +1,62 @@
-"""An error on some ranks ends the run on all of them, and leaves processes that can talk to each other.
+"""Going on after an error that a user has caught: only where all ranks had one.
 
-A rank that fails alone leaves the others waiting for it in a collective. They are waked by its connections, which it
-closes; then every rank has an error, and all of them form a process group anew, for the checkpoint that a callback
-saves after an error, and for what a user does who catches it.
+A rank that failed alone has left the others waiting for it in a collective of the run that failed. What it does next
+with them would be taken for that collective, or wait for ever.
 """
 
 from __future__ import annotations
 
-import time
-from collections import Counter
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from lightning_dist import _compat
 from lightning_dist.consensus import OtherRankError
 
-__all__ = ["end_together"]
+__all__ = ["announce_error", "check_that_all_ranks_failed"]
 
-SOON_S = 2.0
-"""How long a rank that failed waits for others that fail by themselves, before it closes its connections."""
-
-_errors: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
-"""How often a run ended in an error, in the processes' default group."""
+_num_errors: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""The number of runs of this process that ended in an error, in its default group."""
 
 
-def end_together(error: BaseException, backend: str | None, timeout: timedelta | None, wait_s: float = 30.0) -> bool:
-    """Wait until every rank has an error; where some have none, let them have one.
+def announce_error(error: BaseException) -> None:
+    """Let other ranks know that a run has ended in ``error`` on this one. No collective."""
+    if not dist.is_initialized():
+        return
+    group = dist.distributed_c10d._get_default_group()
+    _num_errors[group] = _num_errors.get(group, 0) + 1
+    _store().set(_key(_num_errors[group], dist.get_rank()), f"{type(error).__name__}: {error}")
 
-    To be called by every rank that has an error, before it does anything else. Where the connections broke and no rank
-    says that it failed, a process has died, which is its launcher's business: then this returns at once.
+
+def check_that_all_ranks_failed(timeout_s: float) -> None:
+    """Check, before anything new is begun, that every rank has failed as often as this one.
 
     Args:
-        error: What this rank has raised. Where another failed first, a note says so.
-        backend: Of the process group that is formed anew.
-        timeout: Of the same.
-        wait_s: How long to wait for ranks that compute, and notice late.
-
-    Returns:
-        Whether the process group is another one now: groups and meshes from before are of no use then.
+        timeout_s: Seconds to wait for ranks that are about to fail.
 
     Raises:
-        OtherRankError: If a rank has no error in time.
+        OtherRankError: If a rank has not: it waits for this one.
     """
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return False
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    store, group = dist.distributed_c10d._get_default_store(), dist.distributed_c10d._get_default_group()
-    counter = _errors.setdefault(group, Counter())
-    start = f"lightning_dist/error/{counter['errors']}"
-    keys = [f"{start}/{other}" for other in range(world_size)]
-    is_consequence = _compat.is_connection_error(error)
-    if is_consequence and not any(store.check([key]) for key in keys):
-        return False
-    counter["errors"] += 1
-    store.set(keys[rank], "" if is_consequence else f"{type(error).__name__}: {error}")
-    # The first rank to know decides for all: some may be late for the one's patience, and early for the other's.
-    found = "intact" if not is_consequence and _wait(store, keys, SOON_S) else "broken"
-    if store.compare_set(f"{start}/groups", "", found).decode() == "intact":
-        return False
-    _compat.leave_process_groups()
-    if not _wait(store, keys, wait_s):
-        missing = [str(other) for other, key in enumerate(keys) if not store.check([key])]
+    if not dist.is_initialized():
+        return
+    number = _num_errors.get(dist.distributed_c10d._get_default_group(), 0)
+    if number == 0:
+        return
+    keys = [_key(number, rank) for rank in range(dist.get_world_size())]
+    try:
+        _store().wait(keys, timedelta(seconds=timeout_s))
+    except (RuntimeError, dist.DistStoreError) as error:
+        missing = [str(rank) for rank, key in enumerate(keys) if not _store().check([key])]
+        own = _store().get(keys[dist.get_rank()]).decode()
         raise OtherRankError(
-            f"Rank {', '.join(missing)} did not notice within {wait_s:.0f} s that this rank had failed."
+            f"The last run failed on rank {dist.get_rank()} ({own}), and not on rank {', '.join(missing)}, which waits"
+            " for it still. End the program where a run fails on some ranks only, or raise the same error on all."
         ) from error
-    texts = {other: store.get(key).decode() for other, key in enumerate(keys)}
-    if is_consequence:
-        error.add_note(" ".join(f"Rank {other} failed: {text}" for other, text in texts.items() if text))
-    anew = dist.PrefixStore(f"{start}/anew", store)
-    dist.init_process_group(backend, store=anew, rank=rank, world_size=world_size, timeout=timeout)
-    return True
 
 
-def _wait(store: dist.Store, keys: list[str], timeout_s: float) -> bool:
-    """Return whether all ``keys`` are there before ``timeout_s`` is over."""
-    deadline = time.monotonic() + timeout_s
-    while not store.check(keys):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.05)
-    return True
+def _store() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def _key(number: int, rank: int) -> str:
+    return f"lightning_dist/error/{number}/{rank}"

@@ -30,7 +30,14 @@ class FakeRules(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run an operation, or give its result."""
         rule = self._rules.get(func)
         result = NotImplemented if rule is None else rule(*args, **(kwargs or {}))
-        return func(*args, **(kwargs or {})) if result is NotImplemented else result
+        if result is not NotImplemented:
+            return result
+        try:
+            return func(*args, **(kwargs or {}))
+        except RuntimeError as error:
+            if torch.Tag.pointwise in func.tags and "is not the expected dtype" in str(error):
+                return _pointwise(*args)
+            raise
 
 
 def _grouped_mm(
@@ -45,10 +52,11 @@ def _grouped_mm(
     return a.new_empty(shape, dtype=out_dtype or a.dtype)
 
 
-def _pow(base: Tensor, exponent: Tensor) -> Tensor:
-    # torch's rule takes the default dtype for a float tensor without dimensions, and then refuses its own result.
-    shape = torch.broadcast_shapes(base.shape, exponent.shape)
-    return base.new_empty(shape, dtype=torch.result_type(base, exponent))
+def _pointwise(a: Any, b: Any, *others: Any) -> Tensor:
+    # Where the default dtype is float64, torch's rules refuse a float32 and an integer tensor (pytorch 2.13).
+    shape = torch.broadcast_shapes(*(x.shape for x in (a, b) if isinstance(x, Tensor)))
+    maker = a if isinstance(a, Tensor) else b
+    return maker.new_empty(shape, dtype=torch.result_type(a, b))
 
 
 def _nonzero(x: Tensor) -> Tensor:
@@ -91,10 +99,7 @@ def _local_scalar(x: Tensor) -> Any:
 
 
 _MASKS = (torch.bool, torch.uint8)
-_RULES: dict[Any, Callable[..., Any]] = {
-    _compat.GROUPED_MM: _grouped_mm,
-    torch.ops.aten.pow.Tensor_Tensor: _pow,
-}
+_RULES: dict[Any, Callable[..., Any]] = {_compat.GROUPED_MM: _grouped_mm}
 _SIZED: dict[Any, Callable[..., Any]] = {
     torch.ops.aten._local_scalar_dense.default: _local_scalar,
     torch.ops.aten.nonzero.default: _nonzero,

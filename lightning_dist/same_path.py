@@ -47,9 +47,9 @@ class SamePath:
         if self.is_off or group.size() == 1:
             return
         mine = torch.tensor([_ACTIONS.index(action), unit])
-        of_all = torch.empty(group.size() * 2, dtype=mine.dtype)
-        dist.all_gather_into_tensor(of_all, mine, group)
-        found = of_all.view(-1, 2).tolist()
+        of_all = [torch.empty_like(mine) for _ in range(group.size())]
+        dist.all_gather(of_all, mine, group)
+        found = [theirs.tolist() for theirs in of_all]
         for rank, theirs in enumerate(found):
             if theirs != found[0]:
                 ranks = dist.get_process_group_ranks(group)

@@ -57,6 +57,15 @@ class ScalarGroup:
         """Number of parameters."""
         return len(self._whole)
 
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The replicated parameters, DTensors."""
+        return list(self._replicated)
+
+    def holds(self, param: torch.Tensor) -> bool:
+        """Whether ``param`` is one of the plain parameters."""
+        return any(own is param for own in self._whole)
+
     def gather(self) -> None:
         """Put plain tensors into the modules. No communication."""
         if not self.is_gathered:

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_dist import _compat
 from lightning_dist._compat import ParameterGroup
+from lightning_dist.audit import FirstStepAudit
 from lightning_dist.block_forward import compile_block, recompute_block, rerun_in_place
 from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter
 from lightning_dist.consensus import arrive
@@ -125,6 +126,7 @@ def shard(
     last_block = next((unit for unit in reversed(units) if unit.kind == "block"), None)
     groups: list[ParameterGroup | ScalarGroup] = []
     holders: list[nn.Module] = []
+    hooks = {name: param._backward_hooks for name, param in module.named_parameters() if param._backward_hooks}
     path = SamePath([" and ".join(filter(None, unit.names)) or type(module).__name__ for unit in units])
     for index, unit in enumerate(units):
         materialize(unit.modules, module, device, left_on_meta)
@@ -172,7 +174,8 @@ def shard(
         originals.clear()
     materialize([module], module, device, left_on_meta)
     refuse_meta_attributes(module)
-    return ShardedModule(module, units, groups, holders, mesh, path if is_direct else None, tensor_parallel)
+    audit = FirstStepAudit(module, groups, hooks)
+    return ShardedModule(module, units, groups, holders, mesh, audit, path if is_direct else None, tensor_parallel)
 
 
 class _Holder(nn.Module):
@@ -264,6 +267,7 @@ class ShardedModule:
         groups: The parameter group of each unit.
         holders: What ``fully_shard`` was given in the place of modules of the user's.
         mesh: What they are sharded over.
+        audit: Checks the first step.
         path: Checks that all ranks gather and reduce the same units; None: the collectives are the backend's own.
         tensor_parallel: What split them before; None: nothing.
     """
@@ -275,6 +279,7 @@ class ShardedModule:
         groups: Sequence[ParameterGroup | ScalarGroup],
         holders: Sequence[nn.Module],
         mesh: DeviceMesh,
+        audit: FirstStepAudit,
         path: SamePath | None = None,
         tensor_parallel: TensorParallel | None = None,
     ) -> None:
@@ -291,6 +296,7 @@ class ShardedModule:
         self.pipeline: Pipeline | None = None
         self._owners = {group: _in_order(module, unit) for unit, group in by_kind if unit.kind != "scalars"}
         self._made_local: dict[ParameterGroup, tuple[bool, ...]] = {}
+        self._audit = audit
         self._path = path
         self._unused = UnusedParameters(self._sharded_groups, mesh)
         self._buffers = SameBuffers(module, mesh)
@@ -403,6 +409,7 @@ class ShardedModule:
         Args:
             reduces_gradients: Whether the backward of the step that begins reduces gradients.
         """
+        self._audit.before_step()
         if self._buffers_are_due:
             self._buffers.synchronize()
         self._buffers_are_due = reduces_gradients
@@ -436,7 +443,8 @@ class ShardedModule:
                 group.end_stand_ins()
         for group in groups:
             if group.is_gathered:
-                group.write_back()
+                self._audit.after_change(group, group.write_back(compares=self._audit.is_due))
+        self._audit.after_forward()
 
     def _stand_in(self, param: Tensor, dtype: torch.dtype | None) -> Tensor:
         axes = self.mesh.mesh_dim_names or ()
@@ -487,12 +495,14 @@ class ShardedModule:
 
     def after_microbatches(self) -> None:
         """Reduce the gradients that backwards have left, if gradients are to be reduced now; free the units."""
-        is_due = all(group.syncs_gradients for group in self._sharded_groups)
+        is_due = self._reduces_gradients
         if is_due:
             with self._unused.agreed():
                 _compat.reduce_gradients(self._root, self._sharded_groups)
         for scalars in self._scalars:
             scalars.reduce()
+        if is_due:
+            self._audit.after_backward()
         self.free()
         if is_due and self.pipeline is not None:
             self.pipeline.shared.sum_gradients()
@@ -505,10 +515,17 @@ class ShardedModule:
             scalars.reduce()
         for group in self._outer:
             group.free()
+        if self._reduces_gradients:
+            self._audit.after_backward()
+
+    @property
+    def _reduces_gradients(self) -> bool:
+        return all(group.syncs_gradients for group in self._sharded_groups)
 
     def after_optimizer_step(self) -> None:
-        """To be called after every optimizer step: whole parameters from before it are stale."""
+        """Forget whole parameters, which are stale: to be called after every optimizer step."""
         self.free()
+        self._audit.after_optimizer_step()
         if self._in_step:
             self._gather_own()
 

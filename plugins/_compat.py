@@ -29,6 +29,7 @@ from lightning.pytorch.trainer.connectors.checkpoint_connector import _Checkpoin
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader, grads
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.model_summary import ModelSummary
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from lightning_utilities.core.rank_zero import rank_zero_only as _utils_rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
@@ -391,6 +392,25 @@ def update_metrics_apart(collection: MetricCollection) -> None:
     """
     names = list(collection._modules)
     vars(collection).update(_groups={index: [name] for index, name in enumerate(names)}, _groups_checked=True)
+
+
+def run_examples_by(run: Callable[[LightningModule, Callable[[], None]], None]) -> None:
+    """Have a word in how Lightning's ``ModelSummary`` runs a model on its ``example_input_array``. Safe to call again.
+
+    Replaced by: a hook of the strategy for it.
+
+    Args:
+        run: Is given the model, and what runs it on the example.
+    """
+    own = ModelSummary._forward_example_input
+    if hasattr(own, "__wrapped__"):
+        return
+
+    @wraps(own)
+    def forward(self: ModelSummary) -> None:
+        run(self._model, lambda: own(self))
+
+    ModelSummary._forward_example_input = forward  # type: ignore[method-assign]
 
 
 @contextmanager

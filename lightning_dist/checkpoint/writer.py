@@ -206,13 +206,6 @@ class Writer:
             saves.append(self._finished.get())
         return saves
 
-    def leave_group(self) -> None:
-        """Use another process group for the next save: that of before was closed with all others."""
-        self.wait()
-        self._group = None
-        if self._thread is not None:
-            self._group = self._new_group()
-
     def close(self) -> None:
         """Wait for what was asked for, and end the thread. The writer can be used again."""
         if self._thread is None:
@@ -228,18 +221,13 @@ class Writer:
     def _start(self) -> None:
         if self._thread is not None:
             return
-        self._group = self._new_group()
+        if dist.is_initialized():
+            # Its own: training's collectives are under way at the same time.
+            self._group = dist.new_group(
+                backend="gloo", timeout=self._timeout, group_desc="background: checkpoint writer"
+            )
         self._thread = threading.Thread(target=self._run, name="checkpoint writer", daemon=True)
         self._thread.start()
-
-    def _new_group(self) -> dist.ProcessGroup | None:
-        """Make a group of its own: training's collectives are under way at the same time."""
-        if not dist.is_initialized():
-            return None
-        group: dist.ProcessGroup = dist.new_group(
-            backend="gloo", timeout=self._timeout, group_desc="background: checkpoint writer"
-        )
-        return group
 
     def _prepare_staging(self, snapshot: Snapshot) -> None:
         """To be called by the thread that trains: it is the one that has chosen the device."""

@@ -36,12 +36,13 @@ _READS = frozenset(
 )  # fmt: skip
 """Functions whose result, or its shape, depends on values: every rank is to have them."""
 
-_GRAD_GET, _GRAD_SET = Tensor.grad.__get__, Tensor.grad.__set__  # type: ignore[attr-defined]  # descriptors
-_DATA_SET = Tensor.data.__set__  # type: ignore[attr-defined]
-_DEVICE_GET = Tensor.device.__get__  # type: ignore[attr-defined]
+_TENSOR: Any = Tensor  # its attributes are descriptors on the class, which stubs do not say
+_GRAD_GET, _GRAD_SET = _TENSOR.grad.__get__, _TENSOR.grad.__set__
+_DATA_SET = _TENSOR.data.__set__
+_DEVICE_GET, _IS_META_GET = _TENSOR.device.__get__, _TENSOR.is_meta.__get__
 _AS_THEY_ARE = frozenset(
     getattr(Tensor, name).__get__
-    for name in ("requires_grad", "is_leaf", "shape", "dtype", "ndim", "is_meta", "grad_fn", "layout", "_base")
+    for name in ("requires_grad", "is_leaf", "shape", "dtype", "ndim", "grad_fn", "layout", "_base")
 )
 """Attributes that every rank knows by itself."""
 
@@ -139,7 +140,7 @@ class AllStages(TorchFunctionMode):
                 if own:
                     torch.cat([tensor.reshape(-1) for tensor in own], out=sent)
                 dist.broadcast(sent, group=self._group, group_src=source)
-                parts = sent.split([tensor.numel() for tensor in tensors])
+                parts = torch.split(sent, [tensor.numel() for tensor in tensors])
                 for place, tensor, part in zip(members, tensors, parts, strict=True):
                     leaves[place] = part.view(tensor.shape)
         return tree_unflatten(leaves, structure)
@@ -153,6 +154,8 @@ class AllStages(TorchFunctionMode):
             return func(*args, **kwargs)
         if func == _DEVICE_GET:
             return self._device
+        if func == _IS_META_GET:
+            return False
         if func == _GRAD_GET:
             return self._gradient(args[0])
         name = getattr(func, "__name__", "")
@@ -193,7 +196,7 @@ class AllStages(TorchFunctionMode):
         if any(holders is None or not holders <= (_holders(leaf) or frozenset()) for leaf in found):
             others, kwargs = self.whole((others, kwargs))
         if self._is_here(target):
-            (target, *others), kwargs = _alike(((target, *others), kwargs))  # type: ignore[assignment]
+            (target, *others), kwargs = _alike(((target, *others), kwargs))
             func(target, *others, **kwargs)
         return target
 
@@ -280,7 +283,7 @@ class _Single:
 
 
 def _holders(tensor: Tensor) -> frozenset[int] | None:
-    found: frozenset[int] | None = _holders_of.get(tensor)
+    found: frozenset[int] | None = _holders_of.get(tensor)  # type: ignore[no-untyped-call]
     return found
 
 

@@ -308,7 +308,9 @@ class _Planner:
         everything = given.joined(*(next(_candidates(group)) for group in groups))
         if name not in self._calls:
             self._note_once(f"{kind} was not tried: " + (self._seen.why_not or "it was not called"))
-            return everything
+            why = "it could not be tried: its block was not called"
+            whole = {key: entry.replicated(why) for group in groups for key, entry in group.entries().items()}
+            return given.joined(_Split(whole))
         tried, error = self._try_sizes(name, everything)
         if not error:
             return tried

@@ -109,12 +109,8 @@ class FaultTolerance(Callback):
             self._watchdog.disarm()  # the last save takes what it takes
 
     @override
-    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+    def on_exception(self, *args: Any) -> None:
         self._close()
-        # Checkpoint callbacks come after this one: they save on all ranks, or not at all.
-        end_together = getattr(trainer.strategy, "end_together", None)
-        if end_together is not None and isinstance(exception, Exception):
-            end_together(exception)
 
     @override
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -176,10 +176,6 @@ class Checkpoints:
         for path in self._bookkeeping.settle():
             self.remove(absolute(path))
 
-    def leave_group(self) -> None:
-        """Go on with the process group that is formed anew after an error."""
-        self._writer.leave_group()
-
     def finish(self) -> None:
         """At the end of a fit: wait for the last save.
 

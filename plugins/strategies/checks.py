@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from inspect import signature
+from traceback import walk_tb
 from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule, Trainer
@@ -84,6 +86,32 @@ def refuse_for_pipeline(module: LightningModule) -> None:
         )
 
 
+_NO_ZERO_REDUNDANCY = (
+    "ZeroRedundancyOptimizer shards optimizer states of whole parameters, and {} has sharded the parameters and their"
+    " optimizer states already. Use the optimizer inside it: it needs no more memory."
+)
+
+
+def _is_zero_redundancy(value: object) -> bool:
+    """Return whether ``value`` is a ZeroRedundancyOptimizer, without importing what it is defined in."""
+    return any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(value).__mro__)
+
+
+@contextmanager
+def explaining_optimizer_errors(strategy_name: str) -> Iterator[None]:
+    """Name the cause where ``configure_optimizers``, which is called inside, makes an optimizer that cannot be made.
+
+    Raises:
+        MisconfigurationException: If the error comes from a ZeroRedundancyOptimizer.
+    """
+    try:
+        yield
+    except Exception as error:
+        if any(_is_zero_redundancy(frame.f_locals.get("self")) for frame, _ in walk_tb(error.__traceback__)):
+            raise MisconfigurationException(_NO_ZERO_REDUNDANCY.format(strategy_name)) from error
+        raise
+
+
 def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, strategy_name: str) -> None:
     """Check that the optimizers work on shards, and on those of ``module``.
 
@@ -105,11 +133,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, s
                 f" rule: it does not work with {strategy_name}. Use transformers.Adafactor, which computes the same"
                 " statistics in another way, or AdamW."
             )
-        if any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(optimizer).__mro__):
-            raise MisconfigurationException(
-                f"{name} shards optimizer states of whole parameters, and {strategy_name} has sharded the parameters"
-                " and their optimizer states already. Use the optimizer inside it: it needs no more memory."
-            )
+        if _is_zero_redundancy(optimizer):
+            raise MisconfigurationException(_NO_ZERO_REDUNDANCY.format(strategy_name))
         if isinstance(optimizer, SparseAdam):
             raise MisconfigurationException(
                 "SparseAdam takes sparse gradients, and sharded parameters have dense ones; use Adam, or a strategy"

@@ -41,7 +41,7 @@ class EvaluationBatches:
     def _extremes(self, numbers: list[float]) -> tuple[list[float], list[float]]:
         if not dist.is_initialized():
             return numbers, numbers
-        extremes = torch.tensor([*numbers, *(-number for number in numbers)], device=self._device)
+        extremes = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.float32, device=self._device)
         dist.all_reduce(extremes, dist.ReduceOp.MAX)
         values = extremes.tolist()
         return [-value for value in values[len(numbers) :]], values[: len(numbers)]

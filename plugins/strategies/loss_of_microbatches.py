@@ -61,7 +61,7 @@ def warn_of_other_losses(
 def _twice(path: str, value: Any) -> Any:
     if isinstance(value, Tensor):
         return torch.cat([value, value]) if value.ndim else value
-    return value + value if isinstance(value, list | tuple) else value
+    return type(value)([*value, *value]) if isinstance(value, list | tuple) else value
 
 
 def _made_up(leaf: Leaf) -> Tensor:

@@ -9,7 +9,6 @@ from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, cast
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -27,9 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_dist.after_error import end_together
+from lightning_dist.after_error import announce_error, check_that_all_ranks_failed
 from lightning_dist.checkpoint import Part
-from lightning_dist.consensus import arrive, check_agreement, together
+from lightning_dist.consensus import OtherRankError, arrive, together
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.local_step import LocalStep
@@ -41,7 +40,11 @@ from lightning_dist.plugins.precision import PrecisionPolicy, agree_on_overflows
 from lightning_dist.plugins.strategies import loading
 from lightning_dist.plugins.strategies.bookkeeping import absolute
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions, Checkpoints, optimizer_state
-from lightning_dist.plugins.strategies.checks import check_optimizers, refuse_what_cannot_work
+from lightning_dist.plugins.strategies.checks import (
+    check_optimizers,
+    explaining_optimizer_errors,
+    refuse_what_cannot_work,
+)
 from lightning_dist.plugins.strategies.evaluation_batches import EvaluationBatches
 from lightning_dist.plugins.strategies.exact_resume import ExactResume
 from lightning_dist.plugins.strategies.example_step import example_step
@@ -58,11 +61,7 @@ from lightning_dist.units import MIN_NUM_PARAMS
 __all__ = ["MeshStrategy"]
 
 AFTER_ERROR_S = 30.0
-"""How long a rank that saves after an error waits for the others, which may be waiting for it elsewhere."""
-
-
-_left: WeakSet[LightningModule] = WeakSet()
-"""Modules whose process groups were closed after an error on some ranks."""
+"""How long a rank that saves or goes on after an error waits for the others, which may be waiting for it elsewhere."""
 
 
 def _do_nothing() -> None:
@@ -226,6 +225,7 @@ class MeshStrategy(ProcessStrategy):
 
     def setup_environment(self) -> None:
         """Start the process group and build the mesh; see to it that a fit can be stopped."""
+        check_that_all_ranks_failed(AFTER_ERROR_S)
         super().setup_environment()
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, FaultTolerance) for callback in callbacks):
@@ -329,11 +329,6 @@ class MeshStrategy(ProcessStrategy):
 
     def _shard(self, module: LightningModule, copied: ShardedModule | None = None) -> ShardedModule:
         existing = sharded(module)
-        if module in _left:
-            raise MisconfigurationException(
-                f"This {type(module).__name__} was spread over processes that lost each other in an error. Make a new"
-                " one, and load the weights from a checkpoint."
-            )
         if existing is not None:
             wanted = self.layout.sharding_mesh(self.mesh)
             if existing.mesh != wanted:
@@ -390,7 +385,8 @@ class MeshStrategy(ProcessStrategy):
             ValueError: If an optimizer holds parameters that are not the module's: it would train nothing.
             MisconfigurationException: If an optimizer cannot work on shards.
         """
-        super().setup_optimizers(trainer)
+        with explaining_optimizer_errors(type(self).__name__):
+            super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         check_optimizers(self.optimizers, self.lightning_module, type(self).__name__)
         self._local_steps = [LocalStep(optimizer) for optimizer in self.optimizers]
@@ -603,9 +599,11 @@ class MeshStrategy(ProcessStrategy):
         if (
             self._trainer.state.status == TrainerStatus.INTERRUPTED
         ):  # a callback saves after an error, of this rank alone?
-            arrive("Saving a checkpoint after an error", AFTER_ERROR_S)
-            if self.lightning_module in _left:  # ranks may have been in the middle of an update
-                check_agreement("The number of optimizer steps that a rank had made", f"{self._trainer.global_step}")
+            try:
+                arrive("Saving a checkpoint after an error", AFTER_ERROR_S)
+            except OtherRankError as error:
+                announce_error(error)  # which Lightning does not give to on_exception, being in it
+                raise
         path = self.broadcast(absolute(filepath))  # a name with the time in it, or a relative one, may differ
         self._checkpoints.save(checkpoint, partial(self._rank_state, checkpoint), path)
         if self._has_averages:  # their callbacks change weights before the next step, and not so that it is noticed
@@ -615,19 +613,9 @@ class MeshStrategy(ProcessStrategy):
         """What only this rank will read of ``checkpoint``, which is made ready to be written."""
         return self._exact_resume.rank_state(checkpoint, self._trainer)
 
-    def end_together(self, error: BaseException) -> None:
-        """Let all ranks raise where this one does, before anything is saved; to be called with its error.
-
-        Args:
-            error: What was raised in this run.
-
-        Raises:
-            OtherRankError: If a rank does not notice in time.
-        """
-        if end_together(error, self._process_group_backend, self._timeout, AFTER_ERROR_S):
-            if self.lightning_module is not None:
-                _left.add(self.lightning_module)
-            self._checkpoints.leave_group()
+    def on_exception(self, exception: BaseException) -> None:
+        """Let the other ranks know that the run has failed on this one, for what comes after it."""
+        announce_error(exception)
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes; not after a save, which all have begun, and which ends for all or for none."""

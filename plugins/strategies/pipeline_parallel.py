@@ -23,6 +23,7 @@ from lightning_dist.pipeline.whole_state import optimizer_state_of_all, written_
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.checks import refuse_for_pipeline
 from lightning_dist.plugins.strategies.exact_resume import MODELS
+from lightning_dist.plugins.strategies.example_input import run_example
 from lightning_dist.plugins.strategies.example_step import example_args, fake_step, parameters_unchanged
 from lightning_dist.plugins.strategies.hooks_of_all_stages import HooksOfAllStages
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
@@ -199,6 +200,7 @@ class PipelineParallelStrategy(MeshStrategy):
         if self._sharded is not None and self._sharded.pipeline is not None:
             self._hooks = HooksOfAllStages(self.lightning_module, self._sharded.pipeline.all_stages)
             self._hooks.install(trainer)
+            _compat.run_examples_by(run_example)
 
     def teardown(self) -> None:
         """Free gathered parameters, and give the module and the callbacks their own hooks back."""

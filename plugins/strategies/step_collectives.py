@@ -134,7 +134,7 @@ def _refusal(name: str) -> str:
 
 
 _LIBRARIES = (
-    *(str(Path(found.__file__).parent) for found in (torch, lightning, torchmetrics, lightning_dist)),
+    *(str(Path(str(found.__file__)).parent) for found in (torch, lightning, torchmetrics, lightning_dist)),
     str(Path(lightning_dist.__file__).resolve().parent),
     str(Path(__file__).resolve().parents[1]),
     "<",
@@ -153,7 +153,7 @@ def _place() -> str:
     return ""
 
 
-class _NoCollectives(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _NoCollectives(TorchDispatchMode):
     """Refuses the operations under collectives, which come from functions that were imported by themselves."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -75,7 +75,7 @@ class Case:
     """A piece of ordinary Lightning code.
 
     Args:
-        name: Its name, which no other case has.
+        name: Its area and its name in it, with a dot in between.
         title: What it does, for the table.
         function: Does it.
         area: The file that it is in.

@@ -9,8 +9,6 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import (
-    BackboneFinetuning,
-    BaseFinetuning,
     BasePredictionWriter,
     BatchSizeFinder,
     Callback,
@@ -22,7 +20,6 @@ from lightning.pytorch.callbacks import (
     LearningRateFinder,
     LearningRateMonitor,
     ModelCheckpoint,
-    ModelPruning,
     ModelSummary,
     RichModelSummary,
     RichProgressBar,
@@ -132,57 +129,6 @@ def averaging_then_validate(run: Run) -> None:
     model = Classifier()
     trainer = run.fit(model, val=True, callbacks=callbacks, max_epochs=2)
     run.record("validated", trainer.validate(model, run.loader(), ckpt_path="best", verbose=False))
-
-
-class _Backbone(Classifier):
-    """A classifier whose blocks are its ``backbone``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.backbone = self.net
-        del self.net
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.backbone(x))
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
-
-
-class _Unfreezes(BaseFinetuning):
-    def __init__(self) -> None:
-        super().__init__()
-
-    def freeze_before_training(self, module: Any) -> None:
-        self.freeze(module.net)
-
-    def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
-        if epoch == 1:
-            self.unfreeze_and_add_param_group(module.net[3:], optimizer, lr=0.01)
-
-
-class _Part(Classifier):
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
-
-
-@case("BackboneFinetuning")
-def backbone_finetuning(run: Run) -> None:
-    callback = BackboneFinetuning(unfreeze_backbone_at_epoch=1, lambda_func=lambda epoch: 1.5, backbone_initial_lr=0.01)
-    run.fit(_Backbone(), callbacks=[callback], max_epochs=3)
-
-
-@case("BaseFinetuning that unfreezes half of the blocks")
-def base_finetuning(run: Run) -> None:
-    run.fit(_Part(), val=True, callbacks=[_Unfreezes()], max_epochs=3)
-
-
-@case("ModelPruning: the smallest weights of some layers are masked")
-def pruning(run: Run) -> None:
-    model = Classifier().double()
-    pruned = [(model.net[i].up, "weight") for i in (1, 2)]
-    callback = ModelPruning("l1_unstructured", pruned, amount=0.3, use_global_unstructured=False)
-    run.fit(model, callbacks=[callback], max_epochs=2)
 
 
 @case("ModelSummary with example_input_array")

@@ -25,7 +25,6 @@ _VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"limit_train_batches": 2},
     ),
     "last_only": ("save_last alone", {"save_top_k": 0, "save_last": True}, {"max_epochs": 2}),
-    "last_as_link": ("save_last='link'", {"save_last": "link"}, {"max_epochs": 2}),
     "best_and_link": (
         "save_last='link' with a monitored metric",
         {"save_last": "link", "monitor": "val/loss", "save_top_k": 2},
@@ -141,66 +140,6 @@ def save_in_hook(run: Run) -> None:
         run.record_checkpoint(run.folder / f"{index}.ckpt", f"content of {index}")
 
 
-@case("load_from_checkpoint(best_model_path)")
-def load_best(run: Run) -> None:
-    callback = ModelCheckpoint(run.folder, monitor="val/loss")
-    trainer = run.fit(Classifier(), val=True, callbacks=[callback], max_epochs=2)
-    best = Classifier.load_from_checkpoint(callback.best_model_path)
-    run.record("best", best.state_dict())
-    run.record("test", run.trainer().test(best, run.loader(), verbose=False))
-    assert trainer.state.finished
-
-
-@case("torch.load(best_model_path)['state_dict']")
-def torch_load(run: Run) -> None:
-    callback = ModelCheckpoint(run.folder)
-    run.fit(Classifier(), callbacks=[callback])
-    checkpoint = torch.load(callback.best_model_path, weights_only=False)
-    run.record("state", checkpoint["state_dict"])
-    run.record("epoch", checkpoint["epoch"])
-
-
-@case("torch.save(module.state_dict()) after the fit, on rank 0")
-def save_state_dict(run: Run) -> None:
-    model = Classifier()
-    trainer = run.fit(model)
-    if trainer.is_global_zero:
-        torch.save(model.state_dict(), run.folder / "weights.pt")
-    trainer.strategy.barrier()
-    fresh = Classifier().double()
-    fresh.load_state_dict(torch.load(run.folder / "weights.pt"))
-    run.record("weights", fresh.state_dict())
-
-
-@case("torch.save(module.state_dict()) inside full_parameters")
-def save_full_state_dict(run: Run) -> None:
-    model = Classifier()
-    run.fit(model)
-    with full_parameters(model):
-        torch.save(model.state_dict(), run.folder / f"weights-{run.rank}.pt")
-    run.record("weights", torch.load(run.folder / f"weights-{run.rank}.pt"))
-
-
-@case("torch.save(module.state_dict()) in on_train_end")
-def save_state_dict_in_hook(run: Run) -> None:
-    class Saves(Classifier):
-        def on_train_end(self) -> None:
-            torch.save(self.state_dict(), run.folder / f"weights-{run.rank}.pt")
-
-    run.fit(Saves())
-    fresh = Classifier().double()
-    fresh.load_state_dict(torch.load(run.folder / f"weights-{run.rank}.pt"))
-    run.record("weights", fresh.state_dict())
-
-
-@case("copy.deepcopy of the module after the fit")
-def deepcopy_after_fit(run: Run) -> None:
-    model = Classifier()
-    run.fit(model)
-    copied = copy.deepcopy(model)
-    run.fit(copied, name="copy")
-
-
 @case("load_state_dict between two fits")
 def load_state_dict_between(run: Run) -> None:
     model = Classifier()
@@ -208,16 +147,6 @@ def load_state_dict_between(run: Run) -> None:
     run.fit(model, observe=False)
     model.load_state_dict(before)
     run.fit(model)
-
-
-@case("load_state_dict in on_fit_start: pretrained weights")
-def load_in_fit_start(run: Run) -> None:
-    class Pretrained(Classifier):
-        def on_fit_start(self) -> None:
-            state = Classifier().state_dict()
-            self.load_state_dict({name: value + 0.01 for name, value in state.items()})
-
-    run.fit(Pretrained())
 
 
 @case("load_state_dict in setup: pretrained weights of a part")
@@ -325,3 +254,24 @@ def begin_with_weights(run: Run) -> None:
     run.fit(Classifier(), callbacks=[ModelCheckpoint(run.folder, "a", save_weights_only=True)], name="first")
     model = Classifier.load_from_checkpoint(run.folder / "a.ckpt")
     run.fit(model, name="second")
+
+
+@case("save_pretrained of a Hugging Face model inside full_parameters, and from_pretrained", tolerance=1e-8)
+def save_pretrained(run: Run) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    class Llama(LanguageModel):
+        def __init__(self) -> None:
+            pl.LightningModule.__init__(self)
+            torch.manual_seed(1)
+            sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+            self.net = LlamaForCausalLM(LlamaConfig(vocab_size=32, **sizes))
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.net(input_ids=ids).logits
+
+    model = Llama()
+    run.fit(model, run.loader(tokens()))
+    with full_parameters(model):
+        model.net.save_pretrained(run.folder / f"of-{run.rank}")
+    run.record("loaded", LlamaForCausalLM.from_pretrained(run.folder / f"of-{run.rank}").state_dict())

@@ -208,22 +208,6 @@ def drop_last(run: Run) -> None:
     run.fit(Classifier(), loader, val=loader, max_epochs=2, limit_val_batches=1.0)
 
 
-@case("validation batches of unequal number on the ranks", reference="ddp", timeout_s=60.0)
-def unequal_validation(run: Run) -> None:
-    class Collects(Classifier):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.log("val/loss", self.loss(batch))
-
-    num = 16 + (8 if run.data_parallel_rank == 0 else 0)
-    trainer = run.fit(
-        Collects(),
-        val=DataLoader(samples(num), 8 // run.layout.num_data_parallel),
-        limit_val_batches=1.0,
-        observe=False,
-    )
-    run.record("steps", trainer.global_step)
-
-
 @case("batches of another length in every step")
 def other_lengths(run: Run) -> None:
     class Lengths(Classifier):

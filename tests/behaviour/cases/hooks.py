@@ -519,17 +519,6 @@ def callback_logs_norms(run: Run) -> None:
     run.fit(Classifier(), callbacks=[Logs()])
 
 
-@case("Lightning's recipe: grad_norm(self, 2) in on_before_optimizer_step")
-def grad_norm_recipe(run: Run) -> None:
-    from lightning.pytorch.utilities import grad_norm
-
-    class Logs(Classifier):
-        def on_before_optimizer_step(self, optimizer: Any) -> None:
-            self.log_dict(grad_norm(self, norm_type=2))
-
-    run.fit(Logs())
-
-
 @case("a callback looks at all gradients and skips steps whose norm is too large")
 def skips_large_gradients(run: Run) -> None:
     class Skips(pl.Callback):

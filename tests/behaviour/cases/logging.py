@@ -230,24 +230,3 @@ def log_weights(run: Run) -> None:
                 self.log(f"largest/{name}", param.abs().max())
 
     run.fit(Logs())
-
-
-@case("histograms of weights, as a TensorBoard logger takes them")
-def histograms(run: Run) -> None:
-    class Logs(Classifier):
-        def on_train_epoch_end(self) -> None:
-            for name, param in self.named_parameters():
-                counts, _ = torch.histogram(param.detach().cpu().float(), 4, range=(-1.0, 1.0))
-                run.record(f"histogram/{name}", counts)
-                run.record(f"values/{name}", param.detach().cpu().numpy().sum())
-
-    run.fit(Logs())
-
-
-@case("a logger that looks into the module: log_graph")
-def log_graph(run: Run) -> None:
-    class Graph(History):
-        def log_graph(self, model: Any, input_array: Any = None) -> None:
-            run.record("classes", [type(m).__mro__[-3].__name__ for m in model.children()])
-
-    run.fit(Classifier(), logger=Graph())

@@ -15,9 +15,14 @@ from tests.behaviour.models import NUM_CLASSES, NUM_FEATURES, Block, Classifier,
 
 N, C = NUM_FEATURES, NUM_CLASSES
 PIPELINED = ("pp", "nd", "nd_tp")
+OF_MICROBATCHES = dict.fromkeys(
+    PIPELINED,
+    "A pipeline takes the mean of the losses of its microbatches. It is not the loss of the batch where the loss is a"
+    " sum over samples, compares them with each other, or weighs them by their classes.",
+)
 
 
-@case("a loss that is a sum over the samples", reference="ddp")
+@case("a loss that is a sum over the samples", reference="ddp", differs=OF_MICROBATCHES)
 def summed_loss(run: Run) -> None:
     class Sums(Classifier):
         def loss(self, batch: Any) -> Tensor:
@@ -26,7 +31,7 @@ def summed_loss(run: Run) -> None:
     run.fit(Sums())
 
 
-@case("a contrastive loss with the batch's own negatives", reference="ddp")
+@case("a contrastive loss with the batch's own negatives", reference="ddp", differs=OF_MICROBATCHES)
 def contrastive(run: Run) -> None:
     class Contrasts(Classifier):
         def loss(self, batch: Any) -> Tensor:
@@ -37,7 +42,7 @@ def contrastive(run: Run) -> None:
     run.fit(Contrasts())
 
 
-@case("label smoothing and weights of classes", reference="ddp")
+@case("label smoothing and weights of classes", reference="ddp", differs=OF_MICROBATCHES)
 def weighted_classes(run: Run) -> None:
     class Weighs(Classifier):
         def __init__(self) -> None:
@@ -84,20 +89,6 @@ def activation_penalty(run: Run) -> None:
             self.kept.clear()
             self.log("train/loss", loss, sync_dist=True)
             return loss
-
-    run.fit(Penalises())
-
-
-@case("double backward: a penalty on the gradient of the inputs")
-def gradient_penalty(run: Run) -> None:
-    class Penalises(Classifier):
-        def loss(self, batch: Any) -> Tensor:
-            x = batch[0].clone().requires_grad_(True)
-            logits = self(x)
-            if not torch.is_grad_enabled():
-                return functional.cross_entropy(logits, batch[1])
-            (gradient,) = torch.autograd.grad(logits.pow(2).sum(), x, create_graph=True)
-            return functional.cross_entropy(logits, batch[1]) + 0.1 * gradient.pow(2).sum(1).mean()
 
     run.fit(Penalises())
 

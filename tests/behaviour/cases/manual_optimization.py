@@ -152,8 +152,6 @@ def toggled_model(run: Run) -> None:
 class _Gan(Classifier):
     """A generator and a critic, trained in turns."""
 
-    penalty = 0.0
-
     def __init__(self) -> None:
         super().__init__()
         self.automatic_optimization = False
@@ -172,10 +170,6 @@ class _Gan(Classifier):
         self.toggle_optimizer(critic)
         fake = self.net(x.flip(1)).detach()
         critic_loss = functional.softplus(-self.head(x)).mean() + functional.softplus(self.head(fake)).mean()
-        if self.penalty:
-            mixed = (0.3 * x + 0.7 * fake).requires_grad_()
-            (gradient,) = torch.autograd.grad(self.head(mixed).sum(), mixed, create_graph=True)
-            critic_loss = critic_loss + self.penalty * (gradient.norm(dim=1) - 1).pow(2).mean()
         self.manual_backward(critic_loss)
         critic.step()
         critic.zero_grad()
@@ -189,37 +183,6 @@ class _Gan(Classifier):
 @case("a GAN", refused=PIPELINED, tolerance=1e-8)
 def gan(run: Run) -> None:
     run.fit(_Gan())
-
-
-@case("a GAN with a gradient penalty", refused=PIPELINED, tolerance=1e-8)
-def gan_with_penalty(run: Run) -> None:
-    class Penalised(_Gan):
-        penalty = 1.0
-
-    run.fit(Penalised())
-
-
-@case("SAM: two forwards and two backwards in a step, weights moved in between", refused=PIPELINED)
-def sam(run: Run) -> None:
-    class Sam(_Manual):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            params = [p for p in self.parameters() if p.grad is not None]
-            with torch.no_grad():
-                norm = torch.stack([p.grad.norm() for p in params]).norm()
-                moves = [p.grad * (0.05 / norm) for p in params]
-                for p, move in zip(params, moves, strict=True):
-                    p.add_(move)
-            optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            with torch.no_grad():
-                for p, move in zip(params, moves, strict=True):
-                    p.sub_(move)
-            optimizer.step()
-
-    run.fit(Sam())
 
 
 @case("SAM without the norm: the sign of the gradient", refused=PIPELINED)

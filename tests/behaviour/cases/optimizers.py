@@ -27,7 +27,6 @@ _OPTIMIZERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "RMSprop": ({"lr": 0.001, "centered": True, "momentum": 0.5}, {"tolerance": 1e-7}),
     "ASGD": ({"lr": 0.05}, {}),
     "Rprop": ({"lr": 0.001}, {}),
-    "Adafactor": ({"lr": 0.01}, {"tolerance": 1e-8}),
     "LBFGS": ({"lr": 0.1, "max_iter": 3}, {"tolerance": 1e-6, "refused": dict.fromkeys(PIPELINED, "LBFGS")}),
 }
 

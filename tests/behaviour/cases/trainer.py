@@ -50,7 +50,6 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "no_epochs": ("max_epochs=0", {"max_epochs": 0}, False),
     "sanity": ("num_sanity_val_steps", {"num_sanity_val_steps": 2}, True),
     "sanity_all": ("num_sanity_val_steps=-1", {"num_sanity_val_steps": -1}, True),
-    "detect_anomaly": ("detect_anomaly", {"detect_anomaly": True}, False),
     "no_inference_mode": ("inference_mode=False", {"inference_mode": False}, True),
     "simple_profiler": ("profiler='simple'", {"profiler": "simple"}, True),
     "advanced_profiler": ("profiler='advanced'", {"profiler": "advanced"}, True),
@@ -187,3 +186,11 @@ def last_batch(run: Run) -> None:
             return 2 * loss if self.trainer.is_last_batch else loss
 
     run.fit(Last(), max_epochs=2)
+
+
+@case(
+    "the strategy's own choice of everything, such as the number of microbatches",
+    strategy={column: {"num_microbatches": None} for column in ("pp", "nd", "nd_tp")},
+)
+def own_choice(run: Run) -> None:
+    run.fit(Classifier(), val=True)

@@ -1,0 +1,241 @@
+"""The first-step audit: what would train silently wrong raises, with the name of the parameter.
+
+Once in a fit, and again when parameters, their hooks or ``requires_grad`` change, a step is checked:
+
+- every parameter is in exactly one parameter group, so that it is sharded or known to be whole and reduced;
+- what the step changed in gathered parameters is in the shards, and ranks changed it alike;
+- hooks that users put on parameters are on the tensors that autograd gives gradients to;
+- no gradient is left on a gathered copy after a backward that reduces gradients, and one that arrived was reduced;
+- parameters that several ranks hold alike are equal after the optimizer step.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from lightning_dist._compat import ParameterGroup
+from lightning_dist.consensus import arrive
+from lightning_dist.replicas import bit_sums
+from lightning_dist.scalars import ScalarGroup
+
+__all__ = ["AuditError", "FirstStepAudit"]
+
+_ROUNDING = 64
+"""Parameters that differ by less than so many roundings come from kernels that add up in any order."""
+
+
+class AuditError(RuntimeError):
+    """A step would have trained a parameter wrongly; the text names it."""
+
+
+class FirstStepAudit:
+    """Checks a step of ``module``.
+
+    Args:
+        module: The user's module, sharded.
+        groups: All of its parameter groups.
+        hooks: Full name of a parameter to the tensor hooks that it had before it was sharded.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        groups: Sequence[ParameterGroup | ScalarGroup],
+        hooks: Mapping[str, Mapping[int, Any]],
+    ) -> None:
+        self._module = module
+        self._groups = groups
+        self._sharded = [group for group in groups if isinstance(group, ParameterGroup)]
+        self._hooks = dict(hooks)
+        self._seen: object = None
+        self._has_new = True
+        self.is_due = True
+        """Whether the step that runs is checked."""
+        self._weights_are_due = True
+        self._agreed: set[int] = set()
+        handle = register_module_parameter_registration_hook(_mark(weakref.ref(self)))
+        weakref.finalize(self, handle.remove)
+
+    def parameter_registered(self) -> None:
+        """Look again for parameters that are in no group."""
+        self._has_new = True
+
+    def before_step(self) -> None:
+        """Find out whether the step that begins is to be checked, and whether every parameter has its group.
+
+        Raises:
+            AuditError: If a parameter is in no group, or in several, or a hook on it would not be called.
+        """
+        seen = tuple((len(param._backward_hooks or ()), param.requires_grad) for param in self._params())
+        if seen != self._seen or self._has_new:
+            self._seen = seen
+            self.is_due = self._weights_are_due = True
+        if self._has_new:
+            self._check_groups()
+            self._has_new = False
+        if self.is_due:
+            self._check_hooks_kept()
+
+    def _params(self) -> list[Tensor]:
+        return [param for group in self._groups for param in group.params]
+
+    def _check_groups(self) -> None:
+        counts = Counter(id(param) for param in self._params())
+        for name, param in self._module.named_parameters():
+            count = counts[id(param)]
+            if count != 1 and not param.is_meta and not (count == 0 and self._is_gathered(param)):
+                raise AuditError(
+                    f"The parameter {name!r} is in {count or 'no'} parameter group{'s' if count > 1 else ''}, so that"
+                    " each rank would train it by itself. Create all parameters before the Trainer starts, in __init__"
+                    " or configure_model, and replace their values rather than the parameters."
+                )
+
+    def _is_gathered(self, param: Tensor) -> bool:
+        return any(group.is_gathered and group.holds(param) for group in self._groups)
+
+    def _check_hooks_kept(self) -> None:
+        params = dict(self._module.named_parameters())
+        for name, hooks in self._hooks.items():
+            param = params.get(name)
+            if param is not None and not param.is_meta and hooks:
+                missing = hooks.keys() - (param._backward_hooks or {}).keys()
+                if missing:
+                    raise AuditError(f"A hook that was put on the parameter {name!r} before it was sharded is lost.")
+
+    def after_forward(self) -> None:
+        """Check what the step has done to gathered parameters.
+
+        Raises:
+            AuditError: If a change is not in the shards, or a hook would not be called.
+        """
+        for group in self._sharded if self.is_due else ():
+            if not group.is_gathered:
+                continue
+            for name in group.unwritten():
+                raise AuditError(
+                    f"The step changed the parameter {name!r} in place, and the change is not in its shards: it would"
+                    " be lost. Change it in a hook such as on_train_batch_end instead."
+                )
+            for name in group.lost_hooks():
+                raise AuditError(
+                    f"A hook was put on the parameter {name!r} and would not be called, since the gradient is that of"
+                    " its gathered copy."
+                )
+
+    def after_change(self, group: ParameterGroup, names: Sequence[str]) -> None:
+        """Compare what ranks have written into parameters of ``group``, each into its own shards. A collective.
+
+        Args:
+            group: A group that is gathered.
+            names: The parameters that this rank's step changed.
+
+        Raises:
+            AuditError: If ranks changed a parameter differently.
+        """
+        if not names or group.mesh.size() == 1:
+            return
+        if id(group) not in self._agreed:
+            ranks = sorted(group.mesh.mesh.flatten().tolist())
+            arrive(f"changing {names[0]} in place in a step", 30.0, ranks)
+            self._agreed.add(id(group))
+        sums = torch.stack([bit_sums(tensor) for tensor in group.gathered])
+        highest, lowest = sums.clone(), sums.clone()
+        for axis in range(group.mesh.ndim):
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group.mesh.get_group(axis))
+            dist.all_reduce(lowest, dist.ReduceOp.MIN, group.mesh.get_group(axis))
+        for name, differs in zip(group.names, (highest != lowest).any(1).tolist(), strict=True):
+            if differs:
+                raise AuditError(
+                    f"The step changed the parameter {name!r} in place, and not alike on all ranks: each rank has"
+                    " computed it from its own part of the batch. Average what it is computed from over the ranks, or"
+                    " replace max_norm of an nn.Embedding by a normalisation of your own in on_train_batch_end."
+                )
+
+    def after_backward(self) -> None:
+        """Check that gradients were reduced, after a backward that reduces them.
+
+        Raises:
+            AuditError: If a gradient is left on a gathered copy.
+        """
+        if not self.is_due:
+            return
+        for group in self._sharded:
+            for name in group.unreduced_names():
+                raise AuditError(
+                    f"The gradient of the parameter {name!r} is left on its gathered copy: it was not reduced, and the"
+                    " optimizer would not see it."
+                )
+            for name in group.names_without_gradient():
+                raise AuditError(
+                    f"The parameter {name!r} got a gradient on this rank, and has none after the reduction."
+                )
+
+    @torch.no_grad()
+    def after_optimizer_step(self) -> None:
+        """Compare parameters that several ranks hold alike. A collective over the axes that they are replicated on.
+
+        Raises:
+            AuditError: If one differs.
+        """
+        self.is_due = False
+        if not self._weights_are_due:
+            return
+        self._weights_are_due = False
+        for (axis, group), held in self._replicated().items():
+            sums = torch.stack([bit_sums(local) for _, local in held])
+            highest, lowest = sums.clone(), sums
+            dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+            dist.all_reduce(lowest, dist.ReduceOp.MIN, group)
+            differs = (highest != lowest).any(1).tolist()
+            for (name, local), is_different in zip(held, differs, strict=True):
+                if is_different:
+                    self._raise_unless_rounding(name, local, axis, group)
+
+    def _replicated(self) -> dict[tuple[str, dist.ProcessGroup], list[tuple[str, Tensor]]]:
+        """Return, for each axis and its group, the local tensors of the parameters that are replicated over it."""
+        found: dict[tuple[str, dist.ProcessGroup], list[tuple[str, Tensor]]] = defaultdict(list)
+        for name, param in self._module.named_parameters():
+            if not isinstance(param, DTensor):
+                continue
+            mesh = param.device_mesh
+            for dim, placement in enumerate(param.placements):
+                if isinstance(placement, Replicate) and mesh.size(dim) > 1 and param.to_local().numel():
+                    axis = (mesh.mesh_dim_names or [str(dim)] * mesh.ndim)[dim]
+                    found[axis, mesh.get_group(dim)].append((name, param.to_local().detach()))
+        return found
+
+    def _raise_unless_rounding(self, name: str, local: Tensor, axis: str, group: dist.ProcessGroup) -> None:
+        values = local.double() if local.is_floating_point() else local
+        highest, lowest = values.clone(), values.clone()
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+        dist.all_reduce(lowest, dist.ReduceOp.MIN, group)
+        difference, largest = float((highest - lowest).abs().max()), float(highest.abs().max())
+        text = f"The parameter {name!r} differs between ranks of {axis}, which hold it alike, by up to {difference:.1e}"
+        if local.is_floating_point() and difference <= _ROUNDING * torch.finfo(local.dtype).eps * largest:
+            warnings.warn(f"{text}: kernels that add in any order. It grows slowly over a run.", stacklevel=2)
+            return
+        raise AuditError(
+            f"{text} after the optimizer step. Its gradient was not reduced, or code under `if rank == 0`, or what"
+            " depends on a rank's own data, has changed it."
+        )
+
+
+def _mark(audit: weakref.ref[FirstStepAudit]) -> Callable[[nn.Module, str, Any], None]:
+    """Return a hook that tells the audit, while it lives, of every parameter that any module registers."""
+
+    def on_parameter(module: nn.Module, name: str, param: Any) -> None:
+        alive = audit()
+        if alive is not None and param is not None:
+            alive.parameter_registered()
+
+    return on_parameter

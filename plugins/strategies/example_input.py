@@ -1,0 +1,54 @@
+"""A model that is cut into stages, run on its ``example_input_array``: for the sizes in Lightning's summary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.overrides import BaseTorchFunctionMode
+
+from lightning_dist.sharding import sharded
+from lightning_dist.tracing import run_on_fakes
+
+__all__ = ["run_example"]
+
+
+def run_example(module: LightningModule, run: Callable[[], None]) -> None:
+    """Call ``run``, which calls ``module``; where that is cut into stages, on tensors without values.
+
+    No rank has the whole model, and sizes are all that is asked for.
+
+    Args:
+        module: The user's module.
+        run: Runs it on its example.
+    """
+    spread = sharded(module)
+    if spread is None or spread.pipeline is None:
+        run()
+        return
+    with spread.pipeline.as_written.again():
+        why_not = run_on_fakes(module, lambda fake: run(), module.device, _Nobody())
+    if why_not:
+        rank_zero_warn(f"The model could not be run on its example_input_array for the summary: {why_not}")
+
+
+class _Nobody:
+    """Observes nothing."""
+
+    def __init__(self) -> None:
+        self.functions = BaseTorchFunctionMode()
+
+    def on_input(self, tensor: Tensor) -> None:
+        """Ignore a tensor of the batch."""
+
+    def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Ignore a call."""
+
+    def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """Ignore an output."""
+
+    def on_end(self, result: Any) -> None:
+        """Ignore the end."""
