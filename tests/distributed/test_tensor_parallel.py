@@ -339,7 +339,7 @@ def read_alias() -> list[tuple[torch.Tensor, torch.Tensor]]:
     loader = torch.utils.data.DataLoader(tokens(16), batch_size=8)
     trainer = make_trainer("2x2", strategy=TensorParallelStrategy(2), max_steps=1, limit_predict_batches=1)
     trainer.fit(model, loader)
-    expected = 2.0 * whole_parameters(model)["model.head.decoder.bias"]
+    expected = 2.0 * whole_parameters(model)["model.head.bias"]
     return [(read, expected) for read in trainer.predict(model, loader) or []]
 
 
