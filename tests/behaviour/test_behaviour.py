@@ -23,7 +23,7 @@ def covering() -> list[tuple[str, str]]:
     chosen, columns = [], list(STRATEGIES)
     for names in by_area.values():
         step = max(len(names) // PER_AREA, 1)
-        for name in names[:: step][:PER_AREA]:
+        for name in names[::step][:PER_AREA]:
             cell = (name, columns[len(chosen) % len(columns)])
             chosen.append(cell)
     return [cell for cell in chosen if cell not in OPEN_DEFECTS]
