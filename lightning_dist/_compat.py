@@ -688,7 +688,7 @@ GROUPED_MM = torch.ops.aten._grouped_mm.default
 
 def without_torch_functions() -> AbstractContextManager[None]:
     """Inside, tensors' ``__torch_function__`` is not called; torch's guide to extending it names this private class."""
-    return torch._C.DisableTorchFunctionSubclass()  # type: ignore[return-value]  # the stub knows no context manager
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 @contextmanager

@@ -54,7 +54,8 @@ def _grouped_mm(
 
 def _pointwise(a: Any, b: Any, *others: Any) -> Tensor:
     # Where the default dtype is float64, torch's rules refuse a float32 and an integer tensor (pytorch 2.13).
-    shape = torch.broadcast_shapes(*(x.shape for x in (a, b) if isinstance(x, Tensor)))
+    shapes = [x.shape for x in (a, b) if isinstance(x, Tensor)]
+    shape = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
     maker = a if isinstance(a, Tensor) else b
     return maker.new_empty(shape, dtype=torch.result_type(a, b))
 
@@ -64,7 +65,8 @@ def _nonzero(x: Tensor) -> Tensor:
 
 
 def _masked_select(x: Tensor, mask: Tensor) -> Tensor:
-    return x.new_empty((torch.broadcast_shapes(x.shape, mask.shape).numel(),))
+    shape = torch.broadcast_shapes(x.shape, mask.shape)  # type: ignore[no-untyped-call]
+    return x.new_empty((shape.numel(),))
 
 
 def _index(x: Tensor, indices: Any) -> Any:

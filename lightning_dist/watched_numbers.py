@@ -21,7 +21,7 @@ _BINARY = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
     "floordiv": operator.floordiv, "mod": operator.mod, "pow": operator.pow,
 }  # fmt: skip
-_UNARY = {
+_UNARY: dict[str, Callable[..., Any]] = {
     "neg": operator.neg, "pos": operator.pos, "abs": operator.abs, "round": round, "floor": math.floor,
     "ceil": math.ceil, "trunc": math.trunc,
 }  # fmt: skip
@@ -120,11 +120,11 @@ def _add_conversion(name: str, function: Callable[[Any], Any]) -> None:
     setattr(_Watched, f"__{name}__", convert)
 
 
-for _name, _function in _BINARY.items():
-    _add_binary(_name, _function)
-for _name, _function in _UNARY.items():
-    _add_unary(_name, _function)
-for _name, _function in _COMPARISONS.items():
-    _add_comparison(_name, _function)
-for _name, _function in _CONVERSIONS.items():
-    _add_conversion(_name, _function)
+for _name, _binary in _BINARY.items():
+    _add_binary(_name, _binary)
+for _name, _unary in _UNARY.items():
+    _add_unary(_name, _unary)
+for _name, _comparison in _COMPARISONS.items():
+    _add_comparison(_name, _comparison)
+for _name, _conversion in _CONVERSIONS.items():
+    _add_conversion(_name, _conversion)

@@ -112,7 +112,7 @@ def find_flow(
         return _FlowObserver(root, frozenset(parts), blocks)
 
     first, *others = follow_ways(make, partial(_run, root, step, device, with_gradients=True))
-    flow = first.observer.flow(has_loss)
+    flow: Flow = first.observer.flow(has_loss)
     for other in others:
         if other.observer.has_loss:  # else the step returns none there, and is refused when it does
             first.observer.check_same_loss(other.observer, other.by_number)

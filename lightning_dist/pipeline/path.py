@@ -241,7 +241,7 @@ class _Reads:
 def _reading(cls: type, on_read: Callable[[Any, str, Any], Any]) -> Iterator[None]:
     """Inside, let ``on_read`` see what is read from instances of ``cls``, and give what it returns."""
     own = vars(cls).get("__getattribute__")
-    get = cls.__getattribute__
+    get: Callable[[Any, str], Any] = getattr(cls, "__getattribute__")  # noqa: B009 - as below
     depth = 0
 
     def read(instance: Any, name: str) -> Any:
@@ -255,7 +255,7 @@ def _reading(cls: type, on_read: Callable[[Any, str, Any], Any]) -> Iterator[Non
         finally:
             depth -= 1
 
-    cls.__getattribute__ = read  # type: ignore[method-assign]
+    setattr(cls, "__getattribute__", read)  # noqa: B010 - mypy takes the attribute for a bound method
     try:
         yield
     finally:

@@ -492,7 +492,7 @@ def _hand_on_gradient(whole: nn.Parameter, local: Tensor) -> None:
     if plain.is_sparse:  # FSDP2 reduces dense gradients only
         plain = plain.to_dense()
     dtensor = cast(DTensor, whole)
-    gradient = DTensor.from_local(
+    gradient: Tensor = DTensor.from_local(
         plain, dtensor.device_mesh, dtensor.placements, run_check=False, shape=whole.shape, stride=whole.stride()
     )
     gradient = _compat.call_gradient_hooks(whole, gradient)
