@@ -96,9 +96,28 @@ class ParameterGroup:
 
     def _put_whole(self) -> None:
         """Put the gathered parameters into the modules, with the hooks that the sharded ones have now."""
+        replaced = [
+            (module, name, current)
+            for index, param in enumerate(self._group.fsdp_params)
+            for module, name, current in _held(param)
+            if not self._is_own(index, param, current)
+        ]
         FSDPParamGroup._to_unsharded(self._group)  # type: ignore[no-untyped-call]
+        for module, name, current in replaced:
+            module._parameters[name] = current
         for param in self._group.fsdp_params:
             share_hooks(param.sharded_param, param._unsharded_param)
+
+    def _is_own(self, index: int, param: FSDPParam, current: torch.Tensor | None) -> bool:
+        """Whether a module holds a form of the parameter, and not what ``torch.func.functional_call`` has put there."""
+        return (
+            current is None
+            or current is param.sharded_param
+            or current is getattr(param, "_unsharded_param", None)
+            or param.is_dtensor  # of which tensor parallelism puts other forms there
+            or (self._stand_ins is not None and current is self._stand_ins[index])
+            or current is getattr(param, "_sharded_post_forward_param", None)
+        )
 
     def _put_shards(self) -> None:
         """Put the sharded parameters into the modules, or what stands in for them, and free the gathered ones."""
@@ -123,15 +142,19 @@ class ParameterGroup:
         for param, stand_in in zip(self._group.fsdp_params, self._stand_ins, strict=True):
             param._setattr_on_modules(stand_in)
 
-    def begin_stand_ins(self, make: Callable[[torch.Tensor, torch.dtype | None], torch.Tensor]) -> None:
+    def begin_stand_ins(
+        self, make: Callable[[torch.Tensor, torch.dtype | None, Callable[[], None]], torch.Tensor]
+    ) -> None:
         """From now on, let something stand in the modules for a parameter while it is sharded.
 
         Args:
-            make: Makes it of a sharded parameter and the dtype that the parameter is computed in.
+            make: Makes it of a sharded parameter, the dtype that the parameter is computed in, and what is to be called
+                when it gets a gradient.
         """
         if self._stand_ins is None:
             self._stand_ins = [
-                cast(nn.Parameter, make(param.sharded_param, param.param_dtype)) for param in self._group.fsdp_params
+                cast(nn.Parameter, make(param.sharded_param, param.param_dtype, partial(self._used.add, index)))
+                for index, param in enumerate(self._group.fsdp_params)
             ]
         self._has_stand_ins = True
         if self._group.is_sharded:
@@ -267,10 +290,7 @@ class ParameterGroup:
 
     def _reduce(self) -> None:
         if self._group.reduce_grads:
-            # What a step has gathered where it used it gives its gradient to the shards.
-            self._used |= self._unreduced() | {
-                index for index, param in enumerate(self._group.fsdp_params) if param.sharded_param.grad is not None
-            }
+            self._used |= self._unreduced()
             self._is_reduced = True
         self._post_backward()
 
@@ -421,6 +441,16 @@ def put_parameter(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _held(param: FSDPParam) -> Iterator[tuple[nn.Module, str, torch.Tensor | None]]:
+    """Yield each module that holds ``param``, the name there, and what it holds now."""
+    info = param._module_info
+    for module, name in (
+        (info.module, info.param_name),
+        *zip(info.shared_modules, info.shared_param_names, strict=True),
+    ):
+        yield module, name, module._parameters.get(name)
 
 
 def _hooks(tensor: torch.Tensor) -> dict[int, Any]:

@@ -20,7 +20,11 @@ __all__ = ["GatheredOnUse", "whole_for_step"]
 
 
 def whole_for_step(
-    param: Tensor, data_parallel_axes: Collection[str], dtype: torch.dtype | None = None, split_axis: str | None = None
+    param: Tensor,
+    data_parallel_axes: Collection[str],
+    dtype: torch.dtype | None = None,
+    split_axis: str | None = None,
+    on_gradient: Callable[[], None] | None = None,
 ) -> Tensor:
     """Gather ``param``, so that its gradient is the mean over the data-parallel ranks. A collective over its mesh.
 
@@ -29,6 +33,7 @@ def whole_for_step(
         data_parallel_axes: Names of the axes of its mesh whose ranks have different parts of a batch.
         dtype: What the whole parameter is computed in; None: what it is stored in.
         split_axis: Name of an axis whose ranks keep their own part; None: there is none.
+        on_gradient: Called when a backward comes by; None: nothing is.
     """
     sharded = cast(DTensor, param)
     mesh = sharded.device_mesh
@@ -42,8 +47,8 @@ def whole_for_step(
     for axis, placement in enumerate(gradient):
         num_parts *= mesh.size(axis) if placement.is_partial() else 1
     whole = sharded.redistribute(placements=wanted).to_local(grad_placements=gradient)
-    if num_parts > 1:
-        whole = _DivideGradient.apply(whole, num_parts)  # type: ignore[no-untyped-call]
+    if num_parts > 1 or on_gradient is not None:
+        whole = _DivideGradient.apply(whole, num_parts, on_gradient)  # type: ignore[no-untyped-call]
     return whole if dtype is None else whole.to(dtype)
 
 
@@ -51,13 +56,16 @@ class _DivideGradient(torch.autograd.Function):
     """Return the input; divide the gradient. Partial placements sum, and the ranks' losses are averaged."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, number: int) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, number: int, on_gradient: Callable[[], None] | None) -> Tensor:
         ctx.number = number
+        ctx.on_gradient = on_gradient
         return tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] / ctx.number, None
+        if ctx.on_gradient is not None:
+            ctx.on_gradient()
+        return grads[0] / ctx.number, None, None
 
 
 class GatheredOnUse(torch.Tensor):

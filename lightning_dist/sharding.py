@@ -446,9 +446,10 @@ class ShardedModule:
                 self._audit.after_change(group, group.write_back(compares=self._audit.is_due))
         self._audit.after_forward()
 
-    def _stand_in(self, param: Tensor, dtype: torch.dtype | None) -> Tensor:
+    def _stand_in(self, param: Tensor, dtype: torch.dtype | None, on_gradient: Callable[[], None]) -> Tensor:
         axes = self.mesh.mesh_dim_names or ()
-        return GatheredOnUse(param, partial(whole_for_step, data_parallel_axes=axes, dtype=dtype))
+        gather = partial(whole_for_step, data_parallel_axes=axes, dtype=dtype, on_gradient=on_gradient)
+        return GatheredOnUse(param, gather)
 
     @contextmanager
     def microbatches(self, with_backward: bool) -> Iterator[Callable[[Callable[[], Any]], Any]]:

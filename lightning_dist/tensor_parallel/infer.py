@@ -13,7 +13,7 @@ from itertools import takewhile
 
 from torch import Tensor, nn
 
-from lightning_dist.tensor_parallel.layers import LinearLayer, linear_layer, num_heads, why_not_split
+from lightning_dist.tensor_parallel.layers import LinearLayer, linear_layer, looks_at_tokens, num_heads, why_not_split
 from lightning_dist.tensor_parallel.plan import Entry, SplitHeads
 from lightning_dist.tensor_parallel.provenance import BATCH, Call, Provenance, sources
 from lightning_dist.tracing import tensors_in
@@ -192,7 +192,10 @@ def _vocabulary(root: nn.Module, provenance: Provenance, num_ranks: int) -> dict
     embeddings = {
         name: module
         for name, module in modules.items()
-        if isinstance(module, nn.Embedding) and not why_not_split(module) and not module.num_embeddings % num_ranks
+        if isinstance(module, nn.Embedding)
+        and not why_not_split(module)
+        and not looks_at_tokens(module)
+        and not module.num_embeddings % num_ranks
     }
     used = {name for name in modules for other in modules if name in provenance.into[other]}
     entries: dict[str, Entry] = {}

@@ -7,7 +7,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-__all__ = ["LinearLayer", "linear_layer", "num_heads", "shared_heads", "why_not_split"]
+__all__ = ["LinearLayer", "linear_layer", "looks_at_tokens", "num_heads", "shared_heads", "why_not_split"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,11 @@ def why_not_split(embedding: nn.Embedding) -> str:
         "sparse=True": embedding.sparse,
     }
     return ", ".join(name for name, is_set in wanted.items() if is_set)
+
+
+def looks_at_tokens(embedding: nn.Embedding) -> bool:
+    """Return whether ``embedding`` has a forward of its own, to which a split table would give other tokens."""
+    return type(embedding).forward is not nn.Embedding.forward
 
 
 def shared_heads(root: nn.Module, name: str, num_ranks: int) -> int | None:

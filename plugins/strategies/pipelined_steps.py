@@ -19,7 +19,6 @@ from lightning_dist.pipeline import (
     Flow,
     Pipeline,
     PreparedStep,
-    RunRoot,
     find_flow,
     raise_together,
     signature,
@@ -101,8 +100,7 @@ class PipelinedSteps:
                 return self._scale(weights.scale(loss) / accumulate)
             return self._scale(loss / (number * accumulate))
 
-        with self._spread.microbatches(with_backward=True) as run_root:
-            outcome, results = self._run("training_step", args, kwargs, run_root, None, loss_of)
+        outcome, results = self._run("training_step", args, kwargs, None, loss_of)
         self._spread.after_microbatches()
         output = outcome.tell(partial(merged_outputs, results, losses), self._pipeline, self._broadcast)
         if not self._pipeline.is_last and isinstance(output, Mapping) and output.get("weight") is not None:
@@ -114,8 +112,7 @@ class PipelinedSteps:
         # Replicas may have other numbers of batches; shards of one may not.
         gathers = self._spread.mesh.shape[-1] > 1 and not self._spread.stays_gathered
         group = None if gathers else self._pipeline.group
-        with self._spread.microbatches(with_backward=False) as run_root:
-            outcome, results = self._run(name, args, kwargs, run_root, group)
+        outcome, results = self._run(name, args, kwargs, group)
         return outcome.tell(partial(joined, results), self._pipeline, self._broadcast)
 
     def _prepare(
@@ -146,7 +143,6 @@ class PipelinedSteps:
         name: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        run_root: RunRoot,
         group: dist.ProcessGroup | None,
         loss_of: Callable[[int, Any], Tensor] | None = None,
     ) -> tuple[Outcome, list[Any]]:
@@ -158,16 +154,17 @@ class PipelinedSteps:
             name: The name of the step.
             args: Positional arguments of the step, the batch first.
             kwargs: Keyword arguments of the step.
-            run_root: Runs what it is given as a forward of the whole module.
             group: The ranks that have a step now; None: all processes.
             loss_of: From the number of microbatches and what one's step returned, its part of the loss.
         """
         outcome: Outcome | None = None
         results: list[Any] = []
+        failure: Failure | None = None
+        steps: list[Callable[[], Any]] = []
+        # A step is followed before parameters are gathered, which may be in another dtype then.
         try:
             microbatches = self._splitter.split(args[0], self._pipeline.config.num_microbatches)
-            number = len(microbatches)
-            prepared = self._prepare(name, microbatches[0], args, kwargs, number, loss_of is not None)
+            prepared = self._prepare(name, microbatches[0], args, kwargs, len(microbatches), loss_of is not None)
             sizes = [self._splitter.num_samples(batch) for batch in microbatches]
             outcome = Outcome(self._module, prepared.flow, sizes, self._metrics)
             steps = [
@@ -175,13 +172,14 @@ class PipelinedSteps:
                 for index, microbatch in enumerate(microbatches)
             ]
         except Exception as error:
-            failure: Failure | None = Failure.now(error, "before the first microbatch")
-        else:
-            with outcome.logging(), self._metrics.in_step(), without_foreign_collectives(self._peers):
-                results, failure = self._pipeline.run(
-                    prepared, steps, run_root, None if loss_of is None else partial(loss_of, number)
-                )
-        raise_together(failure, group, self._module.device)
+            failure = Failure.now(error, "before the first microbatch")
+        with self._spread.microbatches(with_backward=loss_of is not None) as run_root:
+            if outcome is not None and failure is None:
+                with outcome.logging(), self._metrics.in_step(), without_foreign_collectives(self._peers):
+                    results, failure = self._pipeline.run(
+                        prepared, steps, run_root, None if loss_of is None else partial(loss_of, len(steps))
+                    )
+            raise_together(failure, group, self._module.device)
         assert outcome is not None
         return outcome, results
 
