@@ -14,6 +14,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["SameBuffers"]
 
+_NORMS = (
+    nn.BatchNorm1d,
+    nn.BatchNorm2d,
+    nn.BatchNorm3d,
+    nn.SyncBatchNorm,
+    nn.InstanceNorm1d,
+    nn.InstanceNorm2d,
+    nn.InstanceNorm3d,
+)
+
 
 class SameBuffers:
     """Give all ranks of ``mesh`` the first one's buffers of ``module``.
@@ -27,17 +37,17 @@ class SameBuffers:
         self._module = module
         self._axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         self._device = torch.device(mesh.device_type)
-        self._places: list[tuple[dict[str, Tensor | None], str]] = []
+        self._places: list[tuple[nn.Module, str]] = []
         self._seen: list[tuple[Tensor | None, int]] = []
         self.look_again()
 
     def look_again(self) -> None:
         """Find the buffers of the module anew."""
-        found: dict[int, tuple[dict[str, Tensor | None], str]] = {}
+        found: dict[int, tuple[nn.Module, str]] = {}
         for module in self._module.modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta:
-                    found.setdefault(id(buffer), (module._buffers, key))
+                    found.setdefault(id(buffer), (module, key))
         self._places = list(found.values())
         self._seen = [(None, -1)] * len(self._places)
 
@@ -46,11 +56,14 @@ class SameBuffers:
         """Overwrite what changed on any rank since the last call. A collective over the mesh, if there are buffers."""
         if not self._places or not self._axes:
             return
-        buffers = [tensors.get(key) for tensors, key in self._places]
+        buffers = [module._buffers.get(key) for module, key in self._places]
         flags = torch.tensor(
             [
-                buffer is not seen or (buffer is not None and buffer._version != version)
-                for buffer, (seen, version) in zip(buffers, self._seen, strict=True)
+                # BatchNorm's kernels change theirs without counting up the tensor's version.
+                (isinstance(module, _NORMS) and module.training)
+                or buffer is not seen
+                or (buffer is not None and buffer._version != version)
+                for (module, _), buffer, (seen, version) in zip(self._places, buffers, self._seen, strict=True)
             ],
             dtype=torch.uint8,
             device=self._device,

@@ -300,7 +300,6 @@ class ShardedModule:
         self._path = path
         self._unused = UnusedParameters(self._sharded_groups, mesh)
         self._buffers = SameBuffers(module, mesh)
-        self._buffers_are_due = True
         self.stays_gathered = False
         """Whether every rank holds the whole model (see :meth:`stay_gathered`)."""
         self._kept = ExitStack()
@@ -403,16 +402,15 @@ class ShardedModule:
             self.free()
         return output
 
-    def before_training_step(self, reduces_gradients: bool) -> None:
-        """Give all ranks the first one's buffers. A collective, unless the last backward reduced no gradients.
+    def before_training_step(self, has_reduced: bool) -> None:
+        """Give all ranks the first one's buffers, if gradients were reduced after the last step. A collective then.
 
         Args:
-            reduces_gradients: Whether the backward of the step that begins reduces gradients.
+            has_reduced: Whether they were; the same on all ranks, also in a run that was resumed.
         """
         self._audit.before_step()
-        if self._buffers_are_due:
+        if has_reduced:
             self._buffers.synchronize()
-        self._buffers_are_due = reduces_gradients
 
     def _check_path(self) -> None:
         if self._path is not None and not self.stays_gathered:

@@ -401,12 +401,18 @@ class MeshStrategy(ProcessStrategy):
         if self._frees_gradients_first:
             free_gradients(self.lightning_module.trainer)
         assert self._sharded is not None
-        self._sharded.before_training_step(self._syncs_gradients)
+        self._sharded.before_training_step(self._begins_accumulation)
         with self.precision_plugin.train_step_context():
             output = self._step("training_step", automatic, args, kwargs)
         if automatic:
             self._weights.read(output, self.root_device)
         return output
+
+    @property
+    def _begins_accumulation(self) -> bool:
+        """Whether the training step that begins is the first whose gradients are reduced together."""
+        trainer = self._trainer
+        return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the module's ``validation_step``."""

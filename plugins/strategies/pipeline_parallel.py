@@ -246,12 +246,12 @@ class PipelineParallelStrategy(MeshStrategy):
         if self._steps is None:
             return super().training_step(*args, **kwargs)
         self._checkpoints.before_step()
-        if self._trainer.fit_loop.batch_idx % self._trainer.accumulate_grad_batches == 0:
+        if self._begins_accumulation:
             for param in self._steps.parameters:
                 param.grad = None
         self._check_batch("training_step", args, kwargs)
         assert self._sharded is not None
-        self._sharded.before_training_step(self._syncs_gradients)
+        self._sharded.before_training_step(self._begins_accumulation)
         output = self._steps.train(self._weights, args, kwargs)
         # Lightning clears gradients next, before it asks for the backward: they are set aside, and handed back there.
         self._gradients = [(param, param.grad) for param in self._steps.parameters if param.grad is not None]
