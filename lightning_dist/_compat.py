@@ -104,7 +104,7 @@ class ParameterGroup:
         ]
         FSDPParamGroup._to_unsharded(self._group)  # type: ignore[no-untyped-call]
         for module, name, current in replaced:
-            module._parameters[name] = current
+            module._parameters[name] = current  # type: ignore[assignment]
         for param in self._group.fsdp_params:
             share_hooks(param.sharded_param, param._unsharded_param)
 
