@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 from typing import Any
 
@@ -118,16 +118,8 @@ class PipelinedSteps:
     def _prepare(
         self, name: str, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, has_backward: bool
     ) -> PreparedStep:
-        module, stages = self._module, self._pipeline.stages
-
-        def follow(arguments: Sequence[Any], batch: Any = batch) -> Flow:
-            fake = fake_step(module, module.trainer, name, (batch, *arguments), kwargs, self._around_following)
-            with self._pipeline.as_written.again():
-                return find_flow(module, fake, module.device, stages.parts, stages.blocks, has_backward)
-
-        if has_backward and not self._has_tried_loss:
-            self._has_tried_loss = True
-            self._try_loss(lambda other: follow(args[1:], other), batch, args[1:], kwargs)
+        def follow(arguments: Sequence[Any]) -> Flow:
+            return self._follow(name, batch, arguments, kwargs, has_backward)
 
         # All that a step's path, and which gradients it needs, may depend on.
         key = (
@@ -137,6 +129,15 @@ class PipelinedSteps:
             tuple(param.requires_grad for param in self.parameters),
         )
         return self._pipeline.prepare(key, follow, number, has_backward, args[1:])
+
+    def _follow(
+        self, name: str, batch: Any, arguments: Sequence[Any], kwargs: dict[str, Any], has_backward: bool
+    ) -> Flow:
+        """Follow the step on a microbatch."""
+        module, stages = self._module, self._pipeline.stages
+        fake = fake_step(module, module.trainer, name, (batch, *arguments), kwargs, self._around_following)
+        with self._pipeline.as_written.again():
+            return find_flow(module, fake, module.device, stages.parts, stages.blocks, has_backward)
 
     def _run(
         self,
@@ -174,6 +175,10 @@ class PipelinedSteps:
         except Exception as error:
             failure = Failure.now(error, "before the first microbatch")
         with self._spread.microbatches(with_backward=loss_of is not None) as run_root:
+            if loss_of is not None and failure is None and not self._has_tried_loss:
+                self._has_tried_loss = True
+                with suppress(Exception):  # the step itself will raise it, with the other ranks taking part
+                    self._try_loss(microbatches[0], args[1:], kwargs)
             if outcome is not None and failure is None:
                 with outcome.logging(), self._metrics.in_step(), without_foreign_collectives(self._peers):
                     results, failure = self._pipeline.run(
@@ -183,9 +188,7 @@ class PipelinedSteps:
         assert outcome is not None
         return outcome, results
 
-    def _try_loss(
-        self, follow: Callable[[Any], Flow], batch: Any, others: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _try_loss(self, batch: Any, others: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn of a loss that is no mean over samples; on one rank."""
         is_first = self._module.trainer.strategy.distributed_sampler_kwargs["rank"] == 0  # type: ignore[attr-defined]
         if not self._pipeline.is_last or not is_first:
@@ -195,6 +198,9 @@ class PipelinedSteps:
             copied = apply_to_collection(batch, Tensor, Tensor.clone)
             with _compat.logging_to(self._module), without_updates(self._module), self._around_following():
                 return self._module.training_step(copied, *others, **kwargs)
+
+        def follow(batch: Any) -> Flow:
+            return self._follow("training_step", batch, others, kwargs, True)
 
         warn_of_other_losses(self._pipeline, follow, step, batch, type(self._module).__name__)
 
