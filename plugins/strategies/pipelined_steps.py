@@ -174,12 +174,14 @@ class PipelinedSteps:
             ]
         except Exception as error:
             failure = Failure.now(error, "before the first microbatch")
+        # A rank may have followed the step alone, as attributes that its own parts count up are its own.
+        raise_together(failure, self._pipeline.group, self._module.device)
         with self._spread.microbatches(with_backward=loss_of is not None) as run_root:
-            if loss_of is not None and failure is None and not self._has_tried_loss:
+            if loss_of is not None and not self._has_tried_loss:
                 self._has_tried_loss = True
                 with suppress(Exception):  # the step itself will raise it, with the other ranks taking part
                     self._try_loss(microbatches[0], args[1:], kwargs)
-            if outcome is not None and failure is None:
+            if outcome is not None:
                 with outcome.logging(), self._metrics.in_step(), without_foreign_collectives(self._peers):
                     results, failure = self._pipeline.run(
                         prepared, steps, run_root, None if loss_of is None else partial(loss_of, len(steps))

@@ -24,7 +24,7 @@ import lightning_dist
 class Last(torch.nn.Linear):
     calls = 0
     def forward(self, x):
-        self.calls += 1
+        self.calls += type(x) is torch.Tensor  # and no fake, on which the step is followed
         if "fail_in_stage" in sys.argv and self.calls == 9:
             raise RuntimeError("the last layer fails")
         return super().forward(x)
