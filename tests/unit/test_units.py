@@ -143,8 +143,12 @@ def test_no_parameters() -> None:
     assert find_units(nn.Sequential(nn.ReLU())) == []
 
 
+class Pair(nn.Sequential):
+    """A block: plain nn.Sequential is a container."""
+
+
 def test_parameters_of_a_rarer_dtype_are_a_unit_of_their_own() -> None:
-    blocks = nn.Sequential(*(nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8).bfloat16()) for _ in range(2)))
+    blocks = nn.Sequential(*(Pair(nn.LayerNorm(8), nn.Linear(8, 8).bfloat16()) for _ in range(2)))
     units = find_units(nn.Sequential(blocks))
     assert [(unit.kind, unit.names) for unit in units] == [
         ("outer", ["0.0.0"]),
@@ -156,9 +160,7 @@ def test_parameters_of_a_rarer_dtype_are_a_unit_of_their_own() -> None:
 
 
 def test_frozen_parameters_of_a_rarer_dtype_stay_in_their_unit() -> None:
-    blocks = nn.Sequential(
-        *(nn.Sequential(nn.LayerNorm(8).requires_grad_(False), nn.Linear(8, 8).bfloat16()) for _ in "ab")
-    )
+    blocks = nn.Sequential(*(Pair(nn.LayerNorm(8).requires_grad_(False), nn.Linear(8, 8).bfloat16()) for _ in "ab"))
     assert [unit.names for unit in find_units(nn.Sequential(blocks))] == [["0.0"], ["0.1"]]
 
 
