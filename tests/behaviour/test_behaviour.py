@@ -13,7 +13,7 @@ COVERED = {
     "basics": ("full", "hybrid", "tp", "pp", "nd"),
     "sharing_and_weights": ("full", "hybrid", "tp"),
     "uneven_ranks": ("full", "hybrid", "tp"),
-    "split_layers": ("tp", "nd_tp"),
+    "split_layers": ("tp",),
 }
 """Areas, and the columns in which their cases take turns."""
 
