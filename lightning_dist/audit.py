@@ -25,7 +25,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_dist._compat import ParameterGroup
 from lightning_dist.consensus import arrive
-from lightning_dist.replicas import bit_sums
+from lightning_dist.replicas import bit_sums, differ
 from lightning_dist.scalars import ScalarGroup
 
 __all__ = ["AuditError", "FirstStepAudit"]
@@ -149,12 +149,9 @@ class FirstStepAudit:
             arrive(f"changing {names[0]} in place in a step", 30.0, ranks)
             self._agreed.add(id(group))
         sums = torch.stack([bit_sums(tensor) for tensor in group.gathered])
-        highest, lowest = sums.clone(), sums.clone()
-        for axis in range(group.mesh.ndim):
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group.mesh.get_group(axis))
-            dist.all_reduce(lowest, dist.ReduceOp.MIN, group.mesh.get_group(axis))
-        for name, differs in zip(group.names, (highest != lowest).any(1).tolist(), strict=True):
-            if differs:
+        found = differ(sums, [group.mesh.get_group(axis) for axis in range(group.mesh.ndim)]).tolist()
+        for name, is_different in zip(group.names, found, strict=True):
+            if is_different:
                 raise AuditError(
                     f"The step changed the parameter {name!r} in place, and not alike on all ranks: each rank has"
                     " computed it from its own part of the batch. Average what it is computed from over the ranks, or"
@@ -192,12 +189,8 @@ class FirstStepAudit:
             return
         self._weights_are_due = False
         for (axis, group), held in self._replicated().items():
-            sums = torch.stack([bit_sums(local) for _, local in held])
-            highest, lowest = sums.clone(), sums
-            dist.all_reduce(highest, dist.ReduceOp.MAX, group)
-            dist.all_reduce(lowest, dist.ReduceOp.MIN, group)
-            differs = (highest != lowest).any(1).tolist()
-            for (name, local), is_different in zip(held, differs, strict=True):
+            found = differ(torch.stack([bit_sums(local) for _, local in held]), [group]).tolist()
+            for (name, local), is_different in zip(held, found, strict=True):
                 if is_different:
                     self._raise_unless_rounding(name, local, axis, group)
 

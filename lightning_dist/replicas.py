@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-__all__ = ["ReplicasDifferError", "bit_sums", "check_replicas"]
+__all__ = ["ReplicasDifferError", "bit_sums", "check_replicas", "differ"]
 
 
 class ReplicasDifferError(RuntimeError):
@@ -37,11 +39,7 @@ def check_replicas(module: nn.Module, mesh: DeviceMesh, axis: str = "dp_replicat
             torch.zeros(2, dtype=torch.int64, device=mesh.device_type) if local.is_meta else bit_sums(local.detach())
         )
     fingerprint = torch.stack(sums)
-    highest, lowest = fingerprint.clone(), fingerprint.clone()
-    group = mesh[axis].get_group()
-    dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN, group=group)
-    differs = (highest != lowest).any(dim=1).to(torch.int32)
+    differs = differ(fingerprint, [mesh[axis].get_group()]).to(torch.int32)
     dist.all_reduce(differs, op=dist.ReduceOp.MAX)
     if differs.any():
         wrong = [name for name, flag in zip(names, differs.tolist(), strict=True) if flag]
@@ -50,6 +48,23 @@ def check_replicas(module: nn.Module, mesh: DeviceMesh, axis: str = "dp_replicat
             f" {', '.join(wrong[:3])}. Something changed weights on one rank only, or depended on that rank's data"
             " (code under `if rank == 0`, an unseeded re-initialisation, an optimizer step that one rank skipped)."
         )
+
+
+def differ(sums: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
+    """Compare fingerprints over the ranks of all ``groups`` together. A collective over each.
+
+    Args:
+        sums: The :func:`bit_sums` of ``n`` tensors, of shape ``(n, 2)``.
+        groups: The groups of the axes of a mesh.
+
+    Returns:
+        Whether each tensor differs anywhere, of shape ``(n,)``.
+    """
+    highest, lowest = sums.clone(), sums.clone()
+    for group in groups:
+        dist.all_reduce(highest, dist.ReduceOp.MAX, group)
+        dist.all_reduce(lowest, dist.ReduceOp.MIN, group)
+    return (highest != lowest).any(dim=1)
 
 
 def bit_sums(tensor: torch.Tensor) -> torch.Tensor:

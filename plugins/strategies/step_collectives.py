@@ -45,22 +45,11 @@ def without_foreign_collectives(peers: Collection[int]) -> Iterator[None]:
     Raises:
         FlowError: From the collective, with the place that calls it.
     """
-    thread = get_ident()
 
-    def guarded(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        group_at = _position_of_group(own)
+    def run(name: str, own: Callable[..., Any], group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return own(*args, **kwargs)
 
-        @wraps(own)
-        def collective(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() != thread:  # such as the one that writes a checkpoint
-                return own(*args, **kwargs)
-            group = kwargs.get("group", args[group_at] if group_at is not None and len(args) > group_at else None)
-            _check(name, group, peers)
-            return own(*args, **kwargs)
-
-        return collective
-
-    with _replaced(guarded):
+    with _replaced(peers, run):
         yield
 
 
@@ -74,9 +63,33 @@ def stand_ins_for_collectives(peers: Collection[int]) -> Iterator[None]:
     Raises:
         FlowError: From a collective that a step of a pipeline cannot call.
     """
+
+    def run(name: str, own: Callable[..., Any], group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name in ("all_gather", "all_gather_into_tensor"):
+            gathered, own_part, *_ = [*args, *(kwargs[k] for k in _GATHERED if k in kwargs)]
+            for part in gathered.chunk(dist.get_world_size(group)) if isinstance(gathered, Tensor) else gathered:
+                part.copy_(own_part.view_as(part))
+        elif name not in ("all_reduce", "broadcast", "barrier"):
+            raise FlowError(_refusal(name))
+
+    with _replaced(peers, run), _NoCollectives():
+        yield
+
+
+_GATHERED = ("tensor_list", "output_tensor", "tensor", "input_tensor")
+"""The first two arguments of gathers: what they write into, and this rank's part."""
+
+
+_Run = Callable[[str, Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
+"""Runs a collective: its name, the function, the group that it was given, and the arguments."""
+
+
+@contextmanager
+def _replaced(peers: Collection[int], run: _Run) -> Iterator[None]:
+    """Check the group of each collective that this thread calls, where users find them, and let ``run`` run it."""
     thread = get_ident()
 
-    def stand_in(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+    def replaced(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
         group_at = _position_of_group(own)
 
         @wraps(own)
@@ -85,33 +98,16 @@ def stand_ins_for_collectives(peers: Collection[int]) -> Iterator[None]:
                 return own(*args, **kwargs)
             group = kwargs.get("group", args[group_at] if group_at is not None and len(args) > group_at else None)
             _check(name, group, peers)
-            if name in ("all_gather", "all_gather_into_tensor"):
-                gathered, own_part, *_ = [*args, *(kwargs[k] for k in _GATHERED if k in kwargs)]
-                for part in gathered.chunk(dist.get_world_size(group)) if isinstance(gathered, Tensor) else gathered:
-                    part.copy_(own_part.view_as(part))
-            elif name not in ("all_reduce", "broadcast", "barrier"):
-                raise FlowError(_refusal(name))
-            return None
+            return run(name, own, group, args, kwargs)
 
         return collective
 
-    with _replaced(stand_in), _NoCollectives():
-        yield
-
-
-_GATHERED = ("tensor_list", "output_tensor", "tensor", "input_tensor")
-"""The first two arguments of gathers: what they write into, and this rank's part."""
-
-
-@contextmanager
-def _replaced(make: Callable[[str, Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Put what ``make`` returns into the place of each collective, where users find them."""
     with ExitStack() as undo:
         for name in _COLLECTIVES:
             own = getattr(dist, name, None)
             if own is not None:
                 undo.callback(setattr, dist, name, own)
-                setattr(dist, name, make(name, own))
+                setattr(dist, name, replaced(name, own))
         yield
 
 
