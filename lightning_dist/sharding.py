@@ -429,6 +429,13 @@ class ShardedModule:
         self.after_backward()
 
     @contextmanager
+    def between(self) -> Iterator[None]:
+        """Let hooks between a forward and its backward use and change parameters inside. A collective."""
+        assert self.pipeline is None
+        with self._stand_ins():
+            yield
+
+    @contextmanager
     def _stand_ins(self) -> Iterator[None]:
         """Gather what a step uses while it is sharded, and write what the step has changed into the shards."""
         groups = self._sharded_groups
@@ -520,6 +527,10 @@ class ShardedModule:
     @property
     def _reduces_gradients(self) -> bool:
         return all(group.syncs_gradients for group in self._sharded_groups)
+
+    def before_optimizer_step(self) -> None:
+        """Check that no gradient is where the optimizer does not see it."""
+        self._audit.before_optimizer_step()
 
     def after_optimizer_step(self) -> None:
         """Forget whole parameters, which are stale: to be called after every optimizer step."""

@@ -2,7 +2,8 @@
 
 A watched number is an ``int`` or a ``float``, and what is computed from it is watched, too. To compare it with
 something is a question with an answer; the same question can be asked again when the number has another value.
-What C code does with such a number (``range``, an index of a list, ``math.exp``) is not seen.
+What C code does with such a number (``range``, an index of a list, ``math.exp``) is not seen, but for whole numbers
+that functions of torch are given (see :func:`ask_for_value`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Answer", "watched"]
+__all__ = ["Answer", "ask_for_value", "watched"]
 
 Answer = Callable[[Callable[[], Any], Any], Any]
 """Takes a question, as a function that asks it again, and its present answer; returns the answer to give."""
@@ -72,6 +73,15 @@ def watched(value: Any, evaluate: Callable[[], Any], answer: Answer) -> Any:
     number: Any = _WatchedInt(value) if type(value) is int else _WatchedFloat(value)
     number._value, number._evaluate, number._answer = value, evaluate, answer
     return number
+
+
+def ask_for_value(value: Any) -> None:
+    """Ask for the value of a watched whole number, also of one in a slice; of other objects nothing."""
+    if isinstance(value, _WatchedInt):
+        value._answer(lambda: _later(value), value._value)
+    elif isinstance(value, slice):
+        for part in (value.start, value.stop, value.step):
+            ask_for_value(part)
 
 
 def _now(value: Any) -> Any:

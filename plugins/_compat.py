@@ -22,6 +22,7 @@ from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback, GradientAccumulationScheduler, WeightAveraging
 from lightning.pytorch.core import saving
+from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -355,7 +356,8 @@ def step_name(trainer: Trainer) -> str:
 def make_dataloader(trainer: Trainer) -> Any:
     """Return what the user's hook or argument gives for the run that begins; replaced by a public property of a loop.
 
-    Its samplers are not replaced, and Lightning does not keep it.
+    Its samplers are not replaced yet. When Lightning asks for it, it is given the same, so that a hook is called once;
+    but not where a checkpoint is loaded in between, which may change what the hook gives.
     """
     loops: dict[TrainerFn, Any] = {
         TrainerFn.FITTING: trainer.fit_loop,
@@ -364,7 +366,16 @@ def make_dataloader(trainer: Trainer) -> Any:
         TrainerFn.PREDICTING: trainer.predict_loop,
     }
     assert trainer.state.fn is not None
-    return loops[trainer.state.fn]._data_source.dataloader()
+    source = loops[trainer.state.fn]._data_source
+    own = source.dataloader
+    loaders = own()
+
+    def made_before() -> Any:
+        vars(source)["dataloader"] = own
+        return loaders if trainer.ckpt_path is None else own()
+
+    vars(source)["dataloader"] = made_before
+    return loaders
 
 
 def transferred(trainer: Trainer, batch: Any, dataloader_idx: int = 0) -> Any:
@@ -437,6 +448,11 @@ def logging_to(
         for name in names:
             vars(module).pop(name, None)
         vars(module).update(own)
+
+
+def made_optimizers(module: LightningModule) -> list[torch.optim.Optimizer]:
+    """Return the optimizers that ``module.configure_optimizers`` makes now."""
+    return _init_optimizers_and_lr_schedulers(module)[0]
 
 
 def seed_workers_by(loader: object, rank: int) -> None:

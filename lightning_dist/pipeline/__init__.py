@@ -20,17 +20,20 @@ from lightning_dist.pipeline.microbatches import (
     signature,
     split_batch,
 )
+from lightning_dist.pipeline.of_batch import BuffersOfStep
 from lightning_dist.pipeline.outside_of_steps import AllStages
-from lightning_dist.pipeline.runner import Pipeline, PreparedStep, RunRoot
+from lightning_dist.pipeline.runner import Pipeline, PreparedStep, Ran, RunRoot
 from lightning_dist.pipeline.schedules import SCHEDULES
 from lightning_dist.pipeline.simulation import simulate
 from lightning_dist.pipeline.stages import PipelineConfig, Stages, find_stages, keep_own, own_units
+from lightning_dist.pipeline.stand_in import refuse_stand_ins
 from lightning_dist.pipeline.timeline import Timeline
 
 __all__ = [
     "SCHEDULES",
     "AllStages",
     "AsWritten",
+    "BuffersOfStep",
     "Failure",
     "Flow",
     "FlowError",
@@ -38,6 +41,7 @@ __all__ = [
     "Pipeline",
     "PipelineConfig",
     "PreparedStep",
+    "Ran",
     "RunRoot",
     "Stages",
     "Timeline",
@@ -50,6 +54,7 @@ __all__ = [
     "num_microbatches_for",
     "own_units",
     "raise_together",
+    "refuse_stand_ins",
     "signature",
     "simulate",
     "split_batch",

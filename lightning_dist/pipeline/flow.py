@@ -121,6 +121,11 @@ class Flow:
         params_between: Parameters that the code between parts uses, by name.
         changed: Attributes outside of parts that the step sets, or containers in them that it adds to: the module's
             name, and the attribute's.
+        steady_buffers: Names of buffers in parts that the step changes, and not by what is in the batch.
+        buffers_between: Names of buffers outside of parts that the step changes.
+        logs_otherwise: Whether the step logs or returns what is no mean over samples.
+        numbers: Plain numbers that the step logs or returns, in order.
+        of_whole_batch: The step on the batch that is not split, where what it leaves must be made of that.
     """
 
     calls: list[PartCall]
@@ -128,6 +133,11 @@ class Flow:
     changes_batch: bool
     params_between: frozenset[str] = frozenset()
     changed: tuple[tuple[str, str], ...] = ()
+    steady_buffers: frozenset[str] = frozenset()
+    buffers_between: frozenset[str] = frozenset()
+    logs_otherwise: bool = False
+    numbers: tuple[float, ...] = field(default=(), compare=False)
+    of_whole_batch: Flow | None = field(default=None, compare=False)
 
     @cached_property
     def draws(self) -> frozenset[str]:
@@ -137,6 +147,17 @@ class Flow:
     def uses_param(self, name: str) -> bool:
         """Return whether the step uses the parameter ``name``, between parts or in one of those that it calls."""
         return any(name in call.params or name.startswith(f"{call.name}.") for call in (*self.calls, self.end))
+
+    @property
+    def may_leave_more(self) -> bool:
+        """Whether the whole batch may leave something else than its microbatches one after another."""
+        return bool(self.changed or self.buffers_between or self.logs_otherwise or self.numbers)
+
+    def with_whole_batch(self, whole: Flow) -> Flow:
+        """Return this step, and beside it that on the whole batch, where what it leaves must be made of that."""
+        is_like = [call.name for call in whole.calls] == [call.name for call in self.calls]
+        is_due = self.changed or self.buffers_between or self.logs_otherwise or self.numbers != whole.numbers
+        return replace(self, of_whole_batch=whole) if is_like and is_due else self
 
     def merged_with(self, other: Flow) -> Flow:
         """Return what is used in this step or in ``other``, which calls the same parts and decides otherwise."""
@@ -148,6 +169,10 @@ class Flow:
             self.changes_batch or other.changes_batch,
             self.params_between | other.params_between,
             changed,
+            self.steady_buffers & other.steady_buffers,
+            self.buffers_between | other.buffers_between,
+            self.logs_otherwise or other.logs_otherwise,
+            self.numbers,
         )
 
     def crossing(self, stage_of: Callable[[int], int], stage: int) -> list[Value]:

@@ -20,9 +20,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_dist.pipeline.flow import Flow, FlowError, InnerCall, Leaf, Output, PartCall, Value
+from lightning_dist.pipeline.of_batch import BatchMarks
 from lightning_dist.pipeline.ways import follow_ways
 from lightning_dist.tensor_reads import READS, TEXTS, MadeUpValues
 from lightning_dist.tracing import Observer, run_on_fakes, tensors_in
+from lightning_dist.watched_numbers import ask_for_value
 
 __all__ = ["find_flow", "find_parts"]
 
@@ -48,7 +50,7 @@ def find_parts(
     Raises:
         FlowError: If the step does not run on fake tensors, or calls no module.
     """
-    tree = next(follow_ways(_CallTree, partial(_run, root, step, device, with_gradients=False))).observer
+    tree = next(follow_ways(_CallTree, partial(_run, root, step, device))).observer
     modules = dict(root.named_modules())
     with_blocks = {name.rpartition(".")[0] for name in blocks}
     with_blocks |= {parent for name in with_blocks for parent in _parents(name)}
@@ -111,7 +113,7 @@ def find_flow(
     def make() -> _FlowObserver:
         return _FlowObserver(root, frozenset(parts), blocks)
 
-    first, *others = follow_ways(make, partial(_run, root, step, device, with_gradients=True))
+    first, *others = follow_ways(make, partial(_run, root, step, device))
     flow: Flow = first.observer.flow(has_loss)
     for other in others:
         if other.observer.has_loss:  # else the step returns none there, and is refused when it does
@@ -126,17 +128,30 @@ def _run(
     device: torch.device,
     observer: _CallTree | _FlowObserver,
     values: MadeUpValues | None,
-    with_gradients: bool,
 ) -> str:
     if values is not None:
         values.may_decide = observer.is_between
-    return run_on_fakes(root, partial(step, on_log=observer.on_log), device, observer, with_gradients, values)
+    return run_on_fakes(root, partial(step, on_log=observer.on_log), device, observer, True, values)
 
 
 def _parents(name: str) -> Iterator[str]:
     while name:
         name = name.rpartition(".")[0]
         yield name
+
+
+def _check_function(function: Any) -> None:
+    """Refuse functions that a step of a pipeline cannot call between parts.
+
+    Raises:
+        FlowError: If ``function`` is one.
+    """
+    if function in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
+        raise FlowError(
+            f"The step calls {'torch.autograd.' * (function is not Tensor.backward)}{function.__name__} itself, as"
+            " penalties on gradients and adversarial perturbations do: under a pipeline the backward runs stage by"
+            " stage after the step. Call it inside of one block, or use a strategy without stages."
+        )
 
 
 class _CallTree:
@@ -174,7 +189,8 @@ class _FlowObserver:
 
     def __init__(self, root: nn.Module, parts: frozenset[str], blocks: Mapping[str, nn.Module]) -> None:
         self._numbers = _Numbers(self.is_between)
-        self.functions = _Functions(self, self._numbers)
+        self._of_batch = BatchMarks()
+        self.functions = _Functions(self, self._numbers, self._of_batch)
         self._root = root
         self._parts = parts
         self._blocks = blocks
@@ -191,6 +207,9 @@ class _FlowObserver:
         self._outputs: list[tuple[Value, Tensor, int]] = []
         self._num_hooks: dict[str, int] = {}
         self._given = 0
+        self._changed_buffers: dict[str, bool] = {}
+        self._logs_otherwise = False
+        self._plain_numbers: list[float] = []
         self._loss_history: tuple[int, int] | None = None
 
     def is_between(self) -> bool:
@@ -232,8 +251,10 @@ class _FlowObserver:
         self._before = {(name, key): _content(value) for name, key, value in self._attributes()}
         self._num_hooks = {name: _num_hooks(module) for name, module in self._root.named_modules()}
         self._numbers.were_drawn()
+        self._of_batch.begin(self._root)
 
     def on_input(self, tensor: Tensor) -> None:
+        self._of_batch.mark(tensor)
         self._inputs.append((tensor, tensor._version))
 
     def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -278,6 +299,8 @@ class _FlowObserver:
         self._active = None
 
     def on_end(self, result: Any) -> None:
+        self._changed_buffers = self._of_batch.changed(self._root)
+        self._note_result(result)
         self._end.draws |= self._numbers.were_drawn()
         returned = list(tensors_in(result))
         for tensor in returned:
@@ -307,6 +330,22 @@ class _FlowObserver:
         """A value is logged."""
         for tensor in tensors_in(value):
             self._use(self._end, tensor)
+        reduce = kwargs.get("reduce_fx", args[4] if len(args) > 4 else "mean")
+        if getattr(reduce, "__name__", reduce) not in ("mean", "avg"):
+            self._logs_otherwise = True
+        elif isinstance(value, int | float):
+            self._plain_numbers.append(float(value))
+
+    def _note_result(self, result: Any) -> None:
+        """Note what a step returns besides its loss, as far as it is no tensor with a dimension for samples."""
+        others = {k: v for k, v in result.items() if k != "loss"} if isinstance(result, Mapping) else result
+        if isinstance(others, Tensor):
+            return
+        for leaf in tree_leaves(others):
+            if isinstance(leaf, Tensor):
+                self._logs_otherwise |= leaf.ndim == 0 and not leaf.is_floating_point()
+            elif isinstance(leaf, int | float):
+                self._plain_numbers.append(float(leaf))
 
     def on_function(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Of a torch function."""
@@ -420,7 +459,21 @@ class _FlowObserver:
                 " trained. Return the loss, computed from the model's output."
             )
         changes_batch = any(tensor._version != version for tensor, version in self._inputs)
-        return Flow(self._calls, self._end, changes_batch, frozenset(self._params_between), tuple(self._changed))
+        params, prefixes = frozenset(self._params_between), tuple(f"{part}." for part in self._parts)
+        inside = {name: by_batch for name, by_batch in self._changed_buffers.items() if name.startswith(prefixes)}
+        # Where a part has both, such as a queue and the place in it, the one may follow from the other.
+        by_batch = {next(p for p in prefixes if name.startswith(p)) for name, by_batch in inside.items() if by_batch}
+        return Flow(
+            self._calls,
+            self._end,
+            changes_batch,
+            params,
+            tuple(self._changed),
+            frozenset(name for name in inside if not name.startswith(tuple(by_batch))),
+            frozenset(self._changed_buffers.keys() - inside.keys()),
+            self._logs_otherwise,
+            tuple(self._plain_numbers),
+        )
 
 
 @dataclass(frozen=True)
@@ -500,17 +553,18 @@ def _draws(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> 
 
 
 class _Functions(TorchFunctionMode):
-    def __init__(self, observer: _FlowObserver, numbers: _Numbers) -> None:
+    def __init__(self, observer: _FlowObserver, *operations: TorchDispatchMode) -> None:
         super().__init__()
         self._observer = observer
-        self._numbers = numbers
+        self._operations = operations
         self._counter = FlopCounterMode(display=False)
         self._entered = ExitStack()
 
     def __enter__(self) -> _Functions:
         self._observer.on_start()
         self._entered.enter_context(self._counter)
-        self._entered.enter_context(self._numbers)
+        for mode in self._operations:
+            self._entered.enter_context(mode)
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -522,6 +576,10 @@ class _Functions(TorchFunctionMode):
         return int(self._counter.get_total_flops())
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._observer.is_between():
+            _check_function(func)
+        for leaf in tree_leaves((args, kwargs)):
+            ask_for_value(leaf)  # which may be the size of something
         out = func(*args, **(kwargs or {}))
         self._observer.on_function(func, args, kwargs or {}, out)
         return out

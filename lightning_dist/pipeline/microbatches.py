@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
@@ -23,7 +23,7 @@ def batch_size_of(batch: Any) -> int:
         if isinstance(value, Tensor):
             if value.ndim > 0:
                 sizes.setdefault(value.shape[0], (path, f"shape {tuple(value.shape)}"))
-        elif _is_sliceable(value):
+        elif _is_sliceable(value) or _is_list_of_samples(value):
             sizes.setdefault(len(value), (path, f"{len(value)} samples"))
         return value
 
@@ -65,8 +65,8 @@ def num_microbatches_for(size: int, wanted: int) -> int:
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
     """``batch`` as ``num_microbatches`` equal parts: views of its tensors, in containers of the same kinds.
 
-    Lists of as many strings or numbers as there are samples are split, too, and so are arrays and other objects that
-    have a length and can be sliced; all else is in each microbatch as it is.
+    Lists of as many strings or numbers as there are samples are split, too, lists of samples, and arrays and other
+    objects that have a length and can be sliced; all else is in each microbatch as it is.
 
     Raises:
         ValueError: As of :func:`batch_size_of`.
@@ -97,6 +97,9 @@ def signature(batch: Any) -> tuple[object, ...]:
             inside = [(key, item) for key, item in getattr(value, "__dict__", {}).items() if isinstance(item, Tensor)]
             shapes = tuple((key, tuple(item.shape), item.dtype) for key, item in inside)
             found.append((path, type(value), len(value), getattr(value, "shape", None), shapes))
+        elif _is_list_of_samples(value):
+            for index, sample in enumerate(value):
+                found.append((path, index, *signature(sample)))
         else:
             found.append((path, value if isinstance(value, bool | int | None) else type(value)))
         return value
@@ -108,9 +111,10 @@ def signature(batch: Any) -> tuple[object, ...]:
 def map_leaves(value: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
     """``value`` with ``function(path, leaf)`` in the place of each leaf.
 
-    Leaves are tensors, lists and tuples of plain values as one, and whatever is no container or dataclass.
+    Leaves are tensors, lists and tuples of plain values as one, lists of samples, and whatever is no container or
+    dataclass.
     """
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) or _is_list_of_samples(value):
         return function(path, value)
     if isinstance(value, Mapping):
         items = {key: map_leaves(item, function, f"{path}[{key!r}]") for key, item in value.items()}
@@ -138,6 +142,22 @@ def _is_sliceable(value: Any) -> bool:
     if isinstance(value, str | bytes | list | tuple | type) or getattr(value, "ndim", 1) == 0:
         return False
     return hasattr(type(value), "__len__") and hasattr(type(value), "__getitem__")
+
+
+def _is_list_of_samples(value: Any) -> bool:
+    """Return whether ``value`` is a list of containers that have no dimension of samples, as one number in each says.
+
+    A list of batches, as several loaders give, has no tensors without dimensions.
+    """
+    if not isinstance(value, list) or not value:
+        return False
+    items = [item.values() if isinstance(item, Mapping) else item for item in value]
+    return all(
+        isinstance(item, Iterable)
+        and not isinstance(item, str | bytes | Tensor)
+        and any(isinstance(leaf, int | float) or (isinstance(leaf, Tensor) and leaf.ndim == 0) for leaf in item)
+        for item in items
+    )
 
 
 def _is_init(value: Any, name: str) -> bool:

@@ -55,8 +55,10 @@ class StagePlan:
 
     @cached_property
     def sent(self) -> list[Value]:
-        """What this stage hands on, in order; nothing on the last."""
-        return self.flow.crossing(self.stages.__getitem__, self.stage + 1) if not self.is_last else []
+        """What this stage hands on, in order; of the last, what the end of the step on the whole batch begins with."""
+        if self.is_last and self.flow.of_whole_batch is None:
+            return []
+        return self.flow.crossing(self.stages.__getitem__, self.stage + 1)
 
     @property
     def is_last(self) -> bool:
@@ -196,6 +198,9 @@ class Replay:
         sent = []
         for value in plan.sent:
             tensor = run.made[value] if value in run.made else given[value]
+            if plan.is_last:
+                sent.append(tensor.detach())
+                continue
             # A leaf has no backward of its own, and what is a view cannot be cut off from the rest of its graph.
             is_bare = tensor.requires_grad and (tensor.is_leaf or tensor._is_view())
             is_sendable = tensor.is_contiguous() and not is_bare
@@ -296,6 +301,9 @@ class Replay:
         if value[1] not in run.plan.kept[value[0]]:
             return
         known = run.plan.leaf(value)
+        if run.plan.is_last and isinstance(tensor, Tensor):
+            run.made[value] = tensor.detach().clone() if known.is_changed else tensor.detach()
+            return
         if not isinstance(tensor, Tensor) or tensor.shape != known.shape:
             found = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
             raise FlowError(

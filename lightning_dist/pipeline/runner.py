@@ -19,6 +19,7 @@ from lightning_dist.pipeline.as_written import AsWritten
 from lightning_dist.pipeline.attributes import unchanged
 from lightning_dist.pipeline.failures import Failure
 from lightning_dist.pipeline.flow import Flow, Leaf
+from lightning_dist.pipeline.of_batch import BuffersOfStep
 from lightning_dist.pipeline.outside_of_steps import AllStages
 from lightning_dist.pipeline.path import KnownPaths, Readable
 from lightning_dist.pipeline.replay import MicrobatchSeed, Replay, StagePlan
@@ -29,7 +30,7 @@ from lightning_dist.pipeline.stages import PipelineConfig, Stages
 from lightning_dist.pipeline.timeline import Order, Recorder, TimedStage, Timeline
 from lightning_dist.pipeline.whole_model import whole_model
 
-__all__ = ["Pipeline", "PreparedStep", "RunRoot"]
+__all__ = ["Pipeline", "PreparedStep", "Ran", "RunRoot"]
 
 _MOST_PREPARED = 4
 """Schedules that are kept, each with buffers for what all its microbatches receive; of batches of other shapes."""
@@ -49,6 +50,24 @@ class PreparedStep:
     order: Order = ()
 
 
+@dataclass(frozen=True)
+class Ran:
+    """What came of a step.
+
+    Args:
+        results: On the rank of the last stage, what the step returned on each microbatch; else nothing.
+        at_end: There, the values of each microbatch that :meth:`Pipeline.values_at_end` describes, if the flow has
+            ``of_whole_batch``.
+        failure: The error of this rank.
+        buffers: Those that the step changes, as they were before it.
+    """
+
+    results: list[Any]
+    at_end: list[tuple[Tensor, ...]]
+    failure: Failure | None
+    buffers: BuffersOfStep
+
+
 @dataclass
 class _Running:
     """A step that runs.
@@ -60,6 +79,8 @@ class _Running:
         loss_of: From what the step returned, what its backward begins at; None: there is none.
         base: What its random numbers follow from.
         results: What the step returned on each microbatch, where the last stage is.
+        buffers: Those that begin each microbatch with the values that they have before the step.
+        at_end: Of each microbatch, what the end of the step on the whole batch begins with, where the last stage is.
         failure: The first error that was raised on this rank; from then on its stages compute nothing, and only take
             part in what the schedule sends.
     """
@@ -70,6 +91,8 @@ class _Running:
     loss_of: Callable[[Any], Tensor] | None
     base: int
     results: list[Any]
+    buffers: BuffersOfStep
+    at_end: list[tuple[Tensor, ...]]
     failure: Failure | None = None
 
 
@@ -159,7 +182,7 @@ class Pipeline:
         steps: Sequence[Callable[[], Any]],
         run_root: RunRoot,
         loss_of: Callable[[Any], Tensor] | None = None,
-    ) -> tuple[list[Any], Failure | None]:
+    ) -> Ran:
         """Run a step's microbatches, and their backwards where there is a loss. A collective over ``pp``.
 
         An error of the user's code is not raised, but returned when the schedule has run to its end: the other ranks
@@ -172,12 +195,13 @@ class Pipeline:
             loss_of: From what a microbatch's step returned, its part of the loss; None: no backward.
 
         Returns:
-            On the rank of the last stage, what the step returned on each microbatch; else nothing. Then this rank's
-            error, None if there is none.
+            What came of it.
         """
         base = int(torch.randint(2**62, ()))  # the same on all ranks of the pipeline, and after a resume
         results = [None] * len(steps) if self.is_last else []
-        running = self._running = _Running(prepared.plans, steps, run_root, loss_of, base, results)
+        buffers = BuffersOfStep(self._root, prepared.flow.steady_buffers | prepared.flow.buffers_between)
+        at_end: list[tuple[Tensor, ...]] = [()] * len(results)
+        running = self._running = _Running(prepared.plans, steps, run_root, loss_of, base, results, buffers, at_end)
         if loss_of is not None:
             self.order = prepared.order
             self._recorder.begin()
@@ -192,7 +216,7 @@ class Pipeline:
                     prepared.schedule.step(microbatch=numbers, target=numbers, losses=[], return_outputs=False)
                 else:
                     self._run_forward(running)
-            return running.results, running.failure
+            return Ran(running.results, running.at_end, running.failure, running.buffers)
         finally:
             self._running = None
 
@@ -205,15 +229,19 @@ class Pipeline:
             step: The step, its arguments bound.
         """
         plan = self._plan_of_end(flow)
-        kept = unchanged(self._root, flow.changed) if flow.changed else nullcontext()
-        between = {name: buffer.clone() for name, buffer in self._buffers_between().items()}
-        with kept, self._replay.numbers_kept(flow), self._replay.stand_in_parameters(flow.params_between):
-            try:
-                given = [value.to(self._device) for value in values]
-                return self._replay.run(plan, MicrobatchSeed(0, 0, 0), given, step)[0]
-            finally:
-                for name, buffer in self._buffers_between().items():
-                    buffer.copy_(between[name])
+        with self._replay.numbers_kept(flow), self._replay.stand_in_parameters(flow.params_between):
+            given = [value.to(self._device) for value in values]
+            return self._replay.run(plan, MicrobatchSeed(0, 0, 0), given, step)[0]
+
+    @contextmanager
+    def nothing_left(self, flow: Flow) -> Iterator[None]:
+        """Undo what a step with the path ``flow`` leaves inside, in attributes and in buffers outside of parts."""
+        buffers = BuffersOfStep(self._root, flow.buffers_between)
+        try:
+            with unchanged(self._root, flow.changed):
+                yield
+        finally:
+            buffers.restore()
 
     def values_at_end(self, flow: Flow) -> list[Leaf]:
         """Return what is known of the values of parts that the end of a step makes something of."""
@@ -354,12 +382,16 @@ class Pipeline:
         plan, step = running.plans[stage], running.steps[microbatch]
 
         def run() -> Any:
+            if plan.flow.steady_buffers or plan.flow.buffers_between:
+                stages_of = self.stages.stages_of_part
+                running.buffers.restore(tuple(f"{part}." for part in self.stages.parts if stage not in stages_of[part]))
+            # The last microbatch's attributes are left where the whole batch has no flow that could leave its own.
+            is_left = plan.is_last and microbatch == len(running.steps) - 1
+            with unchanged(self._root, plan.flow.changed) if plan.flow.changed and not is_left else nullcontext():
+                result, sent = self._replay.run(plan, seed, received, step)
             if not plan.is_last:
-                with unchanged(self._root, plan.flow.changed) if plan.flow.changed else nullcontext():
-                    _, sent = self._replay.run(plan, seed, received, step)
                 return sent
-            result, _ = self._replay.run(plan, seed, received, step)
-            running.results[microbatch] = result
+            running.results[microbatch], running.at_end[microbatch] = result, sent
             return running.loss_of(result) if running.loss_of is not None else torch.zeros(1, device=self._device)
 
         if running.failure is None:

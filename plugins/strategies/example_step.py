@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from itertools import islice
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -32,7 +33,7 @@ def example_step(module: LightningModule, trainer: Trainer) -> tuple[FakeStep | 
     args, why_not = example_args(trainer)
     if why_not:
         return None, why_not
-    return fake_step(module, trainer, _compat.step_name(trainer), args, {}), ""
+    return fake_step(module, trainer, _compat.step_name(trainer), args, {}, is_first=True), ""
 
 
 def example_args(trainer: Trainer) -> tuple[tuple[Any, ...], str]:
@@ -80,6 +81,7 @@ def fake_step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    is_first: bool = False,
 ) -> FakeStep:
     """Return the step ``name`` of ``module``, to be run on fakes of the tensors in ``args`` and ``kwargs``.
 
@@ -90,7 +92,9 @@ def fake_step(
         args: Positional arguments of the step, the batch first.
         kwargs: Keyword arguments of the step.
         around: Makes a context to run the step in.
+        is_first: Whether no step has run yet, so that hooks that prepare what the step reads may not have run either.
     """
+    lacking: list[Exception] = []
 
     def step(fake: Callable[[Tensor], Tensor], on_log: Callable[..., None] | None = None) -> Any:
         given_args, given_kwargs = apply_to_collection((args, kwargs), Tensor, fake)
@@ -101,9 +105,47 @@ def fake_step(
                 inside.enter_context(without_updates(module, on_log))
             inside.enter_context(trainer.precision_plugin.forward_context())
             inside.enter_context(around())
-            return getattr(module, name)(*given_args, **given_kwargs)
+            run = getattr(module, name)
+            if lacking:
+                inside.enter_context(_as_in_a_run(module, name, given_args))
+            try:
+                return run(*given_args, **given_kwargs)
+            except (AttributeError, IndexError, KeyError, TypeError) as error:
+                if lacking:
+                    raise lacking[0] from None
+                if is_first:  # what the step lacks may be made by the hooks that come before it
+                    lacking.append(error)
+                raise
 
     return step
+
+
+@contextmanager
+def _as_in_a_run(module: LightningModule, name: str, args: tuple[Any, ...]) -> Iterator[None]:
+    """Let the module's own hooks that come before the step ``name`` run, and let it have optimizers.
+
+    Args:
+        module: The module, on fakes.
+        name: The name of the step.
+        args: Of the step.
+    """
+    kind = name.removesuffix("_step").replace("training", "train")
+    before = ["on_fit_start"] if kind == "train" else []
+    hooks: list[tuple[str, tuple[Any, ...]]] = [(hook, ()) for hook in (*before, f"on_{kind}_start")]
+    hooks += [(f"on_{kind}_epoch_start", ()), (f"on_{kind}_batch_start", args)]
+    own = vars(module).get("optimizers")
+    with suppress(Exception):
+        made = _compat.made_optimizers(module)
+        vars(module)["optimizers"] = lambda use_pl_optimizer=True: made[0] if len(made) == 1 else made
+    try:
+        for hook, given in hooks:
+            if is_overridden(hook, module):
+                getattr(module, hook)(*given)
+        yield
+    finally:
+        vars(module).pop("optimizers", None)
+        if own is not None:
+            vars(module)["optimizers"] = own
 
 
 @contextmanager
@@ -176,10 +218,25 @@ def _batch(loaders: Any) -> Any:
     if isinstance(dataset, IterableDataset):
         samples = list(islice(_fresh(dataset), loaders.batch_size or 1))
     else:
-        indices = next(iter(loaders.batch_sampler)) if loaders.batch_sampler is not None else [0]
+        with _generators_unchanged(loaders):
+            indices = next(iter(loaders.batch_sampler)) if loaders.batch_sampler is not None else [0]
         fetch = getattr(dataset, "__getitems__", None)
         samples = fetch(indices) if fetch is not None else [dataset[index] for index in indices]
     return loaders.collate_fn(samples if loaders.batch_size is not None or loaders.batch_sampler else samples[0])
+
+
+@contextmanager
+def _generators_unchanged(loader: DataLoader[Any]) -> Iterator[None]:
+    """Put back, afterwards, the states of the generators of ``loader`` and of its samplers."""
+    samplers = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    found = (getattr(sampler, "generator", None) for sampler in samplers)
+    generators = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
+    states = [generator.get_state() for generator in generators.values()]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators.values(), states, strict=True):
+            generator.set_state(state)
 
 
 def _fresh(data: Any) -> Iterator[Any]:

@@ -50,15 +50,13 @@ def gradient_norms(module: torch.nn.Module, norm_type: float | int | str, group_
     if order <= 0:
         raise ValueError(f"`norm_type` must be a positive number or 'inf' (infinity norm). Got {order}")
     names = [name for name, _ in module.named_parameters()]
-    found = {
-        name: _norm(param.grad, order)
-        for name, param in module.named_parameters()
-        if param.grad is not None and not param.is_meta  # which is another stage's
-    }
     spread = sharded_around(module)
-    if spread is not None and spread.pipeline is not None:
+    if spread is None or spread.pipeline is None:
+        found = _norms(module, order)
+    else:
         stages: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size(spread.pipeline.group))]
-        own = {name: norm.cpu() for name, norm in found.items()}
+        with spread.pipeline.all_stages.switched_off():
+            own = {name: norm.cpu() for name, norm in _norms(module, order).items()}
         dist.all_gather_object(stages, own, spread.pipeline.group)
         found = {name: norm for stage in stages for name, norm in stage.items()}
     norms: dict[str, Any] = {
@@ -67,6 +65,12 @@ def gradient_norms(module: torch.nn.Module, norm_type: float | int | str, group_
     if norms:
         norms[f"grad_{order}_norm_total"] = torch.tensor(list(norms.values())).norm(order)
     return norms
+
+
+def _norms(module: torch.nn.Module, order: float) -> dict[str, torch.Tensor]:
+    """Return the norms of the gradients that this rank has, by parameter."""
+    here = ((name, param) for name, param in module.named_parameters() if not param.is_meta)  # else another stage's
+    return {name: _norm(param.grad, order) for name, param in here if param.grad is not None}
 
 
 def _norm(gradient: torch.Tensor, order: float) -> torch.Tensor:

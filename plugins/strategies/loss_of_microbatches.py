@@ -39,10 +39,12 @@ def warn_of_other_losses(
             return
         with isolate_rng(), torch.no_grad():
             outputs = [_made_up(leaf) for leaf in pipeline.values_at_end(flows[0])]
-            once = _number(pipeline.run_end(flows[0], outputs, lambda: step(microbatch)))
+            with pipeline.nothing_left(flows[0]):
+                once = _number(pipeline.run_end(flows[0], outputs, lambda: step(microbatch)))
             wanted = pipeline.values_at_end(flows[1])
             outputs = [_like(output, leaf) for output, leaf in zip(outputs, wanted, strict=True)]
-            twice = _number(pipeline.run_end(flows[1], outputs, lambda: step(doubled)))
+            with pipeline.nothing_left(flows[1]):
+                twice = _number(pipeline.run_end(flows[1], outputs, lambda: step(doubled)))
     except Exception:  # made-up outputs may be none that the loss can take
         return
     if not (math.isfinite(once) and math.isfinite(twice)) or math.isclose(once, twice, rel_tol=1e-3, abs_tol=1e-6):

@@ -52,6 +52,7 @@ from lightning_dist.plugins.strategies.gradients import are_free_before_forward,
 from lightning_dist.plugins.strategies.processes import ProcessStrategy
 from lightning_dist.plugins.strategies.startup_table import startup_table
 from lightning_dist.plugins.strategies.weighting import LossWeights
+from lightning_dist.plugins.strategies.wrapped_hooks import WrappedHooks
 from lightning_dist.randomness import agree_on_random_numbers
 from lightning_dist.replicas import check_replicas
 from lightning_dist.sharding import ShardedModule, ShardingConfig, sharded
@@ -126,6 +127,7 @@ class MeshStrategy(ProcessStrategy):
         self._layout: ParallelLayout | None = None
         self._mesh: DeviceMesh | None = None
         self._sharded: ShardedModule | None = None
+        self._hooks: WrappedHooks | None = None
         self._local_steps: list[LocalStep] = []
         self._num_optimizer_steps = 0
         self._weights = LossWeights()
@@ -299,8 +301,14 @@ class MeshStrategy(ProcessStrategy):
         if is_fitting:
             _optimizers_to_device(self.optimizers, self.root_device)
         self._checkpoints.start(trainer)
+        self._hooks = self._wrapped_hooks(self.lightning_module, self._sharded)
+        self._hooks.install(trainer)
         if is_new:
             rank_zero_info(startup_table(self, self._sharded))
+
+    def _wrapped_hooks(self, module: LightningModule, spread: ShardedModule) -> WrappedHooks:
+        """Wrap hooks that would see some parameters gathered and others sharded."""
+        return WrappedHooks(module, ("on_before_zero_grad", "on_before_backward"), lambda what: spread.between())
 
     def _give_metrics_their_group(self, module: LightningModule) -> None:
         """Let torchmetrics gather over the ranks that have a part of the batch, and count each sample once."""
@@ -444,12 +452,14 @@ class MeshStrategy(ProcessStrategy):
         """Run backward, in automatic and in manual optimization."""
         assert self._sharded is not None
         assert self.lightning_module is not None
+        module, plugin = self.lightning_module, self.precision_plugin
+        loss = plugin.pre_backward(self._weights.scale(closure_loss), module)
         with self._sharded.backward():
-            loss = super().backward(self._weights.scale(closure_loss), optimizer, *args, **kwargs)
+            plugin.backward(loss, module, optimizer, *args, **kwargs)
+        # All gradients are reduced before on_after_backward, which Lightning's own method calls inside.
         if self._syncs_gradients:
-            num_microbatches = self.lightning_module.trainer.accumulate_grad_batches
-            self._weights.normalize(self._sharded.module.parameters(), num_microbatches)
-        return loss
+            self._weights.normalize(self._sharded.module.parameters(), module.trainer.accumulate_grad_batches)
+        return plugin.post_backward(loss, module)
 
     def optimizer_step(
         self,
@@ -460,10 +470,12 @@ class MeshStrategy(ProcessStrategy):
     ) -> Any:
         """Step ``optimizer``, and compare replicas where that was asked for."""
         assert self._sharded is not None
+        sharded_module = self._sharded
 
         def closure_then_wait() -> Any:
             output = closure()
             self._checkpoints.before_update()
+            sharded_module.before_optimizer_step()
             return output
 
         try:
@@ -672,8 +684,10 @@ class MeshStrategy(ProcessStrategy):
             loading.load_optimizers(checkpoint, self.optimizers, self.lightning_module)
 
     def teardown(self) -> None:
-        """Free gathered parameters; the module stays sharded and on its device."""
+        """Free gathered parameters; the module stays sharded and on its device, and gets its own hooks back."""
         self._checkpoints.close()
+        if self._hooks is not None:
+            self._hooks.remove()
         for local_step in self._local_steps:
             local_step.remove()
         self._local_steps = []

@@ -25,11 +25,12 @@ from lightning_dist.plugins.strategies.checks import refuse_for_pipeline
 from lightning_dist.plugins.strategies.exact_resume import MODELS
 from lightning_dist.plugins.strategies.example_input import run_example
 from lightning_dist.plugins.strategies.example_step import example_args, fake_step, parameters_unchanged
-from lightning_dist.plugins.strategies.hooks_of_all_stages import HooksOfAllStages
+from lightning_dist.plugins.strategies.hooks_of_all_stages import hooks_of_all_stages
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 from lightning_dist.plugins.strategies.microbatching import BatchSplitter
 from lightning_dist.plugins.strategies.pipelined_steps import PipelinedSteps
 from lightning_dist.plugins.strategies.step_collectives import stand_ins_for_collectives
+from lightning_dist.plugins.strategies.wrapped_hooks import WrappedHooks
 from lightning_dist.sharding import ShardedModule, sharded
 
 __all__ = ["PipelineParallelStrategy"]
@@ -80,7 +81,6 @@ class PipelineParallelStrategy(MeshStrategy):
         self._dp_replicate_size = dp_replicate_size
         self._steps: PipelinedSteps | None = None
         self._is_following = False
-        self._hooks: HooksOfAllStages | None = None
         self._gradients: list[tuple[Tensor, Tensor]] = []
 
     def _requested_sizes(self) -> dict[str, int]:
@@ -113,7 +113,8 @@ class PipelineParallelStrategy(MeshStrategy):
             )
         part = splitter.split(args[0], number)[0]
         name = _compat.step_name(self._trainer)
-        return replace(config, step=fake_step(module, self._trainer, name, (part, *args[1:]), {}, self._following))
+        step = fake_step(module, self._trainer, name, (part, *args[1:]), {}, self._following, is_first=True)
+        return replace(config, step=step)
 
     def _shard(self, module: LightningModule, copied: ShardedModule | None = None) -> ShardedModule:
         existing = sharded(module)
@@ -198,15 +199,12 @@ class PipelineParallelStrategy(MeshStrategy):
             )
         super().setup(trainer)
         if self._sharded is not None and self._sharded.pipeline is not None:
-            self._hooks = HooksOfAllStages(self.lightning_module, self._sharded.pipeline.all_stages)
-            self._hooks.install(trainer)
             _compat.run_examples_by(run_example)
 
-    def teardown(self) -> None:
-        """Free gathered parameters, and give the module and the callbacks their own hooks back."""
-        if self._hooks is not None:
-            self._hooks.remove()
-        super().teardown()
+    def _wrapped_hooks(self, module: LightningModule, spread: ShardedModule) -> WrappedHooks:
+        if spread.pipeline is None:
+            return super()._wrapped_hooks(module, spread)
+        return hooks_of_all_stages(module, spread.pipeline.all_stages)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; weights of other stages are on the meta device, as this rank's module has them."""

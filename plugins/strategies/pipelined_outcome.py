@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import operator
 import pickle
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from inspect import signature as signature_of
 from typing import Any, NamedTuple, cast
@@ -18,9 +20,10 @@ from torchmetrics import Metric
 
 from lightning_dist.collectives import BytesBroadcast
 from lightning_dist.consensus import OtherRankError
-from lightning_dist.pipeline import Flow, Pipeline
+from lightning_dist.pipeline import BuffersOfStep, Flow, Leaf, Pipeline, Ran, refuse_stand_ins
 from lightning_dist.pipeline.attributes import keep, restore
 from lightning_dist.plugins import _compat
+from lightning_dist.plugins.strategies.example_step import without_updates
 from lightning_dist.plugins.strategies.pipelined_metrics import SharedMetrics
 
 __all__ = ["Outcome", "joined", "merged_outputs"]
@@ -39,7 +42,10 @@ class _Logged(NamedTuple):
 
 
 class Outcome:
-    """What a step leaves besides its result: what it logs, and the attributes that it changes.
+    """What a step leaves besides its result: what it logs, and the attributes and buffers that it changes.
+
+    Where microbatches may leave something else than the whole batch would, the last stage runs the code between parts
+    once more, on the whole batch and on what the parts have returned for all microbatches.
 
     Args:
         module: The user's module.
@@ -53,18 +59,16 @@ class Outcome:
         self._module = module
         self._shared = shared
         self._sizes = sizes
-        self._changed: list[tuple[str, str]] = []
-        if flow.changed:
-            metrics = {name for name, metric in module.named_modules() if isinstance(metric, Metric)}
-            self._changed = [(owner, key) for owner, key in flow.changed if owner not in metrics]
-        self._before = keep(module, self._changed)
-        self._logged: dict[str, dict[int, _Logged]] = {}
+        self._before = keep(module, flow.changed)
+        self._logged: dict[_Call, dict[int, _Logged]] = {}
+        self._num_calls: Counter[tuple[str, int]] = Counter()
+        self._of_whole_batch: _OfWholeBatch | None = None
         self.microbatch = 0
         """Whose step runs."""
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Around the steps of all microbatches: what is logged is that of ``microbatch``."""
+        """Note what the steps of all microbatches log inside, each as that of ``microbatch``."""
 
         def on_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             kwargs = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
@@ -78,21 +82,70 @@ class Outcome:
                         f" {type(self._module).__name__}: under a pipeline it must be one, so that all ranks know it."
                     )
                 value = None
-            kept = value.detach() if isinstance(value, Tensor) else apply_to_collection(value, Tensor, Tensor.detach)
-            self._logged.setdefault(name, {})[self.microbatch] = _Logged(
-                kept, kwargs, size, metric, self._shared.source_of(value)
+            refuse_stand_ins(value, f"logs as {name!r}")
+            self._logged.setdefault(self._call(name, self.microbatch), {})[self.microbatch] = _Logged(
+                _detached(value), kwargs, size, metric, self._shared.source_of(value)
             )
 
         with _compat.logging_to(self._module, on_log):
             yield
 
-    def tell(self, merge: Callable[[], Any], pipeline: Pipeline, broadcast: BytesBroadcast) -> Any:
-        """Give every rank of ``pipeline`` what the last stage has, attributes and logs. A collective.
+    def _call(self, name: str, microbatch: int) -> _Call:
+        """Return the place of a call of ``self.log``: which one by this name in the step of ``microbatch`` it is."""
+        self._num_calls[name, microbatch] += 1
+        return name, self._num_calls[name, microbatch]
+
+    def run_on_whole_batch(self, pipeline: Pipeline, ran: Ran, step: Callable[[], Any]) -> None:
+        """Run the code between parts on the whole batch, on the last stage.
 
         Args:
-            merge: Makes the step's output, on the last stage.
+            pipeline: The pipeline.
+            ran: What came of the microbatches.
+            step: The user's step on the whole batch.
+        """
+        whole = self.flow.of_whole_batch
+        if whole is None:
+            return
+        restore(self._module, self.flow.changed, self._before)
+        ran.buffers.restore(outside_of=tuple(f"{part}." for part in pipeline.stages.parts))
+        leaves = zip(pipeline.values_at_end(self.flow), pipeline.values_at_end(whole), strict=True)
+        values = [_whole(*known, parts) for known, parts in zip(leaves, zip(*ran.at_end, strict=True), strict=True)]
+        logged: dict[_Call, tuple[Any, Mapping[str, Any]]] = {}
+        num_calls: Counter[str] = Counter()
+
+        def on_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            num_calls[name] += 1
+            if not isinstance(value, Metric):
+                logged[name, num_calls[name]] = _detached(value), kwargs
+
+        with torch.no_grad(), _compat.logging_to(self._module, on_log), without_updates(self._module):
+            result = pipeline.run_end(whole, values, step)
+        self._of_whole_batch = _OfWholeBatch(_detached(result), {call: value for call, (value, _) in logged.items()})
+
+    def output(self, merge: Callable[[], Any]) -> Any:
+        """Return the step's output, on the last stage.
+
+        Args:
+            merge: Makes it of the outputs of the microbatches.
+        """
+        merged = merge()
+        if self._of_whole_batch is None:
+            return merged
+        whole = self._of_whole_batch.result
+        if isinstance(merged, Mapping) and isinstance(whole, Mapping):
+            return {**whole, **{key: merged[key] for key in ("loss", "weight") if key in merged}}
+        return merged if isinstance(merged, Tensor) else whole
+
+    def tell(
+        self, merge: Callable[[], Any], pipeline: Pipeline, broadcast: BytesBroadcast, buffers: BuffersOfStep
+    ) -> Any:
+        """Give every rank of ``pipeline`` what the last stage has: attributes, buffers and logs. A collective.
+
+        Args:
+            merge: Makes the step's output of those of the microbatches, on the last stage.
             pipeline: Whose ranks.
             broadcast: From the last stage to all.
+            buffers: Those that the step changes.
 
         Raises:
             OtherRankError: If the last stage could not put together what its microbatches have left.
@@ -101,51 +154,49 @@ class Outcome:
         error: Exception | None = None
         if pipeline.is_last:
             try:
-                logged = {name: self._merged(list(calls.values())) for name, calls in self._logged.items()}
-                told = apply_to_collection((merge(), logged, self._attributes()), Tensor, _Packed.of)
-                content = pickle.dumps((None, told))
+                logged = {call: self._merged(call, list(calls.values())) for call, calls in self._logged.items()}
+                between = {
+                    name: value for name, value in buffers.current().items() if name in self.flow.buffers_between
+                }
+                left = (self.output(merge), logged, self._attributes(), between)
+                content = pickle.dumps((None, apply_to_collection(left, Tensor, _Packed.of)))
             except Exception as raised:  # the others wait for it
                 error = raised
                 content = pickle.dumps((f"{type(raised).__name__}: {raised}", None))
         failed, told = pickle.loads(broadcast(content))
         if failed is not None:
             raise error or OtherRankError(f"The last stage could not tell what a step has left: {failed}")
-        output, logged, attributes = apply_to_collection(told, _Packed, _Packed.on, self._module.device)
-        restore(self._module, self._changed, self._before)
-        for (owner, key), (is_added, value) in zip(self._changed, attributes, strict=True):
+        output, logged, attributes, between = apply_to_collection(told, _Packed, _Packed.on, self._module.device)
+        restore(self._module, self.flow.changed, self._before)
+        for (owner, key), (is_added, value) in zip(self.flow.changed, attributes, strict=True):
             if is_added:
                 vars(self._module.get_submodule(owner))[key].extend(value)
             else:
                 setattr(self._module.get_submodule(owner), key, value)
-        for name, call in logged.items():
-            value = call.value
-            if call.metric is not None:
-                value = self._module.get_submodule(call.metric)
-                vars(value)["_forward_cache"] = call.value
-            self._module.log(name, value, **call.kwargs)
+        buffers.set(between)
+        with self._module.trainer.precision_plugin.forward_context():  # which decides what numbers become
+            for (name, _), call in logged.items():
+                value = call.value
+                if call.metric is not None:
+                    value = self._module.get_submodule(call.metric)
+                    vars(value)["_forward_cache"] = call.value
+                self._module.log(name, value, **call.kwargs)
         return output
 
     def _attributes(self) -> list[tuple[bool, Any]]:
-        """The value of each attribute that the step changes; of a list that it has added to, what, as of one step."""
+        """Return the value of each attribute that the step changes; of a list that it has added to, what."""
         found: list[tuple[bool, Any]] = []
-        for (owner, key), (before, content) in zip(self._changed, self._before, strict=True):
+        for (owner, key), (before, content) in zip(self.flow.changed, self._before, strict=True):
             value: Any = vars(self._module.get_submodule(owner)).get(key)
             is_list = value is before and isinstance(value, list) and isinstance(content, list)
             if is_list and len(value) >= len(content) and all(map(operator.is_, value, content)):
-                found.append((True, self._of_one_step(value[len(content) :])))
+                found.append((True, value[len(content) :]))
             else:
                 found.append((False, value))
         return found
 
-    def _of_one_step(self, added: list[Any]) -> list[Any]:
-        """What microbatches have added to a list, each as much, as what the whole batch would have."""
-        per_microbatch, rest = divmod(len(added), len(self._sizes))
-        if rest or not all(isinstance(item, Tensor | Mapping | tuple | float) for item in added):
-            return added  # an item a sample, say
-        return [joined(added[place::per_microbatch]) for place in range(per_microbatch)]
-
-    def _merged(self, calls: list[_Logged]) -> _Logged:
-        """What microbatches have logged under one name, as one call."""
+    def _merged(self, call: _Call, calls: list[_Logged]) -> _Logged:
+        """Return what microbatches have logged in one call as what the whole batch would have."""
         first = calls[0]
         size = sum(call.num_samples for call in calls)
         kwargs = {**first.kwargs, "batch_size": size}
@@ -156,6 +207,10 @@ class Outcome:
             of_batch = calls[-1].of_batch
             assert of_batch is not None
             return _Logged(of_batch(), kwargs, size)
+        if self._of_whole_batch is not None and call in self._of_whole_batch.logged:
+            return _Logged(self._of_whole_batch.logged[call], kwargs, size)
+        if all(isinstance(call.value, int | float) for call in calls):
+            return _Logged(sum(call.value * call.num_samples for call in calls) / size, kwargs, size)
         values = torch.stack([torch.as_tensor(call.value, device=self._module.device) for call in calls])
         reduce_fx = kwargs.get("reduce_fx", "mean")
         name = getattr(reduce_fx, "__name__", reduce_fx)
@@ -170,6 +225,39 @@ class Outcome:
             "min": partial(torch.amin, dim=0),
         }
         return _Logged(merge.get(name, reduce_fx)(values), kwargs, size)
+
+
+_Call = tuple[str, int]
+"""A call of ``self.log`` in a step: the name, and which call by this name it is."""
+
+
+@dataclass(frozen=True)
+class _OfWholeBatch:
+    """What the code between parts has returned and logged for the whole batch."""
+
+    result: Any
+    logged: Mapping[_Call, Any]
+
+
+def _detached(value: Any) -> Any:
+    return apply_to_collection(value, Tensor, Tensor.detach)
+
+
+def _whole(of_one: Leaf, of_all: Leaf, parts: Sequence[Tensor]) -> Tensor:
+    """Return what a part has returned for all microbatches as what it would have for the batch.
+
+    Args:
+        of_one: What is known of it for a microbatch.
+        of_all: What is known of it for the batch.
+        parts: It, for each microbatch.
+    """
+    if len(of_one.shape) == len(of_all.shape):
+        for dim, (size, whole) in enumerate(zip(of_one.shape, of_all.shape, strict=True)):
+            if size != whole:
+                return torch.cat(list(parts), dim)
+    if of_one.shape == of_all.shape and not of_one.shape and of_one.dtype.is_floating_point:
+        return torch.stack(list(parts)).mean()
+    return parts[-1]
 
 
 class _Packed:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,13 +13,17 @@ import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torchmetrics import Metric, MetricCollection
 
 from lightning_dist.collectives import BytesBroadcast
 from lightning_dist.pipeline import (
     Failure,
     Flow,
+    FlowError,
     Pipeline,
     PreparedStep,
+    Ran,
     find_flow,
     raise_together,
     signature,
@@ -77,6 +82,9 @@ class PipelinedSteps:
         self._around_following = around_following
         self._peers = peers
         self._splitter = BatchSplitter(module)
+        self._of_metrics = {
+            name for name, part in module.named_modules() if isinstance(part, Metric | MetricCollection)
+        }
         self._metrics = SharedMetrics(module, spread.pipeline)
         self._has_tried_loss = False
         self._broadcast = BytesBroadcast(spread.pipeline.group, spread.pipeline.last_rank, module.device)
@@ -100,9 +108,10 @@ class PipelinedSteps:
                 return self._scale(weights.scale(loss) / accumulate)
             return self._scale(loss / (number * accumulate))
 
-        outcome, results = self._run("training_step", args, kwargs, None, loss_of)
+        outcome, ran = self._run("training_step", args, kwargs, None, loss_of)
         self._spread.after_microbatches()
-        output = outcome.tell(partial(merged_outputs, results, losses), self._pipeline, self._broadcast)
+        merge = partial(merged_outputs, ran.results, losses)
+        output = outcome.tell(merge, self._pipeline, self._broadcast, ran.buffers)
         if not self._pipeline.is_last and isinstance(output, Mapping) and output.get("weight") is not None:
             weights.add(torch.as_tensor(output["weight"], dtype=torch.float64, device=self._module.device))
         return output
@@ -112,18 +121,27 @@ class PipelinedSteps:
         # Replicas may have other numbers of batches; shards of one may not.
         gathers = self._spread.mesh.shape[-1] > 1 and not self._spread.stays_gathered
         group = None if gathers else self._pipeline.group
-        outcome, results = self._run(name, args, kwargs, group)
-        return outcome.tell(partial(joined, results), self._pipeline, self._broadcast)
+        outcome, ran = self._run(name, args, kwargs, group)
+        return outcome.tell(partial(joined, ran.results), self._pipeline, self._broadcast, ran.buffers)
 
     def _prepare(
         self, name: str, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, has_backward: bool
     ) -> PreparedStep:
+        """Prepare the step ``name`` for ``number`` microbatches like ``batch``; ``args`` begin with the whole batch."""
+
         def follow(arguments: Sequence[Any]) -> Flow:
-            return self._follow(name, batch, arguments, kwargs, has_backward)
+            flow = self._follow(name, batch, arguments, kwargs, has_backward)
+            if number == 1 or not flow.may_leave_more:
+                return flow
+            try:
+                return flow.with_whole_batch(self._follow(name, args[0], arguments, kwargs, has_backward))
+            except FlowError:  # a batch that only the module's own hook can take apart
+                return flow
 
         # All that a step's path, and which gradients it needs, may depend on.
         key = (
             name,
+            number,
             signature((batch, kwargs)),
             tuple(part.training for part in self._modules),
             tuple(param.requires_grad for param in self.parameters),
@@ -137,7 +155,11 @@ class PipelinedSteps:
         module, stages = self._module, self._pipeline.stages
         fake = fake_step(module, module.trainer, name, (batch, *arguments), kwargs, self._around_following)
         with self._pipeline.as_written.again():
-            return find_flow(module, fake, module.device, stages.parts, stages.blocks, has_backward)
+            flow = find_flow(module, fake, module.device, stages.parts, stages.blocks, has_backward)
+        # Metrics keep what all microbatches have given them.
+        return replace(
+            flow, changed=tuple((owner, key) for owner, key in flow.changed if owner not in self._of_metrics)
+        )
 
     def _run(
         self,
@@ -146,8 +168,8 @@ class PipelinedSteps:
         kwargs: dict[str, Any],
         group: dist.ProcessGroup | None,
         loss_of: Callable[[int, Any], Tensor] | None = None,
-    ) -> tuple[Outcome, list[Any]]:
-        """Run the step on all microbatches, and return what it has left and what it returned.
+    ) -> tuple[Outcome, Ran]:
+        """Run the step on all microbatches, and return what it has left and what came of it.
 
         An error on any rank is raised on all ranks of ``group``: those that wait for each other after the step.
 
@@ -159,11 +181,12 @@ class PipelinedSteps:
             loss_of: From the number of microbatches and what one's step returned, its part of the loss.
         """
         outcome: Outcome | None = None
-        results: list[Any] = []
+        ran: Ran | None = None
         failure: Failure | None = None
         steps: list[Callable[[], Any]] = []
         # A step is followed before parameters are gathered, which may be in another dtype then.
         try:
+            _refuse_leaves((args[0], kwargs))
             microbatches = self._splitter.split(args[0], self._pipeline.config.num_microbatches)
             prepared = self._prepare(name, microbatches[0], args, kwargs, len(microbatches), loss_of is not None)
             sizes = [self._splitter.num_samples(batch) for batch in microbatches]
@@ -182,13 +205,29 @@ class PipelinedSteps:
                 with suppress(Exception):  # the step itself will raise it, with the other ranks taking part
                     self._try_loss(microbatches[0], args[1:], kwargs)
             if outcome is not None:
-                with outcome.logging(), self._metrics.in_step(), without_foreign_collectives(self._peers):
-                    results, failure = self._pipeline.run(
-                        prepared, steps, run_root, None if loss_of is None else partial(loss_of, len(steps))
-                    )
+                with self._metrics.in_step(), without_foreign_collectives(self._peers):
+                    with outcome.logging():
+                        ran = self._pipeline.run(
+                            prepared, steps, run_root, None if loss_of is None else partial(loss_of, len(steps))
+                        )
+                    failure = ran.failure
+                    if failure is None and self._pipeline.is_last:
+                        failure = self._run_on_whole_batch(outcome, ran, name, args, kwargs)
             raise_together(failure, group, self._module.device)
         assert outcome is not None
-        return outcome, results
+        assert ran is not None
+        return outcome, ran
+
+    def _run_on_whole_batch(
+        self, outcome: Outcome, ran: Ran, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Failure | None:
+        """Let the whole batch leave what its microbatches may not have; return the error."""
+        try:
+            step = partial(self._run_step, outcome, name, args[0], len(ran.results) - 1, (args[1:], kwargs))
+            outcome.run_on_whole_batch(self._pipeline, ran, step)
+        except Exception as error:
+            return Failure.now(error, "the code between parts, on the whole batch")
+        return None
 
     def _try_loss(self, batch: Any, others: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn of a loss that is no mean over samples; on one rank."""
@@ -215,6 +254,19 @@ class PipelinedSteps:
         outcome.microbatch = index
         with self._step_context(name):
             return getattr(self._module, name)(batch, *others[0], **others[1])
+
+
+def _refuse_leaves(batch: Any) -> None:
+    """Refuse inputs that collect gradients.
+
+    Raises:
+        FlowError: If a tensor of ``batch`` requires gradients.
+    """
+    if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(batch)):
+        raise FlowError(
+            "A tensor of the batch requires gradients: under a pipeline its gradient would be known on the first stage"
+            " only, and for one microbatch at a time. Use a strategy without stages."
+        )
 
 
 def _loss(result: Any) -> Tensor:

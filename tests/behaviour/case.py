@@ -98,7 +98,7 @@ class Case:
     leave_out: Sequence[str] = ()
     reference: str = "one"
     strategy: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    timeout_s: float = 90.0
+    timeout_s: float = 60.0
 
     def reference_for(self, column: str) -> str:
         """The key in :data:`REFERENCES` that ``column`` is compared with."""

@@ -312,7 +312,10 @@ def asks_for_loader(run: Run) -> None:
     run.fit(Asks(), limit_train_batches=None)
 
 
-@case("a batch whose tensors have gradients: inputs as leaves")
+@case(
+    "a batch whose tensors have gradients: inputs as leaves",
+    refused=dict.fromkeys(("pp", "nd", "nd_tp"), "A tensor of the batch requires gradients"),
+)
 def inputs_with_gradients(run: Run) -> None:
     class Saliency(Classifier):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:

@@ -133,12 +133,15 @@ class _GradientPenalty(Classifier):
         return functional.cross_entropy(logits, y) + 0.1 * penalty
 
 
-@case("a penalty on the gradient by the input (double backward)")
+BACKWARD_IN_STEP = dict.fromkeys(("pp", "nd", "nd_tp"), r"The step calls torch\.autograd\.grad itself")
+
+
+@case("a penalty on the gradient by the input (double backward)", refused=BACKWARD_IN_STEP)
 def gradient_penalty(run: Run) -> None:
     run.fit(_GradientPenalty("logits"))
 
 
-@case("a penalty on the gradient of the loss by the input (double backward)")
+@case("a penalty on the gradient of the loss by the input (double backward)", refused=BACKWARD_IN_STEP)
 def gradient_penalty_of_loss(run: Run) -> None:
     run.fit(_GradientPenalty("loss"))
 
@@ -158,7 +161,7 @@ class _LanguageModelPenalty(LanguageModel):
         return loss + gradient.pow(2).sum(-1).mean()
 
 
-@case("a double backward through a language model's logits")
+@case("a double backward through a language model's logits", reference="ddp", refused=BACKWARD_IN_STEP)
 def double_backward_of_logits(run: Run) -> None:
     run.fit(_LanguageModelPenalty(), run.loader(tokens()))
 
@@ -179,7 +182,7 @@ class _Adversarial(LanguageModel):
         return loss + self.rest(x + 0.01 * gradient.sign(), ids)
 
 
-@case("embeddings perturbed by the sign of their gradient")
+@case("embeddings perturbed by the sign of their gradient", refused=BACKWARD_IN_STEP)
 def adversarial_embeddings(run: Run) -> None:
     run.fit(_Adversarial(), run.loader(tokens()))
 

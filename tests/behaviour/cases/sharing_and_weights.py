@@ -260,12 +260,12 @@ class _Prototypes(Classifier):
         return super().training_step(batch, batch_idx)
 
 
-@case("weights that the step normalises in place", refused=OTHER_STAGES_WEIGHTS)
+@case("weights that the step normalises in place", refused=CHANGED_IN_STEP)
 def normalised_in_place(run: Run) -> None:
     run.fit(_Prototypes(through_data=False))
 
 
-@case("weights that the step replaces through .data", refused=OTHER_STAGES_WEIGHTS)
+@case("weights that the step replaces through .data", refused=CHANGED_IN_STEP)
 def normalised_through_data(run: Run) -> None:
     run.fit(_Prototypes(through_data=True))
 

@@ -230,7 +230,7 @@ class _GradientPenalty(Classifier):
         return loss
 
 
-DOUBLE_BACKWARD = dict.fromkeys(("pp", "nd", "nd_tp"), r".")
+DOUBLE_BACKWARD = dict.fromkeys(("pp", "nd", "nd_tp"), r"The step calls torch\.autograd\.grad itself")
 
 
 @case("a gradient penalty", refused=DOUBLE_BACKWARD)

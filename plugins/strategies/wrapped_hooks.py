@@ -1,0 +1,63 @@
+"""Hooks that a user has written on the module or on callbacks, run inside a context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar, WeightAveraging
+
+__all__ = ["WrappedHooks"]
+
+_OWN_WAYS = (Checkpoint, ModelSummary, ProgressBar, WeightAveraging)
+"""Callbacks that work on each rank's own parameters, or on none."""
+
+
+class WrappedHooks:
+    """Runs hooks of a module, and of the callbacks of its Trainer, inside a context.
+
+    Args:
+        module: The user's module.
+        names: Which hooks.
+        around: Makes the context; it is given the hook's name, such as ``Model.on_fit_start``.
+    """
+
+    def __init__(
+        self, module: LightningModule, names: Iterable[str], around: Callable[[str], AbstractContextManager[None]]
+    ) -> None:
+        self._module = module
+        self._names = list(names)
+        self._around = around
+        self._replaced: list[tuple[Any, str]] = []
+
+    def install(self, trainer: Trainer) -> None:
+        """Replace the hooks of the module and of the callbacks of ``trainer``, until :meth:`remove`."""
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        users = [callback for callback in callbacks if not isinstance(callback, _OWN_WAYS) and not _is_ours(callback)]
+        for owner, base in ((self._module, LightningModule), *((callback, Callback) for callback in users)):
+            for name in self._names:
+                own = getattr(type(owner), name, None)
+                if own is not None and own is not getattr(base, name, None) and name not in vars(owner):
+                    vars(owner)[name] = self._wrapped(getattr(owner, name), f"{type(owner).__name__}.{name}")
+                    self._replaced.append((owner, name))
+
+    def remove(self) -> None:
+        """Give the module and the callbacks their hooks back."""
+        for owner, name in self._replaced:
+            vars(owner).pop(name, None)
+        self._replaced.clear()
+
+    def _wrapped(self, own: Callable[..., Any], what: str) -> Callable[..., Any]:
+        @wraps(own)
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            with self._around(what):
+                return own(*args, **kwargs)
+
+        return hook
+
+
+def _is_ours(callback: Callback) -> bool:
+    return type(callback).__module__.startswith("lightning_dist.")
