@@ -177,19 +177,23 @@ class FirstStepAudit:
                     f"The parameter {name!r} got a gradient on this rank, and has none after the reduction."
                 )
 
-    def before_optimizer_step(self) -> None:
+    def before_optimizer_step(self, left: Sequence[str]) -> None:
         """Check that the step has left no gradient on a gathered parameter.
+
+        Args:
+            left: Names of parameters that are split over ``tp`` and have one.
 
         Raises:
             AuditError: If one is there.
         """
-        for group in self._sharded if self.is_due else ():
-            for name in group.unreduced_names():
-                raise AuditError(
-                    f"The gradient of the parameter {name!r} was set on its gathered copy, as by torch.autograd.grad:"
-                    " the optimizer would not see it, and it is of this rank's part of the batch alone. Let"
-                    " self.manual_backward(loss) make the gradients, which reduces them."
-                )
+        if not self.is_due:
+            return
+        for name in (*left, *(name for group in self._sharded for name in group.unreduced_names())):
+            raise AuditError(
+                f"The gradient of the parameter {name!r} was set on its gathered copy, as by torch.autograd.grad: the"
+                " optimizer would not see it, and it is of this rank's part of the batch alone. Let"
+                " self.manual_backward(loss) make the gradients, which reduces them."
+            )
 
     @torch.no_grad()
     def after_optimizer_step(self) -> None:

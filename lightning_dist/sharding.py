@@ -530,7 +530,7 @@ class ShardedModule:
 
     def before_optimizer_step(self) -> None:
         """Check that no gradient is where the optimizer does not see it."""
-        self._audit.before_optimizer_step()
+        self._audit.before_optimizer_step([] if self.tensor_parallel is None else self.tensor_parallel.left_gradients())
 
     def after_optimizer_step(self) -> None:
         """Forget whole parameters, which are stale: to be called after every optimizer step."""

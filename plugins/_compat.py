@@ -450,6 +450,12 @@ def logging_to(
         vars(module).update(own)
 
 
+def let_groups_be_copied() -> None:
+    """Let a copy of a module or of a metric have the same process groups; replaced by ``ProcessGroup.__deepcopy__``."""
+    if not hasattr(dist.ProcessGroup, "__deepcopy__"):
+        dist.ProcessGroup.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
+
+
 def made_optimizers(module: LightningModule) -> list[torch.optim.Optimizer]:
     """Return the optimizers that ``module.configure_optimizers`` makes now."""
     return _init_optimizers_and_lr_schedulers(module)[0]

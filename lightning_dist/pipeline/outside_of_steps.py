@@ -181,8 +181,15 @@ class AllStages(TorchFunctionMode):
         if not common:
             args, kwargs = self.whole((args, kwargs))
             return func(*args, **kwargs)
-        args, kwargs = _alike((args, kwargs)) if self._rank in common else tree_map(_outline, (args, kwargs))
-        result = func(*args, **kwargs)
+        if self._rank in common:
+            args, kwargs = _alike((args, kwargs))
+            result = func(*args, **kwargs)
+        elif name in _MOVES:
+            others = (*args[1:], *kwargs.values())
+            dtypes = [other.dtype if isinstance(other, Tensor) else other for other in others]
+            result = _outline(args[0], next((dtype for dtype in dtypes if isinstance(dtype, torch.dtype)), None))
+        else:
+            result = func(*tree_map(_outline, args), **tree_map(_outline, kwargs))
         return tree_map(lambda leaf: _mark(leaf, common) if isinstance(leaf, Tensor) else leaf, result)
 
     def _is_here(self, tensor: Tensor) -> bool:
@@ -297,6 +304,9 @@ def _mark(tensor: Tensor, holders: frozenset[int]) -> Tensor:
     return tensor
 
 
+_MOVES = ("cpu", "cuda", "to")
+"""Methods that copy to a device, which nothing can be without values."""
+
 _OPERATORS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__")
 
 
@@ -308,9 +318,11 @@ def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _outline(leaf: Any) -> Any:
-    """Return a tensor of the same shape without values."""
-    return torch.empty_like(leaf, device="meta") if isinstance(leaf, Tensor) and not leaf.is_meta else leaf
+def _outline(leaf: Any, dtype: torch.dtype | None = None) -> Any:
+    """Return a tensor of the same shape without values, of ``dtype`` if one is given."""
+    if not isinstance(leaf, Tensor) or (leaf.is_meta and dtype is None):
+        return leaf
+    return torch.empty_like(leaf, device="meta", dtype=dtype)
 
 
 def _alike(value: Any) -> Any:

@@ -269,6 +269,7 @@ class TensorParallel:
 
     def _enter_forward(self, module: nn.Module) -> None:
         """Let ``module`` compute with this rank's parts; gathered if it runs and its block does not."""
+        self._check_replaced(module)
         if module in self._in_use:
             self._swap(module, self._in_forward)
             return
@@ -283,6 +284,29 @@ class TensorParallel:
                 own = self._own.get((module, key))
                 _compat.put_parameter(module, key, part if own is None else own(part))
         module.__dict__["_tensor_parallel_held"] = held
+
+    def _check_replaced(self, module: nn.Module) -> None:
+        """See to it that a module which begins to run holds its own parameters.
+
+        Raises:
+            PlanError: If the step has put other tensors there.
+        """
+        for key in self._own_keys[module]:
+            held, known = module._parameters.get(key), (module, key)
+            if held is None or isinstance(held, DTensor | GatheredOnUse | nn.Parameter):
+                continue
+            if held is not self._in_forward.get(known) and held is not self._elsewhere.get(known):
+                name = next(name for name, found in self._root.named_modules() if found is module)
+                raise PlanError(
+                    f"The step has replaced {name}.{key} by a tensor of its own, as torch.func.functional_call does:"
+                    f" each rank computes with a part of it only. Leave the layer whole, by plan={{{name!r}:"
+                    " 'replicate'}, or use a strategy without tensor parallelism."
+                )
+
+    def left_gradients(self) -> list[str]:
+        """Return the names of parameters whose parts have a gradient that no backward has handed on."""
+        left = {id(local) for local in self._local.values() if local.grad is not None}
+        return [name for name, param in self._root.named_parameters() if id(param) in left] if left else []
 
     def _leave_forward(self, module: nn.Module) -> None:
         """Undo :meth:`_enter_forward`."""

@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
 
 from lightning_dist.sharding import sharded
@@ -35,6 +36,12 @@ def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
             f"{type(module).__name__} has no parameters, so there is nothing to train. Create its layers in __init__ or"
             " in configure_model."
         )
+    for name, param in module.named_parameters():
+        if is_lazy(param):
+            raise MisconfigurationException(
+                f"The parameter {name!r} of {type(module).__name__} is lazy and has no shape yet, so that it cannot be"
+                " distributed. Run the module once on a sample in setup(), or use the layer that is not lazy."
+            )
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging):
             raise MisconfigurationException(

@@ -101,8 +101,7 @@ def fake_step(
         with ExitStack() as inside:
             inside.enter_context(isolate_rng())
             inside.enter_context(_compat.logging_to(module, on_log or _ignore))
-            if on_log is not None:
-                inside.enter_context(without_updates(module, on_log))
+            inside.enter_context(without_updates(module, on_log or _ignore))
             inside.enter_context(trainer.precision_plugin.forward_context())
             inside.enter_context(around())
             run = getattr(module, name)

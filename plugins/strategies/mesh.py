@@ -312,6 +312,7 @@ class MeshStrategy(ProcessStrategy):
 
     def _give_metrics_their_group(self, module: LightningModule) -> None:
         """Let torchmetrics gather over the ranks that have a part of the batch, and count each sample once."""
+        _compat.let_groups_be_copied()
         for metric in module.modules():
             if isinstance(metric, Metric) and metric.process_group is None:
                 metric.process_group = self._data_parallel_group

@@ -391,6 +391,10 @@ for _key, _kwargs in EMBEDDINGS.items():
         run.fit(_Embedding(**kwargs), run.loader(tokens()))
 
 
-@case("nn.Embedding with scale_grad_by_freq, which counts a rank's own samples", reference="ddp")
+@case(
+    "nn.Embedding with scale_grad_by_freq, which counts a rank's own samples",
+    reference="ddp",
+    differs=dict.fromkeys(("pp", "nd", "nd_tp"), "The samples of each microbatch are counted, as under accumulation."),
+)
 def embedding_with_scale_grad_by_freq(run: Run) -> None:
     run.fit(_Embedding(scale_grad_by_freq=True), run.loader(tokens()))

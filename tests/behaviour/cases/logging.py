@@ -146,7 +146,7 @@ def two_loggers(run: Run) -> None:
     trainer = run.fit(Classifier(), val=True, logger=loggers)
     if trainer.is_global_zero:
         lines = (run.folder / "lightning_logs" / "version_0" / "metrics.csv").read_text().splitlines()
-        run.record("lines", [len(lines), sorted(lines[0].split(","))])
+        run.record("lines", [len(lines), sorted(lines[0].split(","))], per_rank=True)
 
 
 @case("trainer.callback_metrics in a hook while the fit goes on")

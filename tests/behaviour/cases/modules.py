@@ -380,7 +380,12 @@ _SHAPES: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any]]] = {
     "functional_call": (
         "torch.func.functional_call",
         _Functional,
-        {"refused": dict.fromkeys(("pp", "nd", "nd_tp"), "uses the parameter 'net.layer.0.norm.weight' outside of")},
+        {
+            "refused": {
+                **dict.fromkeys(("pp", "nd", "nd_tp"), "uses the parameter 'net.layer.0.norm.weight' outside of"),
+                "tp": r"The step has replaced net\.layer\.0\.\w+\.weight by a tensor of its own",
+            }
+        },
     ),
     "early_exit": ("early exits: a head after each block", _EarlyExit, {}),
     "parametrized": ("torch.nn.utils.parametrize", _around(_symmetric), {}),
