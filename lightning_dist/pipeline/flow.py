@@ -121,6 +121,8 @@ class Flow:
         params_between: Parameters that the code between parts uses, by name.
         changed: Attributes outside of parts that the step sets, or containers in them that it adds to: the module's
             name, and the attribute's.
+        hooked: Tensors whose gradients the code between parts puts a hook on: the values that one is made of, and how
+            many calls there are before that.
     """
 
     calls: list[PartCall]
@@ -128,6 +130,7 @@ class Flow:
     changes_batch: bool
     params_between: frozenset[str] = frozenset()
     changed: tuple[tuple[str, str], ...] = ()
+    hooked: tuple[tuple[frozenset[Value], int], ...] = ()
 
     @cached_property
     def draws(self) -> frozenset[str]:
@@ -148,6 +151,7 @@ class Flow:
             self.changes_batch or other.changes_batch,
             self.params_between | other.params_between,
             changed,
+            tuple(dict.fromkeys((*self.hooked, *other.hooked))),
         )
 
     def crossing(self, stage_of: Callable[[int], int], stage: int) -> list[Value]:

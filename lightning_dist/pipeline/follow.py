@@ -187,6 +187,7 @@ class _FlowObserver:
         self._params_between: set[str] = set()
         self._before: dict[tuple[str, str], list[Any]] = {}
         self._changed: list[tuple[str, str]] = []
+        self._hooked: list[tuple[frozenset[Value], int]] = []
         self._inputs: list[tuple[Tensor, int]] = []
         self._outputs: list[tuple[Value, Tensor, int]] = []
         self._num_hooks: dict[str, int] = {}
@@ -317,6 +318,8 @@ class _FlowObserver:
         if name in READS | TEXTS and self._active is None:
             for tensor in inputs:  # the number may go anywhere
                 self._use(self._end, tensor)
+        if name == "register_hook" and self._active is None:
+            self._hooked += [(_marks(tensor).values, len(self._calls)) for tensor in inputs]
         if not outputs and name != "__setitem__":
             return  # shapes and the like
         written = sum(tensor.numel() for tensor in outputs if not _is_view(tensor, inputs))
@@ -420,7 +423,7 @@ class _FlowObserver:
                 " trained. Return the loss, computed from the model's output."
             )
         changes_batch = any(tensor._version != version for tensor, version in self._inputs)
-        return Flow(self._calls, self._end, changes_batch, frozenset(self._params_between), tuple(self._changed))
+        return Flow(self._calls, self._end, changes_batch, frozenset(self._params_between), tuple(self._changed), tuple(dict.fromkeys(self._hooked)))
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,26 @@ class Stages:
                     " if only times zero, or use a strategy without stages."
                 )
 
+    def check_hooks(self, flow: Flow, calls: Sequence[int]) -> None:
+        """See to it that a hook on a tensor's gradient is there on each stage that makes something of the tensor.
+
+        Args:
+            flow: The step.
+            calls: The stage of each of its calls.
+
+        Raises:
+            FlowError: If one is put there too late.
+        """
+        for values, num_before in flow.hooked:
+            first = max(calls[:num_before], default=0)
+            made = max((call for call, _ in values), default=num_before)
+            for call, stage in list(zip(flow.calls, calls, strict=True))[made + 1 : num_before]:
+                if stage < first and call.uses & values:
+                    raise FlowError(
+                        f"The step registers a hook on a tensor after {call.name} has used it, and that part is on an"
+                        " earlier stage, which ends before: call register_hook as soon as the tensor is made."
+                    )
+
 
 def find_stages(
     root: nn.Module, config: PipelineConfig, blocks: Mapping[str, nn.Module], device: torch.device
