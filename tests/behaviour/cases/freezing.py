@@ -221,6 +221,25 @@ def initialised_late(run: Run) -> None:
     run.fit(Initialises())
 
 
+_DRAWN = "Random numbers that a hook draws into sharded weights are others than in one process: draw them in __init__."
+
+
+@case(
+    "a layer's weights are initialised in on_fit_start by random numbers",
+    differs={"full": _DRAWN, "hybrid": _DRAWN, "tp": _DRAWN},
+)
+def initialised_at_random(run: Run) -> None:
+    class Initialises(Classifier):
+        def on_fit_start(self) -> None:
+            torch.manual_seed(3)
+            for module in self.modules():
+                if isinstance(module, nn.Linear):
+                    nn.init.normal_(module.weight, std=0.1)
+                    module.bias.data.uniform_(-0.1, 0.1)
+
+    run.fit(Initialises())
+
+
 @case("register_hook on activations that two places use clips their gradients", reference="ddp")
 def activation_hooks_of_skips(run: Run) -> None:
     class Hooked(Classifier):
