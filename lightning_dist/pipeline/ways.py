@@ -12,6 +12,7 @@ from typing import Generic, TypeVar
 
 from lightning_dist.pipeline.flow import FlowError
 from lightning_dist.tensor_reads import MadeUpValues, Script
+from lightning_dist.tracing import WhyNot
 
 __all__ = ["Way", "follow_ways"]
 
@@ -51,12 +52,15 @@ def follow_ways(
 
     Raises:
         FlowError: If it takes none.
+        Exception: What the step's own code raises before it looks at any value, as it would in one process.
     """
     observer = make()
     why_not = run(observer, None)
     if not why_not:
         yield Way(observer)
         return
+    if isinstance(why_not, WhyNot) and why_not.is_of_the_code:
+        raise why_not.error
     found = _without_exception(make, run, Script())
     if isinstance(found, str):
         why_not = found or why_not

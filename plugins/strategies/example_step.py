@@ -101,7 +101,10 @@ def fake_step(
                 inside.enter_context(without_updates(module, on_log))
             inside.enter_context(trainer.precision_plugin.forward_context())
             inside.enter_context(around())
-            return getattr(module, name)(*given_args, **given_kwargs)
+            result = getattr(module, name)(*given_args, **given_kwargs)
+            if on_log is not None and name == "training_step":
+                _compat.check_output_of_training_step(result)
+            return result
 
     return step
 

@@ -271,7 +271,8 @@ def save_pretrained(run: Run) -> None:
             return self.net(input_ids=ids).logits
 
     model = Llama()
-    run.fit(model, run.loader(tokens()))
+    trainer = run.fit(model, run.loader(tokens()))
     with full_parameters(model):
-        model.net.save_pretrained(run.folder / f"of-{run.rank}")
-    run.record("loaded", LlamaForCausalLM.from_pretrained(run.folder / f"of-{run.rank}").state_dict())
+        model.net.save_pretrained(run.folder / "saved")  # which writes on rank 0 alone
+    trainer.strategy.barrier()
+    run.record("loaded", LlamaForCausalLM.from_pretrained(run.folder / "saved").state_dict())
