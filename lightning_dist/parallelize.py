@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from lightning_dist.consensus import check_agreement, together
 from lightning_dist.initialization import agreed_seed, broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.pipeline import AsWritten, Pipeline, PipelineConfig, find_stages, keep_own, own_units
+from lightning_dist.pipeline.not_set_yet import with_attributes_not_set_yet
 from lightning_dist.sharding import ShardedModule, ShardingConfig, shard
 from lightning_dist.tensor_parallel import Entry, Plan, Provenance, Seen, TensorParallel, make_plan, resolve_plan
 from lightning_dist.tracing import run_on_fakes
@@ -94,7 +96,8 @@ def parallelize(
     if pipeline is not None:
         blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
         with together("cutting the model into stages"):
-            stages = find_stages(module, pipeline, blocks, torch.device(mesh.device_type))
+            find = partial(find_stages, module, pipeline, blocks, torch.device(mesh.device_type))
+            stages = with_attributes_not_set_yet(module, find)
         check_agreement("The pipeline's stages", str(sorted(stages.stages_of_param.items())))
     config = TensorParallelConfig() if tensor_parallel is None else tensor_parallel
     splitting = None

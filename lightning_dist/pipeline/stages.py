@@ -32,6 +32,7 @@ class PipelineConfig:
         step: A step of the module on a microbatch, for :func:`~lightning_dist.pipeline.follow.find_flow`; None: none
             is known, and ``why_no_step`` says why.
         why_no_step: See ``step``.
+        has_loss: Whether the step must return a loss.
     """
 
     pp_size: int
@@ -41,6 +42,7 @@ class PipelineConfig:
     split: Sequence[str] | None = None
     step: Callable[..., Any] | None = None
     why_no_step: str = "no step is known"
+    has_loss: bool = True
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -178,7 +180,7 @@ def find_stages(
         )
     parts = find_parts(root, config.step, device, blocks, 2 * config.num_stages)
     blocks = {name: block for name, block in blocks.items() if name in parts}
-    flow = find_flow(root, config.step, device, parts, blocks)
+    flow = find_flow(root, config.step, device, parts, blocks, config.has_loss)
     called = costs(flow, root, config.num_microbatches)
     names = [call.name for call in flow.calls]
     if config.split is not None:

@@ -113,7 +113,8 @@ class PipelineParallelStrategy(MeshStrategy):
             )
         part = splitter.split(args[0], number)[0]
         name = _compat.step_name(self._trainer)
-        return replace(config, step=fake_step(module, self._trainer, name, (part, *args[1:]), {}, self._following))
+        step = fake_step(module, self._trainer, name, (part, *args[1:]), {}, self._following)
+        return replace(config, step=step, has_loss=name == "training_step")
 
     def _shard(self, module: LightningModule, copied: ShardedModule | None = None) -> ShardedModule:
         existing = sharded(module)
