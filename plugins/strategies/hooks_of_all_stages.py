@@ -8,7 +8,7 @@ from functools import wraps
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar, WeightAveraging
+from lightning.pytorch.callbacks import Checkpoint, LearningRateFinder, ModelSummary, ProgressBar, WeightAveraging
 
 from lightning_dist.pipeline import AllStages
 
@@ -23,8 +23,8 @@ _HOOKS = (
 )  # fmt: skip
 """Hooks that run outside of steps."""
 
-_OWN_WAYS = (Checkpoint, ModelSummary, ProgressBar, WeightAveraging)
-"""Callbacks that work on each rank's own parameters, or on none."""
+_OWN_WAYS = (Checkpoint, LearningRateFinder, ModelSummary, ProgressBar, WeightAveraging)
+"""Callbacks that work on each rank's own parameters, or on none, or run steps."""
 
 
 class HooksOfAllStages:

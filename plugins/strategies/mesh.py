@@ -646,11 +646,13 @@ class MeshStrategy(ProcessStrategy):
         self._checkpoints.settle()
         options, path = self._checkpoint_options, self.broadcast(absolute(checkpoint_path))
         is_fitting = self._trainer.state.fn == TrainerFn.FITTING
+        if weights_only is None:
+            weights_only = options.weights_only and not self._checkpoints.is_own(path)
         return loading.load(
             path,
             self.lightning_module,
             is_fitting,
-            options.weights_only if weights_only is None else weights_only,
+            weights_only,
             options.verify,
             self._go_on_from if is_fitting else None,
         )

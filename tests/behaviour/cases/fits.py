@@ -85,6 +85,19 @@ def single_device_trainer(run: Run) -> None:
     run.record("tested", one.test(model, loader, verbose=False))
 
 
+@case("the same module is tested on one device by a Trainer of its own, inside full_parameters")
+def single_device_trainer_inside(run: Run) -> None:
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    model = Classifier()
+    run.fit(model)
+    one = run.trainer(strategy=SingleDeviceStrategy("cpu"), devices=1)
+    loader = torch.utils.data.DataLoader(samples(16), 8)
+    with full_parameters(model):
+        run.record("tested", one.test(model, loader, verbose=False))
+    run.fit(model, name="second")
+
+
 @case("predict_step returns a dictionary")
 def predicts_dictionary(run: Run) -> None:
     class Predicts(Classifier):
