@@ -423,7 +423,14 @@ class _FlowObserver:
                 " trained. Return the loss, computed from the model's output."
             )
         changes_batch = any(tensor._version != version for tensor, version in self._inputs)
-        return Flow(self._calls, self._end, changes_batch, frozenset(self._params_between), tuple(self._changed), tuple(dict.fromkeys(self._hooked)))
+        return Flow(
+            self._calls,
+            self._end,
+            changes_batch,
+            frozenset(self._params_between),
+            tuple(self._changed),
+            tuple(dict.fromkeys(self._hooked)),
+        )
 
 
 @dataclass(frozen=True)

@@ -365,10 +365,10 @@ class Replay:
             return tensor
         handed_on = tensor.view_as(tensor)
 
-        def register_hook(hook: Callable[[Tensor], Any]) -> RemovableHandle:
+        def register_hook(hook: Callable[[Tensor], Any]) -> Any:
             first = max(run.plan.stages[: run.num_calls])
             if run.is_inside or run.plan.stage == first:
-                return Tensor.register_hook(handed_on, hook)
+                return Tensor.register_hook(handed_on, hook)  # type: ignore[no-untyped-call]
             return RemovableHandle(OrderedDict())
 
         vars(handed_on)["register_hook"] = register_hook

@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dist.consensus import go_on
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import REMAINING
 from lightning_dist.pipeline import SCHEDULES, PipelineConfig
@@ -246,6 +247,7 @@ class PipelineParallelStrategy(MeshStrategy):
         """Run the module's ``training_step`` on microbatches, and their backwards; a collective, as all steps are."""
         if self._steps is None:
             return super().training_step(*args, **kwargs)
+        go_on()
         self._checkpoints.before_step()
         if self._begins_accumulation:
             for param in self._steps.parameters:
@@ -289,6 +291,7 @@ class PipelineParallelStrategy(MeshStrategy):
             state = super().optimizer_state(optimizer)
             if self._sharded is None or self._sharded.pipeline is None or not state:
                 return state
+            self._arrive_to_save()
             mesh = self.layout.parameter_mesh(self.mesh)
             return optimizer_state_of_all(state, self._sharded.pipeline.group, mesh)
 

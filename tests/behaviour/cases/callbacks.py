@@ -225,8 +225,8 @@ def learning_rate_finder(run: Run) -> None:
 
 
 _HOOK = (
-    "A forward hook that a callback puts on a layer is called where the layer's stage is, or a later one: what it keeps"
-    " in the callback is on those ranks. Keep it in an attribute of the module instead, in the step; every rank gets it."
+    "A forward hook that a callback puts on a layer is called on the ranks of the layer's stage and of later ones, and"
+    " what the callback keeps is there alone. Keep it in an attribute of the module, in the step: every rank gets it."
 )
 
 

@@ -267,7 +267,7 @@ def input_hook(run: Run) -> None:
 
 @case(
     "register_hook on an activation behind the rest of the model, which has used it",
-    refused={column: "call register_hook as soon as the tensor is made" for column in ("pp", "nd", "nd_tp")},
+    refused=dict.fromkeys(("pp", "nd", "nd_tp"), "call register_hook as soon as the tensor is made"),
 )
 def late_hook(run: Run) -> None:
     class Hooked(Classifier):
