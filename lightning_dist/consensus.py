@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-__all__ = ["OtherRankError", "arrive", "check_agreement", "together"]
+__all__ = ["OtherRankError", "arrive", "arrive_unless_missed", "check_agreement", "go_on", "together"]
 
 
 class OtherRankError(RuntimeError):
@@ -79,6 +80,76 @@ def arrive(what: str, timeout_s: float = 60.0, ranks: Sequence[int] | None = Non
             f"{what}: rank {', '.join(map(str, missing))} did not arrive within {timeout_s:.0f} s. Every rank must do"
             " this; is it under `if trainer.is_global_zero`?"
         ) from error
+
+
+_progress: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""How often this process has gone on, in its default group."""
+
+_LEFT = 2**62
+"""The progress of a process that has ended."""
+
+
+def go_on() -> None:
+    """Let other ranks know that this one has begun what all of them begin, such as a step. No collective."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    group = dist.distributed_c10d._get_default_group()
+    if not _progress:
+        atexit.register(_leave)
+    _progress[group] = _progress.get(group, 0) + 1
+    _tell(_progress[group])
+
+
+def _leave() -> None:
+    with suppress(Exception):  # the store may have ended with the process that holds it
+        if dist.is_initialized():
+            _tell(_LEFT)
+
+
+def _tell(progress: int) -> None:
+    dist.distributed_c10d._get_default_store().set(f"lightning_dist/progress/{dist.get_rank()}", str(progress))
+
+
+def arrive_unless_missed(what: str, timeout_s: float = 1800.0) -> None:
+    """Wait until every rank is here, as long as it takes; but not for one that has gone on (see :func:`go_on`).
+
+    Args:
+        what: What the ranks are about to do together, for the message.
+        timeout_s: Seconds to wait for ranks that have not.
+
+    Raises:
+        OtherRankError: If a rank has gone on without it, or has ended.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return
+    group, store = dist.distributed_c10d._get_default_group(), dist.distributed_c10d._get_default_store()
+    arrivals = _arrivals.setdefault(group, Counter())
+    arrivals[what] += 1
+    place = f"lightning_dist/arrive/{what}/{arrivals[what]}"
+    keys = [f"{place}/{rank}" for rank in range(dist.get_world_size())]
+    store.set(keys[dist.get_rank()], "")
+    num_here = store.add(place, 1)
+    deadline, pause_s = time.monotonic() + timeout_s, 0.001
+    while num_here < len(keys):
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.25)
+        num_here = store.add(place, 0)
+        if num_here == len(keys) or pause_s < 0.25:
+            continue
+        own = _progress.get(group, 0)
+        late = [rank for rank, key in enumerate(keys) if not store.check([key])]
+        # One that is late may come after it was asked, and go on.
+        missing = [rank for rank in late if _progress_of(rank) > own and not store.check([keys[rank]])]
+        if missing or time.monotonic() > deadline:
+            raise OtherRankError(
+                f"{what}: rank {', '.join(map(str, missing or late))} has gone on without it. Every rank must call it,"
+                " as each has a part; is it under `if trainer.is_global_zero`?"
+            )
+
+
+def _progress_of(rank: int) -> int:
+    store, key = dist.distributed_c10d._get_default_store(), f"lightning_dist/progress/{rank}"
+    return int(store.get(key)) if store.check([key]) else 0
 
 
 def check_agreement(what: str, text: str) -> None:

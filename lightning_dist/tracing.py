@@ -6,6 +6,7 @@ what the step has put into its lists and dictionaries.
 
 from __future__ import annotations
 
+import dis
 import functools
 import logging
 import sys
@@ -26,8 +27,7 @@ from lightning_dist.fake_rules import FakeRules
 from lightning_dist.tensor_places import put, tensor_places
 from lightning_dist.tensor_reads import MadeUpValues
 
-__all__ = ["Observer", "RefusalError", "run_on_fakes", "tensors_in"]
-
+__all__ = ["Observer", "RefusalError", "WhyNot", "run_on_fakes", "tensors_in"]
 
 _CACHED = type(functools.cache(lambda: None))
 """The type of functions under ``functools.lru_cache``."""
@@ -35,6 +35,47 @@ _CACHED = type(functools.cache(lambda: None))
 
 class RefusalError(ValueError):
     """What an observer raises that is not the step's own failure."""
+
+
+class WhyNot(str):
+    """Why a step could not run on fakes: the type and the first line of the exception."""
+
+    error: Exception
+
+    @classmethod
+    def of(cls, error: Exception) -> WhyNot:
+        """Describe ``error``."""
+        text = str(error).strip().split("\n")[0]
+        why_not = cls(f"{type(error).__name__}: {text}")
+        why_not.error = error
+        return why_not
+
+    @property
+    def is_of_the_code(self) -> bool:
+        """Whether the step's own code has raised it, so that it would on real tensors as well; not torch on fakes."""
+        error: BaseException | None = self.error
+        while error is not None:
+            if not _is_raised_by_code(error):
+                return False
+            error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+        return True
+
+
+def _is_raised_by_code(error: BaseException) -> bool:
+    """Return whether ``error`` is of a ``raise``, or a plain mistake, in code that knows nothing of fakes."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return False
+    code, file = last.tb_frame.f_code, last.tb_frame.f_globals.get("__name__", "")
+    if file.partition(".")[0] in ("torch", "lightning_dist") and not file.startswith("torch.nn."):
+        return False
+    return isinstance(error, _PLAIN_MISTAKES) or code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+
+
+_PLAIN_MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, KeyError, NameError, OSError)
+"""What Python itself raises, and torch does not because a tensor is a fake."""
 
 
 class Observer(Protocol):
@@ -76,8 +117,8 @@ def run_on_fakes(
         values: Answers where the step looks at a value; None: the step ends there.
 
     Returns:
-        Empty, or the type and text of the exception that ended it: a step that looks at a value, as ``loss.item()``
-        in a comparison does, has none to look at.
+        Empty, or the type and text of the exception that ended it, a :class:`WhyNot`: a step that looks at a value, as
+        ``loss.item()`` in a comparison does, has none to look at.
     """
     mode = FakeTensorMode(
         allow_non_fake_inputs=True,
@@ -107,8 +148,7 @@ def run_on_fakes(
         except RefusalError:
             raise
         except Exception as error:  # whatever the user's code raises when it is given no numbers
-            text = str(error).strip().split("\n")[0]
-            return f"{type(error).__name__}: {text}"
+            return WhyNot.of(error)
     return ""
 
 

@@ -23,6 +23,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback, GradientAccumulationScheduler, WeightAveraging
 from lightning.pytorch.core import saving
 from lightning.pytorch.core.optimizer import _init_optimizers_and_lr_schedulers
+from lightning.pytorch.loops.optimization.automatic import ClosureResult
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
@@ -345,6 +346,17 @@ _STEPS = {
     TrainerFn.TESTING: "test_step",
     TrainerFn.PREDICTING: "predict_step",
 }
+
+
+def check_output_of_training_step(output: Any) -> None:
+    """Raise Lightning's own error for what is no output of a ``training_step``.
+
+    Replaced by: a public check of it.
+
+    Raises:
+        MisconfigurationException: If it is none.
+    """
+    ClosureResult.from_training_step_output(output)
 
 
 def step_name(trainer: Trainer) -> str:

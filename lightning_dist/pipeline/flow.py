@@ -22,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from lightning_dist.tracing import RefusalError
 
-__all__ = ["Flow", "FlowError", "InnerCall", "Leaf", "Output", "PartCall", "Value"]
+__all__ = ["Flow", "FlowError", "InnerCall", "Leaf", "NotFollowedError", "Output", "PartCall", "Value"]
 
 Value = tuple[int, int]
 """A tensor that a part returned: which call, which leaf of its output."""
@@ -30,6 +30,10 @@ Value = tuple[int, int]
 
 class FlowError(RefusalError):
     """A step cannot be split into stages; the text says why, and what to do."""
+
+
+class NotFollowedError(FlowError):
+    """A step does not run to its end on tensors without values."""
 
 
 @dataclass(frozen=True)
@@ -126,6 +130,8 @@ class Flow:
         logs_otherwise: Whether the step logs or returns what is no mean over samples.
         numbers: Plain numbers that the step logs or returns, in order.
         of_whole_batch: The step on the batch that is not split, where what it leaves must be made of that.
+        hooked: Tensors whose gradients the code between parts puts a hook on: the values that one is made of, and how
+            many calls there are before that.
     """
 
     calls: list[PartCall]
@@ -138,6 +144,7 @@ class Flow:
     logs_otherwise: bool = False
     numbers: tuple[float, ...] = field(default=(), compare=False)
     of_whole_batch: Flow | None = field(default=None, compare=False)
+    hooked: tuple[tuple[frozenset[Value], int], ...] = ()
 
     @cached_property
     def draws(self) -> frozenset[str]:
@@ -173,6 +180,7 @@ class Flow:
             self.buffers_between | other.buffers_between,
             self.logs_otherwise or other.logs_otherwise,
             self.numbers,
+            tuple(dict.fromkeys((*self.hooked, *other.hooked))),
         )
 
     def crossing(self, stage_of: Callable[[int], int], stage: int) -> list[Value]:

@@ -203,6 +203,7 @@ class _FlowObserver:
         self._params_between: set[str] = set()
         self._before: dict[tuple[str, str], list[Any]] = {}
         self._changed: list[tuple[str, str]] = []
+        self._hooked: list[tuple[frozenset[Value], int]] = []
         self._inputs: list[tuple[Tensor, int]] = []
         self._outputs: list[tuple[Value, Tensor, int]] = []
         self._num_hooks: dict[str, int] = {}
@@ -356,6 +357,8 @@ class _FlowObserver:
         if name in READS | TEXTS and self._active is None:
             for tensor in inputs:  # the number may go anywhere
                 self._use(self._end, tensor)
+        if name == "register_hook" and self._active is None:
+            self._hooked += [(_marks(tensor).values, len(self._calls)) for tensor in inputs]
         if not outputs and name != "__setitem__":
             return  # shapes and the like
         written = sum(tensor.numel() for tensor in outputs if not _is_view(tensor, inputs))
@@ -473,6 +476,7 @@ class _FlowObserver:
             frozenset(self._changed_buffers.keys() - inside.keys()),
             self._logs_otherwise,
             tuple(self._plain_numbers),
+            tuple(dict.fromkeys(self._hooked)),
         )
 
 

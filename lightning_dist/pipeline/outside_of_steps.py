@@ -36,6 +36,15 @@ _READS = frozenset(
 )  # fmt: skip
 """Functions whose result, or its shape, depends on values: every rank is to have them."""
 
+_RANDOM = frozenset(
+    {
+        "bernoulli_", "cauchy_", "exponential_", "geometric_", "kaiming_normal_", "kaiming_uniform_", "log_normal_",
+        "normal_", "orthogonal_", "random_", "sparse_", "trunc_normal_", "uniform_", "xavier_normal_",
+        "xavier_uniform_",
+    }
+)  # fmt: skip
+"""Methods, and functions of ``torch.nn.init``, that fill a tensor with random numbers."""
+
 _TENSOR: Any = Tensor  # its attributes are descriptors on the class, which stubs do not say
 _GRAD_GET, _GRAD_SET = _TENSOR.grad.__get__, _TENSOR.grad.__set__
 _DATA_SET = _TENSOR.data.__set__
@@ -175,6 +184,8 @@ class AllStages(TorchFunctionMode):
             return func(*args, **kwargs)
         if name.startswith("_foreach_"):
             return self._one_by_one(func, args, kwargs)
+        if _is_in_place(name) and not args and isinstance(kwargs.get("tensor"), Tensor):  # as of torch.nn.init
+            args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
         if _is_in_place(name) and isinstance(args[0], Tensor):
             return self._in_place(func, args[0], args[1:], kwargs)
         common = frozenset.intersection(*(_holders(tensor) or frozenset() for tensor in tensors))
@@ -199,6 +210,10 @@ class AllStages(TorchFunctionMode):
     def _in_place(self, func: Any, target: Tensor, others: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run what changes ``target`` where it is; the others' values are sent there, if they are not there already."""
         holders = _holders(target)
+        if getattr(func, "__name__", "") in _RANDOM:  # every rank draws, so that their random numbers stay the same
+            drawn = torch.empty(target.shape, dtype=target.dtype, device=self._device)
+            func(drawn, *others, **kwargs)
+            func, others, kwargs = _copy, (drawn,), {}
         found = [leaf for leaf in tree_flatten((others, kwargs))[0] if _is_elsewhere(leaf)]
         if any(holders is None or not holders <= (_holders(leaf) or frozenset()) for leaf in found):
             others, kwargs = self.whole((others, kwargs))
@@ -312,6 +327,11 @@ _OPERATORS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__",
 
 def _is_in_place(name: str) -> bool:
     return (name.endswith("_") and not name.endswith("__")) or name in _OPERATORS
+
+
+def _copy(target: Tensor, source: Tensor) -> None:
+    with torch.no_grad():  # as all that fill a tensor with random numbers do of themselves, or have around them
+        target.copy_(source)
 
 
 def _full(tensor: Tensor) -> Tensor:

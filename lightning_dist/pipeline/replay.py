@@ -13,7 +13,7 @@ microbatch. A part draws numbers of its own, and leaves those of the step as the
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dist import _compat
 from lightning_dist.pipeline.flow import Flow, FlowError, InnerCall, Leaf, Output, Value
@@ -350,7 +351,8 @@ class Replay:
                     known = run.plan.leaf((index, places[at])) if leaf is not None and at in places else leaf
                     leaves.append(constant if known is None else stand_in(known, self._device, call.name))
                 else:
-                    leaves.append(tensor.clone() if run.plan.leaf((index, places[at])).is_changed else tensor)
+                    is_changed = run.plan.leaf((index, places[at])).is_changed
+                    leaves.append(tensor.clone() if is_changed else self._handed_on(run, tensor))
             assert output.structure is not None
             return tree_unflatten(leaves, output.structure)
 
@@ -360,6 +362,25 @@ class Replay:
         result = given(call.output, {at: at for at in range(len(call.output.leaves))})
         _compat.call_forward_hooks(part, args, kwargs, result)
         return result
+
+    def _handed_on(self, run: _Run, tensor: Tensor) -> Tensor:
+        """Return what code of this stage is given for ``tensor``, which an earlier stage has made.
+
+        Its hooks end with it: torch's schedules receive every step's tensors in the same ones. What a step between the
+        parts asks of a gradient is done once, on the first stage that comes to it: there the whole gradient passes.
+        """
+        if not tensor.requires_grad:
+            return tensor
+        handed_on = tensor.view_as(tensor)
+
+        def register_hook(hook: Callable[[Tensor], Any]) -> Any:
+            first = max(run.plan.stages[: run.num_calls])
+            if run.is_inside or run.plan.stage == first:
+                return Tensor.register_hook(handed_on, hook)  # type: ignore[no-untyped-call]
+            return RemovableHandle(OrderedDict())
+
+        vars(handed_on)["register_hook"] = register_hook
+        return handed_on
 
 
 def _like(param: Tensor) -> Leaf:

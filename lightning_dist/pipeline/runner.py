@@ -311,6 +311,7 @@ class Pipeline:
     def _prepare(self, flow: Flow, num_microbatches: int, has_backward: bool) -> PreparedStep:
         calls = self.stages.stages_of_calls(flow)
         self.stages.check_parameters(flow, calls)
+        self.stages.check_hooks(flow, calls)
         num_stages = self.stages.num_stages
         plans = {stage: StagePlan(flow, calls, stage, num_stages) for stage in self.own_stages}
         if not has_backward:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.pipeline.balance import balanced, costs, split_by_hand
-from lightning_dist.pipeline.flow import Flow, FlowError
+from lightning_dist.pipeline.flow import Flow, FlowError, NotFollowedError
 from lightning_dist.pipeline.follow import find_flow, find_parts
 from lightning_dist.pipeline.schedules import SCHEDULES, stages_of
 from lightning_dist.tensor_places import put, tensor_places
@@ -32,6 +32,9 @@ class PipelineConfig:
         step: A step of the module on a microbatch, for :func:`~lightning_dist.pipeline.follow.find_flow`; None: none
             is known, and ``why_no_step`` says why.
         why_no_step: See ``step``.
+        step_in_run: The step after the hooks that come before it, which may set what it reads; for where the step alone
+            cannot be followed.
+        has_loss: Whether the step must return a loss.
     """
 
     pp_size: int
@@ -41,6 +44,8 @@ class PipelineConfig:
     split: Sequence[str] | None = None
     step: Callable[..., Any] | None = None
     why_no_step: str = "no step is known"
+    step_in_run: Callable[..., Any] | None = None
+    has_loss: bool = True
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
@@ -135,6 +140,26 @@ class Stages:
                     " if only times zero, or use a strategy without stages."
                 )
 
+    def check_hooks(self, flow: Flow, calls: Sequence[int]) -> None:
+        """See to it that a hook on a tensor's gradient is there on each stage that makes something of the tensor.
+
+        Args:
+            flow: The step.
+            calls: The stage of each of its calls.
+
+        Raises:
+            FlowError: If one is put there too late.
+        """
+        for values, num_before in flow.hooked:
+            first = max(calls[:num_before], default=0)
+            made = max((call for call, _ in values), default=num_before)
+            for call, stage in list(zip(flow.calls, calls, strict=True))[made + 1 : num_before]:
+                if stage < first and call.uses & values:
+                    raise FlowError(
+                        f"The step registers a hook on a tensor after {call.name} has used it, and that part is on an"
+                        " earlier stage, which ends before: call register_hook as soon as the tensor is made."
+                    )
+
 
 def find_stages(
     root: nn.Module, config: PipelineConfig, blocks: Mapping[str, nn.Module], device: torch.device
@@ -156,9 +181,21 @@ def find_stages(
             "A pipeline must follow a step before it splits the model, and there is none to follow:"
             f" {config.why_no_step}."
         )
-    parts = find_parts(root, config.step, device, blocks, 2 * config.num_stages)
-    blocks = {name: block for name, block in blocks.items() if name in parts}
-    flow = find_flow(root, config.step, device, parts, blocks)
+
+    def follow(step: Callable[..., Any]) -> tuple[list[str], dict[str, nn.Module], Flow]:
+        parts = find_parts(root, step, device, blocks, 2 * config.num_stages)
+        found = {name: block for name, block in blocks.items() if name in parts}
+        return parts, found, find_flow(root, step, device, parts, found, config.has_loss)
+
+    try:
+        parts, blocks, flow = follow(config.step)
+    except Exception as error:
+        if config.step_in_run is None or (isinstance(error, FlowError) and not isinstance(error, NotFollowedError)):
+            raise
+        try:
+            parts, blocks, flow = follow(config.step_in_run)
+        except Exception:  # what the user knows of is the step alone
+            raise error from error.__cause__
     called = costs(flow, root, config.num_microbatches)
     names = [call.name for call in flow.calls]
     if config.split is not None:

@@ -9,12 +9,14 @@ than the one that was traced. Operations on other tensors cost nothing.
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
 
 from lightning_dist import _compat
 from lightning_dist.pipeline.flow import FlowError, Leaf
@@ -35,6 +37,8 @@ class StandIn(Tensor):
         name = getattr(func, "__name__", "")
         if name in TEXTS:
             return "<a tensor of another stage>"
+        if name == "register_hook":  # a stage that has the tensor calls it
+            return RemovableHandle(OrderedDict())
         leaves = tree_leaves((args, kwargs))
         stands_for = next((leaf.stands_for for leaf in leaves if type(leaf) is StandIn), cls.stands_for)
         if name in READS:

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from lightning_dist.pipeline.flow import FlowError
+from lightning_dist.pipeline.flow import NotFollowedError
 from lightning_dist.tensor_reads import MadeUpValues, Script
+from lightning_dist.tracing import WhyNot
 
 __all__ = ["Way", "follow_ways"]
 
@@ -50,18 +51,21 @@ def follow_ways(
         The first way that the step takes without an exception, then the others.
 
     Raises:
-        FlowError: If it takes none.
+        NotFollowedError: If it takes none.
+        Exception: What the step's own code raises before it looks at any value, as it would in one process.
     """
     observer = make()
     why_not = run(observer, None)
     if not why_not:
         yield Way(observer)
         return
+    if isinstance(why_not, WhyNot) and why_not.is_of_the_code:
+        raise why_not.error
     found = _without_exception(make, run, Script())
     if isinstance(found, str):
         why_not = found or why_not
         looks = any(name in why_not for name in _ABOUT_VALUES)
-        raise FlowError(
+        raise NotFollowedError(
             f"The step could not be followed on tensors without values ({why_not}): a pipeline must know what flows"
             " between a model's blocks before it splits them."
             + (" The step looks at values of tensors; do that in a callback, or behind the model." if looks else "")

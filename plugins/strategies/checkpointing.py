@@ -72,6 +72,7 @@ class Checkpoints:
         self._bookkeeping = Bookkeeping()
         self._retention = Retention(options.keep_last, options.keep_every_n_steps)
         self._folders: set[str] = set()
+        self._saved: set[str] = set()
         self._run = uuid.uuid4().hex
         self._trainer: Trainer | None = None
         self._newest_error: CheckpointError | None = None
@@ -104,12 +105,17 @@ class Checkpoints:
             snapshot = error
         save = self._writer.save(path, snapshot, asynchronous)
         self._bookkeeping.asked_to_save(path)
+        self._saved.add(path)
         self._retain(path, step)
         save.stall_s = time.perf_counter() - start
         if not self._is_fitting:
             self.settle()
             self._writer.close()
             self._raise_newest_error()
+
+    def is_own(self, path: str) -> bool:
+        """Return whether this process has taken part in writing ``path``, so that what it holds is known."""
+        return path in self._saved
 
     @property
     def _is_fitting(self) -> bool:
@@ -131,6 +137,7 @@ class Checkpoints:
     def _remove(self, path: str) -> None:
         self._bookkeeping.asked_to_remove(path)
         self._retention.asked_to_remove(path)
+        self._saved.discard(path)
         self._writer.remove(path)
 
     def _retain(self, path: str, step: int) -> None:

@@ -28,12 +28,18 @@ FakeStep = Callable[..., Any]
 """Runs a step on what its first argument makes of each tensor; what is logged goes to its second, if it is given."""
 
 
-def example_step(module: LightningModule, trainer: Trainer) -> tuple[FakeStep | None, str]:
-    """The step that ``trainer`` is about to run, with a batch as its loader would give; or None, and why not."""
+def example_step(module: LightningModule, trainer: Trainer, is_in_run: bool = False) -> tuple[FakeStep | None, str]:
+    """Return the step that ``trainer`` is about to run, with a batch as its loader gives; or None, and why not.
+
+    Args:
+        module: The user's module.
+        trainer: Its Trainer.
+        is_in_run: As of :func:`fake_step`.
+    """
     args, why_not = example_args(trainer)
     if why_not:
         return None, why_not
-    return fake_step(module, trainer, _compat.step_name(trainer), args, {}, is_first=True), ""
+    return fake_step(module, trainer, _compat.step_name(trainer), args, {}, is_in_run=is_in_run), ""
 
 
 def example_args(trainer: Trainer) -> tuple[tuple[Any, ...], str]:
@@ -81,7 +87,7 @@ def fake_step(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
-    is_first: bool = False,
+    is_in_run: bool = False,
 ) -> FakeStep:
     """Return the step ``name`` of ``module``, to be run on fakes of the tensors in ``args`` and ``kwargs``.
 
@@ -92,9 +98,8 @@ def fake_step(
         args: Positional arguments of the step, the batch first.
         kwargs: Keyword arguments of the step.
         around: Makes a context to run the step in.
-        is_first: Whether no step has run yet, so that hooks that prepare what the step reads may not have run either.
+        is_in_run: Whether the hooks of the module that come before the step run first: they may set what it reads.
     """
-    lacking: list[Exception] = []
 
     def step(fake: Callable[[Tensor], Tensor], on_log: Callable[..., None] | None = None) -> Any:
         given_args, given_kwargs = apply_to_collection((args, kwargs), Tensor, fake)
@@ -104,17 +109,12 @@ def fake_step(
             inside.enter_context(without_updates(module, on_log or _ignore))
             inside.enter_context(trainer.precision_plugin.forward_context())
             inside.enter_context(around())
-            run = getattr(module, name)
-            if lacking:
+            if is_in_run:
                 inside.enter_context(_as_in_a_run(module, name, given_args))
-            try:
-                return run(*given_args, **given_kwargs)
-            except (AttributeError, IndexError, KeyError, TypeError) as error:
-                if lacking:
-                    raise lacking[0] from None
-                if is_first:  # what the step lacks may be made by the hooks that come before it
-                    lacking.append(error)
-                raise
+            result = getattr(module, name)(*given_args, **given_kwargs)
+            if on_log is not None and name == "training_step":
+                _compat.check_output_of_training_step(result)
+            return result
 
     return step
 

@@ -28,7 +28,7 @@ from torchmetrics import Metric
 
 from lightning_dist.after_error import announce_error, check_that_all_ranks_failed
 from lightning_dist.checkpoint import Part
-from lightning_dist.consensus import OtherRankError, arrive, together
+from lightning_dist.consensus import OtherRankError, arrive, arrive_unless_missed, go_on, together
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.local_step import LocalStep
@@ -404,6 +404,7 @@ class MeshStrategy(ProcessStrategy):
         """Run the module's ``training_step``; a collective, as all steps are."""
         assert self.lightning_module is not None
         automatic = self.lightning_module.automatic_optimization
+        go_on()
         self._checkpoints.before_step()
         if not automatic:
             self._checkpoints.before_update()
@@ -527,11 +528,13 @@ class MeshStrategy(ProcessStrategy):
         Raises:
             CheckpointError: If it could not be written.
         """
+        go_on()
         self._finish_comparing()
         self._checkpoints.finish()
 
     def on_validation_start(self) -> None:
         """Give every rank rank 0's buffers, as DDP does, so that all evaluate the same model."""
+        go_on()
         self._exact_resume.before_validation(self._trainer)
         self._agree_on_random_numbers()
         if not self._trainer.sanity_checking:  # that of a resumed run would change what it goes on with
@@ -615,18 +618,22 @@ class MeshStrategy(ProcessStrategy):
         """Save the checkpoint as a directory, every rank its part; in a fit it is written in the background."""
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__}.save_checkpoint takes no storage_options: it uses no CheckpointIO.")
-        if (
-            self._trainer.state.status == TrainerStatus.INTERRUPTED
-        ):  # a callback saves after an error, of this rank alone?
-            try:
-                arrive("Saving a checkpoint after an error", AFTER_ERROR_S)
-            except OtherRankError as error:
-                announce_error(error)  # which Lightning does not give to on_exception, being in it
-                raise
+        self._arrive_to_save()
         path = self.broadcast(absolute(filepath))  # a name with the time in it, or a relative one, may differ
         self._checkpoints.save(checkpoint, partial(self._rank_state, checkpoint), path)
         if self._has_averages:  # their callbacks change weights before the next step, and not so that it is noticed
             self._checkpoints.before_update()
+
+    def _arrive_to_save(self) -> None:
+        """See to it that all ranks save: each has a part of what is written."""
+        if self._trainer.state.status != TrainerStatus.INTERRUPTED:
+            arrive_unless_missed("trainer.save_checkpoint")
+            return
+        try:  # a callback saves after an error, of this rank alone?
+            arrive("Saving a checkpoint after an error", AFTER_ERROR_S)
+        except OtherRankError as error:
+            announce_error(error)  # which Lightning does not give to on_exception, being in it
+            raise
 
     def _rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """What only this rank will read of ``checkpoint``, which is made ready to be written."""
@@ -659,11 +666,13 @@ class MeshStrategy(ProcessStrategy):
         self._checkpoints.settle()
         options, path = self._checkpoint_options, self.broadcast(absolute(checkpoint_path))
         is_fitting = self._trainer.state.fn == TrainerFn.FITTING
+        if weights_only is None:
+            weights_only = options.weights_only and not self._checkpoints.is_own(path)
         return loading.load(
             path,
             self.lightning_module,
             is_fitting,
-            options.weights_only if weights_only is None else weights_only,
+            weights_only,
             options.verify,
             self._go_on_from if is_fitting else None,
         )

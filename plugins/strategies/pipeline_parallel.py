@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_dist.consensus import go_on
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import REMAINING
 from lightning_dist.pipeline import SCHEDULES, PipelineConfig
@@ -113,8 +115,8 @@ class PipelineParallelStrategy(MeshStrategy):
             )
         part = splitter.split(args[0], number)[0]
         name = _compat.step_name(self._trainer)
-        step = fake_step(module, self._trainer, name, (part, *args[1:]), {}, self._following, is_first=True)
-        return replace(config, step=step)
+        make = partial(fake_step, module, self._trainer, name, (part, *args[1:]), {}, self._following)
+        return replace(config, step=make(), step_in_run=make(is_in_run=True), has_loss=name == "training_step")
 
     def _shard(self, module: LightningModule, copied: ShardedModule | None = None) -> ShardedModule:
         existing = sharded(module)
@@ -243,6 +245,7 @@ class PipelineParallelStrategy(MeshStrategy):
         """Run the module's ``training_step`` on microbatches, and their backwards; a collective, as all steps are."""
         if self._steps is None:
             return super().training_step(*args, **kwargs)
+        go_on()
         self._checkpoints.before_step()
         if self._begins_accumulation:
             for param in self._steps.parameters:
@@ -286,6 +289,7 @@ class PipelineParallelStrategy(MeshStrategy):
             state = super().optimizer_state(optimizer)
             if self._sharded is None or self._sharded.pipeline is None or not state:
                 return state
+            self._arrive_to_save()
             mesh = self.layout.parameter_mesh(self.mesh)
             return optimizer_state_of_all(state, self._sharded.pipeline.group, mesh)
 

@@ -102,6 +102,11 @@ class PipelinedSteps:
 
         def loss_of(number: int, result: Any) -> Tensor:
             loss = _loss(result)
+            if not loss.requires_grad:
+                raise RuntimeError(
+                    "training_step returned a loss that does not require a gradient, so that nothing would be trained:"
+                    " it is detached, made under torch.no_grad, or all that it is made of is frozen."
+                )
             weights.read(result, loss.device)
             losses.append(loss.detach())
             if isinstance(result, Mapping) and result.get("weight") is not None:

@@ -8,12 +8,12 @@ from functools import wraps
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, ModelSummary, ProgressBar, WeightAveraging
+from lightning.pytorch.callbacks import Checkpoint, LearningRateFinder, ModelSummary, ProgressBar, WeightAveraging
 
 __all__ = ["WrappedHooks"]
 
-_OWN_WAYS = (Checkpoint, ModelSummary, ProgressBar, WeightAveraging)
-"""Callbacks that work on each rank's own parameters, or on none."""
+_OWN_WAYS = (Checkpoint, LearningRateFinder, ModelSummary, ProgressBar, WeightAveraging)
+"""Callbacks that work on each rank's own parameters, or on none, or run steps."""
 
 
 class WrappedHooks:

@@ -33,6 +33,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_dist import full_parameters
 from tests.behaviour.case import Run, case
 from tests.behaviour.models import NUM_FEATURES, Classifier, samples
 
@@ -208,7 +209,7 @@ class _Tunable(Classifier):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-@case("BatchSizeFinder")
+@case("BatchSizeFinder", refused={"*": "Batch size finder is not supported with distributed strategies"})
 def batch_size_finder(run: Run) -> None:
     model = _Tunable(run)
     callback = BatchSizeFinder("power", steps_per_trial=1, init_val=8, max_trials=2)
@@ -216,14 +217,23 @@ def batch_size_finder(run: Run) -> None:
     run.record("batch size", model.batch_size)
 
 
-@case("LearningRateFinder")
+@case("LearningRateFinder", reference="ddp")
 def learning_rate_finder(run: Run) -> None:
     model = _Tunable(run)
     run.fit(model, callbacks=[LearningRateFinder(1e-5, 1e-1, 24, early_stop_threshold=None)], max_steps=30)
     run.record("found", model.lr)
 
 
-@case("a callback keeps features by a forward hook that it puts on a layer")
+_HOOK = (
+    "A forward hook that a callback puts on a layer is called on the ranks of the layer's stage and of later ones, and"
+    " what the callback keeps is there alone. Keep it in an attribute of the module, in the step: every rank gets it."
+)
+
+
+@case(
+    "a callback keeps features by a forward hook that it puts on a layer",
+    differs={"pp": _HOOK, "nd": _HOOK, "nd_tp": _HOOK},
+)
 def feature_hook(run: Run) -> None:
     class Features(Callback):
         def on_validation_start(self, trainer: Any, module: Any) -> None:
@@ -241,11 +251,24 @@ def feature_hook(run: Run) -> None:
     trainer.validate(model, run.loader(), verbose=False)
 
 
-@case("a callback runs the model on samples of its own at the end of an epoch")
+@case(
+    "a callback runs the model on samples of its own at the end of an epoch",
+    refused={"*": r"outside of a training, .* step.*lightning_dist.full_parameters\(module\)"},
+)
 def callback_runs_model(run: Run) -> None:
     class Samples(Callback):
         def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
             with torch.no_grad():
+                run.record("logits", module(samples(4).tensors[0]))
+
+    run.fit(Classifier(), val=True, callbacks=[Samples()])
+
+
+@case("a callback runs the model inside full_parameters at the end of an epoch")
+def callback_runs_whole_model(run: Run) -> None:
+    class Samples(Callback):
+        def on_validation_epoch_end(self, trainer: Any, module: Any) -> None:
+            with full_parameters(module):
                 run.record("logits", module(samples(4).tensors[0]))
 
     run.fit(Classifier(), val=True, callbacks=[Samples()])

@@ -85,6 +85,19 @@ def single_device_trainer(run: Run) -> None:
     run.record("tested", one.test(model, loader, verbose=False))
 
 
+@case("the same module is tested on one device by a Trainer of its own, inside full_parameters")
+def single_device_trainer_inside(run: Run) -> None:
+    from lightning.pytorch.strategies import SingleDeviceStrategy
+
+    model = Classifier()
+    run.fit(model)
+    one = run.trainer(strategy=SingleDeviceStrategy("cpu"), devices=1)
+    loader = torch.utils.data.DataLoader(samples(16), 8)
+    with full_parameters(model):
+        run.record("tested", one.test(model, loader, verbose=False))
+    run.fit(model, name="second")
+
+
 @case("predict_step returns a dictionary")
 def predicts_dictionary(run: Run) -> None:
     class Predicts(Classifier):
@@ -138,3 +151,37 @@ def many_trainers(run: Run) -> None:
         torch.manual_seed(seed)
         model = Classifier(num_blocks=2 + seed % 2)
         run.fit(model, name=f"seed {seed}", limit_train_batches=2)
+
+
+@case("on_train_start and on_predict_start set what the steps read and count")
+def hooks_set_attributes(run: Run) -> None:
+    class Sets(Classifier):
+        def on_train_start(self) -> None:
+            self.factor, self.seen = 0.5, [0.0]
+
+        def on_predict_start(self) -> None:
+            self.shift, self.factor = torch.ones(4, dtype=torch.float64), 2.0
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            self.seen[0] += 1
+            return self.loss(batch) * self.factor
+
+        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self(batch[0]) * self.factor + self.shift
+
+    run.fit(Sets())
+    run.record_predictions(run.trainer().predict(Sets(), run.loader()))
+
+
+@case("a step reads an attribute that nothing sets")
+def attribute_is_missing(run: Run) -> None:
+    class Misspells(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.los(batch)
+
+    error = ""
+    try:
+        run.fit(Misspells(), observe=False)
+    except AttributeError as raised:
+        error = str(raised)
+    run.record("said", "object has no attribute 'los'" in error)

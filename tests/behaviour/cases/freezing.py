@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.behaviour.case import Run, case
-from tests.behaviour.models import Block, Classifier, LanguageModel, tokens
+from tests.behaviour.models import Block, Classifier, LanguageModel, Network, tokens
 
 
 class _Trainable(Classifier):
@@ -219,3 +219,63 @@ def initialised_late(run: Run) -> None:
                     nn.init.constant_(module.bias, 0.1)
 
     run.fit(Initialises())
+
+
+_DRAWN = "Random numbers that a hook draws into sharded weights are others than in one process: draw them in __init__."
+
+
+@case(
+    "a layer's weights are initialised in on_fit_start by random numbers",
+    differs={"full": _DRAWN, "hybrid": _DRAWN, "tp": _DRAWN},
+)
+def initialised_at_random(run: Run) -> None:
+    class Initialises(Classifier):
+        def on_fit_start(self) -> None:
+            torch.manual_seed(3)
+            for module in self.modules():
+                if isinstance(module, nn.Linear):
+                    nn.init.normal_(module.weight, std=0.1)
+                    module.bias.data.uniform_(-0.1, 0.1)
+
+    run.fit(Initialises())
+
+
+@case("register_hook on activations that two places use clips their gradients", reference="ddp")
+def activation_hooks_of_skips(run: Run) -> None:
+    class Hooked(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            h = first = self.net[0](x)
+            for block in self.net[1:]:
+                h = block(h + 0.1 * first)
+                if h.requires_grad:
+                    h.register_hook(lambda gradient: gradient.clamp(-0.002, 0.002))
+            return self.head(h)
+
+    run.fit(Hooked())
+
+
+@case("a block puts a hook on the gradient of its input, in every step")
+def input_hook(run: Run) -> None:
+    class Scales(Block):
+        def forward(self, x: Tensor) -> Tensor:
+            if x.requires_grad:
+                x.register_hook(lambda gradient: gradient * 0.5)
+            return super().forward(x)
+
+    run.fit(Network(lambda: nn.Sequential(nn.Linear(16, 16), *[Scales() for _ in range(4)], nn.Linear(16, 4))))
+
+
+@case(
+    "register_hook on an activation behind the rest of the model, which has used it",
+    refused=dict.fromkeys(("pp", "nd", "nd_tp"), "call register_hook as soon as the tensor is made"),
+)
+def late_hook(run: Run) -> None:
+    class Hooked(Classifier):
+        def forward(self, x: Tensor) -> Tensor:
+            first = self.net[0](x)
+            logits = self.head(self.net[1:](first))
+            if first.requires_grad:
+                first.register_hook(lambda gradient: gradient * 0.1)
+            return logits
+
+    run.fit(Hooked())
