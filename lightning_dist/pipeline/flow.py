@@ -129,9 +129,9 @@ class Flow:
         buffers_between: Names of buffers outside of parts that the step changes.
         logs_otherwise: Whether the step logs or returns what is no mean over samples.
         numbers: Plain numbers that the step logs or returns, in order.
-        of_whole_batch: The step on the batch that is not split, where what it leaves must be made of that.
         hooked: Tensors whose gradients the code between parts puts a hook on: the values that one is made of, and how
             many calls there are before that.
+        of_whole_batch: The step on the batch that is not split, where what it leaves must be made of that.
     """
 
     calls: list[PartCall]
@@ -143,8 +143,8 @@ class Flow:
     buffers_between: frozenset[str] = frozenset()
     logs_otherwise: bool = False
     numbers: tuple[float, ...] = field(default=(), compare=False)
-    of_whole_batch: Flow | None = field(default=None, compare=False)
     hooked: tuple[tuple[frozenset[Value], int], ...] = ()
+    of_whole_batch: Flow | None = field(default=None, compare=False)
 
     @cached_property
     def draws(self) -> frozenset[str]:
