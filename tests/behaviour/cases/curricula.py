@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Subset, TensorDataset
 from tests.behaviour.case import Run, case
 from tests.behaviour.models import NUM_CLASSES, NUM_FEATURES, Classifier, samples
 
+PIPELINED = ("pp", "nd", "nd_tp")
 N, C = NUM_FEATURES, NUM_CLASSES
 
 
@@ -42,7 +43,7 @@ def plateau_after_warm_up(run: Run) -> None:
         def configure_optimizers(self) -> Any:
             optimizer = super().configure_optimizers()
             plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.1)
-            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val/loss", "strict": True}}
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": plateau, "monitor": "val/loss"}}
 
     monitor, checkpoint = LearningRateMonitor(), ModelCheckpoint(run.folder, save_last=True)
     run.fit(Warms(), val=True, callbacks=[monitor, checkpoint], max_epochs=3, name="first")
@@ -160,11 +161,13 @@ def own_bar(run: Run) -> None:
             return loss
 
     run.fit(Shows(), callbacks=[Bar(leave=True)], enable_progress_bar=True)
-    if shown:
-        run.record("shown", {name: type(value).__name__ for name, value in shown[-1].items()})
+    run.record("shown by rank 0", shown[-1:], per_rank=True)
 
 
-@case("metrics with states that are merged in ways of their own: Pearson, Spearman, R2, retrieval, calibration")
+@case(
+    "metrics with states that are merged in ways of their own: Pearson, Spearman, R2, retrieval, calibration",
+    tolerance=1e-6,  # torchmetrics keeps the states of some in float32
+)
 def correlations(run: Run) -> None:
     class Measures(Classifier):
         def __init__(self) -> None:
@@ -229,7 +232,10 @@ def weights_by_past_epochs(run: Run) -> None:
     run.fit(Weighs(), max_epochs=4)
 
 
-@case("batches of alternating tasks, named in the batch, each with a head of its own in a ModuleDict")
+@case(
+    "batches of alternating tasks, named in the batch, each with a head of its own in a ModuleDict",
+    refused=dict.fromkeys(PIPELINED, "cannot run a step that takes another path for some batches"),
+)
 def alternating_tasks(run: Run) -> None:
     class Tasks(Classifier):
         def __init__(self) -> None:

@@ -91,7 +91,7 @@ def layerwise_decay(run: Run) -> None:
 
     monitor = LearningRateMonitor("step", log_momentum=True, log_weight_decay=True)
     run.fit(Layerwise(), callbacks=[monitor], max_epochs=2)
-    run.record("rates", {name: values for name, values in sorted(monitor.lrs.items())})
+    run.record("rates", dict(sorted(monitor.lrs.items())))
 
 
 class _Lora(nn.Module):
