@@ -1,4 +1,4 @@
-"""Optimizer steps on each rank's shards as plain tensors.
+"""Optimizer steps on what a rank has: its shards as plain tensors, and no parameters of other stages.
 
 An elementwise optimizer does to a shard what it does to the whole parameter: DTensor has nothing to decide, but takes
 its time with every operation on every parameter. Here the optimizer sees the shards' own memory while it updates;
@@ -41,7 +41,7 @@ _COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})  # of a state: one nu
 
 
 class LocalStep:
-    """Lets ``optimizer`` update shards as plain tensors, from now on, where it is one of :data:`ELEMENTWISE`.
+    """Let ``optimizer`` update this rank's parameters alone, as plain tensors where it is one of :data:`ELEMENTWISE`.
 
     Args:
         optimizer: Of sharded parameters. Its parameter groups and states hold DTensors but during the update itself:
@@ -53,7 +53,9 @@ class LocalStep:
         self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []  # whose params are plain tensors now, and theirs
         self._shards: list[tuple[DTensor, Tensor, dict[str, DTensor]]] = []  # param, its shard, its state as it was
         self._handles: list[RemovableHandle] = []
-        if type(optimizer) in ELEMENTWISE:
+        self._unwraps = type(optimizer) in ELEMENTWISE
+        has_others = any(param.is_meta for group in optimizer.param_groups for param in group["params"])
+        if self._unwraps or has_others:
             self._handles = [
                 optimizer.register_step_pre_hook(self._before),
                 _compat.prepend_step_post_hook(optimizer, self._after),
@@ -101,8 +103,9 @@ class LocalStep:
         for group in self._optimizer.param_groups:
             params = group["params"]
             self._groups.append((group, params))
-            group["params"] = [_unwrap(param) for param in params]
-            for param, shard in zip(params, group["params"], strict=True):
+            own = [param for param in params if not param.is_meta]  # else it is on another stage of a pipeline
+            group["params"] = [_unwrap(param) for param in own] if self._unwraps else own
+            for param, shard in zip(own, group["params"], strict=True):
                 if shard is param:
                     continue
                 shard.grad = _unwrap(param.grad)

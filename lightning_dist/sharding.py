@@ -354,7 +354,7 @@ class ShardedModule:
             if self._in_step:
                 self._gather_own()
             return
-        if not self._has_stepped:
+        if not self._has_stepped and self.pipeline is None:
             # Lightning's ModelSummary calls the model on every rank before the first step, if it has an example input.
             arrive("calling a sharded model before its first step")
             return

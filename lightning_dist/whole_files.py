@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.overrides import _get_current_function_mode_stack, handle_torch_function
 
 from lightning_dist import _compat
 from lightning_dist._compat import ParameterGroup
@@ -146,7 +147,10 @@ def install() -> None:
 
 
 def _read_local(tensor: DTensor, reader: str, *args: Any, **kwargs: Any) -> Any:
-    """Read ``tensor`` as NumPy's or Python's numbers, where this rank has the whole of it."""
+    """Read ``tensor`` as NumPy's or Python's numbers, where this rank or a mode that is on has the whole of it."""
+    modes: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    if any(getattr(mode, "reads_whole_tensors", False) for mode in modes):
+        return handle_torch_function(getattr(torch.Tensor, reader), (tensor,), tensor, *args, **kwargs)
     if tensor.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in tensor.placements):
         raise TypeError(
             f".{reader}() was called on a tensor of which this rank has a shard only"

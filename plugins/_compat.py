@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
@@ -466,6 +467,14 @@ def let_groups_be_copied() -> None:
     """Let a copy of a module or of a metric have the same process groups; replaced by ``ProcessGroup.__deepcopy__``."""
     if not hasattr(dist.ProcessGroup, "__deepcopy__"):
         dist.ProcessGroup.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
+
+
+def optimizers_to_device(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
+    """Move the states of ``optimizers`` to ``device``, but for those of parameters on the meta device."""
+    for optimizer in optimizers:
+        for param, state in optimizer.state.items():
+            if not (isinstance(param, torch.Tensor) and param.is_meta):
+                optimizer.state[param] = move_data_to_device(state, device)
 
 
 def made_optimizers(module: LightningModule) -> list[torch.optim.Optimizer]:

@@ -9,7 +9,7 @@ checkpoint of all stages), ``runner`` (a step on all of them).
 """
 
 from lightning_dist.pipeline.as_written import AsWritten
-from lightning_dist.pipeline.failures import Failure, raise_together
+from lightning_dist.pipeline.failures import Failure, agreed_path, raise_together
 from lightning_dist.pipeline.flow import Flow, FlowError, Leaf
 from lightning_dist.pipeline.follow import find_flow
 from lightning_dist.pipeline.microbatches import (
@@ -45,6 +45,7 @@ __all__ = [
     "RunRoot",
     "Stages",
     "Timeline",
+    "agreed_path",
     "batch_size_of",
     "check_divides",
     "find_flow",

@@ -35,6 +35,28 @@ class Failure:
         return cls(error, where, time.time())
 
 
+def agreed_path(path: int, failure: Failure | None, group: dist.ProcessGroup, device: torch.device) -> int:
+    """Return the path of a step on which all ranks agree; -1: they do not, and follow it. A collective over ``group``.
+
+    A rank alone may see that its step takes another path, by an attribute that only its own part of the model changes.
+
+    Args:
+        path: The number of the path on this rank; -1: it is not known.
+        failure: This rank's error before.
+        group: The ranks of a pipeline.
+        device: Where their tensors are.
+
+    Raises:
+        Exception: On all ranks, if one has failed.
+    """
+    known = torch.tensor([int(failure is not None), path, -path], device=device)
+    dist.all_reduce(known, dist.ReduceOp.MAX, group=group)
+    has_failed, highest, lowest = known.tolist()
+    if has_failed:
+        raise_together(failure, group, device)
+    return path if highest == -lowest else -1
+
+
 def raise_together(failure: Failure | None, group: dist.ProcessGroup | None, device: torch.device) -> None:
     """Raise on all ranks if any has failed. A collective over ``group``, of one number where none has.
 

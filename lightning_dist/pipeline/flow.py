@@ -125,6 +125,7 @@ class Flow:
         params_between: Parameters that the code between parts uses, by name.
         changed: Attributes outside of parts that the step sets, or containers in them that it adds to: the module's
             name, and the attribute's.
+        changed_inside: Attributes that the step changes and has changed back at its end.
         steady_buffers: Names of buffers in parts that the step changes, and not by what is in the batch.
         buffers_between: Names of buffers outside of parts that the step changes.
         logs_otherwise: Whether the step logs or returns what is no mean over samples.
@@ -139,6 +140,7 @@ class Flow:
     changes_batch: bool
     params_between: frozenset[str] = frozenset()
     changed: tuple[tuple[str, str], ...] = ()
+    changed_inside: tuple[tuple[str, str], ...] = ()
     steady_buffers: frozenset[str] = frozenset()
     buffers_between: frozenset[str] = frozenset()
     logs_otherwise: bool = False
@@ -176,6 +178,7 @@ class Flow:
             self.changes_batch or other.changes_batch,
             self.params_between | other.params_between,
             changed,
+            tuple(dict.fromkeys((*self.changed_inside, *other.changed_inside))),
             self.steady_buffers & other.steady_buffers,
             self.buffers_between | other.buffers_between,
             self.logs_otherwise or other.logs_otherwise,

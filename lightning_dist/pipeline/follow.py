@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 import random
+import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -203,6 +204,8 @@ class _FlowObserver:
         self._params_between: set[str] = set()
         self._before: dict[tuple[str, str], list[Any]] = {}
         self._changed: list[tuple[str, str]] = []
+        self._changed_inside: dict[tuple[str, str], None] = {}
+        self._watched: dict[tuple[str, str], tuple[dict[str, Any], list[Any]]] = {}
         self._hooked: list[tuple[frozenset[Value], int]] = []
         self._inputs: list[tuple[Tensor, int]] = []
         self._outputs: list[tuple[Value, Tensor, int]] = []
@@ -250,6 +253,12 @@ class _FlowObserver:
         for name, param in self._root.named_parameters():
             param.__dict__["_param_name"] = name
         self._before = {(name, key): _content(value) for name, key, value in self._attributes()}
+        attributes_of = {name: vars(module) for name, module in self._root.named_modules()}
+        self._watched = {
+            (name, key): (attributes_of[name], content)
+            for (name, key), content in self._before.items()
+            if not name or isinstance(content[0], Mapping | list | deque | set)
+        }
         self._num_hooks = {name: _num_hooks(module) for name, module in self._root.named_modules()}
         self._numbers.were_drawn()
         self._of_batch.begin(self._root)
@@ -264,6 +273,7 @@ class _FlowObserver:
             return
         if name not in self._parts:
             return
+        self._look_for_changes()
         self._inner_args, self._inner_calls = {}, Counter()
         self._end.draws |= self._numbers.were_drawn()
         self._active = PartCall(name)
@@ -319,6 +329,12 @@ class _FlowObserver:
             if not says_hooked and (before is None or not _is_same(_content(value), before)):
                 self._changed.append((name, key))
 
+    def _look_for_changes(self) -> None:
+        """Note attributes that are not as before: a stage ends here, and what the step does later is not done on it."""
+        for (name, key), (attributes, before) in self._watched.items():
+            if not _is_same(_content(attributes.get(key, _ABSENT)), before):
+                self._changed_inside.setdefault((name, key))
+
     def _attributes(self) -> Iterator[tuple[str, str, Any]]:
         """Of modules outside of parts: module's name, attribute, value."""
         for name, module in self._root.named_modules():
@@ -357,7 +373,7 @@ class _FlowObserver:
         if name in READS | TEXTS and self._active is None:
             for tensor in inputs:  # the number may go anywhere
                 self._use(self._end, tensor)
-        if name == "register_hook" and self._active is None:
+        if name == "register_hook" and self._active is None and not _is_called_by_torch():
             self._hooked += [(_marks(tensor).values, len(self._calls)) for tensor in inputs]
         if not outputs and name != "__setitem__":
             return  # shapes and the like
@@ -396,7 +412,7 @@ class _FlowObserver:
             raise FlowError(
                 f"The step uses the parameter {name!r} outside of {block}, the block that it belongs to. A stage has"
                 " the parameters of its own blocks only. A penalty on weights belongs into the optimizer"
-                " (weight_decay)."
+                " (weight_decay), and what swaps or averages weights into hooks such as on_validation_start."
             )
         self._params_between.add(name)
         return _Marks(params=frozenset({name}))
@@ -472,6 +488,7 @@ class _FlowObserver:
             changes_batch,
             params,
             tuple(self._changed),
+            tuple(place for place in self._changed_inside if place not in self._changed),
             frozenset(name for name in inside if not name.startswith(tuple(by_batch))),
             frozenset(self._changed_buffers.keys() - inside.keys()),
             self._logs_otherwise,
@@ -512,6 +529,9 @@ def _num_hooks(module: nn.Module) -> int:
 
 _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of every module that are torch's own, such as the registers of hooks."""
+
+
+_ABSENT = object()
 
 
 class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -603,6 +623,14 @@ def _is_same(content: list[Any], other: list[Any]) -> bool:
         a is b or (isinstance(a, tuple) and isinstance(b, tuple) and a[0] is b[0] and a[1:] and a[1] is b[1])
         for a, b in zip(content, other, strict=True)
     )
+
+
+def _is_called_by_torch() -> bool:
+    """Return whether the function that is seen was called by torch itself, as FSDP2 puts hooks on tensors."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"] in (__name__, "torch.overrides", "torch._tensor"):
+        frame = frame.f_back
+    return str(frame.f_globals["__name__"]).startswith("torch.")
 
 
 def _is_view(tensor: Tensor, inputs: list[Tensor]) -> bool:

@@ -76,6 +76,9 @@ class AllStages(TorchFunctionMode):
         device: Where tensors are.
     """
 
+    reads_whole_tensors = True
+    """Whether a DTensor's ``numpy()`` and ``tolist()``, which torch lets no mode see, are to be given to this one."""
+
     def __init__(
         self, root: nn.Module, holders: Mapping[str, frozenset[int]], group: dist.ProcessGroup, device: torch.device
     ) -> None:
@@ -171,7 +174,7 @@ class AllStages(TorchFunctionMode):
         if func == _GRAD_SET:
             self._set_gradient(*args)
             return None
-        if name == "requires_grad_":
+        if name in _OF_THE_TENSOR and func != _DATA_SET:
             return func(*args, **kwargs)
         if func == _DATA_SET:
             with torch.no_grad():
@@ -218,8 +221,8 @@ class AllStages(TorchFunctionMode):
         if any(holders is None or not holders <= (_holders(leaf) or frozenset()) for leaf in found):
             others, kwargs = self.whole((others, kwargs))
         if self._is_here(target):
-            (target, *others), kwargs = _alike(((target, *others), kwargs))
-            func(target, *others, **kwargs)
+            (own, *others), kwargs = _alike(((target, *others), kwargs))
+            func(own, *others, **kwargs)
         return target
 
     def _one_by_one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -269,6 +272,9 @@ class AllStages(TorchFunctionMode):
     def _set_gradient(self, tensor: Tensor, gradient: Tensor | None) -> None:
         self._gradients()[id(tensor)] = gradient is not None
         if self._is_here(tensor):
+            if isinstance(tensor, DTensor) and gradient is not None and not isinstance(gradient, DTensor):
+                mesh, places = tensor.device_mesh, tensor.placements  # of one rank: see _alike
+                gradient = DTensor.from_local(gradient, mesh, places, run_check=False)
             _GRAD_SET(tensor, gradient)
 
     def _gradients(self) -> dict[int, bool]:
@@ -319,6 +325,11 @@ def _mark(tensor: Tensor, holders: frozenset[int]) -> Tensor:
     return tensor
 
 
+_OF_THE_TENSOR = (
+    "__set__", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad",
+)  # fmt: skip
+"""Functions that change the tensor object, and not its elements."""
+
 _MOVES = ("cpu", "cuda", "to")
 """Methods that copy to a device, which nothing can be without values."""
 
@@ -346,12 +357,17 @@ def _outline(leaf: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def _alike(value: Any) -> Any:
-    """Return ``value`` with whole tensors as DTensors, if there are any that are sharded: torch does not mix them."""
+    """Return ``value`` with whole tensors as DTensors, if there are any that are sharded: torch does not mix them.
+
+    On a mesh of one rank a DTensor's own memory is all of it, which takes every operation.
+    """
     leaves, structure = tree_flatten(value)
     first = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
     if first is None:
         return value
     mesh = first.device_mesh
+    if mesh.size() == 1:
+        return tree_map(lambda leaf: leaf.to_local() if isinstance(leaf, DTensor) else leaf, value)
 
     def alike(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or leaf.ndim == 0:

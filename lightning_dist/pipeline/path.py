@@ -91,6 +91,7 @@ class _Question:
 class _Path:
     flow: Flow
     depends_on: Sequence[_Read | _Question]
+    number: int
 
     def is_taken(self) -> bool:
         return all(known.is_as_before() for known in self.depends_on)
@@ -116,18 +117,32 @@ class KnownPaths:
     _watched: set[_Source] = field(default_factory=set)
     _in_vain: Counter[_Source] = field(default_factory=Counter)
     _owners: dict[int, Any] = field(default_factory=dict)
+    _num_followed: int = 0
+    _followed: tuple[Flow, _Reads, set[_Source]] | None = None
 
-    def flow(self, arguments: Sequence[Any], follow: Callable[[Sequence[Any]], Flow]) -> Flow:
-        """Return the step's flow; follow the step only where none of its known paths is taken.
+    def taken(self, arguments: Sequence[Any]) -> int:
+        """Return which of the known paths a step takes, by its number; -1: none.
 
         Args:
             arguments: Of the step, after its batch.
-            follow: Follows the step, with these arguments.
         """
         vars(self._arguments).update({f"_{place}": value for place, value in enumerate(arguments)})
         for path in reversed(self._paths):
             if path.is_taken():
-                return path.flow
+                return path.number
+        return -1
+
+    def known(self, number: int) -> Flow:
+        """Return the path that :meth:`taken` has named."""
+        return next(path.flow for path in self._paths if path.number == number)
+
+    def follow(self, arguments: Sequence[Any], follow: Callable[[Sequence[Any]], Flow]) -> int:
+        """Follow a step, and return the number of a known path that is equal to its own; -1: there is none.
+
+        Args:
+            arguments: Of the step, after its batch; :meth:`taken` was given them before.
+            follow: Follows the step, with these arguments.
+        """
         changed: set[_Source] = set()
         if self._paths:
             for known in self._paths[-1].depends_on:
@@ -138,12 +153,26 @@ class KnownPaths:
         reads = _Reads(self.root, self.readable, self._watched)
         with reads.watching():
             flow = follow(reads.of_arguments(self._arguments, len(arguments)))
-        flow = next((path.flow for path in self._paths if _is_equal(path.flow, flow)), flow)
+        self._followed = flow, reads, changed
+        return next((path.number for path in self._paths if _is_equal(path.flow, flow)), -1)
+
+    def remember(self, number: int) -> Flow:
+        """Remember the path of the step that was followed last, and return it.
+
+        Args:
+            number: Of a known path that is equal to it on all ranks; -1: there is none.
+        """
+        assert self._followed is not None
+        (flow, reads, changed), self._followed = self._followed, None
+        if number >= 0:
+            flow = self.known(number)
         if self._paths and flow is self._paths[-1].flow:
             self._in_vain.update(changed)
         ignored = {source for source, times in self._in_vain.items() if times >= _MOST_IN_VAIN}
         self._owners |= reads.owners  # they live on, so that nothing else gets their ids
-        self._paths.append(_Path(flow, [known for known in reads.known(flow) if known.source not in ignored]))
+        depends_on = [known for known in reads.known(flow) if known.source not in ignored]
+        self._paths.append(_Path(flow, depends_on, self._num_followed))
+        self._num_followed += 1
         del self._paths[:-_MOST_PATHS]
         return flow
 

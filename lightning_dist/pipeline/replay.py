@@ -189,7 +189,7 @@ class Replay:
         except _EndOfStage:
             pass
         else:
-            if not plan.is_last:
+            if not plan.is_last and run.num_calls < len(plan.flow.calls):
                 raise FlowError(
                     f"The step ended after {run.num_calls} of the {len(plan.flow.calls)} calls that it made when it was"
                     " followed: a pipeline cannot run a step that takes another path for some batches."

@@ -148,25 +148,39 @@ class Pipeline:
         self.order: Order = ()
         self._running: _Running | None = None
 
+    def known_path(self, key: object, arguments: Sequence[Any] = ()) -> int:
+        """Return the number of the path that a step takes on this rank; -1 if it has not been followed on it.
+
+        Args:
+            key: What every step's path depends on.
+            arguments: Of the step, after its batch; its path may depend on them.
+        """
+        return self._paths.setdefault(key, KnownPaths(self._root, self.readable)).taken(arguments)
+
+    def follow(self, key: object, follow: Callable[[Sequence[Any]], Flow], arguments: Sequence[Any] = ()) -> int:
+        """Follow a step, and return the number of a known path that is equal to its own; -1: there is none.
+
+        Args:
+            key: As of :meth:`known_path`, which comes first.
+            follow: Follows the step on a microbatch, with arguments in the place of ``arguments``.
+            arguments: As of :meth:`known_path`.
+        """
+        return self._paths[key].follow(arguments, follow)
+
     def prepare(
-        self,
-        key: object,
-        follow: Callable[[Sequence[Any]], Flow],
-        num_microbatches: int,
-        has_backward: bool,
-        arguments: Sequence[Any] = (),
+        self, key: object, path: int, is_followed: bool, num_microbatches: int, has_backward: bool
     ) -> PreparedStep:
         """Find out how a step runs on the stages; at once, where one that takes the same path has been prepared.
 
         Args:
-            key: What every step's path depends on.
-            follow: Follows the step on a microbatch, with arguments in the place of ``arguments``.
+            key: As of :meth:`known_path`.
+            path: The number of its path, on which all ranks of the pipeline agree; -1: it is new.
+            is_followed: Whether :meth:`follow` has just followed it.
             num_microbatches: How many there are.
             has_backward: Whether each is followed by a backward.
-            arguments: Of the step, after its batch; its path may depend on them.
         """
-        paths = self._paths.setdefault(key, KnownPaths(self._root, self.readable))
-        flow = paths.flow(arguments, follow)
+        paths = self._paths[key]
+        flow = paths.remember(path) if is_followed else paths.known(path)
         whole_key = (id(flow), num_microbatches, has_backward)
         prepared = self._prepared.pop(whole_key, None)
         if prepared is None or prepared.flow is not flow:
@@ -388,7 +402,8 @@ class Pipeline:
                 running.buffers.restore(tuple(f"{part}." for part in self.stages.parts if stage not in stages_of[part]))
             # The last microbatch's attributes are left where the whole batch has no flow that could leave its own.
             is_left = plan.is_last and microbatch == len(running.steps) - 1
-            with unchanged(self._root, plan.flow.changed) if plan.flow.changed and not is_left else nullcontext():
+            changed = plan.flow.changed if plan.is_last else (*plan.flow.changed, *plan.flow.changed_inside)
+            with unchanged(self._root, changed) if changed and not is_left else nullcontext():
                 result, sent = self._replay.run(plan, seed, received, step)
             if not plan.is_last:
                 return sent

@@ -184,6 +184,7 @@ def find_stages(
 
     def follow(step: Callable[..., Any]) -> tuple[list[str], dict[str, nn.Module], Flow]:
         parts = find_parts(root, step, device, blocks, 2 * config.num_stages)
+        parts = _with_unused_blocks(parts, blocks)
         found = {name: block for name, block in blocks.items() if name in parts}
         return parts, found, find_flow(root, step, device, parts, found, config.has_loss)
 
@@ -207,6 +208,10 @@ def find_stages(
     of_part: dict[str, set[int]] = {name: set() for name in parts}
     for name, stage in zip(names, stages, strict=True):
         of_part[name].add(stage)
+    for place, name in enumerate(parts):  # a block that this step leaves out goes where its neighbours are
+        if name in blocks and not of_part[name]:
+            around = [of_part[part] for part in (*reversed(parts[:place]), *parts[place:]) if part in blocks]
+            of_part[name] |= next((set(list(stages)[-1:]) for stages in around if stages), set())
     return Stages(
         config.num_stages,
         parts,
@@ -216,6 +221,22 @@ def find_stages(
         shares,
         flow,
     )
+
+
+def _with_unused_blocks(parts: list[str], blocks: Mapping[str, nn.Module]) -> list[str]:
+    """Return ``parts`` with the blocks that the step has left out, each behind the one before it in the model."""
+    found = list(parts)
+    before: str | None = None
+    for name in blocks:
+        same_container = before is not None and before.rpartition(".")[0] == name.rpartition(".")[0]
+        if name not in found and same_container and before in found:
+            found.insert(found.index(before) + 1, name)
+        elif name not in found:
+            following = [part for part in parts if part.rpartition(".")[0] == name.rpartition(".")[0]]
+            if following:
+                found.insert(found.index(following[0]), name)
+        before = name
+    return found
 
 
 def _stages_of_params(

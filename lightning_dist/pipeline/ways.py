@@ -69,6 +69,7 @@ def follow_ways(
             f"The step could not be followed on tensors without values ({why_not}): a pipeline must know what flows"
             " between a model's blocks before it splits them."
             + (" The step looks at values of tensors; do that in a callback, or behind the model." if looks else "")
+            + " If sizes in the step depend on values, as those of packed sequences do, use a strategy without stages."
         )
     first, values = found
     yield Way(first)

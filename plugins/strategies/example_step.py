@@ -158,10 +158,17 @@ def parameters_unchanged(module: LightningModule) -> Iterator[None]:
     """
     renormed = {id(p) for part in module.modules() if getattr(part, "max_norm", None) for p in part.parameters()}
     params = {name: param for name, param in module.named_parameters() if id(param) not in renormed}
-    before = {name: (param._version, param.untyped_storage()._cdata) for name, param in params.items()}
+
+    def state_of(param: Any) -> tuple[int, int]:
+        # A parameter that is gathered where it is used stands for its shards; to ask it itself would gather it.
+        with torch._C.DisableTorchFunctionSubclass():
+            held = getattr(param, "_sharded", param)
+            return held._version, held.untyped_storage()._cdata
+
+    before = {name: state_of(param) for name, param in params.items()}
     yield
     for name, param in params.items():
-        if (param._version, param.untyped_storage()._cdata) != before[name]:
+        if state_of(param) != before[name]:
             raise FlowError(
                 f"The step changes the parameter {name!r}. Under a pipeline a step runs once a microbatch, and not on"
                 " every rank to its end: change parameters in on_train_batch_start or on_train_batch_end, where every"

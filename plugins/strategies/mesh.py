@@ -13,7 +13,6 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint
 from lightning.pytorch.plugins import CheckpointIO, Precision, TorchCheckpointIO
@@ -299,7 +298,7 @@ class MeshStrategy(ProcessStrategy):
             self._frees_gradients_first = are_free_before_forward(self.lightning_module, trainer)
         self.setup_precision_plugin()
         if is_fitting:
-            _optimizers_to_device(self.optimizers, self.root_device)
+            _compat.optimizers_to_device(self.optimizers, self.root_device)
         self._checkpoints.start(trainer)
         self._hooks = self._wrapped_hooks(self.lightning_module, self._sharded)
         self._hooks.install(trainer)

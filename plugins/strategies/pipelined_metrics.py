@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch.distributed as dist
@@ -21,6 +21,30 @@ __all__ = ["SharedMetrics"]
 _OWN = "_lightning_dist_own"
 
 
+class _Observed:
+    """The forward of a metric; that of a copy is the copy's.
+
+    Args:
+        shared: Who sees what the metric is given.
+        metric: The metric.
+        own: Its own forward.
+    """
+
+    def __init__(self, shared: SharedMetrics, metric: Metric, own: Callable[..., Any]) -> None:
+        self._shared, self._metric = shared, metric
+        setattr(self, _OWN, own)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._shared.forward(self._metric, getattr(self, _OWN), *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copy = memo.get(id(self._metric))
+        if not isinstance(copy, Metric):
+            return self
+        self._shared.was_copied(copy)
+        return _Observed(self._shared, copy, partial(type(copy).forward, copy))
+
+
 class SharedMetrics:
     """Those of ``module``. Outside of a step, to compute one is a collective, as it is anyway where data is split.
 
@@ -35,15 +59,19 @@ class SharedMetrics:
         self._in_step = False
         self._of_batch: dict[int, Metric] = {}  # by id: a metric's hash changes with its state
         self._given: dict[int, tuple[Tensor, Metric, str | None, bool]] = {}
+        self._copies: list[Metric] = []
         inner = {id(part) for metric in self._metrics() for part in metric.modules() if part is not metric}
         for metric in self._metrics():
             if id(metric) not in inner:  # the one around it computes it
-                own = getattr(metric.compute, _OWN, metric.compute)  # of a run before
-                vars(metric)["compute"] = self._shared(metric, own)
-                setattr(vars(metric)["compute"], _OWN, own)
-                own = getattr(metric.forward, _OWN, metric.forward)
-                vars(metric)["forward"] = self._observed(metric, own)
-                setattr(vars(metric)["forward"], _OWN, own)
+                self._share(metric)
+
+    def _share(self, metric: Metric) -> None:
+        """Let the ranks of the pipeline compute ``metric`` together."""
+        own = getattr(metric.compute, _OWN, metric.compute)  # of a run before
+        vars(metric)["compute"] = self._shared(metric, own)
+        setattr(vars(metric)["compute"], _OWN, own)
+        own = getattr(metric.forward, _OWN, metric.forward)
+        vars(metric)["forward"] = _Observed(self, metric, own)
 
     def _metrics(self) -> list[Metric]:
         return [metric for metric in self._module.modules() if isinstance(metric, Metric)]
@@ -52,6 +80,8 @@ class SharedMetrics:
     def in_step(self) -> Iterator[None]:
         """Inside, only the last stage may compute a metric: its ``forward`` does."""
         before, self._in_step = self._in_step, True
+        while self._copies:
+            self._share(self._copies.pop())
         for of_batch in self._of_batch.values():
             of_batch.reset()
         self._given.clear()
@@ -88,19 +118,20 @@ class SharedMetrics:
             if isinstance(tensor, Tensor):
                 self._given[id(tensor)] = (tensor, metric, key, is_computed)
 
-    def _observed(self, metric: Metric, forward: Callable[..., Any]) -> Callable[..., Any]:
-        @wraps(forward)
-        def observed(*args: Any, **kwargs: Any) -> Any:
-            if not self._in_step:
-                return forward(*args, **kwargs)
-            if id(metric) not in self._of_batch:
-                self._of_batch[id(metric)] = self._copied(metric)
-            self._of_batch[id(metric)].update(*args, **kwargs)
-            value = forward(*args, **kwargs)
-            self._keep(metric, value, is_computed=False)
-            return value
+    def forward(self, metric: Metric, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run ``metric``, whose forward is ``own``, and in a step let a metric of the whole batch see the same."""
+        if not self._in_step:
+            return own(*args, **kwargs)
+        if id(metric) not in self._of_batch:
+            self._of_batch[id(metric)] = self._copied(metric)
+        self._of_batch[id(metric)].update(*args, **kwargs)
+        value = own(*args, **kwargs)
+        self._keep(metric, value, is_computed=False)
+        return value
 
-        return observed
+    def was_copied(self, copy: Metric) -> None:
+        """Take note of a copy that the user has made of a metric, such as ``metric.clone()``."""
+        self._copies.append(copy)
 
     def _copied(self, metric: Metric) -> Metric:
         """A metric of the same kind, without data, of this rank alone."""

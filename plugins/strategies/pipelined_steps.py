@@ -22,8 +22,8 @@ from lightning_dist.pipeline import (
     Flow,
     FlowError,
     Pipeline,
-    PreparedStep,
     Ran,
+    agreed_path,
     find_flow,
     raise_together,
     signature,
@@ -129,29 +129,33 @@ class PipelinedSteps:
         outcome, ran = self._run(name, args, kwargs, group)
         return outcome.tell(partial(joined, ran.results), self._pipeline, self._broadcast, ran.buffers)
 
-    def _prepare(
-        self, name: str, batch: Any, args: tuple[Any, ...], kwargs: dict[str, Any], number: int, has_backward: bool
-    ) -> PreparedStep:
-        """Prepare the step ``name`` for ``number`` microbatches like ``batch``; ``args`` begin with the whole batch."""
-
-        def follow(arguments: Sequence[Any]) -> Flow:
-            flow = self._follow(name, batch, arguments, kwargs, has_backward)
-            if number == 1 or not flow.may_leave_more:
-                return flow
-            try:
-                return flow.with_whole_batch(self._follow(name, args[0], arguments, kwargs, has_backward))
-            except FlowError:  # a batch that only the module's own hook can take apart
-                return flow
-
-        # All that a step's path, and which gradients it needs, may depend on.
-        key = (
+    def _key(self, name: str, batch: Any, kwargs: dict[str, Any], number: int) -> object:
+        """Return all that the path of the step ``name``, and which gradients it needs, always depends on."""
+        return (
             name,
             number,
             signature((batch, kwargs)),
             tuple(part.training for part in self._modules),
             tuple(param.requires_grad for param in self.parameters),
         )
-        return self._pipeline.prepare(key, follow, number, has_backward, args[1:])
+
+    def _follow_both(
+        self,
+        name: str,
+        microbatches: Sequence[Any],
+        batch: Any,
+        kwargs: dict[str, Any],
+        has_backward: bool,
+        arguments: Sequence[Any],
+    ) -> Flow:
+        """Follow the step ``name`` on a microbatch, and on the batch where that may leave something else."""
+        flow = self._follow(name, microbatches[0], arguments, kwargs, has_backward)
+        if len(microbatches) == 1 or not flow.may_leave_more:
+            return flow
+        try:
+            return flow.with_whole_batch(self._follow(name, batch, arguments, kwargs, has_backward))
+        except FlowError:  # a batch that only the module's own hook can take apart
+            return flow
 
     def _follow(
         self, name: str, batch: Any, arguments: Sequence[Any], kwargs: dict[str, Any], has_backward: bool
@@ -189,11 +193,28 @@ class PipelinedSteps:
         ran: Ran | None = None
         failure: Failure | None = None
         steps: list[Callable[[], Any]] = []
-        # A step is followed before parameters are gathered, which may be in another dtype then.
+        microbatches: list[Any] = []
+        key: object = None
+        path = -1
+        pipeline, device = self._pipeline, self._module.device
         try:
             _refuse_leaves((args[0], kwargs))
-            microbatches = self._splitter.split(args[0], self._pipeline.config.num_microbatches)
-            prepared = self._prepare(name, microbatches[0], args, kwargs, len(microbatches), loss_of is not None)
+            microbatches = self._splitter.split(args[0], pipeline.config.num_microbatches)
+            key = self._key(name, microbatches[0], kwargs, len(microbatches))
+            path = pipeline.known_path(key, args[1:])
+        except Exception as error:
+            failure = Failure.now(error, "before the first microbatch")
+        path = agreed_path(path, failure, pipeline.group, device)
+        is_known = path >= 0
+        if not is_known:  # it is followed before parameters are gathered, which may be in another dtype then
+            try:
+                follow = partial(self._follow_both, name, microbatches, args[0], kwargs, loss_of is not None)
+                path = pipeline.follow(key, follow, args[1:])
+            except Exception as error:
+                failure = Failure.now(error, "before the first microbatch")
+            path = agreed_path(path, failure, pipeline.group, device)
+        try:
+            prepared = pipeline.prepare(key, path, not is_known, len(microbatches), loss_of is not None)
             sizes = [self._splitter.num_samples(batch) for batch in microbatches]
             outcome = Outcome(self._module, prepared.flow, sizes, self._metrics)
             steps = [
@@ -202,8 +223,10 @@ class PipelinedSteps:
             ]
         except Exception as error:
             failure = Failure.now(error, "before the first microbatch")
-        # A rank may have followed the step alone, as attributes that its own parts count up are its own.
-        raise_together(failure, self._pipeline.group, self._module.device)
+        if not is_known:
+            raise_together(failure, pipeline.group, device)
+        elif failure is not None:
+            raise failure.error
         with self._spread.microbatches(with_backward=loss_of is not None) as run_root:
             if loss_of is not None and not self._has_tried_loss:
                 self._has_tried_loss = True

@@ -174,7 +174,10 @@ def prompts(run: Run) -> None:
     run.fit(Clip())
 
 
-@case("a callback classifies by nearest neighbours: it encodes the training loader after each validation")
+@case(
+    "a callback classifies by nearest neighbours: it encodes the training loader after each validation",
+    refused={"*": "was called outside of a training, validation, test or predict step"},
+)
 def neighbours(run: Run) -> None:
     class Neighbours(pl.Callback):
         @torch.no_grad()

@@ -135,7 +135,10 @@ class _Ema(nn.Module):
             p.data.copy_(kept.data)
 
 
-@case("latent-diffusion's average in buffers, swapped in by a context manager in validation_step")
+@case(
+    "latent-diffusion's average in buffers, swapped in by a context manager in validation_step",
+    refused=dict.fromkeys(("pp", "nd", "nd_tp"), "uses the parameter .* outside of .*what swaps or averages"),
+)
 def ema_scope(run: Run) -> None:
     class Averaged(_Ddpm):
         def __init__(self) -> None:
@@ -164,7 +167,10 @@ def ema_scope(run: Run) -> None:
     run.fit(Averaged(), run.loader(data), run.loader(data), max_epochs=2)
 
 
-@case("samples are drawn step by step in on_validation_epoch_end, from noise of a fixed seed")
+@case(
+    "samples are drawn step by step in on_validation_epoch_end, from noise of a fixed seed",
+    refused={"*": "was called outside of a training, validation, test or predict step"},
+)
 def sampling(run: Run) -> None:
     class Samples(_Ddpm):
         @torch.no_grad()
@@ -236,7 +242,10 @@ def progressive_distillation(run: Run) -> None:
     run.fit(Distils(), run.loader(data), run.loader(data), max_epochs=2)
 
 
-@case("latent diffusion: a frozen first stage from a checkpoint, and a scale that the first batch sets in a buffer")
+@case(
+    "latent diffusion: a frozen first stage from a checkpoint, and a scale that the first batch sets in a buffer",
+    refused=dict.fromkeys(("pp", "nd", "nd_tp"), "was called outside of a"),
+)
 def latent(run: Run) -> None:
     first = Classifier(num_blocks=1)
     trainer = run.fit(first, name="first stage")

@@ -147,7 +147,10 @@ def _padded(rows: list[Tensor]) -> dict[str, Tensor]:
     return {"ids": ids, "lengths": lengths, "mask": ids.ne(0), "labels": torch.stack([row[0][0] % 4 for row in rows])}
 
 
-@case("an LSTM over packed sequences of a batch that is a dictionary with lengths")
+@case(
+    "an LSTM over packed sequences of a batch that is a dictionary with lengths",
+    refused=dict.fromkeys(("pp", "nd", "nd_tp"), "could not be followed .*use a strategy without stages"),
+)
 def packed(run: Run) -> None:
     class Packed(_Sequences):
         def __init__(self) -> None:
@@ -253,7 +256,10 @@ def relative_bias(run: Run) -> None:
     run.fit(T5(), run.loader(tokens()))
 
 
-@case("nn.AdaptiveLogSoftmaxWithLoss as the criterion of a language model")
+@case(
+    "nn.AdaptiveLogSoftmaxWithLoss as the criterion of a language model",
+    refused=dict.fromkeys(("pp", "nd", "nd_tp"), "could not be followed .*use a strategy without stages"),
+)
 def adaptive_softmax(run: Run) -> None:
     class Adaptive(_Sequences):
         def __init__(self) -> None:
