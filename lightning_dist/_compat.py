@@ -21,7 +21,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
-from torch.optim import Optimizer
+from torch.optim import Optimizer, swa_utils
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
@@ -840,3 +840,28 @@ def recorded_collectives() -> list[dict[str, Any]]:
         if dump := getattr(torch._C._distributed_c10d, name, None):
             entries += json.loads(dump(True, False)).get("entries", [])
     return entries
+
+
+@contextmanager
+def averages_grouped_by_dtype(device: torch.device) -> Iterator[None]:
+    """Let torch's AveragedModel take all tensors inside for ones on ``device``, and group them by their dtype alone.
+
+    It groups them in C++, where tensors of other ranks are on the meta device, so that ranks would differ in the order.
+    Replaced by: a group function that modes see.
+    """
+    own = swa_utils._group_tensors_by_device_and_dtype
+
+    def group(lists: list[list[torch.Tensor]], with_indices: bool = False) -> dict[Any, Any]:
+        groups: dict[Any, Any] = {}
+        for index, first in enumerate(lists[0]):
+            columns, indices = groups.setdefault((device, first.dtype), ([[] for _ in lists], []))
+            for column, tensors in zip(columns, lists, strict=True):
+                column.append(tensors[index])
+            indices.append(index)
+        return groups
+
+    swa_utils._group_tensors_by_device_and_dtype = group  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        swa_utils._group_tensors_by_device_and_dtype = own

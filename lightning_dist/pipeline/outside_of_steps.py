@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from lightning_dist import _compat
 from lightning_dist.consensus import arrive
 
 __all__ = ["AllStages"]
@@ -111,7 +112,7 @@ class AllStages(TorchFunctionMode):
             self._is_marked = True
         self._what, self._have_gradients, self._is_on = what, None, True
         try:
-            with self:
+            with self, _compat.averages_grouped_by_dtype(self._device):
                 yield
         finally:
             self._is_on = False
