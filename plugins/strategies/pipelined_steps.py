@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -154,7 +155,12 @@ class PipelinedSteps:
             return flow
         try:
             return flow.with_whole_batch(self._follow(name, batch, arguments, kwargs, has_backward))
-        except FlowError:  # a batch that only the module's own hook can take apart
+        except FlowError as error:  # such as a batch that only the module's own hook can take apart
+            left = [key for _, key in flow.changed] + sorted(flow.buffers_between)
+            rank_zero_warn(
+                f"{type(self._module).__name__}.{name} could not be followed on a whole batch ({error}). What it leaves"
+                f" ({', '.join(left) or 'in logs and outputs'}) is that of the microbatches."
+            )
             return flow
 
     def _follow(
