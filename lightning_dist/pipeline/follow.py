@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
-import random
 import sys
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping
@@ -12,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
@@ -20,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_dist.pipeline.draws import Draws
 from lightning_dist.pipeline.flow import Flow, FlowError, InnerCall, Leaf, Output, PartCall, Value
 from lightning_dist.pipeline.of_batch import BatchMarks
 from lightning_dist.pipeline.ways import follow_ways
@@ -189,7 +187,7 @@ class _FlowObserver:
     """Marks tensors by the values and parameters that they are made of."""
 
     def __init__(self, root: nn.Module, parts: frozenset[str], blocks: Mapping[str, nn.Module]) -> None:
-        self._numbers = _Numbers(self.is_between)
+        self._numbers = Draws(self.is_between)
         self._of_batch = BatchMarks()
         self.functions = _Functions(self, self._numbers, self._of_batch)
         self._root = root
@@ -532,48 +530,6 @@ _OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
 
 
 _ABSENT = object()
-
-
-class _Numbers(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices what draws random numbers: torch's operations, on which fakes leave no trace, Python's and NumPy's."""
-
-    def __init__(self, is_between: Callable[[], bool]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.is_between = is_between
-        self._by_torch = False
-        self._states: dict[str, object] = {}
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        generator = (kwargs or {}).get("generator")
-        if generator is not None and generator is not torch.default_generator and self.is_between():
-            raise FlowError(
-                "The step draws numbers from a torch.Generator of its own between the model's parts. That code runs on"
-                " every stage, where the generators would soon differ: leave `generator` out. torch's own is seeded for"
-                " each microbatch, alike on all stages."
-            )
-        self._by_torch |= _draws(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    def were_drawn(self) -> frozenset[str]:
-        """Of which generators any were since the last call."""
-        states: dict[str, object] = {"python": random.getstate(), "numpy": pickle.dumps(np.random.get_state())}
-        drawn = {kind for kind, state in states.items() if state != self._states.get(kind)}
-        if self._by_torch:
-            drawn.add("torch")
-        self._by_torch, self._states = False, states
-        return frozenset(drawn)
-
-
-def _draws(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation draws random numbers; of those that are not torch's own, nothing is known."""
-    if operation.namespace not in ("aten", "prim", "prims"):
-        return True
-    if torch.Tag.nondeterministic_seeded not in operation.tags:
-        return False
-    names = [argument.name for argument in operation._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
-    # Attention has the tag for its dropout alone.
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) > 0
 
 
 class _Functions(TorchFunctionMode):

@@ -77,3 +77,15 @@ def test_signatures_tell_shapes_dtypes_and_switches_apart() -> None:
     ]
     assert len({signature(batch) for batch in batches}) == len(batches)
     assert signature(("a", torch.zeros(2))) == signature(("b", torch.ones(2)))
+
+
+def test_lists_of_samples_are_split_and_lists_of_batches_are_not() -> None:
+    samples = [(torch.full((3,), float(k)), torch.tensor(k)) for k in range(4)]
+    first, second = split_batch(samples, 2)
+    assert batch_size_of(samples) == 4
+    assert [int(label) for _, label in first] == [0, 1]
+    assert [int(label) for _, label in second] == [2, 3]
+    batches = [(torch.zeros(6, 3), torch.zeros(6)), (torch.ones(6, 3), torch.ones(6))]
+    assert batch_size_of(batches) == 6
+    assert [len(part) for part in split_batch(batches, 3)[0]] == [2, 2]
+    assert split_batch(batches, 3)[0][1][0].shape == (2, 3)

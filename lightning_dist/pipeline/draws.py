@@ -1,0 +1,58 @@
+"""Random numbers that a step draws, noticed while it runs on fake tensors."""
+
+from __future__ import annotations
+
+import pickle
+import random
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_dist.pipeline.flow import FlowError
+
+__all__ = ["Draws"]
+
+
+class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notices what draws random numbers: torch's operations, on which fakes leave no trace, Python's and NumPy's."""
+
+    def __init__(self, is_between: Callable[[], bool]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.is_between = is_between
+        self._by_torch = False
+        self._states: dict[str, object] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        generator = (kwargs or {}).get("generator")
+        if generator is not None and generator is not torch.default_generator and self.is_between():
+            raise FlowError(
+                "The step draws numbers from a torch.Generator of its own between the model's parts. That code runs on"
+                " every stage, where the generators would soon differ: leave `generator` out. torch's own is seeded for"
+                " each microbatch, alike on all stages."
+            )
+        self._by_torch |= _draws(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
+
+    def were_drawn(self) -> frozenset[str]:
+        """Of which generators any were since the last call."""
+        states: dict[str, object] = {"python": random.getstate(), "numpy": pickle.dumps(np.random.get_state())}
+        drawn = {kind for kind, state in states.items() if state != self._states.get(kind)}
+        if self._by_torch:
+            drawn.add("torch")
+        self._by_torch, self._states = False, states
+        return frozenset(drawn)
+
+
+def _draws(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an operation draws random numbers; of those that are not torch's own, nothing is known."""
+    if operation.namespace not in ("aten", "prim", "prims"):
+        return True
+    if torch.Tag.nondeterministic_seeded not in operation.tags:
+        return False
+    names = [argument.name for argument in operation._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    # Attention has the tag for its dropout alone.
+    return "dropout_p" not in names or given.get("dropout_p", 0.0) > 0
