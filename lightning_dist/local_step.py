@@ -99,6 +99,8 @@ class LocalStep:
 
     @torch.no_grad()
     def _unwrap_all(self) -> None:
+        if self._groups:
+            return  # a step that calls the one of its base class has two closures
         state = self._optimizer.state
         for group in self._optimizer.param_groups:
             params = group["params"]
