@@ -44,6 +44,7 @@ __all__ = [
     "keep_gathered",
     "leave_out_hooks",
     "move_hooks",
+    "move_without_meta_tensors",
     "num_collectives",
     "num_packed",
     "on_equal",
@@ -840,6 +841,19 @@ def recorded_collectives() -> list[dict[str, Any]]:
         if dump := getattr(torch._C._distributed_c10d, name, None):
             entries += json.loads(dump(True, False)).get("entries", [])
     return entries
+
+
+def move_without_meta_tensors(root: nn.Module) -> None:
+    """Let ``root.to``, ``cpu`` and the like leave tensors on the meta device alone, which have no values to move.
+
+    Replaced by: an argument of ``nn.Module._apply`` for it.
+    """
+
+    def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        moved: nn.Module = type(root)._apply(root, lambda tensor: tensor if tensor.is_meta else fn(tensor), recurse)
+        return moved
+
+    vars(root)["_apply"] = apply
 
 
 @contextmanager

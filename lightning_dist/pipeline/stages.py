@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dist import _compat
 from lightning_dist.pipeline.balance import balanced, costs, split_by_hand
 from lightning_dist.pipeline.flow import Flow, FlowError, NotFollowedError
 from lightning_dist.pipeline.follow import find_flow, find_parts
@@ -282,6 +283,7 @@ def keep_own(root: nn.Module, stages: Stages, own: Sequence[int], units: Sequenc
         own: The stages of this rank.
         units: The model's units; parameters that could not keep their identity are replaced in them, too.
     """
+    _compat.move_without_meta_tensors(root)
     wanted = set(own)
     tensors: list[Tensor] = []
     replaced: dict[int, nn.Parameter] = {}
