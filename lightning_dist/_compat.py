@@ -88,6 +88,9 @@ class ParameterGroup:
         # FSDP2 has no hooks at which parameters are gathered or freed. Replaced by: such hooks.
         group._to_unsharded = self._put_whole  # type: ignore[method-assign]
         group._to_sharded = self._put_shards  # type: ignore[method-assign]
+        # After load_state_dict, FSDP2 takes what a module holds for the shards. Replaced by: its asking which form it is.
+        for index, param in enumerate(group.fsdp_params):
+            param.reset_sharded_param = partial(self._take_shards, index)  # type: ignore[method-assign]
         self._stand_ins: list[nn.Parameter] | None = None
         self._has_stand_ins = False
         self._versions: dict[FSDPParam, int] = {}
@@ -127,6 +130,14 @@ class ParameterGroup:
         FSDPParamGroup._to_sharded(self._group)  # type: ignore[no-untyped-call]
         if self._has_stand_ins:
             self._put_stand_ins()
+
+    def _take_shards(self, index: int) -> None:
+        """Take what a module holds for the shards, unless that is the gathered parameter, or stands in for it."""
+        param = self._group.fsdp_params[index]
+        _, _, current = next(_held(param))
+        is_stand_in = self._stand_ins is not None and current is self._stand_ins[index]
+        if self._group.is_sharded and not is_stand_in:
+            FSDPParam.reset_sharded_param(param)  # type: ignore[no-untyped-call]
 
     def _keep_what_numpy_shares(self) -> None:
         """Do not free gathered parameters that a NumPy array shares: torch does not let their memory go any more."""
