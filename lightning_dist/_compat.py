@@ -75,6 +75,7 @@ class ParameterGroup:
         self._group = group
         self._waits_for_end = False
         self._is_kept = False
+        self._is_held = False
         self._awaits_agreement = False
         self._used: set[int] = set()
         self._is_reduced = False
@@ -124,6 +125,8 @@ class ParameterGroup:
 
     def _put_shards(self) -> None:
         """Put the sharded parameters into the modules, or what stands in for them, and free the gathered ones."""
+        if self._is_held:
+            return
         if self._group.is_unsharded:
             self.write_back()
         self._keep_what_numpy_shares()
@@ -355,6 +358,15 @@ class ParameterGroup:
     def is_gathered(self) -> bool:
         """Whether the modules hold the whole parameters now."""
         return self._group.is_unsharded
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, nothing frees the parameters, such as moving the module to a device, which FSDP2 does with shards."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
 
     @property
     def numel(self) -> int:

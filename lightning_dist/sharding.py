@@ -620,6 +620,8 @@ class ShardedModule:
                     if self.pipeline is not None:
                         whole.enter_context(self.pipeline.whole())
                     whole.enter_context(whole_state_dicts(self.module, self._sharded_groups))
+                    for sharded_group in self._sharded_groups:
+                        whole.enter_context(sharded_group.held())
                     yield
             finally:
                 self.free()
