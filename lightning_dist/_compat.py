@@ -56,6 +56,7 @@ __all__ = [
     "put_parameter",
     "recorded_collectives",
     "reduce_gradients",
+    "replace_local",
     "reset_after_error",
     "route_calls",
     "share_hooks",
@@ -501,6 +502,11 @@ def overwrite(memory: torch.Tensor, values: torch.Tensor) -> None:
     """
     with torch.autograd._unsafe_preserve_version_counter(memory):
         memory.copy_(values)
+
+
+def replace_local(tensor: DTensor, local: torch.Tensor) -> None:
+    """Let ``tensor`` be of another local tensor from now on; replaced by a setter of ``data`` that DTensor heeds."""
+    tensor._local_tensor = local
 
 
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
