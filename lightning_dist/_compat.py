@@ -90,7 +90,7 @@ class ParameterGroup:
         # FSDP2 has no hooks at which parameters are gathered or freed. Replaced by: such hooks.
         group._to_unsharded = self._put_whole  # type: ignore[method-assign]
         group._to_sharded = self._put_shards  # type: ignore[method-assign]
-        # After load_state_dict, FSDP2 takes what a module holds for the shards. Replaced by: its asking which form it is.
+        # After load_state_dict, FSDP2 takes what modules hold for the shards. Replaced by: its asking what it is.
         for index, param in enumerate(group.fsdp_params):
             param.reset_sharded_param = partial(self._take_shards, index)  # type: ignore[method-assign]
         self._stand_ins: list[nn.Parameter] | None = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,9 @@ _VIEWS = frozenset(
     }
 )  # fmt: skip
 """Functions whose results are the memory of their first argument."""
+
+_Part = tuple[Tensor, Callable[[Tensor], Tensor]]
+"""A tensor, and what makes a part of its whole."""
 
 _TENSOR: Any = Tensor  # its attributes are descriptors on the class, which stubs do not say
 _DATA_GET, _DATA_SET = _TENSOR.data.__get__, _TENSOR.data.__set__
@@ -159,7 +162,7 @@ class ShardsInHooks(TorchFunctionMode):
         Returns:
             The whole of it.
         """
-        part = self._parts.get(target)  # type: ignore[no-untyped-call]
+        part: _Part | None = self._parts.get(target)  # type: ignore[no-untyped-call]
         if part is None:
             assert isinstance(target, DTensor)
             if torch.is_grad_enabled() and target.requires_grad:
@@ -168,7 +171,7 @@ class ShardsInHooks(TorchFunctionMode):
                 )
             arrive_at_place(f"{self._what} changes a sharded tensor", target)
             with torch.no_grad():
-                whole = target.detach().full_tensor().clone()
+                whole: Tensor = cast(DTensor, target.detach()).full_tensor().clone()
                 change(whole)
                 self._write(target, whole)
             return whole
@@ -193,8 +196,8 @@ class ShardsInHooks(TorchFunctionMode):
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         if differ(bit_sums(whole.detach())[None], groups).any():
             raise RuntimeError(
-                f"{self._what} writes into a sharded tensor what is not the same on all ranks: each has computed it from"
-                " its own part of the batch, or has drawn other random numbers. Average it over the ranks by"
+                f"{self._what} writes into a sharded tensor what is not the same on all ranks: each has computed it"
+                " from its own part of the batch, or has drawn other random numbers. Average it over the ranks by"
                 " self.all_gather(x).mean(0), or give all ranks that of the first by"
                 " self.trainer.strategy.broadcast(x)."
             )
@@ -202,12 +205,12 @@ class ShardsInHooks(TorchFunctionMode):
     def _remember_parts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         """Note which results are copies of a part of a sharded tensor, of which one process makes views."""
         source = args[0] if args else None
-        is_part = isinstance(source, Tensor) and source in self._parts
-        if not is_part and not isinstance(source, DTensor):
+        if not isinstance(source, Tensor) or (source not in self._parts and not isinstance(source, DTensor)):
             return
         if func == Tensor.__getitem__ and not _is_basic(args[1]):
             return
         rest = args[1:]
+        is_part = source in self._parts
         if isinstance(result, Tensor):
             if is_part or not _is_spread_like(result, source):
                 self._parts[result] = (source, lambda whole: func(whole, *rest, **kwargs))
@@ -269,9 +272,9 @@ def _is_basic(index: Any) -> bool:
     return all(part is None or part is ... or type(part) in (int, slice) for part in parts)
 
 
-def _is_spread_like(part: Tensor, source: DTensor) -> bool:
+def _is_spread_like(part: Tensor, source: Tensor) -> bool:
     """Return whether the shards of ``part`` are in those of ``source``, and it is no copy."""
-    if not isinstance(part, DTensor):
+    if not isinstance(part, DTensor) or not isinstance(source, DTensor):
         return False
     pairs = zip(part.placements, source.placements, strict=True)
     return all(one.is_replicate() == other.is_replicate() for one, other in pairs)

@@ -22,7 +22,6 @@ def hooks_of_all_stages(module: LightningModule, all_stages: AllStages) -> Wrapp
         module: The user's module.
         all_stages: What runs code on the parameters of all stages.
     """
-
     shards = ShardsInHooks()
 
     @contextmanager
