@@ -57,6 +57,7 @@ __all__ = [
     "put_parameter",
     "recorded_collectives",
     "reduce_gradients",
+    "replace_local",
     "reset_after_error",
     "route_calls",
     "share_hooks",
@@ -76,6 +77,7 @@ class ParameterGroup:
         self._group = group
         self._waits_for_end = False
         self._is_kept = False
+        self._is_held = False
         self._awaits_agreement = False
         self._used: set[int] = set()
         self._is_reduced = False
@@ -89,6 +91,9 @@ class ParameterGroup:
         # FSDP2 has no hooks at which parameters are gathered or freed. Replaced by: such hooks.
         group._to_unsharded = self._put_whole  # type: ignore[method-assign]
         group._to_sharded = self._put_shards  # type: ignore[method-assign]
+        # After load_state_dict, FSDP2 takes what modules hold for the shards. Replaced by: its asking what it is.
+        for index, param in enumerate(group.fsdp_params):
+            param.reset_sharded_param = partial(self._take_shards, index)  # type: ignore[method-assign]
         self._stand_ins: list[nn.Parameter] | None = None
         self._has_stand_ins = False
         self._versions: dict[FSDPParam, int] = {}
@@ -122,12 +127,22 @@ class ParameterGroup:
 
     def _put_shards(self) -> None:
         """Put the sharded parameters into the modules, or what stands in for them, and free the gathered ones."""
+        if self._is_held:
+            return
         if self._group.is_unsharded:
             self.write_back()
         self._keep_what_numpy_shares()
         FSDPParamGroup._to_sharded(self._group)  # type: ignore[no-untyped-call]
         if self._has_stand_ins:
             self._put_stand_ins()
+
+    def _take_shards(self, index: int) -> None:
+        """Take what a module holds for the shards, unless that is the gathered parameter, or stands in for it."""
+        param = self._group.fsdp_params[index]
+        _, _, current = next(_held(param))
+        is_stand_in = self._stand_ins is not None and current is self._stand_ins[index]
+        if self._group.is_sharded and not is_stand_in:
+            FSDPParam.reset_sharded_param(param)  # type: ignore[no-untyped-call]
 
     def _keep_what_numpy_shares(self) -> None:
         """Do not free gathered parameters that a NumPy array shares: torch does not let their memory go any more."""
@@ -346,6 +361,15 @@ class ParameterGroup:
         """Whether the modules hold the whole parameters now."""
         return self._group.is_unsharded
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, nothing frees the parameters, such as moving the module to a device, which FSDP2 does with shards."""
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+
     @property
     def numel(self) -> int:
         """Number of elements of the whole parameters."""
@@ -479,6 +503,11 @@ def overwrite(memory: torch.Tensor, values: torch.Tensor) -> None:
     """
     with torch.autograd._unsafe_preserve_version_counter(memory):
         memory.copy_(values)
+
+
+def replace_local(tensor: DTensor, local: torch.Tensor) -> None:
+    """Let ``tensor`` be of another local tensor from now on; replaced by a setter of ``data`` that DTensor heeds."""
+    tensor._local_tensor = local
 
 
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -850,8 +879,8 @@ def move_without_meta_tensors(root: nn.Module) -> None:
     """
 
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        moved: nn.Module = type(root)._apply(root, lambda tensor: tensor if tensor.is_meta else fn(tensor), recurse)
-        return moved
+        own: Callable[..., nn.Module] = type(root)._apply
+        return own(root, lambda tensor: tensor if tensor.is_meta else fn(tensor), recurse)
 
     vars(root)["_apply"] = apply
 

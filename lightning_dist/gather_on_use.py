@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
 from torch.utils._pytree import tree_map
 
-__all__ = ["GatheredOnUse", "whole_for_step"]
+__all__ = ["GatheredOnUse", "is_in_place", "whole_for_step", "write_whole"]
 
 
 def whole_for_step(
@@ -120,18 +120,18 @@ class GatheredOnUse(torch.Tensor):
             with torch.no_grad():
                 return GatheredOnUse(of._sharded.detach(), of._gather, is_parameter=False)
         if name == "__set__" and prop == "data":
-            return _write(of._sharded, _whole(args[1], detached=True))
+            return write_whole(of._sharded, _whole(args[1], detached=True))
         if (name in ("__get__", "__set__") and prop not in _VALUES) or name in _ABOUT_SHARDS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(of._sharded, *args[1:], **kwargs)
-        if _is_in_place(name):
+        if is_in_place(name):
             if torch.is_grad_enabled() and of._sharded.requires_grad:
                 raise RuntimeError(
                     f"{name} changes a parameter that requires a gradient, in place: do it inside torch.no_grad()."
                 )
             whole = _whole(of, detached=True)
             func(whole, *tree_map(lambda leaf: _whole(leaf, detached=True), tuple(args[1:])), **kwargs)
-            _write(of._sharded, whole)
+            write_whole(of._sharded, whole)
             return of
         return _on_whole(func, args, kwargs)
 
@@ -172,7 +172,8 @@ _ABOUT_SHARDS = frozenset(
 """Methods that need no elements, or that are about the parameter that the optimizer has."""
 
 
-def _is_in_place(name: str) -> bool:
+def is_in_place(name: str) -> bool:
+    """Return whether a function of torch of this name changes its first argument."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
     return name.endswith("_")
@@ -199,7 +200,7 @@ def _whole(value: Any, detached: bool = False) -> Any:
 
 
 @torch.no_grad()
-def _write(sharded: DTensor, whole: Tensor) -> None:
+def write_whole(sharded: DTensor, whole: Tensor) -> None:
     """Give the shards the elements of ``whole``, which is the same on all ranks."""
     value = distribute_tensor(whole.to(sharded.dtype), sharded.device_mesh, sharded.placements, src_data_rank=None)
     sharded.to_local().copy_(value.to_local())

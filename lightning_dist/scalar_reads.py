@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from lightning_dist import _compat
 from lightning_dist.consensus import arrive
 
-__all__ = ["read_whole_scalars"]
+__all__ = ["arrive_at_place", "read_whole_scalars"]
 
 TIMEOUT_S = 30.0
 """Seconds that the first read at a place in the code waits for the other ranks."""
@@ -39,15 +39,27 @@ def read_whole_scalars() -> None:
 def _read(tensor: DTensor) -> int | float | bool | complex:
     if all(isinstance(placement, Replicate) for placement in tensor.placements):
         return tensor.to_local().item()
+    arrive_at_place("reading a number that is spread over several ranks", tensor)
+    with torch.no_grad():
+        return tensor.full_tensor().item()
+
+
+def arrive_at_place(what: str, tensor: DTensor) -> None:
+    """Wait for the other ranks of ``tensor``, the first time that this place in the user's code is reached.
+
+    Args:
+        what: What the ranks are about to do together, for the message.
+        tensor: Spread over the ranks that do it.
+
+    Raises:
+        OtherRankError: If a rank did not arrive in time.
+    """
     place = _place()
     assert dist.group.WORLD is not None
     known = _known_places.setdefault(dist.group.WORLD, set())
     if place not in known:
-        ranks = sorted(tensor.device_mesh.mesh.flatten().tolist())
-        arrive(f"reading a number that is spread over several ranks, at {place}", TIMEOUT_S, ranks)
+        arrive(f"{what}, at {place}", TIMEOUT_S, sorted(tensor.device_mesh.mesh.flatten().tolist()))
         known.add(place)
-    with torch.no_grad():
-        return tensor.full_tensor().item()
 
 
 def _equal(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -408,6 +408,9 @@ class ShardedModule:
         Args:
             has_reduced: Whether they were; the same on all ranks, also in a run that was resumed.
         """
+        # A call before the first step, as of an example input, has left outer units gathered.
+        if any(group.is_gathered for group in self._sharded_groups):
+            self.free()
         self._audit.before_step()
         if has_reduced:
             self._buffers.synchronize()
@@ -617,6 +620,8 @@ class ShardedModule:
                     if self.pipeline is not None:
                         whole.enter_context(self.pipeline.whole())
                     whole.enter_context(whole_state_dicts(self.module, self._sharded_groups))
+                    for sharded_group in self._sharded_groups:
+                        whole.enter_context(sharded_group.held())
                     yield
             finally:
                 self.free()

@@ -179,7 +179,7 @@ class AllStages(TorchFunctionMode):
             return func(*args, **kwargs)
         if func == _DATA_SET:
             with torch.no_grad():
-                self._in_place(Tensor.copy_, args[0].detach(), (args[1],), {})
+                self._in_place(_DATA_SET, args[0], (args[1],), {})
             return None
         if name == "equal":
             return self._equal(func, *args)

@@ -9,18 +9,10 @@ from typing import Any
 from lightning.pytorch import LightningModule
 
 from lightning_dist.pipeline import AllStages
-from lightning_dist.plugins.strategies.wrapped_hooks import WrappedHooks
+from lightning_dist.plugins.strategies.wrapped_hooks import OUTSIDE_OF_STEPS, WrappedHooks
+from lightning_dist.shards_in_hooks import ShardsInHooks
 
 __all__ = ["hooks_of_all_stages"]
-
-_RUNS = ("train", "validation", "test", "predict")
-_HOOKS = (
-    *(f"on_{run}_{when}" for run in _RUNS for when in ("start", "end")),
-    *(f"on_{run}_{part}_{when}" for run in _RUNS for part in ("epoch", "batch") for when in ("start", "end")),
-    "configure_gradient_clipping", "on_after_backward", "on_before_backward", "on_before_optimizer_step",
-    "on_before_zero_grad", "on_fit_end", "on_fit_start", "on_sanity_check_end", "on_sanity_check_start",
-)  # fmt: skip
-"""Hooks that run outside of steps."""
 
 
 def hooks_of_all_stages(module: LightningModule, all_stages: AllStages) -> WrappedHooks:
@@ -30,13 +22,14 @@ def hooks_of_all_stages(module: LightningModule, all_stages: AllStages) -> Wrapp
         module: The user's module.
         all_stages: What runs code on the parameters of all stages.
     """
+    shards = ShardsInHooks()
 
     @contextmanager
     def around(what: str) -> Iterator[None]:
-        with all_stages.around(what), _logging_whole(module, all_stages):
+        with shards.around(what), all_stages.around(what), _logging_whole(module, all_stages):
             yield
 
-    return WrappedHooks(module, _HOOKS, around)
+    return WrappedHooks(module, OUTSIDE_OF_STEPS, around)
 
 
 @contextmanager

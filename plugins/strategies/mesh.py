@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -51,10 +51,11 @@ from lightning_dist.plugins.strategies.gradients import are_free_before_forward,
 from lightning_dist.plugins.strategies.processes import ProcessStrategy
 from lightning_dist.plugins.strategies.startup_table import startup_table
 from lightning_dist.plugins.strategies.weighting import LossWeights
-from lightning_dist.plugins.strategies.wrapped_hooks import WrappedHooks
+from lightning_dist.plugins.strategies.wrapped_hooks import OUTSIDE_OF_STEPS, WrappedHooks
 from lightning_dist.randomness import agree_on_random_numbers
 from lightning_dist.replicas import check_replicas
 from lightning_dist.sharding import ShardedModule, ShardingConfig, sharded
+from lightning_dist.shards_in_hooks import ShardsInHooks
 from lightning_dist.tensor_parallel import SameBatch
 from lightning_dist.units import MIN_NUM_PARAMS
 
@@ -306,8 +307,15 @@ class MeshStrategy(ProcessStrategy):
             rank_zero_info(startup_table(self, self._sharded))
 
     def _wrapped_hooks(self, module: LightningModule, spread: ShardedModule) -> WrappedHooks:
-        """Wrap hooks that would see some parameters gathered and others sharded."""
-        return WrappedHooks(module, ("on_before_zero_grad", "on_before_backward"), lambda what: spread.between())
+        """Let hooks use and change parameters as those of one process, also where torch cannot with shards."""
+        shards = ShardsInHooks()
+
+        def around(what: str) -> AbstractContextManager[None]:
+            # Between a forward and its backward some parameters are gathered and others sharded.
+            is_between = what.endswith((".on_before_zero_grad", ".on_before_backward"))
+            return spread.between() if is_between else shards.around(what)
+
+        return WrappedHooks(module, OUTSIDE_OF_STEPS, around)
 
     def _give_metrics_their_group(self, module: LightningModule) -> None:
         """Let torchmetrics gather over the ranks that have a part of the batch, and count each sample once."""

@@ -10,7 +10,17 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, LearningRateFinder, ModelSummary, ProgressBar, WeightAveraging
 
-__all__ = ["WrappedHooks"]
+__all__ = ["OUTSIDE_OF_STEPS", "WrappedHooks"]
+
+_RUNS = ("train", "validation", "test", "predict")
+
+OUTSIDE_OF_STEPS = (
+    *(f"on_{run}_{when}" for run in _RUNS for when in ("start", "end")),
+    *(f"on_{run}_{part}_{when}" for run in _RUNS for part in ("epoch", "batch") for when in ("start", "end")),
+    "configure_gradient_clipping", "on_after_backward", "on_before_backward", "on_before_optimizer_step",
+    "on_before_zero_grad", "on_fit_end", "on_fit_start", "on_sanity_check_end", "on_sanity_check_start",
+)  # fmt: skip
+"""Names of the hooks that run outside of steps."""
 
 _OWN_WAYS = (Checkpoint, LearningRateFinder, ModelSummary, ProgressBar, WeightAveraging)
 """Callbacks that work on each rank's own parameters, or on none, or run steps."""

@@ -1,0 +1,280 @@
+"""Code outside of steps that treats shards as the whole tensors that they are parts of.
+
+Hooks look at and change parameters and gradients, which are DTensors there. torch runs most functions on DTensors, but
+refuses to mix them with plain tensors, such as buffers, has no rule for some functions, and changes nothing at all
+where one process changes a view of a part (``weight.data[0].zero_()``) or assigns to ``weight.data``. Inside
+:class:`ShardsInHooks` such a function is given whole tensors, and what it changes is written into the shards.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from lightning_dist import _compat
+from lightning_dist.checkpoint.state import shard_like
+from lightning_dist.gather_on_use import is_in_place, write_whole
+from lightning_dist.replicas import bit_sums, differ
+from lightning_dist.scalar_reads import arrive_at_place
+
+__all__ = ["ShardsInHooks"]
+
+_UNABLE = ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered", "Sharding propagation")
+"""What torch says of functions that it cannot run on shards, before it runs any of them."""
+
+_VIEWS = frozenset(
+    {
+        "__getitem__", "chunk", "diagonal", "flatten", "hsplit", "movedim", "narrow", "permute", "reshape", "select",
+        "split", "split_with_sizes", "squeeze", "swapaxes", "t", "tensor_split", "transpose", "unbind", "unflatten",
+        "unsqueeze", "view", "view_as", "vsplit",
+    }
+)  # fmt: skip
+"""Functions whose results are the memory of their first argument."""
+
+_Part = tuple[Tensor, Callable[[Tensor], Tensor]]
+"""A tensor, and what makes a part of its whole."""
+
+_TENSOR: Any = Tensor  # its attributes are descriptors on the class, which stubs do not say
+_DATA_GET, _DATA_SET = _TENSOR.data.__get__, _TENSOR.data.__set__
+_GRAD_SET = _TENSOR.grad.__set__
+
+
+class ShardsInHooks(TorchFunctionMode):
+    """Lets hooks treat shards as whole tensors. All ranks must run them alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._what = "a hook"
+        self._is_on = False
+        self._parts = WeakTensorKeyDictionary()  # copies of a part of a tensor: the tensor, and what makes the part
+        self._aliases: dict[int, list[weakref.ref[DTensor]]] = {}  # by the memory: what code got as param.data
+
+    @contextmanager
+    def around(self, what: str) -> Iterator[None]:
+        """Treat shards as whole tensors inside; nested calls are one.
+
+        Args:
+            what: What runs, for messages.
+        """
+        if self._is_on:
+            yield
+            return
+        self._what, self._is_on = what, True
+        try:
+            with self:
+                yield
+        finally:
+            self._is_on = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func == _DATA_SET:
+            return self._set_data(*args)
+        if func == _GRAD_SET:
+            return self._set_gradient(*args)
+        name = getattr(func, "__name__", "")
+        if is_in_place(name):
+            return self._in_place(func, name, args, kwargs)
+        out = kwargs.get("out")
+        if isinstance(out, Tensor) and not isinstance(out, DTensor) and _shards(args):
+            result = func(*self._whole(args), **kwargs)
+        else:
+            try:
+                result = func(*args, **kwargs)
+            except RuntimeError as error:
+                if not _is_unable(error):
+                    raise
+                result = func(*self._whole(args), **self._whole(kwargs))
+        if name in _VIEWS:
+            self._remember_parts(func, args, kwargs, result)
+        elif (func == _DATA_GET or name == "detach") and isinstance(result, DTensor):
+            self._note_alias(result)
+        return result
+
+    def _note_alias(self, alias: DTensor) -> None:
+        memory = alias.to_local().data_ptr()
+        alive = [other for other in self._aliases.get(memory, ()) if other() is not None]
+        self._aliases[memory] = [*alive, weakref.ref(alias)]
+
+    def _whole(self, value: Any) -> Any:
+        """Return ``value`` with whole tensors. A collective over the meshes of the shards in it."""
+        shards = _shards(value)
+        if not shards:
+            return value
+        arrive_at_place(f"{self._what} needs whole tensors", shards[0])
+        return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, value)
+
+    def _in_place(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if not args and isinstance(kwargs.get("tensor"), Tensor):  # as functions of torch.nn.init pass it on
+            args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
+        if not args:
+            return func(*args, **kwargs)
+        target, *others = args
+        if isinstance(target, list | tuple):
+            return self._one_by_one(func, args, kwargs)
+        is_part = isinstance(target, Tensor) and target in self._parts
+        if not is_part and not isinstance(target, DTensor):
+            return func(target, *self._whole(others), **self._whole(kwargs))
+        if not is_part:
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError as error:
+                if not _is_unable(error):
+                    raise
+        others, kwargs = self._whole(others), self._whole(kwargs)
+        self._change(target, lambda whole: func(whole, *others, **kwargs))
+        return target
+
+    def _one_by_one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a function of lists for each place in the lists, if some of the tensors are whole and others are not."""
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
+        num_shards = len(_shards(tensors))
+        if not any(tensor in self._parts for tensor in tensors) and num_shards in (0, len(tensors)):
+            try:
+                return func(*args, **kwargs)
+            except RuntimeError as error:
+                if not _is_unable(error):
+                    raise
+        length = len(args[0])
+
+        def at(place: int, arg: Any) -> Any:
+            return [arg[place]] if isinstance(arg, list | tuple) and len(arg) == length else arg
+
+        for place in range(length):
+            (target,), *others = (at(place, arg) for arg in args)
+            own = {key: at(place, arg) for key, arg in kwargs.items()}
+            single = lambda tensor, *rest, **named: func([tensor], *rest, **named)  # noqa: E731
+            self._in_place(single, "", (target, *others), own)
+        return None
+
+    def _change(self, target: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
+        """Let ``change`` change the whole of ``target``, and write that into the shards. A collective.
+
+        Returns:
+            The whole of it.
+        """
+        part: _Part | None = self._parts.get(target)  # type: ignore[no-untyped-call]
+        if part is None:
+            assert isinstance(target, DTensor)
+            if torch.is_grad_enabled() and target.requires_grad:
+                raise RuntimeError(
+                    f"{self._what} changes a tensor that requires a gradient, in place: do it inside torch.no_grad()."
+                )
+            arrive_at_place(f"{self._what} changes a sharded tensor", target)
+            with torch.no_grad():
+                whole: Tensor = cast(DTensor, target.detach()).full_tensor().clone()
+                change(whole)
+                self._write(target, whole)
+            return whole
+        base, make = part
+        whole = make(self._change(base, lambda whole: change(make(whole))))
+        with torch.no_grad():
+            if isinstance(target, DTensor):
+                write_whole(target, whole)
+            else:
+                target.copy_(whole)
+        return whole
+
+    def _write(self, target: DTensor, whole: Tensor) -> None:
+        if target.shape != whole.shape:
+            raise RuntimeError(f"{self._what} puts a tensor of shape {[*whole.shape]} in a place of {[*target.shape]}.")
+        self._check_alike(target, whole)
+        write_whole(target, whole)
+
+    def _check_alike(self, target: DTensor, whole: Tensor) -> None:
+        arrive_at_place(f"{self._what} changes a sharded tensor", target)
+        mesh = target.device_mesh
+        groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
+        if differ(bit_sums(whole.detach())[None], groups).any():
+            raise RuntimeError(
+                f"{self._what} writes into a sharded tensor what is not the same on all ranks: each has computed it"
+                " from its own part of the batch, or has drawn other random numbers. Average it over the ranks by"
+                " self.all_gather(x).mean(0), or give all ranks that of the first by"
+                " self.trainer.strategy.broadcast(x)."
+            )
+
+    def _remember_parts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
+        """Note which results are copies of a part of a sharded tensor, of which one process makes views."""
+        source = args[0] if args else None
+        if not isinstance(source, Tensor) or (source not in self._parts and not isinstance(source, DTensor)):
+            return
+        if func == Tensor.__getitem__ and not _is_basic(args[1]):
+            return
+        rest = args[1:]
+        is_part = source in self._parts
+        if isinstance(result, Tensor):
+            if is_part or not _is_spread_like(result, source):
+                self._parts[result] = (source, lambda whole: func(whole, *rest, **kwargs))
+            return
+        for place, part in enumerate(result):
+            if is_part or not _is_spread_like(part, source):
+                self._parts[part] = (source, lambda whole, place=place: func(whole, *rest, **kwargs)[place])
+
+    @torch.no_grad()
+    def _set_data(self, target: Tensor, value: Tensor) -> None:
+        """Assign to ``target.data``, of which DTensor takes no notice."""
+        if not isinstance(target, DTensor):
+            _DATA_SET(target, self._whole(value))
+            return
+        if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (
+            target.device_mesh,
+            target.placements,
+        ):
+            if value.shape != target.shape:
+                raise RuntimeError(f"{self._what} assigns a tensor of another shape to .data of a sharded tensor.")
+            local = value.to_local()
+        else:
+            whole = self._whole(value)
+            if whole.shape != target.shape:
+                raise RuntimeError(f"{self._what} assigns a tensor of another shape to .data of a sharded tensor.")
+            self._check_alike(target, whole)
+            local = shard_like(whole, target).to_local()
+        if not isinstance(target, nn.Parameter):
+            _compat.replace_local(target, local)
+            return
+        # The memory of a parameter is what is gathered: it gets other values, and what has shared it keeps its own.
+        memory = target.to_local()
+        for reference in self._aliases.pop(memory.data_ptr(), ()):
+            alias = reference()
+            if alias is not None and alias is not target and alias.to_local().data_ptr() == memory.data_ptr():
+                _compat.replace_local(alias, alias.to_local().clone())
+        memory.copy_(local)
+
+    def _set_gradient(self, target: Tensor, value: Tensor | None) -> None:
+        if isinstance(target, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            self._check_alike(target, value)
+            value = shard_like(value, target)
+        elif isinstance(value, DTensor) and not isinstance(target, DTensor):
+            value = self._whole(value)
+        _GRAD_SET(target, value)
+
+
+def _shards(value: Any) -> list[DTensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, DTensor)]
+
+
+def _is_unable(error: RuntimeError) -> bool:
+    return any(text in str(error) for text in _UNABLE)
+
+
+def _is_basic(index: Any) -> bool:
+    """Return whether ``tensor[index]`` is a view."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(part is None or part is ... or type(part) in (int, slice) for part in parts)
+
+
+def _is_spread_like(part: Tensor, source: Tensor) -> bool:
+    """Return whether the shards of ``part`` are in those of ``source``, and it is no copy."""
+    if not isinstance(part, DTensor) or not isinstance(source, DTensor):
+        return False
+    pairs = zip(part.placements, source.placements, strict=True)
+    return all(one.is_replicate() == other.is_replicate() for one, other in pairs)
