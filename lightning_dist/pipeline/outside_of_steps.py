@@ -273,9 +273,6 @@ class AllStages(TorchFunctionMode):
     def _set_gradient(self, tensor: Tensor, gradient: Tensor | None) -> None:
         self._gradients()[id(tensor)] = gradient is not None
         if self._is_here(tensor):
-            if isinstance(tensor, DTensor) and gradient is not None and not isinstance(gradient, DTensor):
-                mesh, places = tensor.device_mesh, tensor.placements  # of one rank: see _alike
-                gradient = DTensor.from_local(gradient, mesh, places, run_check=False)
             _GRAD_SET(tensor, gradient)
 
     def _gradients(self) -> dict[int, bool]:
@@ -358,17 +355,12 @@ def _outline(leaf: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def _alike(value: Any) -> Any:
-    """Return ``value`` with whole tensors as DTensors, if there are any that are sharded: torch does not mix them.
-
-    On a mesh of one rank a DTensor's own memory is all of it, which takes every operation.
-    """
+    """Return ``value`` with whole tensors as DTensors, if there are any that are sharded: torch does not mix them."""
     leaves, structure = tree_flatten(value)
     first = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
     if first is None:
         return value
     mesh = first.device_mesh
-    if mesh.size() == 1:
-        return tree_map(lambda leaf: leaf.to_local() if isinstance(leaf, DTensor) else leaf, value)
 
     def alike(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or leaf.ndim == 0:
