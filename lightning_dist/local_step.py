@@ -7,6 +7,7 @@ before and after, everybody sees DTensors. The numbers are the same, bit for bit
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import Any
 
 import torch
@@ -54,8 +55,8 @@ class LocalStep:
         self._shards: list[tuple[DTensor, Tensor, dict[str, DTensor]]] = []  # param, its shard, its state as it was
         self._handles: list[RemovableHandle] = []
         self._unwraps = type(optimizer) in ELEMENTWISE
-        has_others = any(param.is_meta for group in optimizer.param_groups for param in group["params"])
-        if self._unwraps or has_others:
+        self._has_others = any(param.is_meta for group in optimizer.param_groups for param in group["params"])
+        if self._unwraps or self._has_others:
             self._handles = [
                 optimizer.register_step_pre_hook(self._before),
                 _compat.prepend_step_post_hook(optimizer, self._after),
@@ -82,6 +83,8 @@ class LocalStep:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        if self._has_others and not isinstance(optimizer.state, _OwnStates):  # a new one after a checkpoint was loaded
+            optimizer.state = _OwnStates(dict, optimizer.state)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._unwrap_all()
@@ -115,6 +118,24 @@ class LocalStep:
                 self._shards.append((param, shard, {k: v for k, v in values.items() if isinstance(v, DTensor)}))
                 if values:
                     state[shard] = {key: _unwrap(value) for key, value in values.items()}
+
+
+class _OwnStates(defaultdict[Any, Any]):
+    """The states of this rank's parameters; those of other stages are said to be elsewhere."""
+
+    def __missing__(self, param: Any) -> Any:
+        with torch._C.DisableTorchFunction():  # a mode may let it look like one that is here
+            if isinstance(param, Tensor) and param.is_meta:
+                return _StateOfOtherStage()
+        return super().__missing__(param)
+
+
+class _StateOfOtherStage(dict[str, Any]):
+    def __missing__(self, key: str) -> Any:
+        raise KeyError(
+            f"optimizer.state has no {key!r} of a parameter of another stage: each rank has the states of its own"
+            " stages only. Ask `param in optimizer.state` first."
+        )
 
 
 def _unwrap(value: Any) -> Any:
