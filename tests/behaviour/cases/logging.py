@@ -204,7 +204,9 @@ def same_name(run: Run) -> None:
 def log_in_predict(run: Run) -> None:
     class Logs(Classifier):
         def predict_step(self, batch: Any, batch_idx: int) -> Any:
+            logits = self(batch[0])
             self.log("x", 1.0)
+            return logits
 
     run.record_error("error", lambda: run.trainer().predict(Logs(), run.loader()))
 
