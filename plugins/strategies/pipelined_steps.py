@@ -200,12 +200,14 @@ class PipelinedSteps:
         failure: Failure | None = None
         steps: list[Callable[[], Any]] = []
         microbatches: list[Any] = []
+        sizes: list[int] = []
         key: object = None
         path = -1
         pipeline, device = self._pipeline, self._module.device
         try:
             _refuse_leaves((args[0], kwargs))
             microbatches = self._splitter.split(args[0], pipeline.config.num_microbatches)
+            sizes = [self._splitter.num_samples(batch) for batch in microbatches]
             key = self._key(name, microbatches[0], kwargs, len(microbatches))
             path = pipeline.known_path(key, args[1:])
         except Exception as error:
@@ -221,7 +223,6 @@ class PipelinedSteps:
             path = agreed_path(path, failure, pipeline.group, device)
         try:
             prepared = pipeline.prepare(key, path, not is_known, len(microbatches), loss_of is not None)
-            sizes = [self._splitter.num_samples(batch) for batch in microbatches]
             outcome = Outcome(self._module, prepared.flow, sizes, self._metrics)
             steps = [
                 partial(self._run_step, outcome, name, microbatch, index, (args[1:], kwargs))
