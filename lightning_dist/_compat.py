@@ -99,6 +99,7 @@ class ParameterGroup:
         self._versions: dict[FSDPParam, int] = {}
         self._writes_through_data = False
         self.before_write_back: Callable[[nn.Parameter], bool] = lambda param: False
+        self.is_other_form: Callable[[nn.Module, str, torch.Tensor | None], bool] = lambda module, name, held: False
 
     def _put_whole(self) -> None:
         """Put the gathered parameters into the modules, with the hooks that the sharded ones have now."""
@@ -106,7 +107,7 @@ class ParameterGroup:
             (module, name, current)
             for index, param in enumerate(self._group.fsdp_params)
             for module, name, current in _held(param)
-            if not self._is_own(index, param, current)
+            if not self._is_own(index, param, current) and not self.is_other_form(module, name, current)
         ]
         FSDPParamGroup._to_unsharded(self._group)  # type: ignore[no-untyped-call]
         for module, name, current in replaced:
@@ -120,7 +121,6 @@ class ParameterGroup:
             current is None
             or current is param.sharded_param
             or current is getattr(param, "_unsharded_param", None)
-            or param.is_dtensor  # of which tensor parallelism puts other forms there
             or (self._stand_ins is not None and current is self._stand_ins[index])
             or current is getattr(param, "_sharded_post_forward_param", None)
         )

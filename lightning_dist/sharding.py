@@ -321,6 +321,7 @@ class ShardedModule:
     def _add_hooks(self, unit: Unit, group: ParameterGroup) -> None:
         if self.tensor_parallel is not None:
             group.before_write_back = self.tensor_parallel.take_replaced
+            group.is_other_form = self.tensor_parallel.put_there
         if unit.kind in _HELD_APART:
             return
         for module in unit.modules:
@@ -449,7 +450,15 @@ class ShardedModule:
         finally:
             for group in groups:
                 group.end_stand_ins()
-        for group in groups:
+        self.write_back()
+
+    def write_back(self) -> None:
+        """Write what a step has changed in gathered parameters into the shards. A collective where it has.
+
+        Raises:
+            AuditError: If ranks have changed a parameter differently.
+        """
+        for group in self._sharded_groups:
             if group.is_gathered:
                 self._audit.after_change(group, group.write_back(compares=self._audit.is_due))
         self._audit.after_forward()
@@ -463,7 +472,8 @@ class ShardedModule:
     def microbatches(self, with_backward: bool) -> Iterator[Callable[[Callable[[], Any]], Any]]:
         """Around the forwards and backwards of a pipeline's microbatches. A collective over the sharding mesh.
 
-        Units stay gathered; each rank adds up its own gradients, for :meth:`after_microbatches`.
+        Units stay gathered; each rank adds up its own gradients, for :meth:`after_microbatches`. What the microbatches
+        change in parameters is kept if :meth:`write_back` is called inside.
 
         Args:
             with_backward: Whether there are backwards; else units are freed at the end.

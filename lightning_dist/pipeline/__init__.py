@@ -12,7 +12,7 @@ is), ``replay`` (a step on one stage), ``microbatches``, ``simulation`` and ``ti
 from lightning_dist.pipeline.as_written import AsWritten
 from lightning_dist.pipeline.failures import Failure, agreed_path, raise_together
 from lightning_dist.pipeline.flow import Flow, FlowError, Leaf
-from lightning_dist.pipeline.follow import find_flow
+from lightning_dist.pipeline.follow import find_flow, note_exchange
 from lightning_dist.pipeline.microbatches import (
     batch_size_of,
     check_divides,
@@ -53,6 +53,7 @@ __all__ = [
     "find_stages",
     "keep_own",
     "map_leaves",
+    "note_exchange",
     "num_microbatches_for",
     "own_units",
     "raise_together",

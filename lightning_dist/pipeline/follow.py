@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
+from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -25,7 +25,7 @@ from lightning_dist.tensor_reads import READS, TEXTS, MadeUpValues
 from lightning_dist.tracing import Observer, run_on_fakes, tensors_in
 from lightning_dist.watched_numbers import ask_for_value
 
-__all__ = ["find_flow", "find_parts"]
+__all__ = ["find_flow", "find_parts", "note_exchange"]
 
 _MEMORY = 30
 """An element that is written costs as much time as so many floating-point operations of a matrix product."""
@@ -119,6 +119,18 @@ def find_flow(
             first.observer.check_same_loss(other.observer, other.by_number)
             flow = flow.merged_with(other.observer.flow(has_loss))
     return flow
+
+
+def note_exchange(tensor: Tensor) -> None:
+    """Note, in a step that is followed, that the step combines ``tensor`` with those of other ranks.
+
+    What is logged of that is seldom a mean over samples: the largest loss of all ranks is not.
+
+    Args:
+        tensor: This rank's part.
+    """
+    if has_torch_function((tensor,)):
+        handle_torch_function(note_exchange, (tensor,), tensor)
 
 
 def _run(
@@ -366,6 +378,9 @@ class _FlowObserver:
         """Of a torch function."""
         if function == _BASE:
             return  # asked for here
+        if function is note_exchange:
+            self._logs_otherwise |= self._active is None
+            return
         name = getattr(function, "__name__", "")
         inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
         if name in READS | TEXTS and self._active is None:

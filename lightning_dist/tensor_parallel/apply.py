@@ -235,11 +235,12 @@ class TensorParallel:
             return
         holders: list[tuple[nn.Module, str, nn.Parameter]] = []
         for owner in owners:
+            self._check_replaced(owner)
             self._in_use.add(owner)
             for key, param in owner._parameters.items():
                 if isinstance(param, DTensor):
                     self._whole[owner, key] = cast(nn.Parameter, param)
-                if (owner, key) in self._whole:
+                if (owner, key) in self._whole and self.put_there(owner, key, param):
                     holders.append((owner, key, self._whole[owner, key]))
         # With gradients in any case: what is called without them may be called with them next.
         with torch.inference_mode(False), torch.enable_grad():
@@ -286,22 +287,30 @@ class TensorParallel:
         module.__dict__["_tensor_parallel_held"] = held
 
     def _check_replaced(self, module: nn.Module) -> None:
-        """See to it that a module which begins to run holds its own parameters.
+        """See to it that a module which begins to run holds its own parameters, if ranks compute with parts of them.
 
         Raises:
             PlanError: If the step has put other tensors there.
         """
-        for key in self._own_keys[module]:
-            held, known = module._parameters.get(key), (module, key)
-            if held is None or isinstance(held, DTensor | GatheredOnUse | nn.Parameter):
+        for key in sorted(self._own_keys.get(module, ())):
+            if self.put_there(module, key, module._parameters.get(key)):
                 continue
-            if held is not self._in_forward.get(known) and held is not self._elsewhere.get(known):
-                name = next(name for name, found in self._root.named_modules() if found is module)
-                raise PlanError(
-                    f"The step has replaced {name}.{key} by a tensor of its own, as torch.func.functional_call does:"
-                    f" each rank computes with a part of it only. Leave the layer whole, by plan={{{name!r}:"
-                    " 'replicate'}, or use a strategy without tensor parallelism."
-                )
+            name = next(name for name, found in self._root.named_modules() if found is module)
+            raise PlanError(
+                f"The step has replaced {name}.{key} by a tensor of its own, as torch.func.functional_call does:"
+                f" each rank computes with a part of it only. Leave the layer whole, by plan={{{name!r}:"
+                " 'replicate'}, or use a strategy without tensor parallelism."
+            )
+
+    def put_there(self, module: nn.Module, key: str, held: Tensor | None) -> bool:
+        """Return whether what ``module`` holds as ``key`` is its parameter, or what this object has put for it."""
+        if held is None or isinstance(held, DTensor | GatheredOnUse):
+            return True
+        whole = self._whole.get((module, key))
+        if whole is None:
+            return isinstance(held, nn.Parameter)
+        forms = (self._local.get(whole), self._in_forward.get((module, key)), self._elsewhere.get((module, key)))
+        return any(held is form for form in forms)
 
     def left_gradients(self) -> list[str]:
         """Return the names of parameters whose parts have a gradient that no backward has handed on."""

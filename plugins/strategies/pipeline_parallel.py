@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_dist.consensus import go_on
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import REMAINING
-from lightning_dist.pipeline import SCHEDULES, PipelineConfig
+from lightning_dist.pipeline import SCHEDULES, PipelineConfig, note_exchange
 from lightning_dist.pipeline.whole_state import optimizer_state_of_all, written_by_stage
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.checks import refuse_for_pipeline
@@ -163,13 +163,17 @@ class PipelineParallelStrategy(MeshStrategy):
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
         """Stack the tensors of the ranks that have a part of the batch; in a step, those of a microbatch."""
         if self._is_following:
+            note_exchange(tensor)
             return torch.stack([tensor if sync_grads else tensor.detach()] * self.layout.num_data_parallel)
         return super().all_gather(tensor, group, sync_grads)
 
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
         """Reduce a metric over the ranks that have a part of the batch."""
         if self._is_following:
-            return tensor.clone() if isinstance(tensor, Tensor) else tensor
+            if not isinstance(tensor, Tensor):
+                return tensor
+            note_exchange(tensor)
+            return tensor.clone()
         return super().reduce(tensor, group, reduce_op)
 
     def _step_context(self, name: str) -> Any:

@@ -248,6 +248,8 @@ class PipelinedSteps:
                     failure = ran.failure
                     if failure is None and self._pipeline.is_last:
                         failure = self._run_on_whole_batch(outcome, ran, name, args, kwargs)
+                    if failure is None:
+                        failure = self._write_back()
             raise_together(failure, group, self._module.device)
         assert outcome is not None
         assert ran is not None
@@ -262,6 +264,14 @@ class PipelinedSteps:
             outcome.run_on_whole_batch(self._pipeline, ran, step)
         except Exception as error:
             return Failure.now(error, "the code between parts, on the whole batch")
+        return None
+
+    def _write_back(self) -> Failure | None:
+        """Keep what the microbatches have changed in parameters; return the error."""
+        try:
+            self._spread.write_back()
+        except Exception as error:
+            return Failure.now(error, "the microbatches")
         return None
 
     def _try_loss(self, batch: Any, others: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_dist
-from lightning_dist.pipeline import FlowError
+from lightning_dist.pipeline import FlowError, note_exchange
 
 __all__ = ["stand_ins_for_collectives", "without_foreign_collectives"]
 
@@ -67,9 +67,12 @@ def stand_ins_for_collectives(peers: Collection[int]) -> Iterator[None]:
     def run(name: str, own: Callable[..., Any], group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if name in ("all_gather", "all_gather_into_tensor"):
             gathered, own_part, *_ = [*args, *(kwargs[k] for k in _GATHERED if k in kwargs)]
+            note_exchange(own_part)
             for part in gathered.chunk(dist.get_world_size(group)) if isinstance(gathered, Tensor) else gathered:
                 part.copy_(own_part.view_as(part))
-        elif name not in ("all_reduce", "broadcast", "barrier"):
+        elif name in ("all_reduce", "broadcast"):
+            note_exchange(args[0] if args else kwargs["tensor"])
+        elif name != "barrier":
             raise FlowError(_refusal(name))
 
     with _replaced(peers, run), _NoCollectives():

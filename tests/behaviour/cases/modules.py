@@ -382,8 +382,7 @@ _SHAPES: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any]]] = {
         _Functional,
         {
             "refused": {
-                **dict.fromkeys(("pp", "nd", "nd_tp"), "uses the parameter 'net.layer.0.norm.weight' outside of"),
-                "tp": r"The step has replaced net\.layer\.0\.\w+\.weight by a tensor of its own",
+                **dict.fromkeys(("pp", "nd", "nd_tp"), "uses the parameter 'net.layer.0.norm.weight' outside of")
             }
         },
     ),
@@ -454,6 +453,24 @@ def embedding_bag(run: Run) -> None:
 
     x, y = samples().tensors
     run.fit(Embeds(), run.loader(TensorDataset((x[:, :6] * 3).round().long().clamp(0, 15), y)))
+
+
+@case(
+    "torch.func.functional_call in validation alone",
+    refused={
+        "tp": r"The step has replaced net\.\d\.\w+\.bias by a tensor of its own",
+        **dict.fromkeys(("pp", "nd", "nd_tp"), "The step has replaced|uses the parameter 'net"),
+    },
+)
+def functional_call_in_validation(run: Run) -> None:
+    class Averaged(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            x, y = batch
+            weights = {name: param * 0.5 for name, param in self.net.named_parameters()}
+            logits = self.head(torch.func.functional_call(self.net, weights, (x,)))
+            self.log("val/loss", functional.cross_entropy(logits, y), sync_dist=True)
+
+    run.fit(Averaged(), val=True)
 
 
 @case("parameters of the LightningModule itself: a temperature and a class token")
