@@ -12,19 +12,20 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dist import _compat
 from lightning_dist.consensus import arrive
+from lightning_dist.pipeline.failures import Failure, raise_together
 
 __all__ = ["AllStages"]
 
@@ -93,6 +94,7 @@ class AllStages(TorchFunctionMode):
         self._is_on = self._is_marked = False
         self._what = "a hook"
         self._num_reads: Counter[str] = Counter()
+        self._num_changes: Counter[str] = Counter()
         self._have_gradients: dict[int, bool] | None = None
 
     @contextmanager
@@ -197,7 +199,6 @@ class AllStages(TorchFunctionMode):
             args, kwargs = self.whole((args, kwargs))
             return func(*args, **kwargs)
         if self._rank in common:
-            args, kwargs = _alike((args, kwargs))
             result = func(*args, **kwargs)
         elif name in _MOVES:
             others = (*args[1:], *kwargs.values())
@@ -218,13 +219,33 @@ class AllStages(TorchFunctionMode):
             drawn = torch.empty(target.shape, dtype=target.dtype, device=self._device)
             func(drawn, *others, **kwargs)
             func, others, kwargs = _copy, (drawn,), {}
-        found = [leaf for leaf in tree_flatten((others, kwargs))[0] if _is_elsewhere(leaf)]
+        values = tree_flatten((others, kwargs))[0]
+        found = [leaf for leaf in values if _is_elsewhere(leaf)]
         if any(holders is None or not holders <= (_holders(leaf) or frozenset()) for leaf in found):
             others, kwargs = self.whole((others, kwargs))
-        if self._is_here(target):
-            (own, *others), kwargs = _alike(((target, *others), kwargs))
-            func(own, *others, **kwargs)
+        own = [leaf for leaf in values if isinstance(leaf, Tensor) and leaf.ndim and not _is_elsewhere(leaf)]
+        with self._failing_together() if own else nullcontext():
+            if self._is_here(target):
+                func(target, *others, **kwargs)
         return target
+
+    @contextmanager
+    def _failing_together(self) -> Iterator[None]:
+        """Raise what is raised inside on all ranks, the first times that the hook comes by. A collective then.
+
+        A rank's own values may not be those of another rank that has the same part of a weight, and only the ranks that
+        have it can see this.
+        """
+        failure: Failure | None = None
+        self._num_changes[self._what] += 1
+        try:
+            yield
+        except Exception as error:
+            if self._num_changes[self._what] > _NUM_CHECKED:
+                raise
+            failure = Failure.now(error, self._what)
+        if self._num_changes[self._what] <= _NUM_CHECKED:
+            raise_together(failure, self._group, self._device)
 
     def _one_by_one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function of lists for each place in the lists, as each may be of another stage."""
@@ -352,19 +373,3 @@ def _outline(leaf: Any, dtype: torch.dtype | None = None) -> Any:
     if not isinstance(leaf, Tensor) or (leaf.is_meta and dtype is None):
         return leaf
     return torch.empty_like(leaf, device="meta", dtype=dtype)
-
-
-def _alike(value: Any) -> Any:
-    """Return ``value`` with whole tensors as DTensors, if there are any that are sharded: torch does not mix them."""
-    leaves, structure = tree_flatten(value)
-    first = next((leaf for leaf in leaves if isinstance(leaf, DTensor)), None)
-    if first is None:
-        return value
-    mesh = first.device_mesh
-
-    def alike(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or leaf.ndim == 0:
-            return leaf
-        return DTensor.from_local(leaf, mesh, [Replicate()] * mesh.ndim, run_check=False)
-
-    return tree_unflatten([alike(leaf) for leaf in leaves], structure)
