@@ -95,7 +95,7 @@ def parallelize(
         blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
         with together("cutting the model into stages"):
             stages = find_stages(module, pipeline, blocks, torch.device(mesh.device_type))
-        check_agreement("The pipeline's stages", str(sorted(stages.stages_of_param.items())))
+        check_agreement("The split of the model into stages", str(sorted(stages.stages_of_param.items())))
     config = TensorParallelConfig() if tensor_parallel is None else tensor_parallel
     splitting = None
     if layout.tp > 1 or config.plan is not None:

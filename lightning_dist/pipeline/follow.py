@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_dist.pipeline.checkpointing import checkpointing_without_reentry
 from lightning_dist.pipeline.draws import Draws
 from lightning_dist.pipeline.flow import Flow, FlowError, InnerCall, Leaf, Output, PartCall, Value
 from lightning_dist.pipeline.of_batch import BatchMarks
@@ -142,7 +143,8 @@ def _run(
 ) -> str:
     if values is not None:
         values.may_decide = observer.is_between
-    return run_on_fakes(root, partial(step, on_log=observer.on_log), device, observer, True, values)
+    with checkpointing_without_reentry():
+        return run_on_fakes(root, partial(step, on_log=observer.on_log), device, observer, True, values)
 
 
 def _parents(name: str) -> Iterator[str]:

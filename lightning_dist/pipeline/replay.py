@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dist import _compat
+from lightning_dist.pipeline.checkpointing import checkpointing_without_reentry
 from lightning_dist.pipeline.flow import Flow, FlowError, InnerCall, Leaf, Output, Value
 from lightning_dist.pipeline.stand_in import refuse_stand_ins, stand_in
 from lightning_dist.randomness import Numbers
@@ -182,7 +183,8 @@ class Replay:
         try:
             if plan.flow.draws:
                 self._numbers.seed(seed.between, plan.flow.draws)
-            result = step()
+            with checkpointing_without_reentry():
+                result = step()
             refuse_stand_ins(result, "returns")
             for owner, key in plan.flow.changed:
                 refuse_stand_ins(vars(self._root.get_submodule(owner)).get(key), f"keeps as {key}")

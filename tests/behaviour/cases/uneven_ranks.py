@@ -121,10 +121,9 @@ class _SkipsBlocks(Classifier):
     refused={
         "full": "took different paths through the model",
         "hybrid": "took different paths through the model",
-        "tp": "",
-        "pp": "",
-        "nd": "",
-        "nd_tp": "",
+        "tp": "plan of tensor parallelism is not the same on all ranks.*does either depend on the rank",
+        "pp": "split of the model into stages is not the same on all ranks.*does either depend on the rank",
+        "nd_tp": "split of the model into stages is not the same on all ranks.*does either depend on the rank",
     },
 )
 def block_that_a_rank_skips(run: Run) -> None:
