@@ -170,6 +170,6 @@ def check_agreement(what: str, text: str) -> None:
             first, second = (found[max(0, start - 80) : start + 80] for found in (texts[0], other))
             raise OtherRankError(
                 f"{what} is not the same on all ranks. It is made from the model and from the first training step,"
-                " which must be the same on every rank: does either depend on the rank, on random numbers, or on what is"
-                f" in this rank's part of the batch? Rank 0: ...{first}... Rank {rank}: ...{second}..."
+                " which must be the same on every rank: does either depend on the rank, on random numbers, or on what"
+                f" is in this rank's part of the batch? Rank 0: ...{first}... Rank {rank}: ...{second}..."
             )
