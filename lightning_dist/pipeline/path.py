@@ -144,7 +144,13 @@ class KnownPaths:
             follow: Follows the step, with these arguments.
         """
         changed: set[_Source] = set()
-        if self._paths:
+        if not self._paths:  # numbers that a step is given, as batch_idx, soon change
+            self._watched |= {
+                (id(self._arguments), name)
+                for name, value in vars(self._arguments).items()
+                if type(value) in (int, float)
+            }
+        else:
             for known in self._paths[-1].depends_on:
                 if not known.is_as_before():
                     changed.add(known.source)

@@ -17,14 +17,17 @@ from tests.behaviour.matrix import Cell, Matrix, load_cases
 from tests.behaviour.table import write_table
 from tests.pool import WorkerPool, fork_server
 
+COLUMNS = [column for column in STRATEGIES if column != "nd_tp"]
+"""Those that run where none are named."""
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Ordinary Lightning code under every strategy, against one process.")
     parser.add_argument("--cases", default="*", help="patterns of names or areas, separated by commas")
     parser.add_argument(
         "--strategies",
-        default=",".join(STRATEGIES),
-        help="columns, separated by commas; 'one' runs the references alone",
+        default=",".join(COLUMNS),
+        help=f"columns, separated by commas, of {', '.join(STRATEGIES)}; 'one' runs the references alone",
     )
     parser.add_argument("--jobs", type=int, default=2, help="cases that run at a time")
     parser.add_argument("--write", type=Path, help="file whose generated section the table replaces")
@@ -45,20 +48,21 @@ def main() -> int:
     pools = [WorkerPool() for _ in range(options.jobs)]
     free = list(pools)
 
-    def run(case: Case) -> dict[str, Cell]:
+    def run(case: Case) -> tuple[dict[str, Cell], float]:
         pool = free.pop()
+        begin = time.monotonic()
         try:
             matrix = Matrix(pool)
-            return {column: matrix.cell(case, column) for column in columns}
+            return {column: matrix.cell(case, column) for column in columns}, time.monotonic() - begin
         finally:
             free.append(pool)
 
     results: dict[str, dict[str, Cell]] = {}
     with ThreadPoolExecutor(options.jobs) as threads:
-        for case, row in zip(chosen, threads.map(run, chosen), strict=True):
+        for case, (row, seconds) in zip(chosen, threads.map(run, chosen), strict=True):
             results[case.name] = row
             outcomes = "  ".join(f"{column} {cell.outcome}" for column, cell in row.items())
-            print(f"{case.name}: {outcomes}", flush=True)
+            print(f"{case.name}: {outcomes} ({seconds:.1f} s)", flush=True)
             for column, cell in row.items():
                 if not cell.is_good:
                     print(f"  {column}: {cell.outcome.upper()}: {cell.text}".replace("\n", "\n    "), flush=True)

@@ -232,10 +232,7 @@ def weights_by_past_epochs(run: Run) -> None:
     run.fit(Weighs(), max_epochs=4)
 
 
-@case(
-    "batches of alternating tasks, named in the batch, each with a head of its own in a ModuleDict",
-    refused=dict.fromkeys(PIPELINED, "cannot run a step that takes another path for some batches"),
-)
+@case("batches of alternating tasks, named in the batch, each with a head of its own in a ModuleDict")
 def alternating_tasks(run: Run) -> None:
     class Tasks(Classifier):
         def __init__(self) -> None:
