@@ -13,12 +13,9 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.behaviour.case import STRATEGIES, Case
-from tests.behaviour.matrix import Cell, Matrix, load_cases
+from tests.behaviour.matrix import ALL, Cell, Matrix, columns_in_turn, load_cases
 from tests.behaviour.table import write_table
 from tests.pool import WorkerPool, fork_server
-
-COLUMNS = [column for column in STRATEGIES if column != "nd_tp"]
-"""Those that run where none are named."""
 
 
 def main() -> int:
@@ -26,9 +23,10 @@ def main() -> int:
     parser.add_argument("--cases", default="*", help="patterns of names or areas, separated by commas")
     parser.add_argument(
         "--strategies",
-        default=",".join(COLUMNS),
-        help=f"columns, separated by commas, of {', '.join(STRATEGIES)}; 'one' runs the references alone",
+        help=f"columns, separated by commas, of {', '.join(STRATEGIES)}, or 'one', which runs the references alone; if"
+        f" left out, {', '.join(ALL)}, and one or two of them in turn for the cases of some areas",
     )
+    parser.add_argument("--all", action="store_true", help="run every case in every column of the table")
     parser.add_argument("--jobs", type=int, default=2, help="cases that run at a time")
     parser.add_argument("--write", type=Path, help="file whose generated section the table replaces")
     parser.add_argument("--list", action="store_true", help="list the cases and run nothing")
@@ -42,7 +40,14 @@ def main() -> int:
     if options.list:
         print("\n".join(f"{case.name:<60} {case.title}" for case in chosen))
         return 0
-    columns = options.strategies.split(",")
+    if options.strategies is None:
+        columns = (
+            {case.name: ALL for case in load_cases().values()}
+            if options.all
+            else columns_in_turn(load_cases().values())
+        )
+    else:
+        columns = {case.name: tuple(options.strategies.split(",")) for case in chosen}
     fork_server("tests.preload_more")
     start = time.monotonic()
     pools = [WorkerPool() for _ in range(options.jobs)]
@@ -53,7 +58,7 @@ def main() -> int:
         begin = time.monotonic()
         try:
             matrix = Matrix(pool)
-            return {column: matrix.cell(case, column) for column in columns}, time.monotonic() - begin
+            return {column: matrix.cell(case, column) for column in columns[case.name]}, time.monotonic() - begin
         finally:
             free.append(pool)
 
@@ -73,7 +78,7 @@ def main() -> int:
     counts = {outcome: sum(cell.outcome == outcome for cell in all_cells) for outcome in {c.outcome for c in all_cells}}
     print(f"{len(results)} cases, {len(all_cells)} cells in {time.monotonic() - start:.0f} s: {counts}")
     if options.write:
-        write_table(options.write, [load_cases()[name] for name in results], results, columns)
+        write_table(options.write, [load_cases()[name] for name in results], results)
     return 1 if bad else 0
 
 

@@ -67,7 +67,7 @@ _CALLBACKS: dict[str, tuple[str, Callable[[], Callback], dict[str, Any]]] = {
     "stopping_lenient": (
         "EarlyStopping of a metric that is missing, strict=False",
         lambda: EarlyStopping("no", strict=False),
-        {},
+        {"max_epochs": 2},
     ),
     "rate_of_steps": (
         "LearningRateMonitor by step",
@@ -92,11 +92,15 @@ _CALLBACKS: dict[str, tuple[str, Callable[[], Callback], dict[str, Any]]] = {
         lambda: EMAWeightAveraging(decay=0.8, update_every_n_steps=2, update_starting_at_epoch=1),
         {"max_epochs": 3},
     ),
-    "summary": ("ModelSummary of all depths", lambda: ModelSummary(max_depth=-1), {}),
-    "rich_summary": ("RichModelSummary", lambda: RichModelSummary(max_depth=2), {}),
-    "rich_bar": ("RichProgressBar", RichProgressBar, {"enable_progress_bar": True}),
-    "tqdm_bar": ("TQDMProgressBar", lambda: TQDMProgressBar(refresh_rate=2), {"enable_progress_bar": True}),
-    "timer": ("Timer that is not over", lambda: Timer("00:01:00:00"), {}),
+    "summary": ("ModelSummary of all depths", lambda: ModelSummary(max_depth=-1), {"max_epochs": 1}),
+    "rich_summary": ("RichModelSummary", lambda: RichModelSummary(max_depth=2), {"max_epochs": 1}),
+    "rich_bar": ("RichProgressBar", RichProgressBar, {"enable_progress_bar": True, "max_epochs": 2}),
+    "tqdm_bar": (
+        "TQDMProgressBar",
+        lambda: TQDMProgressBar(refresh_rate=2),
+        {"enable_progress_bar": True, "max_epochs": 2},
+    ),
+    "timer": ("Timer that is not over", lambda: Timer("00:01:00:00"), {"max_epochs": 2}),
     "timer_over": ("Timer that is over at once", lambda: Timer({"seconds": 0}), {}),
 }
 
