@@ -42,8 +42,8 @@ def write_table(path: Path, cases: Sequence[Case], results: Mapping[str, Mapping
     equal = sum(cell.outcome == "equal" for row in results.values() for cell in row.values())
     in_all = sum(len(row) == len(columns) for row in results.values())
     head = [
-        f"{len(results)} cases, {in_all} of them under {len(columns)} strategies and the others under one or two each, in"
-        f" turn. {equal} of {total} cells equal the reference. `python -m tests.behaviour --all` runs the empty cells too."
+        f"{len(results)} cases: {in_all} under {len(columns)} strategies, the others under one or two each, in turn."
+        f" {equal} of {total} cells equal the reference. `python -m tests.behaviour --all` runs the empty cells too."
     ]
     said = ["", "### Notes", "", *(f"{number}. {text}" for text, number in notes.items())] if notes else []
     text = path.read_text() if path.exists() else "# Compatibility\n\n" + f"{BEGIN}\n{END}\n"
