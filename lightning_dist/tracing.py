@@ -248,7 +248,7 @@ def _observed(root: nn.Module, observer: Observer) -> Iterator[None]:
 def _restored(root: nn.Module) -> Iterator[None]:
     """Put back every attribute of every module, and what is in those that are containers."""
     saved = [(module, dict(vars(module))) for module in root.modules()]
-    contents: list[tuple[Any, Any]] = []
+    contents: dict[int, tuple[Any, Any]] = {}
     for _, attributes in saved:
         for key, value in attributes.items():
             if key != "_modules":
@@ -259,17 +259,17 @@ def _restored(root: nn.Module) -> Iterator[None]:
         for module, attributes in saved:
             vars(module).clear()
             vars(module).update(attributes)
-        for value, content in contents:
+        for value, content in contents.values():
             value.clear()
             value.extend(content) if isinstance(value, list | deque) else value.update(content)
 
 
-def _keep(value: Any, contents: list[tuple[Any, Any]]) -> None:
-    """Add ``value`` and the containers in it, with what is in them."""
+def _keep(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
+    """Add ``value`` and the containers in it, with what is in them, by their ids."""
     if isinstance(value, list | deque | set) or (isinstance(value, dict) and not isinstance(value, nn.Module)):
-        items = list(value.items()) if isinstance(value, dict) else list(value)
-        if any(value is known for known, _ in contents):
+        if id(value) in contents:
             return
-        contents.append((value, items))
+        items = list(value.items()) if isinstance(value, dict) else list(value)
+        contents[id(value)] = (value, items)
         for item in value.values() if isinstance(value, dict) else items:
             _keep(item, contents)
