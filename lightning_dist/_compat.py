@@ -319,6 +319,10 @@ class ParameterGroup:
             or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
         }
 
+    def forget_used(self) -> None:
+        """Begin anew to note which parameters get gradients here: before a backward."""
+        self._used.clear()
+
     def begin_agreement(self) -> list[bool]:
         """From now on, reduce zeros for a parameter that has no gradient on this rank, as others may have one.
 
@@ -328,12 +332,11 @@ class ParameterGroup:
             For each parameter, whether it has a reduced gradient already.
         """
         self._awaits_agreement = self._group.reduce_scatter_unused_params = True
-        self._used.clear()
         self._is_reduced = False
         return [param.sharded_param.grad is not None for param in self._group.fsdp_params]
 
     def used(self) -> list[bool]:
-        """Return, for each parameter, whether backwards since :meth:`begin_agreement` gave it a gradient here."""
+        """Return, for each parameter, whether backwards since :meth:`forget_used` gave it a gradient here."""
         used = self._used | self._unreduced()
         return [index in used for index in range(len(self._group.fsdp_params))]
 

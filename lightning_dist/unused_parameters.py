@@ -28,6 +28,7 @@ class UnusedParameters:
     """
 
     def __init__(self, groups: Sequence[ParameterGroup], mesh: DeviceMesh) -> None:
+        self._all_groups = groups
         self._groups = [group for group in groups if group.mesh.size() > 1]
         self._mesh = mesh
         # Reading the answer from an accelerator waits for the whole backward: it is asked again only where it matters.
@@ -41,6 +42,8 @@ class UnusedParameters:
     @contextmanager
     def agreed(self) -> Iterator[None]:
         """Agree when the backward inside is done. A collective over the mesh, where gradients are reduced now."""
+        for group in self._all_groups:
+            group.forget_used()
         if not self._groups or not self._groups[0].syncs_gradients:
             yield
             return

@@ -60,6 +60,7 @@ class TensorParallel:
         self._own_keys: dict[nn.Module, set[str]] = defaultdict(set)  # what modules have otherwise in their forward
         self._in_forward: dict[tuple[nn.Module, str], Tensor] = {}  # and what they have there
         self._elsewhere: dict[tuple[nn.Module, str], Tensor] = {}  # and what they have elsewhere
+        self._put: dict[tuple[nn.Module, str], Tensor] = {}  # what use_local has put there
         self._in_use: set[nn.Module] = set()  # owners of what use_local has replaced
         self._attributes: list[tuple[nn.Module, str, Any, Any]] = []  # as it was, and as it is
         self._is_whole = False
@@ -259,6 +260,7 @@ class TensorParallel:
                     part = part if owner in running else self._elsewhere[owner, key]
                 elif not isinstance(cast(DTensor, whole).placements[0], Replicate):
                     part = self._whole_on_use(whole)  # it is tied, and the step that was seen did not use it here
+                self._put[owner, key] = part
                 _compat.put_parameter(owner, key, part)
 
     def _swap(self, module: nn.Module, values: dict[tuple[nn.Module, str], Tensor]) -> None:
@@ -306,11 +308,10 @@ class TensorParallel:
         """Return whether what ``module`` holds as ``key`` is its parameter, or what this object has put for it."""
         if held is None or isinstance(held, DTensor | GatheredOnUse):
             return True
-        whole = self._whole.get((module, key))
-        if whole is None:
+        known = (module, key)
+        if known not in self._put:
             return isinstance(held, nn.Parameter)
-        forms = (self._local.get(whole), self._in_forward.get((module, key)), self._elsewhere.get((module, key)))
-        return any(held is form for form in forms)
+        return any(held is form for form in (self._put[known], self._in_forward.get(known), self._elsewhere.get(known)))
 
     def left_gradients(self) -> list[str]:
         """Return the names of parameters whose parts have a gradient that no backward has handed on."""
