@@ -175,12 +175,15 @@ def _serve(connection: Connection, environment: dict[str, str]) -> None:
 
 def _leave_process_group(destroy: bool) -> None:
     import torch.distributed as dist
-    from torch.distributed.tensor import debug
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     if destroy and dist.is_initialized():
         dist.destroy_process_group()
         # DTensor's caches find the next test's mesh equal to this one's, whose process groups are gone.
         debug._clear_sharding_prop_cache()
+        _redistribute.clear_redistribute_planner_cache()
+        _redistribute._gen_transform_infos.cache_clear()
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
         # What a cycle still holds has three threads a group, one of which wakes a hundred times a second.
         gc.collect()
 
