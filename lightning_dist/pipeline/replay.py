@@ -28,7 +28,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dist import _compat
 from lightning_dist.pipeline.checkpointing import checkpointing_without_reentry
 from lightning_dist.pipeline.flow import Flow, FlowError, InnerCall, Leaf, Output, Value
-from lightning_dist.pipeline.stand_in import refuse_stand_ins, stand_in
+from lightning_dist.pipeline.stand_in import refuse_stand_ins, seeming_here, stand_in
 from lightning_dist.randomness import Numbers
 
 __all__ = ["MicrobatchSeed", "Replay", "StagePlan"]
@@ -225,7 +225,11 @@ class Replay:
 
     @contextmanager
     def stand_in_parameters(self, names: Collection[str]) -> Iterator[None]:
-        """Inside, those of ``names`` that are on other ranks are full of NaN, so that code between parts can run."""
+        """Inside, parameters that are on other ranks let code between parts run.
+
+        Those of ``names`` are full of NaN, and the others say that they are on this rank's device: a step may make
+        tensors on ``next(self.parameters()).device``.
+        """
         others = {
             param: stand_in(_like(param), self._device, f"the parameter {name}")
             for name, param in (self._root.named_parameters() if names else ())
@@ -240,7 +244,8 @@ class Replay:
         for parameters, key, param in places:
             parameters[key] = others[param]  # type: ignore[assignment]  # no parameter: nothing of it is ever trained
         try:
-            yield
+            with seeming_here(self._root, self._device):
+                yield
         finally:
             for parameters, key, param in places:
                 parameters[key] = param

@@ -10,11 +10,13 @@ than the one that was traced. Operations on other tensors cost nothing.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
@@ -23,7 +25,7 @@ from lightning_dist.pipeline.flow import FlowError, Leaf
 from lightning_dist.tensor_reads import READS, TEXTS
 from lightning_dist.tracing import tensors_in
 
-__all__ = ["StandIn", "refuse_stand_ins", "stand_in"]
+__all__ = ["StandIn", "refuse_stand_ins", "seeming_here", "stand_in"]
 
 
 class StandIn(Tensor):
@@ -86,6 +88,39 @@ def refuse_stand_ins(value: Any, does: str) -> None:
     for tensor in tensors_in(value):
         if type(tensor) is StandIn:
             raise FlowError(_explained(tensor.stands_for, does))
+
+
+@contextmanager
+def seeming_here(root: nn.Module, device: torch.device) -> Iterator[None]:
+    """Let plain parameters and buffers of ``root`` on the meta device say, inside, that they are on ``device``."""
+    seeming: dict[type[Tensor], type[Tensor]] = {nn.Parameter: _SeemingParameter, Tensor: _SeemingBuffer}
+    found = [tensor for tensor in (*root.parameters(), *root.buffers()) if tensor.is_meta and type(tensor) in seeming]
+    classes = [type(tensor) for tensor in found]
+    for tensor, own in zip(found, classes, strict=True):
+        tensor.__class__ = seeming[own]
+        tensor._seems_on = device  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for tensor, own in zip(found, classes, strict=True):
+            tensor.__class__ = own
+
+
+class _SeemingParameter(nn.Parameter):
+    _seems_on: torch.device
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._seems_on
+
+
+class _SeemingBuffer(Tensor):
+    _seems_on: torch.device
+    __torch_function__ = nn.Parameter.__torch_function__
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return self._seems_on
 
 
 def _explained(stands_for: str, does: str) -> str:

@@ -23,6 +23,7 @@ BESIDES = (
     ("layers_and_backwards.embedding_with_max_norm", "nd"),
     ("weights_in_hooks.own_values_into_weights", "nd"),
     ("hooks.gathers_in_training", "nd"),
+    ("pipelines.device_of_parameters", "pp"),
 )
 """Cells of other areas that no other test covers."""
 

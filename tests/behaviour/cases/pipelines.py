@@ -356,3 +356,19 @@ class _InBatch(Classifier):
 @case("a loss that compares the samples of a batch", reference="ddp", differs=OTHER_LOSS)
 def in_batch_loss(run: Run) -> None:
     run.fit(_InBatch())
+
+
+@case("a step makes tensors on next(self.parameters()).device, and on the device of a buffer")
+def device_of_parameters(run: Run) -> None:
+    class Makes(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net[1].register_buffer("scale", torch.full((1,), 2.0))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            shift = torch.full_like(x, 0.1, device=next(self.parameters()).device)
+            factor = torch.ones(1, device=self.net[1].scale.device, dtype=x.dtype)
+            return functional.cross_entropy(self(x + shift) * factor, y)
+
+    run.fit(Makes())
