@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -22,7 +23,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.optim import Optimizer, swa_utils
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "call_post_accumulate_hooks",
     "drop_gradients",
     "flush_gradients",
+    "gather_before_views",
     "initialize_root",
     "is_in_backward",
     "keep_gathered",
@@ -580,6 +582,26 @@ class _InsideBackward:
     def post_backward(self) -> None:
         """Tell the group."""
         self._group.inside_backward()
+
+
+def gather_before_views(module: nn.Module) -> None:
+    """Gather the parameters of ``module`` before its backward also where a step changes its output, a view, in place.
+
+    FSDP2 puts its hook on what the module returns, and warns: where a view is changed in place, autograd drops it. A
+    hook on what the view is of stays. Replaced by: FSDP2's doing so.
+    """
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        for tensor in tree_leaves(output) if torch.is_grad_enabled() else ():
+            base = tensor._base if isinstance(tensor, torch.Tensor) and tensor.requires_grad else None
+            if base is not None and base.grad_fn is not None:
+                base.grad_fn.register_prehook(before_backward)
+
+    def before_backward(gradients: Any) -> None:
+        _state(module)._pre_backward(cast(torch.Tensor, None))
+
+    module.register_forward_hook(hook)
 
 
 def flush_gradients(root: nn.Module) -> None:

@@ -326,6 +326,7 @@ class ShardedModule:
             return
         for module in unit.modules:
             module.register_forward_pre_hook(partial(self._before_unit, group), prepend=True)
+            _compat.gather_before_views(module)
             if self.tensor_parallel is not None and unit.kind != "outer":
                 # Between FSDP2's own hooks.
                 module.register_forward_pre_hook(lambda module, args: self._use_local(group, [module]))

@@ -21,6 +21,7 @@ BESIDES = (
     ("modules.module_reentrant", "pp"),
     ("modules.functional_call_in_validation", "tp"),
     ("layers_and_backwards.embedding_with_max_norm", "nd"),
+    ("layers_and_backwards.views_changed_in_place", "full"),
     ("weights_in_hooks.own_values_into_weights", "nd"),
     ("hooks.gathers_in_training", "nd"),
     ("pipelines.device_of_parameters", "pp"),

@@ -402,3 +402,27 @@ for _key, _kwargs in EMBEDDINGS.items():
 )
 def embedding_with_scale_grad_by_freq(run: Run) -> None:
     run.fit(_Embedding(scale_grad_by_freq=True), run.loader(tokens()))
+
+
+class _ViewBlock(Block):
+    """A block that returns a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).unsqueeze(1).squeeze(1)
+
+
+@case("blocks return views, which the step changes in place")
+def views_changed_in_place(run: Run) -> None:
+    class Adds(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(2)
+            self.blocks = nn.ModuleList(_ViewBlock() for _ in range(4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = block(x)
+                x += 0.1
+            return super().forward(x)
+
+    run.fit(Adds())
