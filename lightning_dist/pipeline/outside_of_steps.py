@@ -235,17 +235,21 @@ class AllStages(TorchFunctionMode):
 
         A rank's own values may not be those of another rank that has the same part of a weight, and only the ranks that
         have it can see this.
+
+        Raises:
+            OtherRankError: If a rank does not run the same code.
         """
-        failure: Failure | None = None
         self._num_changes[self._what] += 1
+        if self._num_changes[self._what] > _NUM_CHECKED:
+            yield
+            return
+        arrive(f"{self._what} changes parameters of a stage", _PATIENCE_S, self._ranks)
+        failure: Failure | None = None
         try:
             yield
         except Exception as error:
-            if self._num_changes[self._what] > _NUM_CHECKED:
-                raise
             failure = Failure.now(error, self._what)
-        if self._num_changes[self._what] <= _NUM_CHECKED:
-            raise_together(failure, self._group, self._device)
+        raise_together(failure, self._group, self._device)
 
     def _one_by_one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function of lists for each place in the lists, as each may be of another stage."""
