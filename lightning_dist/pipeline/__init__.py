@@ -3,10 +3,11 @@
 In the order in which they build on each other: ``flow`` (what flows between a model's parts in a step), ``draws`` and
 ``of_batch`` (what in it draws random numbers, and what the batch goes into), ``checkpointing`` (of the user's own),
 ``ways``, ``path`` and ``follow`` (how it is found, and when anew), ``balance`` (which parts are which stage),
-``schedules``, ``stages`` (where each parameter is), ``replay`` (a step on one stage), ``microbatches``, ``simulation``
-and ``timeline`` (when what runs), ``shared`` (parameters of several stages), ``failures`` (errors that all ranks raise), ``attributes`` (what a step leaves),
-``as_written`` and ``whole_model`` (the module as it was, and whole), ``outside_of_steps`` (hooks that see all stages),
-``whole_state`` (a checkpoint of all stages), ``runner`` (a step on all of them).
+``schedules``, ``stages`` (where each parameter is), ``replay`` (a step on one stage), ``microbatches``,
+``simulation`` and ``timeline`` (when what runs), ``shared`` (parameters of several stages), ``failures`` (errors that
+all ranks raise), ``attributes`` (what a step leaves), ``as_written`` and ``whole_model`` (the module as it was, and
+whole), ``outside_of_steps`` (hooks that see all stages), ``whole_state`` (a checkpoint of all stages), ``runner`` (a
+step on all of them).
 """
 
 from lightning_dist.pipeline.as_written import AsWritten
