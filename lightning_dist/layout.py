@@ -16,12 +16,16 @@ have the same.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["REMAINING", "ParallelLayout"]
+__all__ = ["REMAINING", "STAGE_TO_STAGE", "ParallelLayout"]
+
+STAGE_TO_STAGE = "stage to stage"
+"""The description of process groups that have sends and receives only, of which ranks have different numbers."""
 
 REMAINING = -1
 """As an axis's size: whatever is left of the world. At most one axis may have it."""
@@ -142,8 +146,7 @@ class ParallelLayout:
         stage = self.world_size // self.pp
         ranks = [range(first + rank, first + stage, self.tp) for first in range(0, self.world_size, stage)
                  for rank in range(self.tp)]  # fmt: skip
-        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration([list(r) for r in ranks])[0]  # type: ignore[no-untyped-call]
-        return group
+        return _own_group(ranks, "data parallel")
 
     def build_same_batch_group(self) -> dist.ProcessGroup | None:
         """The ranks that, with this one, have the same part of a batch; None: it alone. A collective over all."""
@@ -151,8 +154,19 @@ class ParallelLayout:
             return None
         ranks = [[rank for rank in range(self.world_size) if self.data_parallel_rank(rank) == part]
                  for part in range(self.num_data_parallel)]  # fmt: skip
-        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(ranks)[0]  # type: ignore[no-untyped-call]
-        return group
+        return _own_group(ranks, "same batch")
+
+    def build_stage_to_stage_group(self) -> dist.ProcessGroup | None:
+        """Return a second group of this rank's ``pp``, for sends between stages; None without pipelines.
+
+        A collective over all processes. Stages in the middle send and receive more often than the outer ones. In the
+        group of the collectives, that would let the ranks' numbers of operations differ: ``TORCH_DISTRIBUTED_DEBUG``
+        takes this for a mismatch.
+        """
+        if self.pp == 1:
+            return None
+        step = self.world_size // self.pp
+        return _own_group([range(first, self.world_size, step) for first in range(step)], STAGE_TO_STAGE)
 
     def sharding_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
         """What FSDP2 works on: ``(dp_replicate, dp_shard)``, or ``(dp_shard,)`` where there is one replica."""
@@ -171,3 +185,11 @@ class ParallelLayout:
     def __str__(self) -> str:
         shown = {axis: size for axis, size in self.sizes.items() if size > 1 or axis.startswith("dp_")}
         return " x ".join(f"{axis} {size}" for axis, size in shown.items())
+
+
+def _own_group(members: Sequence[Sequence[int]], description: str) -> dist.ProcessGroup:
+    """Create a process group for each list of ranks, and return the one that this rank is in."""
+    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+        [list(ranks) for ranks in members], group_desc=description
+    )[0]
+    return group

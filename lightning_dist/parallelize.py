@@ -57,6 +57,7 @@ def parallelize(
     min_num_params: int = MIN_NUM_PARAMS,
     tensor_parallel: TensorParallelConfig | None = None,
     pipeline: PipelineConfig | None = None,
+    stage_to_stage: dist.ProcessGroup | None = None,
 ) -> ShardedModule:
     """Spread ``module`` over ``mesh`` as ``layout`` says, in place. A collective over all processes.
 
@@ -69,6 +70,7 @@ def parallelize(
         min_num_params: Size from which a module outside the blocks is sharded as one.
         tensor_parallel: How layers are split over ``tp``; None: as is found.
         pipeline: How the model is cut into stages; None: it is not.
+        stage_to_stage: From :meth:`ParallelLayout.build_stage_to_stage_group`.
 
     Raises:
         ValueError: If the module is already sharded, has no module of a named class, or does not fit the plan.
@@ -111,7 +113,7 @@ def parallelize(
     with torch.random.fork_rng(devices, device_type="cuda" if on_cpu else mesh.device_type), torch.no_grad():
         torch.manual_seed(seed)
         sharding_mesh, parameter_mesh = layout.sharding_mesh(mesh), layout.parameter_mesh(mesh)
-        if stages is None or pipeline is None:
+        if stages is None or pipeline is None or stage_to_stage is None:
             return shard(module, units, sharding_mesh, sharding, splitting, parameter_mesh)
         group = mesh["pp"].get_group()
         foreign = keep_own(module, stages, pipeline.stages_on(dist.get_rank(group)), units)
@@ -120,7 +122,7 @@ def parallelize(
         device, part = torch.device(mesh.device_type), layout.data_parallel_rank(dist.get_rank())
         splits_backward = layout.tp == 1 and not sharding.recompute
         spread.pipeline = Pipeline(
-            module, written, stages, pipeline, foreign.parts, group, device, part, splits_backward
+            module, written, stages, pipeline, foreign.parts, group, stage_to_stage, device, part, splits_backward
         )
         written.is_spread()
         return spread

@@ -28,6 +28,7 @@ from typing import Any
 import torch.distributed as dist
 
 from lightning_dist import _compat, watchdog_process
+from lightning_dist.layout import STAGE_TO_STAGE
 
 __all__ = ["EXIT_HANG", "Watchdog"]
 
@@ -269,6 +270,7 @@ def _groups() -> list[dict[str, Any]]:
                     "description": group.group_desc,
                     "ranks": dist.get_process_group_ranks(group),
                     "entered": _compat.num_collectives(group),
+                    "is_p2p": group.group_desc == STAGE_TO_STAGE,  # ranks enter different numbers of these
                 }
             )
     return groups

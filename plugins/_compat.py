@@ -2,6 +2,7 @@
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -41,6 +42,7 @@ from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torchmetrics import MetricCollection
 
+from lightning_dist._compat import process_groups
 from lightning_dist.checkpoint import is_sharded_checkpoint, read_whole
 from lightning_dist.consensus import together
 from lightning_dist.rendezvous import fresh_store
@@ -101,6 +103,20 @@ def init_process_group(
         how["store"] = fresh_store(shared, rank, world_size, patience)
     _init_dist_connection(environment, backend, rank, world_size, **how)
     return backend
+
+
+def set_timeout(timeout: timedelta | None) -> None:
+    """Give all process groups of this rank ``timeout``; None: leave them as they are.
+
+    A device mesh makes its groups with torch's default, whatever the group of all processes was given. Replaced by: a
+    ``timeout`` of ``init_device_mesh``.
+    """
+    if timeout is None:
+        return
+    with warnings.catch_warnings():  # it warns of backends that have no timeout, such as a debugging wrapper
+        warnings.filterwarnings("ignore", message="Set timeout is now only supported")
+        for group in process_groups():
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def subprocess_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> _Launcher:

@@ -105,7 +105,8 @@ class Pipeline:
         stages: How it is cut.
         config: How it is run.
         foreign: The parts of which this rank has no parameters.
-        group: The ranks of one ``pp``.
+        group: The ranks of one ``pp``, for collectives.
+        stage_to_stage: The same ranks, for sends and receives.
         device: Where tensors are.
         data_parallel_rank: Which part of the data this rank has.
         splits_backward: Whether a schedule may run the gradients of weights later than those of inputs. torch finds the
@@ -121,6 +122,7 @@ class Pipeline:
         config: PipelineConfig,
         foreign: frozenset[str],
         group: dist.ProcessGroup,
+        stage_to_stage: dist.ProcessGroup,
         device: torch.device,
         data_parallel_rank: int,
         splits_backward: bool = True,
@@ -130,6 +132,7 @@ class Pipeline:
         self.stages = stages
         self.config = config
         self.group = group
+        self._stage_to_stage = stage_to_stage
         self.own_stages = config.stages_on(dist.get_rank(group))
         self.is_last = stages.num_stages - 1 in self.own_stages
         self.last_rank = config.rank_of(stages.num_stages - 1)
@@ -138,7 +141,7 @@ class Pipeline:
         self._device = device
         self._data_parallel_rank = data_parallel_rank
         self._replay = Replay(root, {name: modules[name] for name in stages.parts}, foreign, device)
-        self.shared = SharedParameters(root, stages, config, group)
+        self.shared = SharedParameters(root, stages, config, stage_to_stage)
         self.all_stages = AllStages(root, self._holders(), group, device)
         self.readable: Readable = {}
         """Besides modules, what a step's path may depend on."""
@@ -340,7 +343,7 @@ class Pipeline:
                 input_args=tuple(map(partial(_example, plan), plan.received)),
                 # The last one's is the loss, which goes nowhere.
                 output_args=tuple(map(partial(_example, plan), plan.sent)) or torch.empty((), device="meta"),
-                group=self.group,
+                group=self._stage_to_stage,
                 dw_builder=None if self._splits_backward else _nothing_is_left,
             )
             torch_stage.recorder = self._recorder
@@ -374,7 +377,7 @@ class Pipeline:
                     leaves = [plan.leaf(value) for value in plan.received]
                     received = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device) for leaf in leaves)
                     for tensor in received:
-                        dist.recv(tensor, group=self.group, group_src=before)
+                        dist.recv(tensor, group=self._stage_to_stage, group_src=before)
                 sent = self._run_stage(stage, microbatch, received)
                 if plan.is_last:
                     continue
@@ -383,12 +386,15 @@ class Pipeline:
                     continue
                 waiting += map(Tensor.contiguous, sent)
                 if is_at_once:
-                    sending += [(dist.isend(tensor, group=self.group, group_dst=after), tensor) for tensor in waiting]
+                    sending += [(self._send(tensor, after), tensor) for tensor in waiting]
                     waiting.clear()
-            sending += [(dist.isend(tensor, group=self.group, group_dst=after), tensor) for tensor in waiting]
+            sending += [(self._send(tensor, after), tensor) for tensor in waiting]
         for work, _ in sending:
             if work is not None:
                 work.wait()
+
+    def _send(self, tensor: Tensor, to_rank: int) -> dist.Work | None:
+        return dist.isend(tensor, group=self._stage_to_stage, group_dst=to_rank)
 
     def _run_stage(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
         running = self._running

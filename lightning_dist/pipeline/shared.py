@@ -20,7 +20,7 @@ class SharedParameters:
         root: The user's module.
         stages: How it is cut.
         config: Where the stages are.
-        group: The ranks of the pipeline.
+        group: The ranks of the pipeline, for sends and receives.
     """
 
     def __init__(self, root: nn.Module, stages: Stages, config: PipelineConfig, group: dist.ProcessGroup) -> None:

@@ -65,7 +65,7 @@ class Diagnosis:
     def _is_behind(self, rank: Rank) -> bool:
         if any(rank in self._missing(other) for other in self._waits):
             return True
-        counts = {name: group["entered"] for name, group in (rank.groups or {}).items()}
+        counts = {name: group["entered"] for name, group in (rank.groups or {}).items() if not group["is_p2p"]}
         return not self._waits and any(
             name in counts and counts[name] < group["entered"]
             for other in self.ranks
@@ -152,7 +152,7 @@ class Diagnosis:
         for rank in self.ranks:
             lines.append(f"rank {rank.number} (process {rank.pid}): {rank.last_beat}")
             for group in (rank.groups or {}).values():
-                entered = f"{group['entered']} collectives entered"
+                entered = f"{group['entered']} {'operations' if group['is_p2p'] else 'collectives'} entered"
                 lines.append(f"  group {group['name']} {group['description']}, {_listed(group['ranks'])}: {entered}")
             lines += [f"  not completed: {self._name(entry)} of {self._group(rank, entry)}" for entry in rank.pending]
             if rank.entries == [] and any(group["entered"] for group in (rank.groups or {}).values()):

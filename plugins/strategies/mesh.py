@@ -136,6 +136,7 @@ class MeshStrategy(ProcessStrategy):
         self._has_averages = False
         self._tensor_parallel = TensorParallelConfig()
         self._data_parallel_group: dist.ProcessGroup | None = None
+        self._stage_to_stage_group: dist.ProcessGroup | None = None
         self._same_batch_group: dist.ProcessGroup | None = None
         self._same_batch: SameBatch | None = None
         self._silenced: list[Callback] = []
@@ -239,6 +240,8 @@ class MeshStrategy(ProcessStrategy):
         _compat.set_device_mesh(self.lightning_module, self._mesh)
         self._data_parallel_group = self.layout.build_data_parallel_group()
         self._same_batch_group = self.layout.build_same_batch_group()
+        self._stage_to_stage_group = self.layout.build_stage_to_stage_group()
+        _compat.set_timeout(self._timeout)
         if self._same_batch_group is not None:
             self._same_batch = SameBatch(self._same_batch_group, self.root_device)
 
@@ -380,6 +383,7 @@ class MeshStrategy(ProcessStrategy):
             self._min_num_params,
             splitting,
             self._pipeline_config(module),
+            self._stage_to_stage_group,
         )
 
     def _pipeline_config(self, module: LightningModule) -> PipelineConfig | None:

@@ -7,12 +7,17 @@ import socket
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
+import torch
 
+from lightning_dist import NDParallelStrategy
+from lightning_dist._compat import process_groups
 from tests.distributed.fit import make_trainer
 from tests.launched import Forked, run_script
+from tests.models import build
 from tests.pool import RankFailed, WorkerPool
 
 SCRIPT = """
@@ -180,3 +185,17 @@ def test_torchrun_says_how_many_processes_and_nodes_there_are(pool: WorkerPool) 
     with pytest.raises(RankFailed, match="torchrun started 2 processes on this node"):
         pool.run(other_devices, 2)
     assert pool.run(more_nodes, 2, num_nodes=2) == [2, 2]
+
+
+def timeouts_of_groups() -> dict[str, timedelta]:
+    strategy = NDParallelStrategy(2, tp_size=2, timeout=timedelta(seconds=77))
+    make_trainer("auto", strategy=strategy, max_steps=1).fit(build("gpt"))
+    cpu = torch.device("cpu")
+    return {group.group_desc: group._get_backend(cpu).options._timeout for group in process_groups()}
+
+
+def test_the_timeout_is_that_of_all_process_groups(pool: WorkerPool) -> None:
+    (timeouts,) = {tuple(sorted(of_rank.items())) for of_rank in pool.run(timeouts_of_groups, 4)}
+    assert {"default_pg", "mesh_pp", "mesh_tp", "same batch", "stage to stage"} <= dict(timeouts).keys()
+    waiting = {name: of_group for name, of_group in timeouts if not name.startswith("background")}
+    assert set(waiting.values()) == {timedelta(seconds=77)}, waiting
