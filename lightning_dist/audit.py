@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_dist._compat import ParameterGroup
-from lightning_dist.consensus import arrive
+from lightning_dist.consensus import timed_barrier
 from lightning_dist.replicas import bit_sums, differ
 from lightning_dist.scalars import ScalarGroup
 
@@ -146,7 +146,7 @@ class FirstStepAudit:
             return
         if id(group) not in self._agreed:
             ranks = sorted(group.mesh.mesh.flatten().tolist())
-            arrive(f"changing {names[0]} in place in a step", 30.0, ranks)
+            timed_barrier(f"changing {names[0]} in place in a step", 30.0, ranks)
             self._agreed.add(id(group))
         sums = torch.stack([bit_sums(tensor) for tensor in group.gathered])
         found = differ(sums, [group.mesh.get_group(axis) for axis in range(group.mesh.ndim)]).tolist()

@@ -12,7 +12,14 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-__all__ = ["OtherRankError", "arrive", "arrive_unless_missed", "check_agreement", "go_on", "together"]
+__all__ = [
+    "OtherRankError",
+    "check_agreement",
+    "go_on",
+    "raise_on_all_ranks",
+    "timed_barrier",
+    "timed_barrier_unless_missed",
+]
 
 
 class OtherRankError(RuntimeError):
@@ -20,7 +27,7 @@ class OtherRankError(RuntimeError):
 
 
 @contextmanager
-def together(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
+def raise_on_all_ranks(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
     """Run the body on all ranks; where it raises on any, raise on all. A collective over ``group``.
 
     The body itself must not hold collectives that a failing rank would leave the others waiting in.
@@ -52,7 +59,7 @@ _arrivals: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionar
 """How often, in the processes' default group, which a process may make anew with others."""
 
 
-def arrive(what: str, timeout_s: float = 60.0, ranks: Sequence[int] | None = None) -> None:
+def timed_barrier(what: str, timeout_s: float = 60.0, ranks: Sequence[int] | None = None) -> None:
     """Wait until every rank is here, but never for ever: unlike a barrier, it names who did not come.
 
     Args:
@@ -69,7 +76,7 @@ def arrive(what: str, timeout_s: float = 60.0, ranks: Sequence[int] | None = Non
     arrivals = _arrivals.setdefault(dist.distributed_c10d._get_default_group(), Counter())
     arrivals[what] += 1
     store = dist.distributed_c10d._get_default_store()
-    keys = [f"lightning_dist/arrive/{what}/{arrivals[what]}/{rank}" for rank in together_with]
+    keys = [f"lightning_dist/barrier/{what}/{arrivals[what]}/{rank}" for rank in together_with]
     store.set(keys[together_with.index(dist.get_rank())], "")
     deadline = time.monotonic() + timeout_s
     try:
@@ -110,7 +117,7 @@ def _tell(progress: int) -> None:
     dist.distributed_c10d._get_default_store().set(f"lightning_dist/progress/{dist.get_rank()}", str(progress))
 
 
-def arrive_unless_missed(what: str, timeout_s: float = 1800.0) -> None:
+def timed_barrier_unless_missed(what: str, timeout_s: float = 1800.0) -> None:
     """Wait until every rank is here, as long as it takes; but not for one that has gone on (see :func:`go_on`).
 
     Args:
@@ -125,7 +132,7 @@ def arrive_unless_missed(what: str, timeout_s: float = 1800.0) -> None:
     group, store = dist.distributed_c10d._get_default_group(), dist.distributed_c10d._get_default_store()
     arrivals = _arrivals.setdefault(group, Counter())
     arrivals[what] += 1
-    place = f"lightning_dist/arrive/{what}/{arrivals[what]}"
+    place = f"lightning_dist/barrier/{what}/{arrivals[what]}"
     keys = [f"{place}/{rank}" for rank in range(dist.get_world_size())]
     store.set(keys[dist.get_rank()], "")
     num_here = store.add(place, 1)

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.consensus import check_agreement, together
+from lightning_dist.consensus import check_agreement, raise_on_all_ranks
 from lightning_dist.initialization import agreed_seed, broadcast_weights
 from lightning_dist.layout import ParallelLayout
-from lightning_dist.pipeline import AsWritten, Pipeline, PipelineConfig, find_stages, keep_own, own_units
+from lightning_dist.pipeline import OriginalModule, Pipeline, PipelineConfig, drop_remote, find_stages, own_units
 from lightning_dist.sharding import ShardedModule, ShardingConfig, shard
-from lightning_dist.tensor_parallel import Entry, Plan, Provenance, Seen, TensorParallel, make_plan, resolve_plan
+from lightning_dist.tensor_parallel import Entry, Plan, Provenance, StepTrace, TensorParallel, make_plan, resolve_plan
 from lightning_dist.tracing import run_on_fakes
 from lightning_dist.units import MIN_NUM_PARAMS, Unit, find_units
 
@@ -92,18 +92,18 @@ def parallelize(
     for param in module.parameters():
         if not param.is_contiguous():  # such as channels_last, which FSDP2 does not take
             param.data = param.data.contiguous()
-    stages, written = None, AsWritten(module)
+    stages, original = None, OriginalModule(module)
     if pipeline is not None:
         blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
-        with together("cutting the model into stages"):
+        with raise_on_all_ranks("cutting the model into stages"):
             stages = find_stages(module, pipeline, blocks, torch.device(mesh.device_type))
         check_agreement("The split of the model into stages", str(sorted(stages.stages_of_param.items())))
     config = TensorParallelConfig() if tensor_parallel is None else tensor_parallel
     splitting = None
     if layout.tp > 1 or config.plan is not None:
-        said = resolve_plan(module, config.plan)  # a name that matches nothing is wrong on one device, too
+        explicit = resolve_plan(module, config.plan)  # a name that matches nothing is wrong on one device, too
         if layout.tp > 1:
-            plan = config.planned or _planned(module, units, said, config, mesh["tp"], layout.dp_shard)
+            plan = config.planned or _planned(module, units, explicit, config, mesh["tp"], layout.dp_shard)
             check_agreement("The plan of tensor parallelism", plan.outline())
             splitting = TensorParallel(module, plan, mesh["tp"], layout.dp_shard)
     broadcast_weights(module)
@@ -116,37 +116,37 @@ def parallelize(
         if stages is None or pipeline is None or stage_to_stage is None:
             return shard(module, units, sharding_mesh, sharding, splitting, parameter_mesh)
         group = mesh["pp"].get_group()
-        foreign = keep_own(module, stages, pipeline.stages_on(dist.get_rank(group)), units)
-        own = own_units(units, foreign)
-        spread = shard(module, own, sharding_mesh, sharding, splitting, parameter_mesh, foreign.tensors)
+        remote = drop_remote(module, stages, pipeline.stages_on(dist.get_rank(group)), units)
+        own = own_units(units, remote)
+        spread = shard(module, own, sharding_mesh, sharding, splitting, parameter_mesh, remote.tensors)
         device, part = torch.device(mesh.device_type), layout.data_parallel_rank(dist.get_rank())
         splits_backward = layout.tp == 1 and not sharding.recompute
         spread.pipeline = Pipeline(
-            module, written, stages, pipeline, foreign.parts, group, stage_to_stage, device, part, splits_backward
+            module, original, stages, pipeline, remote.parts, group, stage_to_stage, device, part, splits_backward
         )
-        written.is_spread()
+        original.is_spread()
         return spread
 
 
 def _planned(
     module: nn.Module,
     units: Sequence[Unit],
-    said: Mapping[str, Entry],
+    explicit: Mapping[str, Entry],
     config: TensorParallelConfig,
     mesh: DeviceMesh,
     num_shards: int,
 ) -> Plan:
     """What is split, after a look at a step."""
     blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
-    seen = Seen(None, config.why_no_step)
+    seen = StepTrace(None, config.why_no_step)
     if config.step is not None:
         provenance = Provenance(frozenset(blocks), module)
         device = torch.device(mesh.device_type)
-        seen = Seen(provenance, run_on_fakes(module, config.step, device, provenance))
+        seen = StepTrace(provenance, run_on_fakes(module, config.step, device, provenance))
     return make_plan(
         module,
         blocks,
-        said,
+        explicit,
         seen,
         mesh,
         num_shards=num_shards,

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.boxes import Boxes, local_part
-from lightning_dist.consensus import together
+from lightning_dist.consensus import raise_on_all_ranks
+from lightning_dist.shard_slices import ShardSlices, local_part
 
 __all__ = ["load_safetensors"]
 
@@ -40,11 +40,15 @@ def load_safetensors(module: nn.Module, folder: str | Path, prefix: str = "") ->
             have tensors that ``module`` has not.
         OtherRankError: On the ranks that could read the files, if another could not.
     """
-    with together(f"checking the pretrained weights in {folder}"):
+    with raise_on_all_ranks(f"checking the pretrained weights in {folder}"):
         files = _stored(Path(folder).expanduser())
         to_read = _match(_targets(module, prefix), files, prefix, folder)
     # Sanity checks run in inference mode, where a view of a parameter would be good for inference only.
-    with together(f"reading the pretrained weights in {folder}"), torch.inference_mode(False), torch.no_grad():
+    with (
+        raise_on_all_ranks(f"reading the pretrained weights in {folder}"),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
         _read(to_read)
 
 
@@ -163,7 +167,7 @@ def _read(to_read: Collection[tuple[str, _Stored, Tensor]]) -> None:
     by_file = defaultdict(list)
     for name, stored, tensor in to_read:
         by_file[stored.file].append((name, tensor))
-    layouts = Boxes()
+    layouts = ShardSlices()
     for file, wanted in by_file.items():
         with _open(file) as tensors:
             for name, tensor in wanted:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-__all__ = ["Apart", "Numbers", "agree_on_random_numbers", "rng_state", "set_rng_state"]
+__all__ = ["RankRng", "RngGenerators", "agree_on_random_numbers", "rng_state", "set_rng_state"]
 
 
 def rng_state() -> dict[str, Any]:
@@ -59,7 +59,7 @@ def agree_on_random_numbers(group: dist.ProcessGroup) -> None:
     set_rng_state(state[0])
 
 
-class Numbers:
+class RngGenerators:
     """The generators that a step may draw from: ``torch`` (on the CPU and on a device), ``python`` and ``numpy``.
 
     Args:
@@ -101,7 +101,7 @@ class Numbers:
                 np.random.set_state(numpy_state)
 
 
-class Apart:
+class RankRng:
     """Lets ranks that draw the same random numbers draw different ones for a while, after which they agree again.
 
     Args:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_dist import _compat
-from lightning_dist.consensus import arrive
+from lightning_dist.consensus import timed_barrier
 
 __all__ = ["arrive_at_place", "read_whole_scalars"]
 
@@ -58,7 +58,7 @@ def arrive_at_place(what: str, tensor: DTensor) -> None:
     assert dist.group.WORLD is not None
     known = _known_places.setdefault(dist.group.WORLD, set())
     if place not in known:
-        arrive(f"{what}, at {place}", TIMEOUT_S, sorted(tensor.device_mesh.mesh.flatten().tolist()))
+        timed_barrier(f"{what}, at {place}", TIMEOUT_S, sorted(tensor.device_mesh.mesh.flatten().tolist()))
         known.add(place)
 
 

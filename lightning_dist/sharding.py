@@ -31,7 +31,7 @@ from lightning_dist._compat import ParameterGroup
 from lightning_dist.audit import FirstStepAudit
 from lightning_dist.block_forward import compile_block, recompute_block, rerun_in_place
 from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter
-from lightning_dist.consensus import arrive
+from lightning_dist.consensus import timed_barrier
 from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
 from lightning_dist.initialization import materialize, refuse_meta_attributes
 from lightning_dist.pipeline import Pipeline
@@ -47,10 +47,10 @@ from lightning_dist.whole_files import register, whole_state_dicts
 __all__ = ["NotInStepError", "ShardedModule", "ShardingConfig", "full_parameters", "shard", "sharded", "sharded_around"]
 
 
-_GATHERED_FOR_THE_STEP = ("outer", "shared", "own")
+_GATHERED_FOR_THE_STEP = ("outer", "shared", "root")
 """Kinds of units whose parameters stay gathered for the whole step."""
 
-_HELD_APART = ("shared", "own")
+_HELD_APART = ("shared", "root")
 """Kinds of units whose modules' forwards do not say when their parameters are needed."""
 
 
@@ -253,7 +253,7 @@ def full_parameters(module: nn.Module, timeout_s: float = 60.0) -> Iterator[None
         with torch.no_grad():
             yield
         return
-    arrive(f"full_parameters({type(module).__name__})", timeout_s)
+    timed_barrier(f"full_parameters({type(module).__name__})", timeout_s)
     with whole.full_parameters():
         yield
 
@@ -358,7 +358,7 @@ class ShardedModule:
             return
         if not self._has_stepped and self.pipeline is None:
             # Lightning's ModelSummary calls the model on every rank before the first step, if it has an example input.
-            arrive("calling a sharded model before its first step")
+            timed_barrier("calling a sharded model before its first step")
             return
         raise NotInStepError(
             f"{type(self.module).__name__} is sharded, and {type(module).__name__} was called outside of a training,"

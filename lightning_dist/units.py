@@ -33,7 +33,7 @@ MIN_NUM_PARAMS = 5_000_000
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
-UnitKind = Literal["block", "sized", "outer", "shared", "own", "scalars"]
+UnitKind = Literal["block", "large", "outer", "shared", "root", "scalars"]
 
 
 @dataclass
@@ -111,7 +111,7 @@ def find_units(
             units += _cut_by_size(module, name, block_ids, min_num_params)
             outer.append(Unit("outer", [name], [module]))
     units += outer
-    units.append(Unit("own", [""], [root]))
+    units.append(Unit("root", [""], [root]))
     scalars = Unit("scalars", [""], [root], {names[0]: param for param, names in owners.items() if param.ndim == 0})
     assigned = _of_one_dtype(
         root, _assign(root, units, {param: names for param, names in owners.items() if param.ndim > 0})
@@ -183,7 +183,7 @@ def _cut_by_size(module: nn.Module, name: str, block_ids: set[int], min_num_para
         rest = {id(param): param.numel() for param in current.parameters() if id(param) not in taken}
         if sum(rest.values()) >= min_num_params:
             taken.update(rest)
-            units.append(Unit("sized", [path], [current]))
+            units.append(Unit("large", [path], [current]))
 
     visit(module, name)
     return units
@@ -241,7 +241,7 @@ def _assign(root: nn.Module, units: list[Unit], owners: dict[nn.Parameter, list[
         holders = [unit for unit in units if all(holds(unit, name) for name in names)]
         # Units are listed inner first; the own unit (name "") holds everything and is last.
         bound = [unit for unit in units if unit.kind == "outer" and any(holds(unit, name) for name in names)]
-        if holders[0].kind == "own" and bound and all(any(holds(unit, name) for unit in bound) for name in names):
+        if holders[0].kind == "root" and bound and all(any(holds(unit, name) for unit in bound) for name in names):
             first, *others = bound
             for other in others:
                 first.names += other.names
@@ -260,12 +260,12 @@ def _apart_from_shared(root: nn.Module, units: list[Unit], owners: dict[nn.Param
 
     An outer unit's forward gathers what its own modules hold, and not what is inside the units within it.
     """
-    inner = {id(module) for unit in units if unit.kind in ("block", "sized") for module in unit.modules}
+    inner = {id(module) for unit in units if unit.kind in ("block", "large") for module in unit.modules}
     shared = Unit("shared", [""], [root])
     for unit in units:
-        if unit.kind == "own":
+        if unit.kind == "root":
             yield shared
-        elif unit.kind in ("sized", "outer"):
+        elif unit.kind in ("large", "outer"):
             reached = {id(sub) for module in unit.modules for sub in _outside(module, inner)}
             unit.owners.clear()
             for name, param in list(unit.params.items()):

@@ -44,7 +44,7 @@ from torchmetrics import MetricCollection
 
 from lightning_dist._compat import process_groups
 from lightning_dist.checkpoint import is_sharded_checkpoint, read_whole
-from lightning_dist.consensus import together
+from lightning_dist.consensus import raise_on_all_ranks
 from lightning_dist.rendezvous import fresh_store
 
 
@@ -184,7 +184,7 @@ def log_graph_before_sharding(trainer: Trainer, is_sharded: bool) -> Callable[[]
     if loggers and (is_sharded or any(param.is_meta for param in module.parameters())):
         rank_zero_warn("log_graph=True has no effect: the module is in shards, and no rank can run it alone.")
     elif loggers:
-        with together("logging the graph (log_graph=True)"):
+        with raise_on_all_ranks("logging the graph (log_graph=True)"):
             for logger in loggers:
                 logger.log_graph(module)
     for logger in loggers:

@@ -12,14 +12,14 @@ From the ground up:
 """
 
 from lightning_dist.checkpoint.format import (
-    Part,
+    LoadedCheckpoint,
     TensorInfo,
     Verify,
     find,
     is_sharded_checkpoint,
     read,
+    read_for_rank,
     read_manifest,
-    read_part,
     verify,
     write,
 )
@@ -31,8 +31,8 @@ from lightning_dist.checkpoint.writer import Save, Writer
 __all__ = [
     "CheckpointError",
     "CheckpointNotFoundError",
+    "LoadedCheckpoint",
     "Manifest",
-    "Part",
     "Save",
     "Snapshot",
     "TensorInfo",
@@ -42,8 +42,8 @@ __all__ = [
     "find",
     "is_sharded_checkpoint",
     "read",
+    "read_for_rank",
     "read_manifest",
-    "read_part",
     "read_whole",
     "take_snapshot",
     "verify",

@@ -26,15 +26,15 @@ from pathlib import Path
 from typing_extensions import override
 
 from lightning_dist.checkpoint.manifest import MANIFEST, CheckpointError
-from lightning_dist.checkpoint.place import NewFile, Place, Reader
+from lightning_dist.checkpoint.storage import CheckpointStorage, NewFile, Reader
 
-__all__ = ["LocalPlace"]
+__all__ = ["LocalStorage"]
 
 TEMPORARY = ".tmp"
 VERSIONS = ".versions"
 
 
-class LocalPlace(Place):
+class LocalStorage(CheckpointStorage):
     """A path on a file system."""
 
     def __init__(self, path: Path) -> None:
@@ -85,7 +85,7 @@ class LocalPlace(Place):
         folder = self.path.parent / VERSIONS
         if not folder.is_dir():
             return []
-        named = {LocalPlace(child)._version() for child in self.path.parent.iterdir()}
+        named = {LocalStorage(child)._version() for child in self.path.parent.iterdir()}
         return [version for version in folder.iterdir() if version not in named]
 
     @override
@@ -209,7 +209,7 @@ class LocalPlace(Place):
     @override
     def children(self) -> list[str]:
         try:
-            found = [LocalPlace(child) for child in self.path.iterdir() if (child / MANIFEST).is_file()]
+            found = [LocalStorage(child) for child in self.path.iterdir() if (child / MANIFEST).is_file()]
             return [str(place) for place in found if not place.path.is_symlink() or place._version() is not None]
         except OSError:
             return []

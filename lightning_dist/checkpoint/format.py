@@ -25,6 +25,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from lightning_dist.checkpoint.locate import storage_at
 from lightning_dist.checkpoint.manifest import (
     MANIFEST,
     CheckpointError,
@@ -34,22 +35,21 @@ from lightning_dist.checkpoint.manifest import (
     TensorEntry,
     new_digest,
 )
-from lightning_dist.checkpoint.place import Place, Reader
 from lightning_dist.checkpoint.snapshot import Snapshot, put_back, references, unpickled
-from lightning_dist.checkpoint.storage import place_of
+from lightning_dist.checkpoint.storage import CheckpointStorage, Reader
 from lightning_dist.checkpoint.tensors import merged, own_parts, read_tensors, write_tensors
-from lightning_dist.consensus import OtherRankError, together
+from lightning_dist.consensus import OtherRankError, raise_on_all_ranks
 
 __all__ = [
-    "Part",
+    "LoadedCheckpoint",
     "TensorInfo",
     "Verify",
     "find",
     "is_sharded_checkpoint",
     "not_written",
     "read",
+    "read_for_rank",
     "read_manifest",
-    "read_part",
     "verify",
     "write",
 ]
@@ -100,16 +100,16 @@ def write(
     """
     rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     is_first = rank == 0
-    place, (save_id, saved_at) = place_of(path), _agreed((uuid.uuid4().hex[:8], time.time()), group)
+    place, (save_id, saved_at) = storage_at(path), _agreed((uuid.uuid4().hex[:8], time.time()), group)
     try:
-        with together("creating it", group):
+        with raise_on_all_ranks("creating it", group):
             if is_first:
                 place.begin(save_id)
                 _check_space(place, snapshot, num_ranks)
-        with together("writing its files", group):
+        with raise_on_all_ranks("writing its files", group):
             written = _write_files(place, save_id, snapshot, parts, rank)
         of_all = _gathered(written, num_ranks, group)
-        with together("putting it in place", group):
+        with raise_on_all_ranks("putting it in place", group):
             if is_first:
                 files = {name: entry for files, _ in of_all for name, entry in files.items()}
                 tensors = merged(tensors for _, tensors in of_all)
@@ -137,7 +137,7 @@ _Written = tuple[dict[str, FileEntry], dict[str, TensorEntry]]
 
 
 def _write_files(
-    place: Place, save_id: str, snapshot: Snapshot, parts: Mapping[str, torch.Tensor] | None, rank: int
+    place: CheckpointStorage, save_id: str, snapshot: Snapshot, parts: Mapping[str, torch.Tensor] | None, rank: int
 ) -> _Written:
     """Write this rank's files; what they are, and where in them its tensors."""
     prefix = place.prefix(save_id)
@@ -173,7 +173,7 @@ def _gathered(written: _Written, num_ranks: int, group: dist.ProcessGroup | None
     return of_all if is_first else []
 
 
-def _check_space(place: Place, snapshot: Snapshot, num_ranks: int) -> None:
+def _check_space(place: CheckpointStorage, snapshot: Snapshot, num_ranks: int) -> None:
     free, needed = place.free_bytes(), snapshot.num_bytes + num_ranks * len(snapshot.own)
     if free is not None and free < needed:
         raise OSError(errno.ENOSPC, f"it needs {needed / 2**20:.0f} MiB, and there is space for {free / 2**20:.0f} MiB")
@@ -198,11 +198,11 @@ def read(
     Raises:
         CheckpointError: If ``path`` is missing, damaged, incomplete, or of another kind or version.
     """
-    return read_part(path, 0, 1, template, weights_only, check).state
+    return read_for_rank(path, 0, 1, template, weights_only, check).state
 
 
 @dataclass(frozen=True)
-class Part:
+class LoadedCheckpoint:
     """What a rank has read.
 
     Args:
@@ -216,14 +216,14 @@ class Part:
     manifest: Manifest
 
 
-def read_part(
+def read_for_rank(
     path: Path,
     rank: int,
     num_ranks: int,
     template: Callable[[TensorInfo], torch.Tensor | None],
     weights_only: bool = True,
     check: Verify = "full",
-) -> Part:
+) -> LoadedCheckpoint:
     """Read what one of ``num_ranks`` ranks needs, and check its part of all files. No collective.
 
     What was read is good if no rank raises.
@@ -244,7 +244,7 @@ def read_part(
         for name in read_tensors(reader, manifest, wanted, mine):
             _check_digest(reader, manifest, name)
         own = _content(reader, manifest, f"rank_{rank}.pt", optional=True)
-        return Part(put_back(state, wanted), unpickled(own, weights_only) if own else {}, manifest)
+        return LoadedCheckpoint(put_back(state, wanted), unpickled(own, weights_only) if own else {}, manifest)
 
 
 def read_manifest(path: Path) -> Manifest:
@@ -279,7 +279,7 @@ def find(folder: Path) -> list[tuple[str, Manifest | CheckpointError]]:
     Only manifests are read: whether the other files are as they say, :func:`verify` tells.
     """
     found: list[tuple[str, Manifest | CheckpointError]] = []
-    for path in sorted(place_of(folder).children()):
+    for path in sorted(storage_at(folder).children()):
         try:
             found.append((path, read_manifest(path)))
         except CheckpointError as error:
@@ -289,13 +289,13 @@ def find(folder: Path) -> list[tuple[str, Manifest | CheckpointError]]:
 
 def is_sharded_checkpoint(path: Path) -> bool:
     """Whether :func:`write` made what is at ``path``."""
-    return place_of(path).is_checkpoint()
+    return storage_at(path).is_checkpoint()
 
 
 @contextmanager
 def _opened(path: Path, hint: bool = True) -> Iterator[tuple[Reader, Manifest]]:
     """The files and the manifest of the checkpoint at ``path``; errors inside get its name, and those of others."""
-    place = place_of(path)
+    place = storage_at(path)
     try:
         if not place.exists():
             raise CheckpointNotFoundError(f"There is no checkpoint at {path}.")

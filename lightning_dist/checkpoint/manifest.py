@@ -81,7 +81,7 @@ class TensorEntry:
     Args:
         shape: Its whole shape.
         dtype: torch's name of its dtype, ``"float32"``.
-        chunks: Boxes that are the whole of it together.
+        chunks: ShardSlices that are the whole of it together.
     """
 
     shape: tuple[int, ...]

@@ -14,12 +14,12 @@ import fsspec
 from typing_extensions import override
 
 from lightning_dist.checkpoint.manifest import MANIFEST
-from lightning_dist.checkpoint.place import NewFile, Place, Reader
+from lightning_dist.checkpoint.storage import CheckpointStorage, NewFile, Reader
 
-__all__ = ["ObjectPlace"]
+__all__ = ["ObjectStorage"]
 
 
-class ObjectPlace(Place):
+class ObjectStorage(CheckpointStorage):
     """A URL in an object store."""
 
     def __init__(self, filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> None:

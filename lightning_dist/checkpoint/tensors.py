@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.boxes import Boxes, local_part
 from lightning_dist.checkpoint.manifest import CheckpointError, Chunk, Manifest, TensorEntry, new_digest
-from lightning_dist.checkpoint.place import NewFile, Reader
+from lightning_dist.checkpoint.storage import NewFile, Reader
+from lightning_dist.shard_slices import ShardSlices, local_part
 
 __all__ = ["merged", "own_parts", "read_tensors", "write_tensors"]
 
@@ -65,7 +65,7 @@ def write_tensors(file: NewFile, tensors: Mapping[str, Tensor], parts: Mapping[s
         tensors: The whole tensors.
         parts: Those of :func:`own_parts`, or copies.
     """
-    entries, layouts = {}, Boxes()
+    entries, layouts = {}, ShardSlices()
     for name, part in parts.items():
         tensor, chunks = tensors[name], []
         for box in layouts.of(tensor) if part.numel() else ():
@@ -115,7 +115,7 @@ def read_tensors(
         CheckpointError: If a file is not what was written, or a tensor is not what is asked for.
     """
     by_file: dict[str, list[_Overlap]] = defaultdict(list)
-    layouts = Boxes()
+    layouts = ShardSlices()
     for name, target in targets.items():
         for overlap in _overlaps(name, manifest.tensors[name], target, layouts):
             by_file[overlap.chunk.file].append(overlap)
@@ -222,7 +222,7 @@ def _read_ahead(reader: Reader, file: str, groups: Iterator[list[_Piece]]) -> It
             yield from group
 
 
-def _overlaps(name: str, entry: TensorEntry, target: Tensor, layouts: Boxes) -> list[_Overlap]:
+def _overlaps(name: str, entry: TensorEntry, target: Tensor, layouts: ShardSlices) -> list[_Overlap]:
     if tuple(target.shape) != entry.shape or target.dtype != entry.torch_dtype:
         raise CheckpointError(
             f"{name} is stored as {entry.dtype} {list(entry.shape)} and cannot be read as"

@@ -23,11 +23,11 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.checkpoint.format import Path, not_written, read_manifest, verify, write
+from lightning_dist.checkpoint.locate import storage_at
 from lightning_dist.checkpoint.manifest import CheckpointError
 from lightning_dist.checkpoint.snapshot import Snapshot
-from lightning_dist.checkpoint.storage import place_of
 from lightning_dist.checkpoint.tensors import own_parts
-from lightning_dist.consensus import together
+from lightning_dist.consensus import raise_on_all_ranks
 
 __all__ = ["Save", "Writer"]
 
@@ -126,9 +126,9 @@ class Writer:
 
         def job() -> None:
             try:
-                with together("copying the weights", self._group):
+                with raise_on_all_ranks("copying the weights", self._group):
                     parts = staged()
-                with together("locking the folder", self._group):
+                with raise_on_all_ranks("locking the folder", self._group):
                     self._lock(path)
                 save.saved_at = write(path, taken, self._group, parts)
             except BaseException as error:
@@ -153,7 +153,7 @@ class Writer:
             if not self._prove_newest():
                 return
             try:
-                with together(f"removing {path}", self._group):  # when this rank goes on, it is gone for all
+                with raise_on_all_ranks(f"removing {path}", self._group):  # when this rank goes on, it is gone for all
                     if self._is_first:
                         _remove(str(path))
             except Exception as error:  # whatever an object store raises
@@ -177,7 +177,7 @@ class Writer:
             return False
         share = (dist.get_rank(self._group), dist.get_world_size(self._group)) if self._group else (0, 1)
         try:
-            with together(f"reading the checkpoint {save.path} back", self._group):
+            with raise_on_all_ranks(f"reading the checkpoint {save.path} back", self._group):
                 _read_back(save, share)
         except Exception as error:
             error = CheckpointError(f"{error} It was written just now: nothing older is removed.")
@@ -263,7 +263,7 @@ class Writer:
         """Have the folder of ``path`` for this run alone, until the writer is closed."""
         folder = os.path.dirname(os.fspath(path))
         if folder not in self._locks and self._is_first:
-            self._locks[folder] = place_of(path).lock()
+            self._locks[folder] = storage_at(path).lock()
 
 
 def _with_copies(tensors: Mapping[str, torch.Tensor], is_first: bool) -> dict[str, torch.Tensor]:
@@ -305,6 +305,6 @@ CHANGED = (
 
 
 def _remove(path: str) -> None:
-    place = place_of(path)
+    place = storage_at(path)
     if place.exists():
         place.remove()

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from lightning_dist.pipeline.flow import Flow, FlowError
+from lightning_dist.pipeline.graph import StepGraph, TraceError
 
 __all__ = ["balanced", "costs", "split_by_hand"]
 
@@ -17,16 +17,16 @@ _UPDATE = 30
 """A parameter costs as many floating-point operations in an optimizer step: gradient, two moments, weight."""
 
 
-def costs(flow: Flow, root: nn.Module, num_microbatches: int) -> list[float]:
+def costs(graph: StepGraph, root: nn.Module, num_microbatches: int) -> list[float]:
     """The time of each call in a step, in floating-point operations; the loss counts with the last."""
     params = dict(root.named_parameters(remove_duplicate=False))
     modules = dict(root.named_modules())
     found = []
-    for call in flow.calls:
+    for call in graph.calls:
         own = set(modules[call.name].parameters()) | {params[name] for name in call.params}
         update = _UPDATE * sum(param.numel() for param in own) / num_microbatches
         found.append((1 + _BACKWARD) * call.cost + update)
-    found[-1] += (1 + _BACKWARD) * flow.end.cost
+    found[-1] += (1 + _BACKWARD) * graph.end.cost
     return found
 
 
@@ -39,12 +39,12 @@ def balanced(costs: Sequence[float], is_block: Sequence[bool], num_stages: int) 
         num_stages: How many stages there are.
 
     Raises:
-        FlowError: If there are fewer blocks (or calls, in a model without blocks) than stages.
+        TraceError: If there are fewer blocks (or calls, in a model without blocks) than stages.
     """
     counts = is_block if any(is_block) else [True] * len(costs)
     if sum(counts) < num_stages:
         what = "repeated blocks" if any(is_block) else "parts that can be told apart"
-        raise FlowError(
+        raise TraceError(
             f"The pipeline has {num_stages} stages, and the model only {sum(counts)} {what}: use fewer stages"
             " (pp_size x virtual_stages), or a deeper model."
         )

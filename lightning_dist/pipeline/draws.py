@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dist.pipeline.flow import FlowError
+from lightning_dist.pipeline.graph import TraceError
 
 __all__ = ["Draws"]
 
@@ -28,7 +28,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         generator = (kwargs or {}).get("generator")
         if generator is not None and generator is not torch.default_generator and self.is_between():
-            raise FlowError(
+            raise TraceError(
                 "The step draws numbers from a torch.Generator of its own between the model's parts. That code runs on"
                 " every stage, where the generators would soon differ: leave `generator` out. torch's own is seeded for"
                 " each microbatch, alike on all stages."

@@ -1,4 +1,4 @@
-"""Following a step on fake tensors, to see what flows between the parts of a model before it is split into stages."""
+"""Following a step on fake tensors, to see what graphs between the parts of a model before it is split into stages."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_dist.pipeline.checkpointing import checkpointing_without_reentry
 from lightning_dist.pipeline.draws import Draws
-from lightning_dist.pipeline.flow import Flow, FlowError, InnerCall, Leaf, Output, PartCall, Value
+from lightning_dist.pipeline.graph import InnerCall, Leaf, Output, PartCall, StepGraph, TraceError, Value
 from lightning_dist.pipeline.of_batch import BatchMarks
 from lightning_dist.pipeline.ways import follow_ways
 from lightning_dist.tensor_reads import READS, TEXTS, MadeUpValues
 from lightning_dist.tracing import Observer, run_on_fakes, tensors_in
 from lightning_dist.watched_numbers import ask_for_value
 
-__all__ = ["find_flow", "find_parts", "note_exchange"]
+__all__ = ["find_parts", "note_exchange", "trace_step"]
 
 _MEMORY = 30
 """An element that is written costs as much time as so many floating-point operations of a matrix product."""
@@ -48,7 +48,7 @@ def find_parts(
     taken apart, and where there are fewer parts than are wanted, so are the largest that are no blocks.
 
     Raises:
-        FlowError: If the step does not run on fake tensors, or calls no module.
+        TraceError: If the step does not run on fake tensors, or calls no module.
     """
     tree = next(follow_ways(_CallTree, partial(_run, root, step, device))).observer
     modules = dict(root.named_modules())
@@ -81,21 +81,21 @@ def find_parts(
         index = parts.index(largest)
         parts[index : index + 1] = [child for child in inside(largest) if child not in parts]
     if not parts:
-        raise FlowError(
+        raise TraceError(
             "The step calls no module with parameters, so there is nothing to split into stages: call the model in it,"
             " by `self(...)` or `self.model(...)`."
         )
     return parts
 
 
-def find_flow(
+def trace_step(
     root: nn.Module,
     step: Callable[..., Any],
     device: torch.device,
     parts: list[str],
     blocks: Mapping[str, nn.Module],
     has_loss: bool = True,
-) -> Flow:
+) -> StepGraph:
     """Follow one step.
 
     Args:
@@ -107,19 +107,19 @@ def find_flow(
         has_loss: Whether the step must return a loss that depends on what the model returns.
 
     Raises:
-        FlowError: If it does not run on fake tensors, or cannot be split into stages.
+        TraceError: If it does not run on fake tensors, or cannot be split into stages.
     """
 
     def make() -> _FlowObserver:
         return _FlowObserver(root, frozenset(parts), blocks)
 
     first, *others = follow_ways(make, partial(_run, root, step, device))
-    flow: Flow = first.observer.flow(has_loss)
+    graph: StepGraph = first.observer.graph(has_loss)
     for other in others:
         if other.observer.has_loss:  # else the step returns none there, and is refused when it does
             first.observer.check_same_loss(other.observer, other.by_number)
-            flow = flow.merged_with(other.observer.flow(has_loss))
-    return flow
+            graph = graph.merged_with(other.observer.graph(has_loss))
+    return graph
 
 
 def note_exchange(tensor: Tensor) -> None:
@@ -157,10 +157,10 @@ def _check_function(function: Any) -> None:
     """Refuse functions that a step of a pipeline cannot call between parts.
 
     Raises:
-        FlowError: If ``function`` is one.
+        TraceError: If ``function`` is one.
     """
     if function in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
-        raise FlowError(
+        raise TraceError(
             f"The step calls {'torch.autograd.' * (function is not Tensor.backward)}{function.__name__} itself, as"
             " penalties on gradients and adversarial perturbations do: under a pipeline the backward runs stage by"
             " stage after the step. Call it inside of one block, or use a strategy without stages."
@@ -245,7 +245,7 @@ class _FlowObserver:
             by_number: Whether numbers differ, too, that the step computes with.
 
         Raises:
-            FlowError: If it does.
+            TraceError: If it does.
         """
         assert self._loss_history is not None
         assert other._loss_history is not None
@@ -253,7 +253,7 @@ class _FlowObserver:
         place = structure if by_number else whole
         same_calls = [call.name for call in self._calls] == [call.name for call in other._calls]
         if not same_calls or self._loss_history[place] != other._loss_history[place]:
-            raise FlowError(
+            raise TraceError(
                 "The step decides by a value of a tensor (`if loss > ...`, `.item()` in a comparison)"
                 f" {'how its loss is computed' if same_calls else 'which parts of the model it calls'}: a pipeline runs"
                 " the step on microbatches, and each would decide for itself. Decide for each sample with torch.where,"
@@ -424,7 +424,7 @@ class _FlowObserver:
             return _marks(tensor)
         block = next((block for block in self._blocks if name.startswith(f"{block}.")), None)
         if block is not None:
-            raise FlowError(
+            raise TraceError(
                 f"The step uses the parameter {name!r} outside of {block}, the block that it belongs to. A stage has"
                 " the parameters of its own blocks only. A penalty on weights belongs into the optimizer"
                 " (weight_decay), and what swaps or averages weights into hooks such as on_validation_start."
@@ -450,7 +450,7 @@ class _FlowObserver:
             self._carry(tensor, *made_by)
         elif made_in is not None:
             where = f"given to {function.__name__}" if function is not None else "kept, logged or returned"
-            raise FlowError(
+            raise TraceError(
                 f"A tensor that is made inside {made_in} is {where} outside of it, and {made_in} does not return it:"
                 " on a stage that does not run this block it would be missing. Let the block return it."
             )
@@ -467,11 +467,11 @@ class _FlowObserver:
         del tensor.__dict__["_made_in"], tensor.__dict__["_made_by"]
         tensor.__dict__["_marks"] = _Marks(frozenset({(index, inner.places[leaf])}))
 
-    def flow(self, has_loss: bool = True) -> Flow:
+    def graph(self, has_loss: bool = True) -> StepGraph:
         """What was seen.
 
         Raises:
-            FlowError: If the step cannot be split.
+            TraceError: If the step cannot be split.
         """
         for (index, place), tensor, version in self._outputs:
             if tensor._version != version:
@@ -481,14 +481,14 @@ class _FlowObserver:
         names = [call.name for call in self._calls]
         for block in self._blocks:
             if names.count(block) > 1:
-                raise FlowError(
+                raise TraceError(
                     f"The step calls {block} {names.count(block)} times: a pipeline runs a model's blocks once a"
                     " microbatch. Put what the calls are for into one batch, or use another strategy."
                 )
         if not self._calls:
-            raise FlowError("The step calls none of the model's parts, so there is nothing to split into stages.")
+            raise TraceError("The step calls none of the model's parts, so there is nothing to split into stages.")
         if has_loss and not self._end.uses:
-            raise FlowError(
+            raise TraceError(
                 "The loss that the step returns does not depend on what the model returns, so that nothing would be"
                 " trained. Return the loss, computed from the model's output."
             )
@@ -497,7 +497,7 @@ class _FlowObserver:
         inside = {name: by_batch for name, by_batch in self._changed_buffers.items() if name.startswith(prefixes)}
         # Where a part has both, such as a queue and the place in it, the one may follow from the other.
         by_batch = {next(p for p in prefixes if name.startswith(p)) for name, by_batch in inside.items() if by_batch}
-        return Flow(
+        return StepGraph(
             self._calls,
             self._end,
             changes_batch,

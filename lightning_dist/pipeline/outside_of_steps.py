@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dist import _compat
-from lightning_dist.consensus import arrive
+from lightning_dist.consensus import timed_barrier
 from lightning_dist.pipeline.failures import Failure, raise_together
 
 __all__ = ["AllStages"]
@@ -243,7 +243,7 @@ class AllStages(TorchFunctionMode):
         if self._num_changes[self._what] > _NUM_CHECKED:
             yield
             return
-        arrive(f"{self._what} changes parameters of a stage", _PATIENCE_S, self._ranks)
+        timed_barrier(f"{self._what} changes parameters of a stage", _PATIENCE_S, self._ranks)
         failure: Failure | None = None
         try:
             yield
@@ -319,7 +319,7 @@ class AllStages(TorchFunctionMode):
         """
         self._num_reads[self._what] += 1
         if self._num_reads[self._what] <= _NUM_CHECKED:
-            arrive(f"{self._what} reads parameters of another stage", _PATIENCE_S, self._ranks)
+            timed_barrier(f"{self._what} reads parameters of another stage", _PATIENCE_S, self._ranks)
 
 
 class _Single:

@@ -19,7 +19,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_dist.pipeline.flow import Flow
+from lightning_dist.pipeline.graph import StepGraph
 from lightning_dist.watched_numbers import watched
 
 __all__ = ["KnownPaths", "Readable"]
@@ -89,7 +89,7 @@ class _Question:
 
 @dataclass(frozen=True)
 class _Path:
-    flow: Flow
+    graph: StepGraph
     depends_on: Sequence[_Read | _Question]
     number: int
 
@@ -118,7 +118,7 @@ class KnownPaths:
     _in_vain: Counter[_Source] = field(default_factory=Counter)
     _owners: dict[int, Any] = field(default_factory=dict)
     _num_followed: int = 0
-    _followed: tuple[Flow, _Reads, set[_Source]] | None = None
+    _followed: tuple[StepGraph, _Reads, set[_Source]] | None = None
 
     def taken(self, arguments: Sequence[Any]) -> int:
         """Return which of the known paths a step takes, by its number; -1: none.
@@ -132,11 +132,11 @@ class KnownPaths:
                 return path.number
         return -1
 
-    def known(self, number: int) -> Flow:
+    def known(self, number: int) -> StepGraph:
         """Return the path that :meth:`taken` has named."""
-        return next(path.flow for path in self._paths if path.number == number)
+        return next(path.graph for path in self._paths if path.number == number)
 
-    def follow(self, arguments: Sequence[Any], follow: Callable[[Sequence[Any]], Flow]) -> int:
+    def follow(self, arguments: Sequence[Any], follow: Callable[[Sequence[Any]], StepGraph]) -> int:
         """Follow a step, and return the number of a known path that is equal to its own; -1: there is none.
 
         Args:
@@ -158,29 +158,29 @@ class KnownPaths:
                         self._watched.add(known.source)
         reads = _Reads(self.root, self.readable, self._watched)
         with reads.watching():
-            flow = follow(reads.of_arguments(self._arguments, len(arguments)))
-        self._followed = flow, reads, changed
-        return next((path.number for path in self._paths if _is_equal(path.flow, flow)), -1)
+            graph = follow(reads.of_arguments(self._arguments, len(arguments)))
+        self._followed = graph, reads, changed
+        return next((path.number for path in self._paths if _is_equal(path.graph, graph)), -1)
 
-    def remember(self, number: int) -> Flow:
+    def remember(self, number: int) -> StepGraph:
         """Remember the path of the step that was followed last, and return it.
 
         Args:
             number: Of a known path that is equal to it on all ranks; -1: there is none.
         """
         assert self._followed is not None
-        (flow, reads, changed), self._followed = self._followed, None
+        (graph, reads, changed), self._followed = self._followed, None
         if number >= 0:
-            flow = self.known(number)
-        if self._paths and flow is self._paths[-1].flow:
+            graph = self.known(number)
+        if self._paths and graph is self._paths[-1].graph:
             self._in_vain.update(changed)
         ignored = {source for source, times in self._in_vain.items() if times >= _MOST_IN_VAIN}
         self._owners |= reads.owners  # they live on, so that nothing else gets their ids
-        depends_on = [known for known in reads.known(flow) if known.source not in ignored]
-        self._paths.append(_Path(flow, depends_on, self._num_followed))
+        depends_on = [known for known in reads.known(graph) if known.source not in ignored]
+        self._paths.append(_Path(graph, depends_on, self._num_followed))
         self._num_followed += 1
         del self._paths[:-_MOST_PATHS]
-        return flow
+        return graph
 
 
 class _Reads:
@@ -217,9 +217,9 @@ class _Reads:
         names = [f"_{place}" for place in range(number)]
         return [self._noted(arguments, name, vars(arguments)[name]) for name in names]
 
-    def known(self, flow: Flow) -> list[_Read | _Question]:
-        """Return what decides whether a step takes the path ``flow``."""
-        changed = {(id(self._root.get_submodule(owner)), key) for owner, key in flow.changed}
+    def known(self, graph: StepGraph) -> list[_Read | _Question]:
+        """Return what decides whether a step takes the path ``graph``."""
+        changed = {(id(self._root.get_submodule(owner)), key) for owner, key in graph.changed}
         found: list[_Read | _Question] = list(self._asked)
         for (owner, name), value in self._values.items():
             if isinstance(value, _PLAIN):
@@ -329,8 +329,8 @@ def _outline(value: Any) -> Any:
     return [item if isinstance(item, _PLAIN) else type(item) for item in value]
 
 
-def _is_equal(flow: Flow, other: Flow) -> bool:
+def _is_equal(graph: StepGraph, other: StepGraph) -> bool:
     try:
-        return bool(flow == other)
+        return bool(graph == other)
     except Exception:  # what a part returns besides tensors may have no answer
         return False

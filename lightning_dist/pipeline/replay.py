@@ -27,9 +27,9 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_dist import _compat
 from lightning_dist.pipeline.checkpointing import checkpointing_without_reentry
-from lightning_dist.pipeline.flow import Flow, FlowError, InnerCall, Leaf, Output, Value
+from lightning_dist.pipeline.graph import InnerCall, Leaf, Output, StepGraph, TraceError, Value
 from lightning_dist.pipeline.stand_in import refuse_stand_ins, seeming_here, stand_in
-from lightning_dist.randomness import Numbers
+from lightning_dist.randomness import RngGenerators
 
 __all__ = ["MicrobatchSeed", "Replay", "StagePlan"]
 
@@ -39,13 +39,13 @@ class StagePlan:
     """What a step does on one stage.
 
     Args:
-        flow: The step.
+        graph: The step.
         stages: The stage of each of its calls.
         stage: Which.
         num_stages: Of how many.
     """
 
-    flow: Flow
+    graph: StepGraph
     stages: Sequence[int]
     stage: int
     num_stages: int
@@ -53,14 +53,14 @@ class StagePlan:
     @cached_property
     def received(self) -> list[Value]:
         """What the stage before hands on, in order."""
-        return self.flow.crossing(self.stages.__getitem__, self.stage) if self.stage else []
+        return self.graph.crossing(self.stages.__getitem__, self.stage) if self.stage else []
 
     @cached_property
     def sent(self) -> list[Value]:
         """What this stage hands on, in order; of the last, what the end of the step on the whole batch begins with."""
-        if self.is_last and self.flow.of_whole_batch is None:
+        if self.is_last and self.graph.of_whole_batch is None:
             return []
-        return self.flow.crossing(self.stages.__getitem__, self.stage + 1)
+        return self.graph.crossing(self.stages.__getitem__, self.stage + 1)
 
     @property
     def is_last(self) -> bool:
@@ -74,7 +74,7 @@ class StagePlan:
 
     def leaf(self, value: Value) -> Leaf:
         """What is known of ``value``."""
-        leaf = self.flow.calls[value[0]].leaves[value[1]]
+        leaf = self.graph.calls[value[0]].leaves[value[1]]
         assert leaf is not None
         return leaf
 
@@ -143,20 +143,20 @@ class Replay:
     Args:
         root: The user's module.
         parts: Its parts, by name.
-        foreign: Names of those that have no parameters here.
+        remote: Names of those that have no parameters here.
         device: Where it is.
     """
 
     def __init__(
-        self, root: nn.Module, parts: Mapping[str, nn.Module], foreign: frozenset[str], device: torch.device
+        self, root: nn.Module, parts: Mapping[str, nn.Module], remote: frozenset[str], device: torch.device
     ) -> None:
         self._root = root
         self._device = device
-        self._foreign = foreign
+        self._remote = remote
         self._run: _Run | None = None
         self._is_whole = False
         self._drawing: dict[str, tuple[int, frozenset[str]]] = {}
-        self._numbers = Numbers(device)
+        self._numbers = RngGenerators(device)
         for name, part in parts.items():
             _compat.route_calls(part, partial(self._on_call, name, part))
 
@@ -175,26 +175,26 @@ class Replay:
             What the step returned (on the last stage; else None), and the values of ``plan.sent``.
 
         Raises:
-            FlowError: If the step calls other parts than when it was followed.
+            TraceError: If the step calls other parts than when it was followed.
         """
         given = dict(zip(plan.received, received, strict=True))
         run = self._run = _Run(plan, seed, given)
         result = None
         try:
-            if plan.flow.draws:
-                self._numbers.seed(seed.between, plan.flow.draws)
+            if plan.graph.draws:
+                self._numbers.seed(seed.between, plan.graph.draws)
             with checkpointing_without_reentry():
                 result = step()
             refuse_stand_ins(result, "returns")
-            for owner, key in plan.flow.changed:
+            for owner, key in plan.graph.changed:
                 refuse_stand_ins(vars(self._root.get_submodule(owner)).get(key), f"keeps as {key}")
         except _EndOfStage:
             pass
         else:
-            if not plan.is_last and run.num_calls < len(plan.flow.calls):
-                raise FlowError(
-                    f"The step ended after {run.num_calls} of the {len(plan.flow.calls)} calls that it made when it was"
-                    " followed: a pipeline cannot run a step that takes another path for some batches."
+            if not plan.is_last and run.num_calls < len(plan.graph.calls):
+                raise TraceError(
+                    f"The step ended after {run.num_calls} of the {len(plan.graph.calls)} calls that it made when it"
+                    " was followed: a pipeline cannot run a step that takes another path for some batches."
                 )
         finally:
             self._run = None
@@ -210,9 +210,9 @@ class Replay:
             sent.append(tensor if is_sendable else tensor.clone(memory_format=torch.contiguous_format))
         return result, tuple(sent)
 
-    def numbers_kept(self, flow: Flow) -> AbstractContextManager[None]:
+    def numbers_kept(self, graph: StepGraph) -> AbstractContextManager[None]:
         """Around microbatches of a step: afterwards, random numbers go on as if none had been drawn."""
-        return self._numbers.kept(flow.draws)
+        return self._numbers.kept(graph.draws)
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -253,7 +253,7 @@ class Replay:
     def _on_call(self, name: str, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         if run is None or run.is_inside:
-            if name in self._foreign and not self._is_whole:
+            if name in self._remote and not self._is_whole:
                 raise RuntimeError(
                     f"{name} was called outside of a step, and its weights are on another stage of the pipeline. Call"
                     " the model inside `with lightning_dist.full_parameters(module):`, entered on every rank."
@@ -265,10 +265,10 @@ class Replay:
                     self._numbers.seed(part_seed(torch.default_generator.initial_seed(), call), draws)
                     return _compat.call(part, *args, **kwargs)
             return _compat.call(part, *args, **kwargs)
-        index, calls = run.num_calls, run.plan.flow.calls
+        index, calls = run.num_calls, run.plan.graph.calls
         if index >= len(calls) or calls[index].name != name:
             expected = calls[index].name if index < len(calls) else "the end of the step"
-            raise FlowError(
+            raise TraceError(
                 f"The step calls {name} where it called {expected} when it was followed: a pipeline cannot run a step"
                 " that takes another path for some batches."
             )
@@ -294,7 +294,7 @@ class Replay:
 
     def _run_part(self, run: _Run, index: int, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a part that draws random numbers, or from inside which hooks take something."""
-        call = run.plan.flow.calls[index]
+        call = run.plan.graph.calls[index]
         with ExitStack() as around:
             if call.inner:
                 around.enter_context(self._taken_from_inside(run, index))
@@ -314,8 +314,8 @@ class Replay:
             return
         if not isinstance(tensor, Tensor) or tensor.shape != known.shape:
             found = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
-            raise FlowError(
-                f"{run.plan.flow.calls[value[0]].name} returned {found} where it returned a tensor of shape"
+            raise TraceError(
+                f"{run.plan.graph.calls[value[0]].name} returned {found} where it returned a tensor of shape"
                 f" {tuple(known.shape)} when the step was followed: what a stage hands on must have the same shape in"
                 " each microbatch."
             )
@@ -334,7 +334,7 @@ class Replay:
             num_calls[name] += 1
 
         by_name: dict[str, list[InnerCall]] = {}
-        for call in run.plan.flow.calls[index].inner:
+        for call in run.plan.graph.calls[index].inner:
             by_name.setdefault(call.name, []).append(call)
         hooks = [
             self._root.get_submodule(name).register_forward_hook(partial(take, name, inner))
@@ -348,7 +348,7 @@ class Replay:
 
     def _stand_in(self, run: _Run, index: int, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What a part of another stage returns; its hooks, and those inside it that take something, are called."""
-        call = run.plan.flow.calls[index]
+        call = run.plan.graph.calls[index]
 
         def given(output: Output, places: Mapping[int, int]) -> Any:
             leaves = []

@@ -15,11 +15,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from lightning_dist.initialization import broadcast_tensors
-from lightning_dist.pipeline.as_written import AsWritten
 from lightning_dist.pipeline.attributes import unchanged
 from lightning_dist.pipeline.failures import Failure
-from lightning_dist.pipeline.flow import Flow, Leaf
+from lightning_dist.pipeline.graph import Leaf, StepGraph
 from lightning_dist.pipeline.of_batch import BuffersOfStep
+from lightning_dist.pipeline.original_module import OriginalModule
 from lightning_dist.pipeline.outside_of_steps import AllStages
 from lightning_dist.pipeline.path import KnownPaths, Readable
 from lightning_dist.pipeline.replay import MicrobatchSeed, Replay, StagePlan
@@ -41,9 +41,9 @@ RunRoot = Callable[[Callable[[], Any]], Any]
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A step's flow, what of it each stage of this rank does, and the schedule that runs them."""
+    """A step's graph, what of it each stage of this rank does, and the schedule that runs them."""
 
-    flow: Flow
+    graph: StepGraph
     plans: dict[int, StagePlan]
     schedule: Any
     """torch's; None for a step without backwards."""
@@ -56,7 +56,7 @@ class Ran:
 
     Args:
         results: On the rank of the last stage, what the step returned on each microbatch; else nothing.
-        at_end: There, the values of each microbatch that :meth:`Pipeline.values_at_end` describes, if the flow has
+        at_end: There, the values of each microbatch that :meth:`Pipeline.values_at_end` describes, if the graph has
             ``of_whole_batch``.
         failure: The error of this rank.
         buffers: Those that the step changes, as they were before it.
@@ -101,10 +101,10 @@ class Pipeline:
 
     Args:
         root: The user's module.
-        as_written: It before it was spread.
+        original_module: It before it was spread.
         stages: How it is cut.
         config: How it is run.
-        foreign: The parts of which this rank has no parameters.
+        remote: The parts of which this rank has no parameters.
         group: The ranks of one ``pp``, for collectives.
         stage_to_stage: The same ranks, for sends and receives.
         device: Where tensors are.
@@ -117,10 +117,10 @@ class Pipeline:
     def __init__(
         self,
         root: nn.Module,
-        as_written: AsWritten,
+        original_module: OriginalModule,
         stages: Stages,
         config: PipelineConfig,
-        foreign: frozenset[str],
+        remote: frozenset[str],
         group: dist.ProcessGroup,
         stage_to_stage: dist.ProcessGroup,
         device: torch.device,
@@ -128,7 +128,7 @@ class Pipeline:
         splits_backward: bool = True,
     ) -> None:
         modules = dict(root.named_modules())
-        self.as_written = as_written
+        self.original_module = original_module
         self.stages = stages
         self.config = config
         self.group = group
@@ -140,7 +140,7 @@ class Pipeline:
         self._root = root
         self._device = device
         self._data_parallel_rank = data_parallel_rank
-        self._replay = Replay(root, {name: modules[name] for name in stages.parts}, foreign, device)
+        self._replay = Replay(root, {name: modules[name] for name in stages.parts}, remote, device)
         self.shared = SharedParameters(root, stages, config, stage_to_stage)
         self.all_stages = AllStages(root, self._holders(), group, device)
         self.readable: Readable = {}
@@ -160,7 +160,7 @@ class Pipeline:
         """
         return self._paths.setdefault(key, KnownPaths(self._root, self.readable)).taken(arguments)
 
-    def follow(self, key: object, follow: Callable[[Sequence[Any]], Flow], arguments: Sequence[Any] = ()) -> int:
+    def follow(self, key: object, follow: Callable[[Sequence[Any]], StepGraph], arguments: Sequence[Any] = ()) -> int:
         """Follow a step, and return the number of a known path that is equal to its own; -1: there is none.
 
         Args:
@@ -183,11 +183,11 @@ class Pipeline:
             has_backward: Whether each is followed by a backward.
         """
         paths = self._paths[key]
-        flow = paths.remember(path) if is_followed else paths.known(path)
-        whole_key = (id(flow), num_microbatches, has_backward)
+        graph = paths.remember(path) if is_followed else paths.known(path)
+        whole_key = (id(graph), num_microbatches, has_backward)
         prepared = self._prepared.pop(whole_key, None)
-        if prepared is None or prepared.flow is not flow:
-            prepared = self._prepare(flow, num_microbatches, has_backward)
+        if prepared is None or prepared.graph is not graph:
+            prepared = self._prepare(graph, num_microbatches, has_backward)
         self._prepared[whole_key] = prepared  # the newest is last
         if len(self._prepared) > _MOST_PREPARED:
             del self._prepared[next(iter(self._prepared))]
@@ -216,18 +216,18 @@ class Pipeline:
         """
         base = int(torch.randint(2**62, ()))  # the same on all ranks of the pipeline, and after a resume
         results = [None] * len(steps) if self.is_last else []
-        buffers = BuffersOfStep(self._root, prepared.flow.steady_buffers | prepared.flow.buffers_between)
+        buffers = BuffersOfStep(self._root, prepared.graph.steady_buffers | prepared.graph.buffers_between)
         at_end: list[tuple[Tensor, ...]] = [()] * len(results)
         running = self._running = _Running(prepared.plans, steps, run_root, loss_of, base, results, buffers, at_end)
         if loss_of is not None:
             self.order = prepared.order
             self._recorder.begin()
-            self.shared.will_run(prepared.flow)
+            self.shared.will_run(prepared.graph)
         numbers = torch.arange(len(steps))
         try:
             with (
-                self._replay.numbers_kept(prepared.flow),
-                self._replay.stand_in_parameters(prepared.flow.params_between),
+                self._replay.numbers_kept(prepared.graph),
+                self._replay.stand_in_parameters(prepared.graph.params_between),
             ):
                 if loss_of is not None:
                     prepared.schedule.step(microbatch=numbers, target=numbers, losses=[], return_outputs=False)
@@ -237,37 +237,37 @@ class Pipeline:
         finally:
             self._running = None
 
-    def run_end(self, flow: Flow, values: Sequence[Tensor], step: Callable[[], Any]) -> Any:
+    def run_end(self, graph: StepGraph, values: Sequence[Tensor], step: Callable[[], Any]) -> Any:
         """Run a step in which no part runs, and return what it returns: each gives one of ``values``. No communication.
 
         Args:
-            flow: The step.
+            graph: The step.
             values: What :meth:`values_at_end` describes, in its order.
             step: The step, its arguments bound.
         """
-        plan = self._plan_of_end(flow)
-        with self._replay.numbers_kept(flow), self._replay.stand_in_parameters(flow.params_between):
+        plan = self._plan_of_end(graph)
+        with self._replay.numbers_kept(graph), self._replay.stand_in_parameters(graph.params_between):
             given = [value.to(self._device) for value in values]
             return self._replay.run(plan, MicrobatchSeed(0, 0, 0), given, step)[0]
 
     @contextmanager
-    def nothing_left(self, flow: Flow) -> Iterator[None]:
-        """Undo what a step with the path ``flow`` leaves inside, in attributes and in buffers outside of parts."""
-        buffers = BuffersOfStep(self._root, flow.buffers_between)
+    def nothing_left(self, graph: StepGraph) -> Iterator[None]:
+        """Undo what a step with the path ``graph`` leaves inside, in attributes and in buffers outside of parts."""
+        buffers = BuffersOfStep(self._root, graph.buffers_between)
         try:
-            with unchanged(self._root, flow.changed):
+            with unchanged(self._root, graph.changed):
                 yield
         finally:
             buffers.restore()
 
-    def values_at_end(self, flow: Flow) -> list[Leaf]:
+    def values_at_end(self, graph: StepGraph) -> list[Leaf]:
         """Return what is known of the values of parts that the end of a step makes something of."""
-        plan = self._plan_of_end(flow)
+        plan = self._plan_of_end(graph)
         return [plan.leaf(value) for value in plan.received]
 
-    def _plan_of_end(self, flow: Flow) -> StagePlan:
+    def _plan_of_end(self, graph: StepGraph) -> StagePlan:
         """Return a plan by which all parts are on an earlier stage."""
-        return StagePlan(flow, [0] * len(flow.calls), 1, 2)
+        return StagePlan(graph, [0] * len(graph.calls), 1, 2)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -325,14 +325,14 @@ class Pipeline:
     def _is_first_with(self, name: str) -> bool:
         return self.stages.stages_of_param[name][0] in self.own_stages
 
-    def _prepare(self, flow: Flow, num_microbatches: int, has_backward: bool) -> PreparedStep:
-        calls = self.stages.stages_of_calls(flow)
-        self.stages.check_parameters(flow, calls)
-        self.stages.check_hooks(flow, calls)
+    def _prepare(self, graph: StepGraph, num_microbatches: int, has_backward: bool) -> PreparedStep:
+        calls = self.stages.stages_of_calls(graph)
+        self.stages.check_parameters(graph, calls)
+        self.stages.check_hooks(graph, calls)
         num_stages = self.stages.num_stages
-        plans = {stage: StagePlan(flow, calls, stage, num_stages) for stage in self.own_stages}
+        plans = {stage: StagePlan(graph, calls, stage, num_stages) for stage in self.own_stages}
         if not has_backward:
-            return PreparedStep(flow, plans, None)
+            return PreparedStep(graph, plans, None)
         torch_stages = []
         for stage, plan in plans.items():
             torch_stage = TimedStage(
@@ -360,7 +360,7 @@ class Pipeline:
             scale_grads=False,
         )
         order = order_of(schedule, self.config.pp_size, num_microbatches)
-        return PreparedStep(flow, plans, schedule, order)
+        return PreparedStep(graph, plans, schedule, order)
 
     def _run_forward(self, running: _Running) -> None:
         """Run each stage on all microbatches, one stage after another; torch's schedules all want backwards."""
@@ -403,12 +403,12 @@ class Pipeline:
         plan, step = running.plans[stage], running.steps[microbatch]
 
         def run() -> Any:
-            if plan.flow.steady_buffers or plan.flow.buffers_between:
+            if plan.graph.steady_buffers or plan.graph.buffers_between:
                 stages_of = self.stages.stages_of_part
                 running.buffers.restore(tuple(f"{part}." for part in self.stages.parts if stage not in stages_of[part]))
-            # The last microbatch's attributes are left where the whole batch has no flow that could leave its own.
+            # The last microbatch's attributes are left where the whole batch has no graph that could leave its own.
             is_left = plan.is_last and microbatch == len(running.steps) - 1
-            changed = plan.flow.changed if plan.is_last else (*plan.flow.changed, *plan.flow.changed_inside)
+            changed = plan.graph.changed if plan.is_last else (*plan.graph.changed, *plan.graph.changed_inside)
             with unchanged(self._root, changed) if changed and not is_left else nullcontext():
                 result, sent = self._replay.run(plan, seed, received, step)
             if not plan.is_last:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.pipeline.flow import Flow
+from lightning_dist.pipeline.graph import StepGraph
 from lightning_dist.pipeline.stages import PipelineConfig, Stages
 
 __all__ = ["SharedParameters"]
@@ -34,9 +34,9 @@ class SharedParameters:
         }
         self._used: set[str] = set()
 
-    def will_run(self, flow: Flow) -> None:
+    def will_run(self, graph: StepGraph) -> None:
         """Note which parameters get gradients in a step: the others of an optimizer's stay without one."""
-        self._used |= {name for name in self._holders.keys() - self._used if flow.uses_param(name)}
+        self._used |= {name for name in self._holders.keys() - self._used if graph.uses_param(name)}
 
     def sum_gradients(self) -> None:
         """Let each have the sum of all stages' gradients, bit for bit the same. A collective over their ranks."""

@@ -11,13 +11,13 @@ from torch import Tensor, nn
 
 from lightning_dist import _compat
 from lightning_dist.pipeline.balance import balanced, costs, split_by_hand
-from lightning_dist.pipeline.flow import Flow, FlowError, NotFollowedError
-from lightning_dist.pipeline.follow import find_flow, find_parts
+from lightning_dist.pipeline.follow import find_parts, trace_step
+from lightning_dist.pipeline.graph import NotFollowedError, StepGraph, TraceError
 from lightning_dist.pipeline.schedules import SCHEDULES, stages_of
 from lightning_dist.tensor_places import put, tensor_places
 from lightning_dist.units import Unit
 
-__all__ = ["Foreign", "PipelineConfig", "Stages", "find_stages", "keep_own", "own_units"]
+__all__ = ["PipelineConfig", "RemoteParameters", "Stages", "drop_remote", "find_stages", "own_units"]
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class PipelineConfig:
         virtual_stages: Number of stages on a rank; None: the schedule's.
         num_microbatches: Into how many parts a batch is split.
         split: The parts that each stage but the first begins with; None: balanced by cost.
-        step: A step of the module on a microbatch, for :func:`~lightning_dist.pipeline.follow.find_flow`; None: none
+        step: A step of the module on a microbatch, for :func:`~lightning_dist.pipeline.follow.trace_step`; None: none
             is known, and ``why_no_step`` says why.
         why_no_step: See ``step``.
         step_in_run: The step after the hooks that come before it, which may set what it reads; for where the step alone
@@ -93,7 +93,7 @@ class Stages:
         stages_of_param: Name of each parameter to the stages that it is needed on, in order; tied ones by their first
             name.
         costs: The share of the time of a step that each stage takes.
-        flow: The step that was followed.
+        graph: The step that was followed.
     """
 
     num_stages: int
@@ -102,61 +102,61 @@ class Stages:
     stages_of_part: Mapping[str, list[int]]
     stages_of_param: Mapping[str, list[int]]
     costs: list[float]
-    flow: Flow
+    graph: StepGraph
 
-    def stages_of_calls(self, flow: Flow) -> list[int]:
+    def stages_of_calls(self, graph: StepGraph) -> list[int]:
         """The stage of each call of another step of the same model.
 
         Raises:
-            FlowError: If it calls the parts in another order than the stages are in.
+            TraceError: If it calls the parts in another order than the stages are in.
         """
         found: list[int] = []
-        for call in flow.calls:
+        for call in graph.calls:
             at_least = found[-1] if found else 0
             later = [stage for stage in self.stages_of_part[call.name] if stage >= at_least]
             if not later:
-                raise FlowError(
-                    f"The step calls {call.name} after {flow.calls[len(found) - 1].name}, and its stage is before that"
+                raise TraceError(
+                    f"The step calls {call.name} after {graph.calls[len(found) - 1].name}, and its stage is before that"
                     " one's: a pipeline runs the parts of a model in one order, that of training_step."
                 )
             found.append(later[0])
         return found
 
-    def check_parameters(self, flow: Flow, calls: Sequence[int]) -> None:
+    def check_parameters(self, graph: StepGraph, calls: Sequence[int]) -> None:
         """See to it that each parameter is where another step of the same model needs it.
 
         Args:
-            flow: The step.
+            graph: The step.
             calls: The stage of each of its calls.
 
         Raises:
-            FlowError: If one is not.
+            TraceError: If one is not.
         """
-        for call, stage in [*zip(flow.calls, calls, strict=True), (flow.end, self.num_stages - 1)]:
+        for call, stage in [*zip(graph.calls, calls, strict=True), (graph.end, self.num_stages - 1)]:
             missing = sorted(name for name in call.params if stage not in self.stages_of_param[name])
             if missing:
-                raise FlowError(
+                raise TraceError(
                     f"The step uses {', '.join(missing[:3])} in {call.name}, on stage {stage}, and the step by which"
                     " the model was cut does not: they are on another stage. Use them in training_step as well,"
                     " if only times zero, or use a strategy without stages."
                 )
 
-    def check_hooks(self, flow: Flow, calls: Sequence[int]) -> None:
+    def check_hooks(self, graph: StepGraph, calls: Sequence[int]) -> None:
         """See to it that a hook on a tensor's gradient is there on each stage that makes something of the tensor.
 
         Args:
-            flow: The step.
+            graph: The step.
             calls: The stage of each of its calls.
 
         Raises:
-            FlowError: If one is put there too late.
+            TraceError: If one is put there too late.
         """
-        for values, num_before in flow.hooked:
+        for values, num_before in graph.hooked:
             first = max(calls[:num_before], default=0)
             made = max((call for call, _ in values), default=num_before)
-            for call, stage in list(zip(flow.calls, calls, strict=True))[made + 1 : num_before]:
+            for call, stage in list(zip(graph.calls, calls, strict=True))[made + 1 : num_before]:
                 if stage < first and call.uses & values:
-                    raise FlowError(
+                    raise TraceError(
                         f"The step registers a hook on a tensor after {call.name} has used it, and that part is on an"
                         " earlier stage, which ends before: call register_hook as soon as the tensor is made."
                     )
@@ -174,32 +174,32 @@ def find_stages(
         device: Where it is.
 
     Raises:
-        FlowError: If the module or its step cannot be split.
+        TraceError: If the module or its step cannot be split.
         ValueError: If ``config.split`` does not fit the model.
     """
     if config.step is None:
-        raise FlowError(
+        raise TraceError(
             "A pipeline must follow a step before it splits the model, and there is none to follow:"
             f" {config.why_no_step}."
         )
 
-    def follow(step: Callable[..., Any]) -> tuple[list[str], dict[str, nn.Module], Flow]:
+    def follow(step: Callable[..., Any]) -> tuple[list[str], dict[str, nn.Module], StepGraph]:
         parts = find_parts(root, step, device, blocks, 2 * config.num_stages)
         parts = _with_unused_blocks(parts, blocks)
         found = {name: block for name, block in blocks.items() if name in parts}
-        return parts, found, find_flow(root, step, device, parts, found, config.has_loss)
+        return parts, found, trace_step(root, step, device, parts, found, config.has_loss)
 
     try:
-        parts, blocks, flow = follow(config.step)
+        parts, blocks, graph = follow(config.step)
     except Exception as error:
-        if config.step_in_run is None or (isinstance(error, FlowError) and not isinstance(error, NotFollowedError)):
+        if config.step_in_run is None or (isinstance(error, TraceError) and not isinstance(error, NotFollowedError)):
             raise
         try:
-            parts, blocks, flow = follow(config.step_in_run)
+            parts, blocks, graph = follow(config.step_in_run)
         except Exception:  # what the user knows of is the step alone
             raise error from error.__cause__
-    called = costs(flow, root, config.num_microbatches)
-    names = [call.name for call in flow.calls]
+    called = costs(graph, root, config.num_microbatches)
+    names = [call.name for call in graph.calls]
     if config.split is not None:
         stages = split_by_hand(names, config.split, config.num_stages, [name for name, _ in root.named_modules()])
     else:
@@ -218,9 +218,9 @@ def find_stages(
         parts,
         blocks,
         {name: sorted(found) for name, found in of_part.items()},
-        _stages_of_params(root, flow, stages, of_part, config.num_stages),
+        _stages_of_params(root, graph, stages, of_part, config.num_stages),
         shares,
-        flow,
+        graph,
     )
 
 
@@ -241,14 +241,14 @@ def _with_unused_blocks(parts: list[str], blocks: Mapping[str, nn.Module]) -> li
 
 
 def _stages_of_params(
-    root: nn.Module, flow: Flow, stages: Sequence[int], of_part: Mapping[str, set[int]], num_stages: int
+    root: nn.Module, graph: StepGraph, stages: Sequence[int], of_part: Mapping[str, set[int]], num_stages: int
 ) -> dict[str, list[int]]:
     first_name = {param: name for name, param in root.named_parameters()}
     needed: dict[str, set[int]] = {name: set() for name in first_name.values()}
-    for call, stage in zip(flow.calls, stages, strict=True):
+    for call, stage in zip(graph.calls, stages, strict=True):
         for name in call.params:
             needed[name].add(stage)
-    for name in flow.end.params:
+    for name in graph.end.params:
         needed[name].add(num_stages - 1)
     for name, param in root.named_parameters(remove_duplicate=False):
         part = next((part for part in of_part if name.startswith(f"{part}.")), None)
@@ -259,7 +259,7 @@ def _stages_of_params(
 
 
 @dataclass(frozen=True)
-class Foreign:
+class RemoteParameters:
     """What of a model is on other ranks only.
 
     Args:
@@ -271,7 +271,7 @@ class Foreign:
     tensors: list[Tensor]
 
 
-def keep_own(root: nn.Module, stages: Stages, own: Sequence[int], units: Sequence[Unit]) -> Foreign:
+def drop_remote(root: nn.Module, stages: Stages, own: Sequence[int], units: Sequence[Unit]) -> RemoteParameters:
     """Move what is not needed on the stages ``own`` to the meta device.
 
     Parameters keep their names, and their identity where torch can swap their content. Buffers go with the part that
@@ -301,24 +301,24 @@ def keep_own(root: nn.Module, stages: Stages, own: Sequence[int], units: Sequenc
             tensors.append(replaced.get(id(param), param))
     for unit in units:
         unit.params.update({name: replaced[id(param)] for name, param in unit.params.items() if id(param) in replaced})
-    foreign = set()
+    remote = set()
     modules = dict(root.named_modules())
     for part in stages.parts:
         if wanted & set(stages.stages_of_part[part]):
             continue
-        foreign.add(part)
+        remote.add(part)
         for module in modules[part].modules():
             buffers: dict[str, Tensor | None] = module._buffers
             for key, buffer in buffers.items():
                 if buffer is not None:
                     buffers[key] = torch.empty_like(buffer, device="meta")
                     tensors.append(buffers[key])  # type: ignore[arg-type]  # it is a tensor now
-    return Foreign(frozenset(foreign), tensors)
+    return RemoteParameters(frozenset(remote), tensors)
 
 
-def own_units(units: Sequence[Unit], foreign: Foreign) -> list[Unit]:
+def own_units(units: Sequence[Unit], remote: RemoteParameters) -> list[Unit]:
     """What is left of ``units`` without the parameters of others."""
-    others = {id(tensor) for tensor in foreign.tensors}
+    others = {id(tensor) for tensor in remote.tensors}
     own = []
     for unit in units:
         params = {name: param for name, param in unit.params.items() if id(param) not in others}

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dist import _compat
-from lightning_dist.pipeline.flow import FlowError, Leaf
+from lightning_dist.pipeline.graph import Leaf, TraceError
 from lightning_dist.tensor_reads import READS, TEXTS
 from lightning_dist.tracing import tensors_in
 
@@ -44,7 +44,7 @@ class StandIn(Tensor):
         leaves = tree_leaves((args, kwargs))
         stands_for = next((leaf.stands_for for leaf in leaves if type(leaf) is StandIn), cls.stands_for)
         if name in READS:
-            raise FlowError(_explained(stands_for, "reads the value of"))
+            raise TraceError(_explained(stands_for, "reads the value of"))
         with _compat.without_torch_functions():
             out = func(*args, **(kwargs or {}))
             made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
@@ -83,11 +83,11 @@ def refuse_stand_ins(value: Any, does: str) -> None:
         does: What the step does with them, for the error.
 
     Raises:
-        FlowError: If one is: the step took another path than when it was followed.
+        TraceError: If one is: the step took another path than when it was followed.
     """
     for tensor in tensors_in(value):
         if type(tensor) is StandIn:
-            raise FlowError(_explained(tensor.stands_for, does))
+            raise TraceError(_explained(tensor.stands_for, does))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from lightning_dist.pipeline.flow import NotFollowedError
+from lightning_dist.pipeline.graph import NotFollowedError
 from lightning_dist.tensor_reads import MadeUpValues, Script
 from lightning_dist.tracing import WhyNot
 
@@ -66,7 +66,7 @@ def follow_ways(
         why_not = found or why_not
         looks = any(name in why_not for name in _ABOUT_VALUES)
         raise NotFollowedError(
-            f"The step could not be followed on tensors without values ({why_not}): a pipeline must know what flows"
+            f"The step could not be followed on tensors without values ({why_not}): a pipeline must know what graphs"
             " between a model's blocks before it splits them."
             + (" The step looks at values of tensors; do that in a callback, or behind the model." if looks else "")
             + " If sizes in the step depend on values, as those of packed sequences do, use a strategy without stages."

@@ -11,7 +11,7 @@
 
 from lightning_dist.tensor_parallel.apply import TensorParallel
 from lightning_dist.tensor_parallel.plan import STYLES, Entry, Plan, PlanError, resolve_plan
-from lightning_dist.tensor_parallel.planner import Seen, make_plan
+from lightning_dist.tensor_parallel.planner import StepTrace, make_plan
 from lightning_dist.tensor_parallel.provenance import Provenance
 from lightning_dist.tensor_parallel.same_batch import DifferentBatchError, SameBatch
 from lightning_dist.tensor_parallel.split_logits import SplitLogits, whole_logits
@@ -24,8 +24,8 @@ __all__ = [
     "PlanError",
     "Provenance",
     "SameBatch",
-    "Seen",
     "SplitLogits",
+    "StepTrace",
     "TensorParallel",
     "make_plan",
     "resolve_plan",

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_dist import _compat
 from lightning_dist.gather_on_use import GatheredOnUse
-from lightning_dist.randomness import Apart
+from lightning_dist.randomness import RankRng
 from lightning_dist.tensor_parallel import exchanges
 from lightning_dist.tensor_parallel.heads import add_head_hooks
 from lightning_dist.tensor_parallel.layers import linear_layer, num_heads, shared_heads, why_not_split
@@ -65,7 +65,7 @@ class TensorParallel:
         self._attributes: list[tuple[nn.Module, str, Any, Any]] = []  # as it was, and as it is
         self._is_whole = False
         self._entered: tuple[Tensor, Tensor, bool] | None = None
-        self._random = Apart(torch.device(mesh.device_type), self._group.rank()) if plan.draws_random else None
+        self._random = RankRng(torch.device(mesh.device_type), self._group.rank()) if plan.draws_random else None
         self.plan = plan
         self.sequence: SequenceParallel | None = None
         if plan.sequence is not None:

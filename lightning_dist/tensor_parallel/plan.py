@@ -56,7 +56,7 @@ class Entry:
 
     Args:
         style: One of :data:`STYLES`.
-        source: Who said so.
+        source: Who patterns so.
         why: What there is to add; empty: nothing.
         num_packed: How many layers are in a ``packed_colwise`` one.
     """
@@ -161,16 +161,16 @@ def resolve_plan(root: nn.Module, user: Mapping[str, str] | None = None) -> dict
         user = method() if callable(method) else {}
     modules = {name: module for name, module in root.named_modules() if name}
     plan = dict(_hugging_face(root))
-    said: dict[str, str] = {}
+    patterns: dict[str, str] = {}
     for pattern, text in user.items():
         style, num_packed = _parse(pattern, text)
         matches = [name for name in modules if _matches(pattern, name)]
         if not matches:
             raise PlanError(f"plan: {pattern!r} matches no module.{_nearest(pattern, list(modules))}")
         for name in matches:
-            if name in said:
-                raise PlanError(f"plan: {said[name]!r} and {pattern!r} both match {name}; leave one out.")
-            said[name] = pattern
+            if name in patterns:
+                raise PlanError(f"plan: {patterns[name]!r} and {pattern!r} both match {name}; leave one out.")
+            patterns[name] = pattern
             plan[name] = Entry(style, "user", num_packed=num_packed)
     return {name: plan[name] for name in modules if name in plan}
 

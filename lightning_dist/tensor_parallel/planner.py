@@ -23,11 +23,11 @@ from lightning_dist.tensor_parallel.provenance import Call, Provenance
 from lightning_dist.tensor_parallel.unsplit import reasons_for_whole
 from lightning_dist.tracing import tensors_in
 
-__all__ = ["Seen", "make_plan"]
+__all__ = ["StepTrace", "make_plan"]
 
 
 @dataclass(frozen=True)
-class Seen:
+class StepTrace:
     """What is known of a model from one step on fake tensors.
 
     Args:
@@ -42,8 +42,8 @@ class Seen:
 def make_plan(
     root: nn.Module,
     blocks: Mapping[str, nn.Module],
-    said: Mapping[str, Entry],
-    seen: Seen,
+    explicit: Mapping[str, Entry],
+    seen: StepTrace,
     mesh: DeviceMesh,
     *,
     num_shards: int = 1,
@@ -56,7 +56,7 @@ def make_plan(
     Args:
         root: The model.
         blocks: Its repeated blocks, by full name.
-        said: What the user and Hugging Face say of its modules; empty: a plan is inferred.
+        explicit: What the user and Hugging Face say of its modules; empty: a plan is inferred.
         seen: What is known of its steps.
         mesh: The ranks of ``tp``.
         num_shards: Over how many ranks FSDP2 shards what a rank then has.
@@ -68,7 +68,7 @@ def make_plan(
         PlanError: If what the user says does not compute the same, or what he asks for cannot be done.
     """
     planner = _Planner(root, blocks, seen, mesh, num_shards, is_strict)
-    plan = planner.plan(dict(said), splits_sequence, splits_logits)
+    plan = planner.plan(dict(explicit), splits_sequence, splits_logits)
     del planner
     gc.collect()  # the copies of blocks: modules and their hooks refer to each other
     return plan
@@ -122,7 +122,7 @@ class _Planner:
         self,
         root: nn.Module,
         blocks: Mapping[str, nn.Module],
-        seen: Seen,
+        seen: StepTrace,
         mesh: DeviceMesh,
         num_shards: int,
         is_strict: bool,

@@ -15,7 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dist.randomness import Apart
+from lightning_dist.randomness import RankRng
 from lightning_dist.tensor_parallel import exchanges
 from lightning_dist.tensor_parallel.plan import Entry, SplitSequence
 
@@ -41,7 +41,7 @@ class SequenceParallel:
         plan: SplitSequence,
         entries: Mapping[str, Entry],
         group: dist.ProcessGroup,
-        random: Apart | None,
+        random: RankRng | None,
     ) -> None:
         self._group = group
         self._random = random

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_dist.consensus import arrive
+from lightning_dist.consensus import timed_barrier
 from lightning_dist.tensor_parallel import exchanges
 
 __all__ = ["SplitLogits", "whole_logits", "works_on_parts"]
@@ -83,7 +83,7 @@ class SplitLogits(Tensor):
         Raises:
             OtherRankError: If another rank does not need it.
         """
-        arrive(f"{function} of logits that are split over tp", 60.0, dist.get_process_group_ranks(self.group))
+        timed_barrier(f"{function} of logits that are split over tp", 60.0, dist.get_process_group_ranks(self.group))
         return exchanges.gather(self.local, self.group, self.split_dim)
 
     @classmethod

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from typing_extensions import override
 
-from lightning_dist.consensus import together
+from lightning_dist.consensus import raise_on_all_ranks
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.loggers import MLflowLogger
 from lightning_dist.preemption import StopRequest, TrainingStopped
@@ -181,7 +181,7 @@ class FaultTolerance(Callback):
             f"{name}-{trainer.node_rank}",
             on_hang=lambda report: _upload(trainer, folder),
         )
-        with together("starting the watchdog"):
+        with raise_on_all_ranks("starting the watchdog"):
             self._watchdog.start()
 
     def _close(self) -> None:

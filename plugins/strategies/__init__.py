@@ -6,7 +6,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dist.plugins import _compat
-from lightning_dist.plugins.strategies import newest
+from lightning_dist.plugins.strategies import resume_path
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
 from lightning_dist.plugins.strategies.full_shard import FullShardStrategy
 from lightning_dist.plugins.strategies.hybrid_shard import HybridShardStrategy
@@ -39,7 +39,7 @@ def register() -> None:
         name = strategy.strategy_name
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])
-    _compat.intercept_checkpoint_paths(MeshStrategy, newest.choose, newest.resume, _restore_when_sharded)
+    _compat.intercept_checkpoint_paths(MeshStrategy, resume_path.choose, resume_path.resume, _restore_when_sharded)
     _compat.read_checkpoint_directories()
     _compat.compute_gradient_norms_of_shards()
 

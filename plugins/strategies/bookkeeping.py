@@ -116,7 +116,7 @@ class Bookkeeping:
             kept = self._removed_for[path]
             self._exists.update(dict.fromkeys(kept, True))
             for known in self._of.values():
-                too_many += known.take_back(path, kept)
+                too_many += known.roll_back(path, kept)
         self._failed = []
         return too_many
 
@@ -169,7 +169,7 @@ class _Known:
             setattr(view, name, path)
         return view
 
-    def take_back(self, path: str, kept: list[str]) -> list[str]:
+    def roll_back(self, path: str, kept: list[str]) -> list[str]:
         callback, too_many = self.callback, []
         self._good.discard(path)
         self._committed |= self._before.pop(path, {})  # it was committed, and did not read back

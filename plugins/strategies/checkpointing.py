@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.checkpoint import CheckpointError, Manifest, Save, Snapshot, Verify, Writer, find, take_snapshot
 from lightning_dist.checkpoint.state import by_name
-from lightning_dist.consensus import together
+from lightning_dist.consensus import raise_on_all_ranks
 from lightning_dist.plugins.strategies.bookkeeping import Bookkeeping, absolute
 from lightning_dist.plugins.strategies.retention import Retention
 
@@ -148,7 +148,7 @@ class Checkpoints:
         if folder not in self._folders:
             self._folders.add(folder)
             before: dict[str, int] = {}
-            with together(f"looking for checkpoints in {folder}"):
+            with raise_on_all_ranks(f"looking for checkpoints in {folder}"):
                 if self._trainer.is_global_zero:
                     before = self._saved_before(folder)
             self._retention.found(self._trainer.strategy.broadcast(before))

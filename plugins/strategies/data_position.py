@@ -13,7 +13,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_dist.plugins._progress import count_batches, training_progress
-from lightning_dist.plugins.strategies.global_batch import Batch, kept
+from lightning_dist.plugins.strategies.global_batch import Batch, rescale_batch
 from lightning_dist.sampler import ResumableSampler
 
 __all__ = ["NUM_SEEN", "make_resumable", "with_its_own_seeds"]
@@ -110,7 +110,7 @@ class _Position:
         callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
         is_scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
         is_automatic = self._trainer.lightning_module.automatic_optimization
-        batch = kept(total, configured, self._given, is_automatic and not is_scheduled)
+        batch = rescale_batch(total, configured, self._given, is_automatic and not is_scheduled)
         if batch != self._batch:
             self._batches.batch_size, self._trainer.accumulate_grad_batches = batch.per_rank, batch.accumulate
             rank_zero_info(

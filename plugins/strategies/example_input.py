@@ -29,7 +29,7 @@ def run_example(module: LightningModule, run: Callable[[], None]) -> None:
     if spread is None or spread.pipeline is None:
         run()
         return
-    with spread.pipeline.as_written.again():
+    with spread.pipeline.original_module.again():
         why_not = run_on_fakes(module, lambda fake: run(), module.device, _Nobody())
     if why_not:
         rank_zero_warn(f"The model could not be run on its example_input_array for the summary: {why_not}")

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric, MetricCollection
 
-from lightning_dist.pipeline import FlowError
+from lightning_dist.pipeline import TraceError
 from lightning_dist.plugins import _compat
 
 __all__ = ["FakeStep", "example_args", "example_step", "fake_step", "parameters_unchanged", "without_updates"]
@@ -154,7 +154,7 @@ def parameters_unchanged(module: LightningModule) -> Iterator[None]:
     Embeddings with ``max_norm`` do so as well, within the part that they are.
 
     Raises:
-        FlowError: If one was changed.
+        TraceError: If one was changed.
     """
     renormed = {id(p) for part in module.modules() if getattr(part, "max_norm", None) for p in part.parameters()}
     params = {name: param for name, param in module.named_parameters() if id(param) not in renormed}
@@ -169,7 +169,7 @@ def parameters_unchanged(module: LightningModule) -> Iterator[None]:
     yield
     for name, param in params.items():
         if state_of(param) != before[name]:
-            raise FlowError(
+            raise TraceError(
                 f"The step changes the parameter {name!r}. Under a pipeline a step runs once a microbatch, and not on"
                 " every rank to its end: change parameters in on_train_batch_start or on_train_batch_end, where every"
                 " rank sees the parameters of all stages."

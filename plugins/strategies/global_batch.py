@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["Batch", "kept"]
+__all__ = ["Batch", "rescale_batch"]
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Batch:
         return self.per_rank * self.accumulate * self.num_ranks
 
 
-def kept(total: int, configured: Batch, given: Batch, can_accumulate: bool = True) -> Batch:
+def rescale_batch(total: int, configured: Batch, given: Batch, can_accumulate: bool = True) -> Batch:
     """The batch of a run that is resumed with the sizes ``given`` for each rank.
 
     Where these are not what the run was ``configured`` with before, another step is meant, and taken. The same sizes on

@@ -12,9 +12,9 @@ from lightning.pytorch import LightningModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_dist.checkpoint import CheckpointError, Part, TensorInfo, Verify, read_part
+from lightning_dist.checkpoint import CheckpointError, LoadedCheckpoint, TensorInfo, Verify, read_for_rank
 from lightning_dist.checkpoint.state import load_model, load_optimizer
-from lightning_dist.consensus import together
+from lightning_dist.consensus import raise_on_all_ranks
 
 __all__ = ["load", "load_optimizers", "load_weights"]
 
@@ -25,7 +25,7 @@ def load(
     with_optimizers: bool,
     weights_only: bool,
     verify: Verify,
-    go_on: Callable[[Part], None] | None = None,
+    go_on: Callable[[LoadedCheckpoint], None] | None = None,
 ) -> dict[str, Any]:
     """Read Lightning's checkpoint dictionary from ``path``. A collective over all processes.
 
@@ -43,7 +43,7 @@ def load(
         CheckpointError: If ``path`` is missing, of another kind, damaged, or incomplete.
         OtherRankError: On the ranks that could read it, if another could not.
     """
-    with together(f"reading the checkpoint {path}"):
+    with raise_on_all_ranks(f"reading the checkpoint {path}"):
         if Path(path).is_file():
             return _load_file(Path(path), weights_only)
         params = dict(module.named_parameters(remove_duplicate=False))
@@ -58,7 +58,7 @@ def load(
             return _empty_like(targets.get(str(info.path[-1])), info)
 
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        part = read_part(path, rank, num_ranks, template, weights_only, verify)
+        part = read_for_rank(path, rank, num_ranks, template, weights_only, verify)
         if go_on is not None:
             go_on(part)
         return part.state

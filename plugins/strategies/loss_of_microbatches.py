@@ -11,13 +11,13 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_dist.pipeline import Flow, Leaf, Pipeline, map_leaves
+from lightning_dist.pipeline import Leaf, Pipeline, StepGraph, map_leaves
 
 __all__ = ["warn_of_other_losses"]
 
 
 def warn_of_other_losses(
-    pipeline: Pipeline, follow: Callable[[Any], Flow], step: Callable[[Any], Any], microbatch: Any, name: str
+    pipeline: Pipeline, follow: Callable[[Any], StepGraph], step: Callable[[Any], Any], microbatch: Any, name: str
 ) -> None:
     """Warn where a loss is no mean over samples, so that under a pipeline it is another than in one process.
 
@@ -34,17 +34,17 @@ def warn_of_other_losses(
     """
     doubled = map_leaves(microbatch, _twice)
     try:
-        flows = [follow(batch) for batch in (microbatch, doubled)]
-        if any(flow.end.draws for flow in flows):
+        graphs = [follow(batch) for batch in (microbatch, doubled)]
+        if any(graph.end.draws for graph in graphs):
             return
         with isolate_rng(), torch.no_grad():
-            outputs = [_made_up(leaf) for leaf in pipeline.values_at_end(flows[0])]
-            with pipeline.nothing_left(flows[0]):
-                once = _number(pipeline.run_end(flows[0], outputs, lambda: step(microbatch)))
-            wanted = pipeline.values_at_end(flows[1])
+            outputs = [_made_up(leaf) for leaf in pipeline.values_at_end(graphs[0])]
+            with pipeline.nothing_left(graphs[0]):
+                once = _number(pipeline.run_end(graphs[0], outputs, lambda: step(microbatch)))
+            wanted = pipeline.values_at_end(graphs[1])
             outputs = [_like(output, leaf) for output, leaf in zip(outputs, wanted, strict=True)]
-            with pipeline.nothing_left(flows[1]):
-                twice = _number(pipeline.run_end(flows[1], outputs, lambda: step(doubled)))
+            with pipeline.nothing_left(graphs[1]):
+                twice = _number(pipeline.run_end(graphs[1], outputs, lambda: step(doubled)))
     except Exception:  # made-up outputs may be none that the loss can take
         return
     if not (math.isfinite(once) and math.isfinite(twice)) or math.isclose(once, twice, rel_tol=1e-3, abs_tol=1e-6):

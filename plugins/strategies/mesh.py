@@ -26,8 +26,14 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_dist.after_error import announce_error, check_that_all_ranks_failed
-from lightning_dist.checkpoint import Part
-from lightning_dist.consensus import OtherRankError, arrive, arrive_unless_missed, go_on, together
+from lightning_dist.checkpoint import LoadedCheckpoint
+from lightning_dist.consensus import (
+    OtherRankError,
+    go_on,
+    raise_on_all_ranks,
+    timed_barrier,
+    timed_barrier_unless_missed,
+)
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.local_step import LocalStep
@@ -338,7 +344,7 @@ class MeshStrategy(ProcessStrategy):
             tensor: This rank's; of the same shape on all ranks.
             group: Other ranks to gather over. All processes, which is what ``LightningModule.all_gather`` gives where
                 nothing is asked for, are those that have a part of the batch.
-            sync_grads: Whether the gradient of what is returned flows back to every rank's ``tensor``.
+            sync_grads: Whether the gradient of what is returned graphs back to every rank's ``tensor``.
 
         Returns:
             The tensors of all ranks, stacked along a new first dimension.
@@ -638,10 +644,10 @@ class MeshStrategy(ProcessStrategy):
     def _arrive_to_save(self) -> None:
         """See to it that all ranks save: each has a part of what is written."""
         if self._trainer.state.status != TrainerStatus.INTERRUPTED:
-            arrive_unless_missed("trainer.save_checkpoint")
+            timed_barrier_unless_missed("trainer.save_checkpoint")
             return
         try:  # a callback saves after an error, of this rank alone?
-            arrive("Saving a checkpoint after an error", AFTER_ERROR_S)
+            timed_barrier("Saving a checkpoint after an error", AFTER_ERROR_S)
         except OtherRankError as error:
             announce_error(error)  # which Lightning does not give to on_exception, being in it
             raise
@@ -688,20 +694,20 @@ class MeshStrategy(ProcessStrategy):
             self._go_on_from if is_fitting else None,
         )
 
-    def _go_on_from(self, part: Part) -> None:
+    def _go_on_from(self, part: LoadedCheckpoint) -> None:
         self._exact_resume.restore(part.state, part.own, part.manifest.world_size == self.world_size)
         self._checkpoints.go_on_from(part.manifest)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of a checkpoint that :meth:`load_checkpoint` read."""
         assert self.lightning_module is not None
-        with together("loading the weights"):  # which may not fit on one stage of a pipeline alone
+        with raise_on_all_ranks("loading the weights"):  # which may not fit on one stage of a pipeline alone
             loading.load_weights(checkpoint, self.lightning_module, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' states of a checkpoint that :meth:`load_checkpoint` read."""
         assert self.lightning_module is not None
-        with together("loading the optimizers' states"):
+        with raise_on_all_ranks("loading the optimizers' states"):
             loading.load_optimizers(checkpoint, self.optimizers, self.lightning_module)
 
     def teardown(self) -> None:

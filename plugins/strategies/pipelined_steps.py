@@ -20,22 +20,22 @@ from torchmetrics import Metric, MetricCollection
 from lightning_dist.collectives import BytesBroadcast
 from lightning_dist.pipeline import (
     Failure,
-    Flow,
-    FlowError,
     Pipeline,
     Ran,
+    StepGraph,
+    TraceError,
     agreed_path,
-    find_flow,
     raise_together,
     signature,
+    trace_step,
 )
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.example_step import fake_step, without_updates
 from lightning_dist.plugins.strategies.loss_of_microbatches import warn_of_other_losses
 from lightning_dist.plugins.strategies.microbatching import BatchSplitter
 from lightning_dist.plugins.strategies.pipelined_metrics import SharedMetrics
-from lightning_dist.plugins.strategies.pipelined_outcome import Outcome, joined, merged_outputs
 from lightning_dist.plugins.strategies.step_collectives import without_foreign_collectives
+from lightning_dist.plugins.strategies.step_result import StepResult, joined, merged_outputs
 from lightning_dist.plugins.strategies.weighting import LossWeights
 from lightning_dist.sharding import ShardedModule
 
@@ -114,10 +114,10 @@ class PipelinedSteps:
                 return self._scale(weights.scale(loss) / accumulate)
             return self._scale(loss / (number * accumulate))
 
-        outcome, ran = self._run("training_step", args, kwargs, None, loss_of)
+        result, ran = self._run("training_step", args, kwargs, None, loss_of)
         self._spread.after_microbatches()
         merge = partial(merged_outputs, ran.results, losses)
-        output = outcome.tell(merge, self._pipeline, self._broadcast, ran.buffers)
+        output = result.broadcast_results(merge, self._pipeline, self._broadcast, ran.buffers)
         if not self._pipeline.is_last and isinstance(output, Mapping) and output.get("weight") is not None:
             weights.add(torch.as_tensor(output["weight"], dtype=torch.float64, device=self._module.device))
         return output
@@ -127,8 +127,8 @@ class PipelinedSteps:
         # Replicas may have other numbers of batches; shards of one may not.
         gathers = self._spread.mesh.shape[-1] > 1 and not self._spread.stays_gathered
         group = None if gathers else self._pipeline.group
-        outcome, ran = self._run(name, args, kwargs, group)
-        return outcome.tell(partial(joined, ran.results), self._pipeline, self._broadcast, ran.buffers)
+        result, ran = self._run(name, args, kwargs, group)
+        return result.broadcast_results(partial(joined, ran.results), self._pipeline, self._broadcast, ran.buffers)
 
     def _key(self, name: str, batch: Any, kwargs: dict[str, Any], number: int) -> object:
         """Return all that the path of the step ``name``, and which gradients it needs, always depends on."""
@@ -148,32 +148,32 @@ class PipelinedSteps:
         kwargs: dict[str, Any],
         has_backward: bool,
         arguments: Sequence[Any],
-    ) -> Flow:
+    ) -> StepGraph:
         """Follow the step ``name`` on a microbatch, and on the batch where that may leave something else."""
-        flow = self._follow(name, microbatches[0], arguments, kwargs, has_backward)
-        if len(microbatches) == 1 or not flow.may_leave_more:
-            return flow
+        graph = self._follow(name, microbatches[0], arguments, kwargs, has_backward)
+        if len(microbatches) == 1 or not graph.may_leave_more:
+            return graph
         try:
-            return flow.with_whole_batch(self._follow(name, batch, arguments, kwargs, has_backward))
-        except FlowError as error:  # such as a batch that only the module's own hook can take apart
-            left = [key for _, key in flow.changed] + sorted(flow.buffers_between)
+            return graph.with_whole_batch(self._follow(name, batch, arguments, kwargs, has_backward))
+        except TraceError as error:  # such as a batch that only the module's own hook can take apart
+            left = [key for _, key in graph.changed] + sorted(graph.buffers_between)
             rank_zero_warn(
                 f"{type(self._module).__name__}.{name} could not be followed on a whole batch ({error}). What it leaves"
                 f" ({', '.join(left) or 'in logs and outputs'}) is that of the microbatches."
             )
-            return flow
+            return graph
 
     def _follow(
         self, name: str, batch: Any, arguments: Sequence[Any], kwargs: dict[str, Any], has_backward: bool
-    ) -> Flow:
+    ) -> StepGraph:
         """Follow the step on a microbatch."""
         module, stages = self._module, self._pipeline.stages
         fake = fake_step(module, module.trainer, name, (batch, *arguments), kwargs, self._around_following)
-        with self._pipeline.as_written.again():
-            flow = find_flow(module, fake, module.device, stages.parts, stages.blocks, has_backward)
+        with self._pipeline.original_module.again():
+            graph = trace_step(module, fake, module.device, stages.parts, stages.blocks, has_backward)
         # Metrics keep what all microbatches have given them.
         return replace(
-            flow, changed=tuple((owner, key) for owner, key in flow.changed if owner not in self._of_metrics)
+            graph, changed=tuple((owner, key) for owner, key in graph.changed if owner not in self._of_metrics)
         )
 
     def _run(
@@ -183,7 +183,7 @@ class PipelinedSteps:
         kwargs: dict[str, Any],
         group: dist.ProcessGroup | None,
         loss_of: Callable[[int, Any], Tensor] | None = None,
-    ) -> tuple[Outcome, Ran]:
+    ) -> tuple[StepResult, Ran]:
         """Run the step on all microbatches, and return what it has left and what came of it.
 
         An error on any rank is raised on all ranks of ``group``: those that wait for each other after the step.
@@ -195,7 +195,7 @@ class PipelinedSteps:
             group: The ranks that have a step now; None: all processes.
             loss_of: From the number of microbatches and what one's step returned, its part of the loss.
         """
-        outcome: Outcome | None = None
+        result: StepResult | None = None
         ran: Ran | None = None
         failure: Failure | None = None
         steps: list[Callable[[], Any]] = []
@@ -223,9 +223,9 @@ class PipelinedSteps:
             path = agreed_path(path, failure, pipeline.group, device)
         try:
             prepared = pipeline.prepare(key, path, not is_known, len(microbatches), loss_of is not None)
-            outcome = Outcome(self._module, prepared.flow, sizes, self._metrics)
+            result = StepResult(self._module, prepared.graph, sizes, self._metrics)
             steps = [
-                partial(self._run_step, outcome, name, microbatch, index, (args[1:], kwargs))
+                partial(self._run_step, result, name, microbatch, index, (args[1:], kwargs))
                 for index, microbatch in enumerate(microbatches)
             ]
         except Exception as error:
@@ -239,29 +239,29 @@ class PipelinedSteps:
                 self._has_tried_loss = True
                 with suppress(Exception):  # the step itself will raise it, with the other ranks taking part
                     self._try_loss(microbatches[0], args[1:], kwargs)
-            if outcome is not None:
+            if result is not None:
                 with self._metrics.in_step(), without_foreign_collectives(self._peers):
-                    with outcome.logging():
+                    with result.logging():
                         ran = self._pipeline.run(
                             prepared, steps, run_root, None if loss_of is None else partial(loss_of, len(steps))
                         )
                     failure = ran.failure
                     if failure is None and self._pipeline.is_last:
-                        failure = self._run_on_whole_batch(outcome, ran, name, args, kwargs)
+                        failure = self._run_on_whole_batch(result, ran, name, args, kwargs)
                     if failure is None:
                         failure = self._write_back()
             raise_together(failure, group, self._module.device)
-        assert outcome is not None
+        assert result is not None
         assert ran is not None
-        return outcome, ran
+        return result, ran
 
     def _run_on_whole_batch(
-        self, outcome: Outcome, ran: Ran, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, result: StepResult, ran: Ran, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Failure | None:
         """Let the whole batch leave what its microbatches may not have; return the error."""
         try:
-            step = partial(self._run_step, outcome, name, args[0], len(ran.results) - 1, (args[1:], kwargs))
-            outcome.run_on_whole_batch(self._pipeline, ran, step)
+            step = partial(self._run_step, result, name, args[0], len(ran.results) - 1, (args[1:], kwargs))
+            result.run_on_whole_batch(self._pipeline, ran, step)
         except Exception as error:
             return Failure.now(error, "the code between parts, on the whole batch")
         return None
@@ -285,18 +285,18 @@ class PipelinedSteps:
             with _compat.logging_to(self._module), without_updates(self._module), self._around_following():
                 return self._module.training_step(copied, *others, **kwargs)
 
-        def follow(batch: Any) -> Flow:
+        def follow(batch: Any) -> StepGraph:
             return self._follow("training_step", batch, others, kwargs, True)
 
         warn_of_other_losses(self._pipeline, follow, step, batch, type(self._module).__name__)
 
     def _run_step(
-        self, outcome: Outcome, name: str, batch: Any, index: int, others: tuple[tuple[Any, ...], dict[str, Any]]
+        self, result: StepResult, name: str, batch: Any, index: int, others: tuple[tuple[Any, ...], dict[str, Any]]
     ) -> Any:
         """Run the user's step on the microbatch ``batch``, the ``index``-th; ``others`` are its further arguments."""
-        if outcome.flow.changes_batch:  # which is run on by every stage of this rank
+        if result.graph.changes_batch:  # which is run on by every stage of this rank
             batch = apply_to_collection(batch, Tensor, Tensor.clone)
-        outcome.microbatch = index
+        result.microbatch = index
         with self._step_context(name):
             return getattr(self._module, name)(batch, *others[0], **others[1])
 
@@ -305,10 +305,10 @@ def _refuse_leaves(batch: Any) -> None:
     """Refuse inputs that collect gradients.
 
     Raises:
-        FlowError: If a tensor of ``batch`` requires gradients.
+        TraceError: If a tensor of ``batch`` requires gradients.
     """
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(batch)):
-        raise FlowError(
+        raise TraceError(
             "A tensor of the batch requires gradients: under a pipeline its gradient would be known on the first stage"
             " only, and for one microbatch at a time. Use a strategy without stages."
         )

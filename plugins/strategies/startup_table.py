@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["startup_table"]
 
 
-_LABELS = {"own": "on the LightningModule itself", "shared": "shared by blocks", "scalars": "scalar"}
+_LABELS = {"root": "on the LightningModule itself", "shared": "shared by blocks", "scalars": "scalar"}
 
 
 def startup_table(strategy: MeshStrategy, module: ShardedModule) -> str:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_dist
-from lightning_dist.pipeline import FlowError, note_exchange
+from lightning_dist.pipeline import TraceError, note_exchange
 
 __all__ = ["stand_ins_for_collectives", "without_foreign_collectives"]
 
@@ -43,7 +43,7 @@ def without_foreign_collectives(peers: Collection[int]) -> Iterator[None]:
         peers: The ranks that have the same stages as this one.
 
     Raises:
-        FlowError: From the collective, with the place that calls it.
+        TraceError: From the collective, with the place that calls it.
     """
 
     def run(name: str, own: Callable[..., Any], group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -61,7 +61,7 @@ def stand_ins_for_collectives(peers: Collection[int]) -> Iterator[None]:
         peers: The ranks that have the same stages as this one.
 
     Raises:
-        FlowError: From a collective that a step of a pipeline cannot call.
+        TraceError: From a collective that a step of a pipeline cannot call.
     """
 
     def run(name: str, own: Callable[..., Any], group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -73,7 +73,7 @@ def stand_ins_for_collectives(peers: Collection[int]) -> Iterator[None]:
         elif name in ("all_reduce", "broadcast"):
             note_exchange(args[0] if args else kwargs["tensor"])
         elif name != "barrier":
-            raise FlowError(_refusal(name))
+            raise TraceError(_refusal(name))
 
     with _replaced(peers, run), _NoCollectives():
         yield
@@ -127,7 +127,7 @@ def _position_of_group(function: Callable[..., Any]) -> int | None:
 def _check(name: str, group: Any, peers: Collection[int]) -> None:
     ranks = dist.get_process_group_ranks(group)
     if not set(ranks) <= set(peers):
-        raise FlowError(_refusal(name))
+        raise TraceError(_refusal(name))
 
 
 def _refusal(name: str) -> str:
@@ -164,5 +164,5 @@ class _NoCollectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            raise FlowError(_refusal(func._schema.name.partition("::")[2].rstrip("_")))
+            raise TraceError(_refusal(func._schema.name.partition("::")[2].rstrip("_")))
         return func(*args, **(kwargs or {}))

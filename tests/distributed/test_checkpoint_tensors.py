@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from lightning_dist.checkpoint import CheckpointError, read_manifest, read_part, take_snapshot, write
+from lightning_dist.checkpoint import CheckpointError, read_for_rank, read_manifest, take_snapshot, write
 from lightning_dist.checkpoint.manifest import TensorEntry
 from lightning_dist.checkpoint.tensors import merged
 from tests.pool import WorkerPool
@@ -53,7 +53,7 @@ def read_in_all_layouts(folder: Path, saved_as: str) -> list[str]:
     for layout in LAYOUTS:
         targets = distributed({name: torch.zeros(shape) for name, shape in SHAPES.items()}, layout)
         for check in ("full", "off"):
-            part = read_part(
+            part = read_for_rank(
                 folder / "run.ckpt",
                 dist.get_rank(),
                 dist.get_world_size(),
@@ -96,7 +96,7 @@ def save_in_containers(folder: Path) -> str:
     """Sharded tensors in an OrderedDict are saved as such; the error of those in an object."""
     tensors = distributed({"weight": torch.arange(8.0)}, "rows")
     write(folder / "run.ckpt", take_snapshot({"average": OrderedDict(tensors)}))
-    part = read_part(folder / "run.ckpt", dist.get_rank(), 4, lambda info: torch.empty(info.shape))
+    part = read_for_rank(folder / "run.ckpt", dist.get_rank(), 4, lambda info: torch.empty(info.shape))
     assert type(part.state["average"]) is OrderedDict
     assert torch.equal(part.state["average"]["weight"], torch.arange(8.0))
     try:

@@ -17,8 +17,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.distributed.checkpoint.staging import DefaultStager
 
-from lightning_dist.checkpoint import CheckpointError, file_system, find, place, verify, writer
-from lightning_dist.checkpoint.storage import place_of
+from lightning_dist.checkpoint import CheckpointError, file_system, find, storage, verify, writer
+from lightning_dist.checkpoint.locate import storage_at
 from lightning_dist.parity import whole_parameters
 from lightning_dist.plugins.strategies import mesh
 from tests.distributed.fit import make_trainer
@@ -31,19 +31,19 @@ class Slow:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float | None = None) -> None:
         self.release = threading.Event()
-        write = place.NewFile.write
+        write = storage.NewFile.write
 
         def slow(file: Any, data: Any) -> None:
             if file.size == 0:
                 self.release.wait(seconds or 60)
             write(file, data)
 
-        monkeypatch.setattr(place.NewFile, "write", slow)
+        monkeypatch.setattr(storage.NewFile, "write", slow)
 
 
 def fail_writes(monkeypatch: pytest.MonkeyPatch, which: set[str], rank: str = "1") -> None:
     """Let rank ``rank`` have no space for the checkpoints of these names."""
-    create = file_system.LocalPlace.create
+    create = file_system.LocalStorage.create
 
     def full(self: Any, save_id: str, name: str) -> Any:
         file = create(self, save_id, name)
@@ -55,7 +55,7 @@ def fail_writes(monkeypatch: pytest.MonkeyPatch, which: set[str], rank: str = "1
             file._write = no_space
         return file
 
-    monkeypatch.setattr(file_system.LocalPlace, "create", full)
+    monkeypatch.setattr(file_system.LocalStorage, "create", full)
 
 
 class AtSteps(pl.Callback):
@@ -330,7 +330,7 @@ def test_weights_that_change_under_the_copy_are_noticed(pool: WorkerPool, tmp_pa
 def save_beside(folder: Path) -> list[str]:
     """Two writers at once, as two runs have."""
     errors = []
-    other = place_of(folder / "other.ckpt")
+    other = storage_at(folder / "other.ckpt")
     unlock = other.lock() if os.environ["RANK"] == "0" else lambda: None
     try:
         fit([every_step(folder)], max_steps=1)
@@ -377,8 +377,10 @@ def alone(folder: Path) -> str:
     try:
         with pytest.MonkeyPatch.context() as patch:
             if os.environ["RANK"] == "1":
-                own = file_system.LocalPlace._folder
-                patch.setattr(file_system.LocalPlace, "_folder", lambda self, save_id: own(self, save_id) / "elsewhere")
+                own = file_system.LocalStorage._folder
+                patch.setattr(
+                    file_system.LocalStorage, "_folder", lambda self, save_id: own(self, save_id) / "elsewhere"
+                )
             fit([AtSteps({2: lambda trainer, _: trainer.save_checkpoint("run.ckpt")})], enable_checkpointing=False)
     except CheckpointError as error:
         return str(error)

@@ -114,8 +114,8 @@ from tests.models import GPT
 
 grace_seconds = float(sys.argv[2])
 if grace_seconds < 1:
-    from lightning_dist.checkpoint import place
-    place.NewFile.write = lambda *args: time.sleep(30)
+    from lightning_dist.checkpoint import storage
+    storage.NewFile.write = lambda *args: time.sleep(30)
 
 class Slowly(pl.Callback):
     def on_train_batch_start(self, trainer, *args):

@@ -98,7 +98,7 @@ def test_every_parameter_is_in_one_unit() -> None:
     root.scale = nn.Parameter(torch.ones(2))
     root.temperature = nn.Parameter(torch.ones(()))
     units = find_units(root)
-    assert [unit.kind for unit in units] == ["block", "block", "outer", "own", "scalars"]
+    assert [unit.kind for unit in units] == ["block", "block", "outer", "root", "scalars"]
     named = [name for unit in units for name in unit.params]
     assert sorted(named) == sorted(name for name, _ in root.named_parameters())
     assert units[2].numel == sum(p.numel() for n, p in root.named_parameters() if "model" in n and "blocks" not in n)
@@ -111,8 +111,8 @@ def test_a_model_without_blocks_is_cut_by_size() -> None:
                             "cnn.1.bias", "cnn.1.weight", "cnn.2.bias", "cnn.2.weight"]),
     ]  # fmt: skip
     assert [(kind, names) for kind, names, _ in kinds(holder(cnn=cnn), min_num_params=100)] == [
-        ("sized", ["cnn.0.0"]),
-        ("sized", ["cnn.1"]),
+        ("large", ["cnn.0.0"]),
+        ("large", ["cnn.1"]),
         ("outer", ["cnn"]),
     ]
 
@@ -122,7 +122,7 @@ def test_a_model_without_blocks_is_cut_by_size() -> None:
     [
         ("between children", "outer", ["a", "b"]),
         ("between a block and the head", "outer", ["body", "b"]),
-        ("with the root", "own", [""]),
+        ("with the root", "root", [""]),
     ],
 )
 def test_a_tied_parameter_is_in_one_unit(tie: str, kind: str, names: list[str]) -> None:

@@ -12,7 +12,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch import nn
 
 from lightning_dist import full_parameters
-from lightning_dist.consensus import arrive
+from lightning_dist.consensus import timed_barrier
 from tests.behaviour.case import Run, case
 from tests.behaviour.models import Classifier, LanguageModel, tokens
 
@@ -255,7 +255,7 @@ def save_on_rank_0(run: Run) -> None:
 
     run.fit(Saves(), observe=False)
     if not run.is_reference:
-        arrive("what comes after the fit", 5.0)
+        timed_barrier("what comes after the fit", 5.0)
 
 
 @case("save_weights_only, and a fit that begins with these weights")

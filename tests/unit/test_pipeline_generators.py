@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from lightning_dist.pipeline.replay import MicrobatchSeed
-from lightning_dist.randomness import Numbers
+from lightning_dist.randomness import RngGenerators
 
 
 def draw() -> list[float]:
@@ -19,7 +19,7 @@ def draw() -> list[float]:
 
 @pytest.mark.parametrize("num_drawn", [0, 1, 3])  # a normal number leaves a second one
 def test_numbers_go_on_as_if_none_had_been_drawn(num_drawn: int) -> None:
-    numbers = Numbers(torch.device("cpu"))
+    numbers = RngGenerators(torch.device("cpu"))
 
     def drawn(has_part: bool) -> list[list[float]]:
         numbers.seed(17)
@@ -35,7 +35,7 @@ def test_numbers_go_on_as_if_none_had_been_drawn(num_drawn: int) -> None:
 
 
 def test_numbers_follow_from_a_seed_and_leave_no_trace() -> None:
-    numbers = Numbers(torch.device("cpu"))
+    numbers = RngGenerators(torch.device("cpu"))
     with numbers.kept():
         expected = draw()
     found = []
@@ -49,7 +49,7 @@ def test_numbers_follow_from_a_seed_and_leave_no_trace() -> None:
 
 
 def test_generators_that_are_not_named_are_left_alone() -> None:
-    numbers = Numbers(torch.device("cpu"))
+    numbers = RngGenerators(torch.device("cpu"))
     with numbers.kept():
         numbers.seed(1)
         first = draw()

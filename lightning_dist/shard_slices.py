@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist._compat import num_packed
 
-__all__ = ["Box", "Boxes", "local_part"]
+__all__ = ["ShardSlice", "ShardSlices", "local_part"]
 
 
 def local_part(tensor: Tensor) -> Tensor:
@@ -22,7 +22,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Box:
+class ShardSlice:
     """What is one piece of a tensor and of this rank's part of it.
 
     Args:
@@ -36,26 +36,26 @@ class Box:
     in_part: tuple[slice, ...]
 
 
-class Boxes(dict[Any, tuple[Box, ...]]):
+class ShardSlices(dict[Any, tuple[ShardSlice, ...]]):
     """What this rank has of a tensor. A model has many of the same shape, and torch takes its time."""
 
-    def of(self, tensor: Tensor) -> tuple[Box, ...]:
+    def of(self, tensor: Tensor) -> tuple[ShardSlice, ...]:
         """The boxes of ``tensor``, none empty unless the part is."""
         if not isinstance(tensor, DTensor):
-            return (Box((0,) * tensor.ndim, tuple(tensor.shape), (slice(None),) * tensor.ndim),)
+            return (ShardSlice((0,) * tensor.ndim, tuple(tensor.shape), (slice(None),) * tensor.ndim),)
         key = tensor.shape, tensor.device_mesh, tensor.placements
         if key not in self:
-            self[key] = tuple(_boxes(tensor))
+            self[key] = tuple(_slices(tensor))
         return self[key]
 
 
-def _boxes(tensor: DTensor) -> Iterator[Box]:
+def _slices(tensor: DTensor) -> Iterator[ShardSlice]:
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # torch gives it no types
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     packed = [(axis, num_packed(placement)) for axis, placement in enumerate(tensor.placements)]
     packed = [(axis, number) for axis, number in packed if number and _is_packed(tensor, axis, number)]
     if not packed:
-        yield Box(offsets, sizes, (slice(None),) * tensor.ndim)
+        yield ShardSlice(offsets, sizes, (slice(None),) * tensor.ndim)
         return
     # A part of each of several layers in one, which torch takes for one piece.
     ((axis, number),) = packed
@@ -66,7 +66,7 @@ def _boxes(tensor: DTensor) -> Iterator[Box]:
     for index in range(number):
         start = index * rows + coordinate[axis] * length
         in_part = slice(index * length, (index + 1) * length)
-        yield Box(
+        yield ShardSlice(
             (*offsets[:dim], start, *offsets[dim + 1 :]),
             (*sizes[:dim], length, *sizes[dim + 1 :]),
             (*(slice(None),) * dim, in_part, *(slice(None),) * (tensor.ndim - dim - 1)),

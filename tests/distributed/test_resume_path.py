@@ -117,7 +117,7 @@ def damaged_on_disk(folder: Path) -> tuple[list[str], str]:
     """The newest save is damaged as soon as it is written: what it would replace must stay."""
     from lightning_dist.checkpoint import file_system
 
-    commit = file_system.LocalPlace.commit
+    commit = file_system.LocalStorage.commit
     error = ""
     with pytest.MonkeyPatch.context() as patch:
 
@@ -126,7 +126,7 @@ def damaged_on_disk(folder: Path) -> tuple[list[str], str]:
             if self.path.name == "step=3.ckpt":
                 damage(self.path)
 
-        patch.setattr(file_system.LocalPlace, "commit", commit_and_damage)
+        patch.setattr(file_system.LocalStorage, "commit", commit_and_damage)
         try:
             run(folder, 3, save_top_k=1)
         except Exception as raised:

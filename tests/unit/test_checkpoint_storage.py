@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from lightning_dist.checkpoint import CheckpointError, file_system, find, read, take_snapshot, verify, write
-from lightning_dist.checkpoint.storage import place_of
+from lightning_dist.checkpoint.locate import storage_at
 from tests.faults.saves import content, found, save
 
 
@@ -60,7 +60,7 @@ def test_where_nothing_can_be_exchanged_a_link_is_replaced(tmp_path: Path, no_ex
         assert path.is_symlink()
         assert not Path(os.readlink(path)).is_absolute(), "the folder could not be moved"
         assert len(names(tmp_path / ".versions")) == 1
-    place_of(path).remove()
+    storage_at(path).remove()
     assert names(tmp_path) == [".tmp", ".versions"]
     assert names(tmp_path / ".versions") == names(tmp_path / ".tmp") == []
 
@@ -87,8 +87,8 @@ def test_objects(memory: str) -> None:
     fsspec.filesystem("memory").rm_file(fsspec.filesystem("memory").find("/runs/run.ckpt")[0])
     with pytest.raises(CheckpointError, match=r"memory://runs/run.ckpt cannot be read: its file .* is missing"):
         verify(path)
-    place_of(path).remove()
-    assert not place_of(path).exists()
+    storage_at(path).remove()
+    assert not storage_at(path).exists()
 
 
 def test_an_object_store_that_fails_keeps_the_old(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,7 +133,7 @@ def test_the_link_of_somebody_else_is_removed_alone(tmp_path: Path) -> None:
     save(tmp_path / "best.ckpt", 1)
     (tmp_path / "last.ckpt").symlink_to("best.ckpt")
     assert [Path(path).name for path, _ in find(tmp_path)] == ["best.ckpt"]
-    place_of(tmp_path / "last.ckpt").remove()
+    storage_at(tmp_path / "last.ckpt").remove()
     assert found(tmp_path / "best.ckpt") == 1
     assert not (tmp_path / "last.ckpt").is_symlink()
 
@@ -141,7 +141,7 @@ def test_the_link_of_somebody_else_is_removed_alone(tmp_path: Path) -> None:
 def test_versions_that_no_link_names_are_swept(tmp_path: Path, no_exchange: None) -> None:
     save(tmp_path / "run.ckpt", 1)
     (tmp_path / ".versions" / "run.ckpt-of-a-dead-run").mkdir()
-    place_of(tmp_path / "run.ckpt").lock()()
+    storage_at(tmp_path / "run.ckpt").lock()()
     assert len(names(tmp_path / ".versions")) == 1
     assert found(tmp_path / "run.ckpt") == 1
 
@@ -167,7 +167,7 @@ def test_a_reader_keeps_its_checkpoint_while_the_path_gets_another(tmp_path: Pat
     path = tmp_path / "run.ckpt"
     save(path, 1)
     first = (path / "rank_0.bin").read_bytes()
-    with place_of(path).open() as reader:
+    with storage_at(path).open() as reader:
         reader.size("rank_0.bin")
         save(path, 2)
         content = bytearray(len(first))
@@ -177,7 +177,7 @@ def test_a_reader_keeps_its_checkpoint_while_the_path_gets_another(tmp_path: Pat
 
 def test_no_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path / "run.ckpt", 1)
-    monkeypatch.setattr(file_system.LocalPlace, "free_bytes", lambda self: 1000)
+    monkeypatch.setattr(file_system.LocalStorage, "free_bytes", lambda self: 1000)
     with pytest.raises(CheckpointError, match="it needs 0 MiB, and there is space for 0 MiB"):
         save(tmp_path / "run.ckpt", 2)
     assert found(tmp_path / "run.ckpt") == 1

@@ -20,13 +20,13 @@ from torchmetrics import Metric
 
 from lightning_dist.collectives import BytesBroadcast
 from lightning_dist.consensus import OtherRankError
-from lightning_dist.pipeline import BuffersOfStep, Flow, Leaf, Pipeline, Ran, refuse_stand_ins
+from lightning_dist.pipeline import BuffersOfStep, Leaf, Pipeline, Ran, StepGraph, refuse_stand_ins
 from lightning_dist.pipeline.attributes import keep, restore
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.example_step import without_updates
 from lightning_dist.plugins.strategies.pipelined_metrics import SharedMetrics
 
-__all__ = ["Outcome", "joined", "merged_outputs"]
+__all__ = ["StepResult", "joined", "merged_outputs"]
 
 
 class _Logged(NamedTuple):
@@ -41,7 +41,7 @@ class _Logged(NamedTuple):
     """Gives the whole batch's value, where a metric has returned that of the microbatch."""
 
 
-class Outcome:
+class StepResult:
     """What a step leaves besides its result: what it logs, and the attributes and buffers that it changes.
 
     Where microbatches may leave something else than the whole batch would, the last stage runs the code between parts
@@ -49,17 +49,17 @@ class Outcome:
 
     Args:
         module: The user's module.
-        flow: The step.
+        graph: The step.
         sizes: Number of samples in each microbatch.
         shared: The module's metrics.
     """
 
-    def __init__(self, module: LightningModule, flow: Flow, sizes: Sequence[int], shared: SharedMetrics) -> None:
-        self.flow = flow
+    def __init__(self, module: LightningModule, graph: StepGraph, sizes: Sequence[int], shared: SharedMetrics) -> None:
+        self.graph = graph
         self._module = module
         self._shared = shared
         self._sizes = sizes
-        self._before = keep(module, flow.changed)
+        self._before = keep(module, graph.changed)
         self._logged: dict[_Call, dict[int, _Logged]] = {}
         self._num_calls: Counter[tuple[str, int]] = Counter()
         self._of_whole_batch: _OfWholeBatch | None = None
@@ -103,12 +103,12 @@ class Outcome:
             ran: What came of the microbatches.
             step: The user's step on the whole batch.
         """
-        whole = self.flow.of_whole_batch
+        whole = self.graph.of_whole_batch
         if whole is None:
             return
-        restore(self._module, self.flow.changed, self._before)
+        restore(self._module, self.graph.changed, self._before)
         ran.buffers.restore(outside_of=tuple(f"{part}." for part in pipeline.stages.parts))
-        leaves = zip(pipeline.values_at_end(self.flow), pipeline.values_at_end(whole), strict=True)
+        leaves = zip(pipeline.values_at_end(self.graph), pipeline.values_at_end(whole), strict=True)
         values = [_whole(*known, parts) for known, parts in zip(leaves, zip(*ran.at_end, strict=True), strict=True)]
         logged: dict[_Call, tuple[Any, Mapping[str, Any]]] = {}
         num_calls: Counter[str] = Counter()
@@ -136,7 +136,7 @@ class Outcome:
             return {**whole, **{key: merged[key] for key in ("loss", "weight") if key in merged}}
         return merged if isinstance(merged, Tensor) else whole
 
-    def tell(
+    def broadcast_results(
         self, merge: Callable[[], Any], pipeline: Pipeline, broadcast: BytesBroadcast, buffers: BuffersOfStep
     ) -> Any:
         """Give every rank of ``pipeline`` what the last stage has: attributes, buffers and logs. A collective.
@@ -156,7 +156,7 @@ class Outcome:
             try:
                 logged = {call: self._merged(call, list(calls.values())) for call, calls in self._logged.items()}
                 between = {
-                    name: value for name, value in buffers.current().items() if name in self.flow.buffers_between
+                    name: value for name, value in buffers.current().items() if name in self.graph.buffers_between
                 }
                 left = (self.output(merge), logged, self._attributes(), between)
                 content = pickle.dumps((None, apply_to_collection(left, Tensor, _Packed.of)))
@@ -167,8 +167,8 @@ class Outcome:
         if failed is not None:
             raise error or OtherRankError(f"The last stage could not tell what a step has left: {failed}")
         output, logged, attributes, between = apply_to_collection(told, _Packed, _Packed.on, self._module.device)
-        restore(self._module, self.flow.changed, self._before)
-        for (owner, key), (is_added, value) in zip(self.flow.changed, attributes, strict=True):
+        restore(self._module, self.graph.changed, self._before)
+        for (owner, key), (is_added, value) in zip(self.graph.changed, attributes, strict=True):
             if is_added:
                 vars(self._module.get_submodule(owner))[key].extend(value)
             else:
@@ -186,7 +186,7 @@ class Outcome:
     def _attributes(self) -> list[tuple[bool, Any]]:
         """Return the value of each attribute that the step changes; of a list that it has added to, what."""
         found: list[tuple[bool, Any]] = []
-        for (owner, key), (before, content) in zip(self.flow.changed, self._before, strict=True):
+        for (owner, key), (before, content) in zip(self.graph.changed, self._before, strict=True):
             value: Any = vars(self._module.get_submodule(owner)).get(key)
             is_list = value is before and isinstance(value, list) and isinstance(content, list)
             if is_list and len(value) >= len(content) and all(map(operator.is_, value, content)):

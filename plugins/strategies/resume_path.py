@@ -12,16 +12,16 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_dist.checkpoint import CheckpointError, find
-from lightning_dist.consensus import OtherRankError, together
+from lightning_dist.consensus import OtherRankError, raise_on_all_ranks
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.bookkeeping import absolute
 
-__all__ = ["AUTO", "Newest", "choose", "resume"]
+__all__ = ["AUTO", "ResumePath", "choose", "resume"]
 
 AUTO = "auto"
 
 
-class Newest(str):
+class ResumePath(str):
     """A path that was not asked for by its name: where it is damaged, the newest good one will do.
 
     Args:
@@ -29,7 +29,7 @@ class Newest(str):
         folders: Where others are.
     """
 
-    def __new__(cls, path: str, folders: list[str]) -> Newest:  # noqa: D102 - as the class
+    def __new__(cls, path: str, folders: list[str]) -> ResumePath:  # noqa: D102 - as the class
         self = super().__new__(cls, path)
         self.folders = folders
         return self
@@ -38,7 +38,7 @@ class Newest(str):
 
 
 def choose(trainer: Trainer, asked: Any, found: Callable[[], Any]) -> Any:
-    """Turn the ``ckpt_path`` that was asked for into a path, or a :class:`Newest`.
+    """Turn the ``ckpt_path`` that was asked for into a path, or a :class:`ResumePath`.
 
     Args:
         trainer: With one of this project's strategies.
@@ -49,9 +49,9 @@ def choose(trainer: Trainer, asked: Any, found: Callable[[], Any]) -> Any:
         MisconfigurationException: If it is :data:`AUTO`, and every start would save to another folder.
     """
     if asked == AUTO:
-        return Newest(AUTO, _folders(trainer))
+        return ResumePath(AUTO, _folders(trainer))
     path = found()
-    return Newest(path, [os.path.dirname(absolute(path))]) if asked == "last" and path is not None else path
+    return ResumePath(path, [os.path.dirname(absolute(path))]) if asked == "last" and path is not None else path
 
 
 def resume(trainer: Trainer, path: Any, load: Callable[[Any], None]) -> None:
@@ -65,11 +65,11 @@ def resume(trainer: Trainer, path: Any, load: Callable[[Any], None]) -> None:
     Raises:
         CheckpointError: If there are checkpoints, but none of them can be read.
     """
-    if not isinstance(path, Newest):
+    if not isinstance(path, ResumePath):
         load(path)
         return
     candidates: list[str] = []
-    with together(f"looking for checkpoints in {' and '.join(path.folders)}"):
+    with raise_on_all_ranks(f"looking for checkpoints in {' and '.join(path.folders)}"):
         if trainer.is_global_zero:
             candidates = _candidates(path)
     candidates = trainer.strategy.broadcast(candidates)
@@ -89,7 +89,7 @@ def resume(trainer: Trainer, path: Any, load: Callable[[Any], None]) -> None:
     load(None)
 
 
-def _candidates(path: Newest) -> list[str]:
+def _candidates(path: ResumePath) -> list[str]:
     newest_first = [found for folder in path.folders for found in find(folder)]
     newest_first.sort(key=lambda found: getattr(found[1], "saved_at", 0.0), reverse=True)
     first = [] if path == AUTO else [absolute(path)]

@@ -1,4 +1,4 @@
-"""What flows between the parts of a model in one step.
+"""What graphs between the parts of a model in one step.
 
 A *part* is a module whose calls run on one stage only: a repeated block, or a module with parameters outside of the
 blocks. All code between parts runs on every stage. So what a stage must be given is what parts of earlier stages
@@ -22,17 +22,17 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from lightning_dist.tracing import RefusalError
 
-__all__ = ["Flow", "FlowError", "InnerCall", "Leaf", "NotFollowedError", "Output", "PartCall", "Value"]
+__all__ = ["InnerCall", "Leaf", "NotFollowedError", "Output", "PartCall", "StepGraph", "TraceError", "Value"]
 
 Value = tuple[int, int]
 """A tensor that a part returned: which call, which leaf of its output."""
 
 
-class FlowError(RefusalError):
+class TraceError(RefusalError):
     """A step cannot be split into stages; the text says why, and what to do."""
 
 
-class NotFollowedError(FlowError):
+class NotFollowedError(TraceError):
     """A step does not run to its end on tensors without values."""
 
 
@@ -100,7 +100,7 @@ class PartCall:
         output: What it returns.
         inner: Where hooks take something.
         cost: Time of its forward, in floating-point operations.
-        draws: Of which generators it draws random numbers (see :class:`~lightning_dist.randomness.Numbers`).
+        draws: Of which generators it draws random numbers (see :class:`~lightning_dist.randomness.RngGenerators`).
     """
 
     name: str
@@ -114,7 +114,7 @@ class PartCall:
 
 
 @dataclass
-class Flow:
+class StepGraph:
     """One step.
 
     Args:
@@ -146,7 +146,7 @@ class Flow:
     logs_otherwise: bool = False
     numbers: tuple[float, ...] = field(default=(), compare=False)
     hooked: tuple[tuple[frozenset[Value], int], ...] = ()
-    of_whole_batch: Flow | None = field(default=None, compare=False)
+    of_whole_batch: StepGraph | None = field(default=None, compare=False)
 
     @cached_property
     def draws(self) -> frozenset[str]:
@@ -162,17 +162,17 @@ class Flow:
         """Whether the whole batch may leave something else than its microbatches one after another."""
         return bool(self.changed or self.buffers_between or self.logs_otherwise or self.numbers)
 
-    def with_whole_batch(self, whole: Flow) -> Flow:
+    def with_whole_batch(self, whole: StepGraph) -> StepGraph:
         """Return this step, and beside it that on the whole batch, where what it leaves must be made of that."""
         is_like = [call.name for call in whole.calls] == [call.name for call in self.calls]
         is_due = self.changed or self.buffers_between or self.logs_otherwise or self.numbers != whole.numbers
         return replace(self, of_whole_batch=whole) if is_like and is_due else self
 
-    def merged_with(self, other: Flow) -> Flow:
+    def merged_with(self, other: StepGraph) -> StepGraph:
         """Return what is used in this step or in ``other``, which calls the same parts and decides otherwise."""
         calls = [_merged(call, also) for call, also in zip(self.calls, other.calls, strict=True)]
         changed = tuple(dict.fromkeys((*self.changed, *other.changed)))
-        return Flow(
+        return StepGraph(
             calls,
             _merged(self.end, other.end),
             self.changes_batch or other.changes_batch,

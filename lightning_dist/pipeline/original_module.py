@@ -10,14 +10,14 @@ from torch import nn
 
 from lightning_dist import _compat
 
-__all__ = ["AsWritten"]
+__all__ = ["OriginalModule"]
 
 
 class _Absent:
     """The attribute does not exist."""
 
 
-class AsWritten:
+class OriginalModule:
     """Remembers what spreading changes of modules besides their tensors: forwards, numbers of features, hooks.
 
     Args:
