@@ -4,6 +4,7 @@ Importing this package registers the strategies, so that ``Trainer(strategy="hyb
 """
 
 from lightning_dist.layout import ParallelLayout
+from lightning_dist.parallel_module import full_parameters
 from lightning_dist.plugins.callbacks import FaultTolerance
 from lightning_dist.plugins.strategies import (
     CheckpointOptions,
@@ -15,7 +16,6 @@ from lightning_dist.plugins.strategies import (
     TensorParallelStrategy,
     register,
 )
-from lightning_dist.sharding import full_parameters
 from lightning_dist.whole_files import install
 
 __all__ = [

@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lightning_dist._compat import ParameterGroup
 from lightning_dist.consensus import timed_barrier
+from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.replicas import bit_sums, differ
-from lightning_dist.scalars import ScalarGroup
+from lightning_dist.technique import Parallel, Technique
 
 __all__ = ["AuditError", "FirstStepAudit"]
 
@@ -38,25 +38,10 @@ class AuditError(RuntimeError):
     """A step would have trained a parameter wrongly; the text names it."""
 
 
-class FirstStepAudit:
-    """Checks a step of ``module``.
+class FirstStepAudit(Technique):
+    """Check the first step, and the next one when parameters, their hooks or ``requires_grad`` change."""
 
-    Args:
-        module: The user's module, sharded.
-        groups: All of its parameter groups.
-        hooks: Full name of a parameter to the tensor hooks that it had before it was sharded.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        groups: Sequence[ParameterGroup | ScalarGroup],
-        hooks: Mapping[str, Mapping[int, Any]],
-    ) -> None:
-        self._module = module
-        self._groups = groups
-        self._sharded = [group for group in groups if isinstance(group, ParameterGroup)]
-        self._hooks = dict(hooks)
+    def __init__(self) -> None:
         self._seen: object = None
         self._has_new = True
         self.is_due = True
@@ -66,11 +51,23 @@ class FirstStepAudit:
         handle = register_module_parameter_registration_hook(_mark(weakref.ref(self)))
         weakref.finalize(self, handle.remove)
 
+    def attach(self, parallel: Parallel) -> None:
+        """Note the hooks that parameters have before they get their groups."""
+        self._parallel = parallel
+        self._module = parallel.module
+        self._hooks: dict[str, Mapping[int, Any]] = {
+            name: param._backward_hooks for name, param in self._module.named_parameters() if param._backward_hooks
+        }
+
+    @property
+    def _groups(self) -> tuple[ParameterGroup, ...]:
+        return self._parallel.groups
+
     def parameter_registered(self) -> None:
         """Look again for parameters that are in no group."""
         self._has_new = True
 
-    def before_step(self) -> None:
+    def before_training_step(self, begins_accumulation: bool) -> None:
         """Find out whether the step that begins is to be checked, and whether every parameter has its group.
 
         Raises:
@@ -112,13 +109,19 @@ class FirstStepAudit:
                 if missing:
                     raise AuditError(f"A hook that was put on the parameter {name!r} before it was sharded is lost.")
 
-    def after_forward(self) -> None:
-        """Check what the step has done to gathered parameters.
+    def write_back(self) -> None:
+        """Check what the step has done to gathered parameters. A collective where it has changed one.
 
         Raises:
-            AuditError: If a change is not in the shards, or a hook would not be called.
+            AuditError: If a change is not in the shards, ranks changed a parameter differently, or a hook would not be
+                called.
         """
-        for group in self._sharded if self.is_due else ():
+        for group in self._groups:
+            if group.is_gathered:
+                if self.is_due:
+                    group.write_back(compares=True)
+                self._compare_changes(group, group.take_changed())
+        for group in self._groups if self.is_due else ():
             if not group.is_gathered:
                 continue
             for name in group.unwritten():
@@ -132,7 +135,7 @@ class FirstStepAudit:
                     " its gathered copy."
                 )
 
-    def after_change(self, group: ParameterGroup, names: Sequence[str]) -> None:
+    def _compare_changes(self, group: ParameterGroup, names: Sequence[str]) -> None:
         """Compare what ranks have written into parameters of ``group``, each into its own shards. A collective.
 
         Args:
@@ -158,15 +161,15 @@ class FirstStepAudit:
                     " replace max_norm of an nn.Embedding by a normalisation of your own in on_train_batch_end."
                 )
 
-    def after_backward(self) -> None:
+    def after_backward(self, reduces: bool) -> None:
         """Check that gradients were reduced, after a backward that reduces them.
 
         Raises:
             AuditError: If a gradient is left on a gathered copy.
         """
-        if not self.is_due:
+        if not self.is_due or not reduces:
             return
-        for group in self._sharded:
+        for group in self._groups:
             for name in group.unreduced_names():
                 raise AuditError(
                     f"The gradient of the parameter {name!r} is left on its gathered copy: it was not reduced, and the"
@@ -177,18 +180,17 @@ class FirstStepAudit:
                     f"The parameter {name!r} got a gradient on this rank, and has none after the reduction."
                 )
 
-    def before_optimizer_step(self, left: Sequence[str]) -> None:
-        """Check that the step has left no gradient on a gathered parameter.
+    after_microbatches = after_backward
 
-        Args:
-            left: Names of parameters that are split over ``tp`` and have one.
+    def before_optimizer_step(self) -> None:
+        """Check that the step has left no gradient on a gathered parameter.
 
         Raises:
             AuditError: If one is there.
         """
         if not self.is_due:
             return
-        for name in (*left, *(name for group in self._sharded for name in group.unreduced_names())):
+        for name in self._parallel.gradients_left():
             raise AuditError(
                 f"The gradient of the parameter {name!r} was set on its gathered copy, as by torch.autograd.grad: the"
                 " optimizer would not see it, and it is of this rank's part of the batch alone. Let"

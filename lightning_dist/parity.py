@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.sharding import sharded
+from lightning_dist.parallel_module import parallelized
+from lightning_dist.pipeline import Pipeline
 
 __all__ = ["ParityError", "assert_parity", "errors", "whole_gradients", "whole_parameters"]
 
@@ -88,8 +89,8 @@ def whole_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
 def _own_stages(module: nn.Module) -> AbstractContextManager[None]:
     """Return a context in which a rank sees its own stages only, also in a hook that sees those of all."""
-    spread = sharded(module)
-    return nullcontext() if spread is None or spread.pipeline is None else spread.pipeline.all_stages.switched_off()
+    parallel = parallelized(module)
+    return nullcontext() if parallel is None else parallel.without_hook_views()
 
 
 def _of_all_stages(module: nn.Module, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -98,11 +99,12 @@ def _of_all_stages(module: nn.Module, own: dict[str, torch.Tensor]) -> dict[str,
     Raises:
         ParityError: If two have the same parameter with other values.
     """
-    spread = sharded(module)
-    if spread is None or spread.pipeline is None:
+    parallel = parallelized(module)
+    pipeline = None if parallel is None else parallel.get(Pipeline)
+    if pipeline is None:
         return own
-    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size(spread.pipeline.group))]
-    dist.all_gather_object(parts, own, spread.pipeline.group)
+    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size(pipeline.group))]
+    dist.all_gather_object(parts, own, pipeline.group)
     merged: dict[str, torch.Tensor] = {}
     for part in parts:
         for name, tensor in part.items():

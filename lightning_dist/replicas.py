@@ -10,11 +10,47 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-__all__ = ["ReplicasDifferError", "bit_sums", "check_replicas", "differ"]
+from lightning_dist.technique import Parallel, Rows, Technique
+
+__all__ = ["ReplicaComparison", "ReplicasDifferError", "bit_sums", "check_replicas", "differ"]
 
 
 class ReplicasDifferError(RuntimeError):
     """The replicas of the model no longer hold the same weights."""
+
+
+class ReplicaComparison(Technique):
+    """Compare the replicas' weights after every so many optimizer steps, and raise where they differ.
+
+    Args:
+        mesh: The mesh of the layout.
+        every_n_steps: Between how many optimizer steps weights are compared; None: never.
+    """
+
+    def __init__(self, mesh: DeviceMesh, every_n_steps: int | None) -> None:
+        self._mesh = mesh
+        self._every_n_steps = every_n_steps
+        self._num_steps = 0
+
+    def attach(self, parallel: Parallel) -> None:
+        """Take the module."""
+        self._module = parallel.module
+
+    def after_optimizer_step(self) -> None:
+        """Compare, if it is due. A collective over all processes then.
+
+        Raises:
+            ReplicasDifferError: On every rank, if any parameter differs.
+        """
+        self._num_steps += 1
+        if self._every_n_steps and self._num_steps % self._every_n_steps == 0:
+            check_replicas(self._module, self._mesh)
+
+    def table_rows(self) -> Rows:
+        """Return a row that tells whether replicas are compared, if there are any."""
+        if self._mesh["dp_replicate"].size() > 1:
+            every = self._every_n_steps
+            yield "replicas", f"compared every {every} optimizer steps" if every else "not compared"
 
 
 def check_replicas(module: nn.Module, mesh: DeviceMesh, axis: str = "dp_replicate") -> None:

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_dist.technique import Parallel, Technique
+
 __all__ = ["SameBuffers"]
 
 _NORMS = (
@@ -25,24 +27,25 @@ _NORMS = (
 )
 
 
-class SameBuffers:
-    """Give all ranks of ``mesh`` the first one's buffers of ``module``.
+class SameBuffers(Technique):
+    """Give all ranks of ``mesh`` the first one's buffers.
 
     Args:
-        module: The user's module. Buffers that are registered later are not seen before :meth:`look_again`.
         mesh: The ranks that have different parts of a batch.
     """
 
-    def __init__(self, module: nn.Module, mesh: DeviceMesh) -> None:
-        self._module = module
+    def __init__(self, mesh: DeviceMesh) -> None:
         self._axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         self._device = torch.device(mesh.device_type)
         self._places: list[tuple[nn.Module, str]] = []
         self._seen: list[tuple[Tensor | None, int]] = []
-        self.look_again()
 
-    def look_again(self) -> None:
-        """Find the buffers of the module anew."""
+    def attach(self, parallel: Parallel) -> None:
+        """Take the module."""
+        self._module = parallel.module
+
+    def finish(self) -> None:
+        """Find the buffers of the module. Those that are registered later are not synchronized."""
         found: dict[int, tuple[nn.Module, str]] = {}
         for module in self._module.modules():
             for key, buffer in module._buffers.items():
@@ -50,6 +53,11 @@ class SameBuffers:
                     found.setdefault(id(buffer), (module, key))
         self._places = list(found.values())
         self._seen = [(None, -1)] * len(self._places)
+
+    def before_training_step(self, begins_accumulation: bool) -> None:
+        """Synchronize buffers, if gradients were reduced after the last step. A collective then."""
+        if begins_accumulation:
+            self.synchronize()
 
     @torch.no_grad()
     def synchronize(self) -> None:

@@ -15,12 +15,45 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_dist._compat import call_post_accumulate_hooks, move_hooks, share_hooks
+from lightning_dist.parameter_group import ParameterGroup
+from lightning_dist.technique import Parallel, Technique
+from lightning_dist.units import Unit
 
-__all__ = ["ScalarGroup"]
+__all__ = ["Scalars"]
 
 
-class ScalarGroup:
-    """The 0-dimensional parameters of a module, with the interface of a sharded unit's parameter group.
+class Scalars(Technique):
+    """Replicate the parameters without dimensions on every rank.
+
+    Args:
+        mesh: The mesh of the ranks that have a part of the batch, and of those that split layers.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._groups: list[ScalarGroup] = []
+
+    def attach(self, parallel: Parallel) -> None:
+        """Take the module."""
+        self._module = parallel.module
+
+    def manage_unit(self, unit: Unit) -> ParameterGroup | None:
+        """Take charge of the unit of scalars."""
+        if unit.kind != "scalars":
+            return None
+        self._groups.append(ScalarGroup(self._module, unit.params, self._mesh))
+        return self._groups[-1]
+
+    def after_backward(self, reduces: bool) -> None:
+        """Reduce the gradients. A collective over the mesh, if gradients are reduced now."""
+        for group in self._groups:
+            group.reduce()
+
+    after_microbatches = after_backward
+
+
+class ScalarGroup(ParameterGroup):
+    """Manage the 0-dimensional parameters of a module.
 
     Args:
         module: The model; the parameters are replaced in it, wherever they hang.
@@ -29,7 +62,7 @@ class ScalarGroup:
     """
 
     def __init__(self, module: nn.Module, params: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
-        self.is_gathered = False
+        self._is_gathered = False
         self._sync = True
         self._mesh = mesh
         self._placements = [Replicate()] * mesh.ndim
@@ -53,9 +86,14 @@ class ScalarGroup:
         self._put(self._replicated)
 
     @property
-    def numel(self) -> int:
-        """Number of parameters."""
-        return len(self._whole)
+    def is_gathered(self) -> bool:
+        """Whether the modules hold plain tensors now."""
+        return self._is_gathered
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh that the parameters are replicated over."""
+        return self._mesh
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -68,16 +106,16 @@ class ScalarGroup:
 
     def gather(self) -> None:
         """Put plain tensors into the modules. No communication."""
-        if not self.is_gathered:
+        if not self._is_gathered:
             self._put(self._whole)
-            self.is_gathered = True
+            self._is_gathered = True
         self.copy_requires_grad()
 
     def free(self) -> None:
         """Put the DTensors back into the modules."""
-        if self.is_gathered:
+        if self._is_gathered:
             self._put(self._replicated)
-            self.is_gathered = False
+            self._is_gathered = False
 
     def copy_requires_grad(self) -> None:
         """Let the plain tensors require gradients as the DTensors do."""
@@ -85,8 +123,13 @@ class ScalarGroup:
             whole.requires_grad_(replicated.requires_grad)
             share_hooks(replicated, whole)
 
-    def set_gradient_sync(self, enabled: bool) -> None:
+    @property
+    def syncs_gradients(self) -> bool:
         """Whether :meth:`reduce` does anything, or gradients add up."""
+        return self._sync
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Choose whether :meth:`reduce` does anything, or gradients add up."""
         self._sync = enabled
 
     def reduce(self) -> None:

@@ -41,7 +41,7 @@ class Unit:
     """Modules whose parameters are handled together.
 
     Args:
-        kind: ``block``, ``sized``, ``outer``, ``shared``, ``own`` or ``scalars`` (see the module's docstring).
+        kind: ``block``, ``large``, ``outer``, ``shared``, ``root`` or ``scalars`` (see the module's docstring).
         names: Full names of ``modules`` in the root module.
         modules: Usually one; several where tied parameters bind them together.
         params: Full name of each parameter of the unit, tied ones once, to the parameter.
@@ -58,6 +58,16 @@ class Unit:
     def numel(self) -> int:
         """Number of elements of the unit's parameters."""
         return sum(param.numel() for param in self.params.values())
+
+    @property
+    def has_forward(self) -> bool:
+        """Whether the forwards of the unit's modules tell when its parameters are needed."""
+        return self.kind not in ("shared", "root", "scalars")
+
+    @property
+    def stays_gathered(self) -> bool:
+        """Whether the parameters stay gathered for the whole step, and not only for the forward of the modules."""
+        return self.kind in ("outer", "shared", "root", "scalars")
 
 
 def find_blocks(root: nn.Module, classes: Sequence[str] | None = None) -> dict[str, nn.Module]:

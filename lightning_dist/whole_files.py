@@ -2,8 +2,8 @@
 
 ``torch.save(module.state_dict())`` would write one rank's shards, under the shapes of the whole parameters and with a
 device mesh that no other program has. So ``torch.save`` refuses the shards of modules that are registered here, and
-``state_dict()`` gives whole tensors inside :func:`~lightning_dist.sharding.full_parameters`. The other way round,
-``load_state_dict`` takes whole tensors into shards, and ``torch.load`` reads a checkpoint directory.
+``state_dict()`` gives whole tensors inside :func:`~lightning_dist.parallel_module.full_parameters`. The other way
+round, ``load_state_dict`` takes whole tensors into shards, and ``torch.load`` reads a checkpoint directory.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import _get_current_function_mode_stack, handle_torch_function
 
-from lightning_dist import _compat
-from lightning_dist._compat import ParameterGroup
 from lightning_dist.checkpoint.format import is_sharded_checkpoint
 from lightning_dist.checkpoint.single_file import read_whole
 from lightning_dist.checkpoint.state import shard_like
+from lightning_dist.parameter_group import ParameterGroup
 
 __all__ = ["install", "register", "whole_state_dicts"]
 
@@ -107,7 +106,8 @@ def whole_state_dicts(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iter
         )
 
     with ExitStack() as stack:
-        stack.enter_context(_compat.without_state_dict_hooks(groups))
+        for group in groups:
+            stack.enter_context(group.whole_state_dict())
         for module in root.modules():
             if module._parameters:
                 for handle in (

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from lightning_dist.consensus import check_agreement, raise_on_all_ranks
 from lightning_dist.initialization import broadcast_tensors
 from lightning_dist.pipeline.attributes import unchanged
 from lightning_dist.pipeline.failures import Failure
@@ -26,9 +27,11 @@ from lightning_dist.pipeline.replay import MicrobatchSeed, Replay, StagePlan
 from lightning_dist.pipeline.schedules import SCHEDULES
 from lightning_dist.pipeline.shared import SharedParameters
 from lightning_dist.pipeline.simulation import order_of
-from lightning_dist.pipeline.stages import PipelineConfig, Stages
+from lightning_dist.pipeline.stages import PipelineConfig, drop_remote, find_stages, own_units
 from lightning_dist.pipeline.timeline import Order, Recorder, TimedStage, Timeline
 from lightning_dist.pipeline.whole_model import whole_model
+from lightning_dist.technique import Rows, Technique
+from lightning_dist.units import Unit
 
 __all__ = ["Pipeline", "PreparedStep", "Ran", "RunRoot"]
 
@@ -96,53 +99,55 @@ class _Running:
     failure: Failure | None = None
 
 
-class Pipeline:
-    """Runs steps of ``root`` on the stages of this rank.
+class Pipeline(Technique):
+    """Cut a module into stages, and run its steps on the stages of this rank.
+
+    Building it is a collective over all processes.
 
     Args:
-        root: The user's module.
-        original_module: It before it was spread.
-        stages: How it is cut.
-        config: How it is run.
-        remote: The parts of which this rank has no parameters.
-        group: The ranks of one ``pp``, for collectives.
-        stage_to_stage: The same ranks, for sends and receives.
-        device: Where tensors are.
-        data_parallel_rank: Which part of the data this rank has.
+        root: The user's module, whole, before anything is done to it.
+        config: How the module is cut, and how the stages are run.
+        units: The module's units.
+        group: The process group of the ranks of one ``pp``, for collectives.
+        stage_to_stage: A process group of the same ranks, for sends and receives.
+        device: The device of this rank's tensors.
+        data_parallel_rank: The index of the part of the batch that this rank has.
         splits_backward: Whether a schedule may run the gradients of weights later than those of inputs. torch finds the
             weights among the leaves of the graph, and runs what lies between twice: it must know the first, and the
             second must not be a block that is run again.
+
+    Raises:
+        OtherRankError: If the module cannot be cut on another rank, or is cut differently there.
     """
+
+    runs_before_first_step = False
 
     def __init__(
         self,
         root: nn.Module,
-        original_module: OriginalModule,
-        stages: Stages,
         config: PipelineConfig,
-        remote: frozenset[str],
+        units: Sequence[Unit],
         group: dist.ProcessGroup,
         stage_to_stage: dist.ProcessGroup,
         device: torch.device,
         data_parallel_rank: int,
         splits_backward: bool = True,
     ) -> None:
-        modules = dict(root.named_modules())
-        self.original_module = original_module
-        self.stages = stages
+        self.original_module = OriginalModule(root)
+        blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
+        with raise_on_all_ranks("cutting the model into stages"):
+            self.stages = find_stages(root, config, blocks, device)
+        check_agreement("The split of the model into stages", str(sorted(self.stages.stages_of_param.items())))
         self.config = config
         self.group = group
         self._stage_to_stage = stage_to_stage
         self.own_stages = config.stages_on(dist.get_rank(group))
-        self.is_last = stages.num_stages - 1 in self.own_stages
-        self.last_rank = config.rank_of(stages.num_stages - 1)
+        self.is_last = self.stages.num_stages - 1 in self.own_stages
+        self.last_rank = config.rank_of(self.stages.num_stages - 1)
         self._splits_backward = splits_backward
         self._root = root
         self._device = device
         self._data_parallel_rank = data_parallel_rank
-        self._replay = Replay(root, {name: modules[name] for name in stages.parts}, remote, device)
-        self.shared = SharedParameters(root, stages, config, stage_to_stage)
-        self.all_stages = AllStages(root, self._holders(), group, device)
         self.readable: Readable = {}
         """Besides modules, what a step's path may depend on."""
         self._paths: dict[object, KnownPaths] = {}
@@ -150,6 +155,45 @@ class Pipeline:
         self._recorder = Recorder(device)
         self.order: Order = ()
         self._running: _Running | None = None
+
+    def select_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """Move what only other stages need to the meta device, and return the units that are left."""
+        self._remote = drop_remote(self._root, self.stages, self.own_stages, units)
+        return own_units(units, self._remote)
+
+    def remote_tensors(self) -> Collection[Tensor]:
+        """Return the parameters and buffers of other stages."""
+        return self._remote.tensors
+
+    def finish(self) -> None:
+        """Let the parts of the module be replayed on this rank's stages."""
+        modules = dict(self._root.named_modules())
+        parts = {name: modules[name] for name in self.stages.parts}
+        self._replay = Replay(self._root, parts, self._remote.parts, self._device)
+        self.shared = SharedParameters(self._root, self.stages, self.config, self._stage_to_stage)
+        self.all_stages = AllStages(self._root, self._holders(), self.group, self._device)
+        self.original_module.is_spread()
+
+    def after_microbatches(self, reduces: bool) -> None:
+        """Sum the gradients of parameters that several stages share. A collective over ``pp``, if it reduces."""
+        if reduces:
+            self.shared.sum_gradients()
+
+    def without_hook_views(self) -> AbstractContextManager[None]:
+        """Return a context in which parameters of other stages are on the meta device, also in a hook."""
+        return self.all_stages.switched_off()
+
+    def table_rows(self) -> Rows:
+        """Return rows that tell where the stages are, and how they are run."""
+        for stage, share in enumerate(self.stages.costs):
+            parts = [part for part in self.stages.parts if stage in self.stages.stages_of_part[part]]
+            span = parts[0] if len(parts) == 1 else f"{parts[0]} to {parts[-1]}"
+            where = f"{stage} on {self.config.rank_of(stage)}"
+            yield "" if stage else "stages", f"{where}: {span}, {share:.0%} of the time as estimated"
+        shared = sum(len(needed) > 1 for needed in self.stages.stages_of_param.values())
+        if shared:
+            yield "", f"{shared} parameters are on several stages, their gradients summed"
+        yield "schedule", f"{self.config.schedule}, {self.config.num_microbatches} microbatches of a rank's batch"
 
     def known_path(self, key: object, arguments: Sequence[Any] = ()) -> int:
         """Return the number of the path that a step takes on this rank; -1 if it has not been followed on it.
@@ -301,11 +345,11 @@ class Pipeline:
         return {name: frozenset(map(self.config.rank_of, stages)) for name, stages in held.items()}
 
     def total_norm(self, gradients: Sequence[Tensor], order: float = 2.0) -> Tensor:
-        """The norm of the gradients of all stages; what several stages have counts once. A collective over ``pp``.
+        """Return the norm of all stages' gradients, in which shared parameters count once. A collective over ``pp``.
 
         Args:
-            gradients: Of this rank's parameters.
-            order: Of the norm, positive; may be infinite.
+            gradients: The gradients of this rank's parameters.
+            order: The order of the norm: positive, and possibly infinite.
         """
         with self.all_stages.switched_off():
             return self._total_norm([gradient for gradient in gradients if not gradient.is_meta], order)

@@ -11,7 +11,7 @@
 
 from lightning_dist.tensor_parallel.apply import TensorParallel
 from lightning_dist.tensor_parallel.plan import STYLES, Entry, Plan, PlanError, resolve_plan
-from lightning_dist.tensor_parallel.planner import StepTrace, make_plan
+from lightning_dist.tensor_parallel.planner import StepTrace, TensorParallelConfig, find_plan, make_plan
 from lightning_dist.tensor_parallel.provenance import Provenance
 from lightning_dist.tensor_parallel.same_batch import DifferentBatchError, SameBatch
 from lightning_dist.tensor_parallel.split_logits import SplitLogits, whole_logits
@@ -27,6 +27,8 @@ __all__ = [
     "SplitLogits",
     "StepTrace",
     "TensorParallel",
+    "TensorParallelConfig",
+    "find_plan",
     "make_plan",
     "resolve_plan",
     "whole_logits",

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
@@ -20,19 +20,23 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_dist import _compat
 from lightning_dist.gather_on_use import GatheredOnUse
+from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.randomness import RankRng
+from lightning_dist.technique import Rows, Technique
 from lightning_dist.tensor_parallel import exchanges
 from lightning_dist.tensor_parallel.heads import add_head_hooks
 from lightning_dist.tensor_parallel.layers import linear_layer, num_heads, shared_heads, why_not_split
 from lightning_dist.tensor_parallel.plan import Plan, PlanError
 from lightning_dist.tensor_parallel.sequence import SequenceParallel
-from lightning_dist.tensor_parallel.split_logits import SplitLogits
+from lightning_dist.tensor_parallel.split_logits import SplitLogits, whole_logits
+from lightning_dist.tensor_parallel.table import rows_of
+from lightning_dist.units import Unit
 
 __all__ = ["TensorParallel"]
 
 
-class TensorParallel:
-    """Splits a model's modules over ``mesh`` as ``plan`` says.
+class TensorParallel(Technique):
+    """Split a model's modules over ``mesh`` as ``plan`` says.
 
     Args:
         root: The model.
@@ -63,6 +67,7 @@ class TensorParallel:
         self._put: dict[tuple[nn.Module, str], Tensor] = {}  # what use_local has put there
         self._in_use: set[nn.Module] = set()  # owners of what use_local has replaced
         self._attributes: list[tuple[nn.Module, str, Any, Any]] = []  # as it was, and as it is
+        self._made_local: dict[ParameterGroup, tuple[bool, ...]] = {}  # as _requires_grad was when parts were made
         self._is_whole = False
         self._entered: tuple[Tensor, Tensor, bool] | None = None
         self._random = RankRng(torch.device(mesh.device_type), self._group.rank()) if plan.draws_random else None
@@ -199,6 +204,15 @@ class TensorParallel:
         parts = tensor.reshape(*shape, *tensor.shape[dim + 1 :]).select(dim + 1, self._group.rank())
         return parts.flatten(dim, dim + 1).contiguous()
 
+    def prepare_unit(self, unit: Unit) -> None:
+        """Split the parameters of ``unit``, and let blocks compute with this rank's parts also where they run again."""
+        if unit.kind == "scalars":
+            return
+        split = self.split(unit.params.values(), unit.owners)
+        unit.params = {name: split[param] for name, param in unit.params.items()}
+        for block in unit.modules if unit.kind == "block" else ():
+            _enter_around(block, self.around_rerun(unit, block))
+
     def split(self, params: Iterable[nn.Parameter], owners: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Parameter]:
         """Replace ``params``, in the modules that own them, by DTensors over ``tp``; returns old to new.
 
@@ -225,6 +239,24 @@ class TensorParallel:
                     _compat.put_parameter(owner, key, new[owned])
         return new
 
+    def on_gather(self, group: ParameterGroup, running: Collection[nn.Module]) -> None:
+        """Let the modules of a gathered group compute with this rank's parts in their own forwards."""
+        if group.unit.kind == "scalars" or (not running and self._is_local(group)):
+            return
+        self.use_local(group.owners, running)
+        self._made_local[group] = _requires_grad(group)
+
+    def _is_local(self, group: ParameterGroup) -> bool:
+        """Return whether the owners hold what was made of the gathered parameters, with gradients as wanted now."""
+        # A backward may have gathered the group again.
+        params = (param for owner in group.owners for param in owner._parameters.values())
+        is_replaced = any(isinstance(param, DTensor) for param in params)
+        return not is_replaced and self._made_local.get(group) == _requires_grad(group)
+
+    def on_free(self, group: ParameterGroup) -> None:
+        """Let the modules of a group hold whole parameters again."""
+        self._use_whole(group.owners)
+
     def use_local(self, owners: Iterable[nn.Module], running: Collection[nn.Module] = ()) -> None:
         """Let ``owners``, whose parameters are gathered, compute with this rank's parts in their own forwards.
 
@@ -241,7 +273,7 @@ class TensorParallel:
             for key, param in owner._parameters.items():
                 if isinstance(param, DTensor):
                     self._whole[owner, key] = cast(nn.Parameter, param)
-                if (owner, key) in self._whole and self.put_there(owner, key, param):
+                if (owner, key) in self._whole and self.is_form_of_parameter(owner, key, param):
                     holders.append((owner, key, self._whole[owner, key]))
         # With gradients in any case: what is called without them may be called with them next.
         with torch.inference_mode(False), torch.enable_grad():
@@ -295,7 +327,7 @@ class TensorParallel:
             PlanError: If the step has put other tensors there.
         """
         for key in sorted(self._own_keys.get(module, ())):
-            if self.put_there(module, key, module._parameters.get(key)):
+            if self.is_form_of_parameter(module, key, module._parameters.get(key)):
                 continue
             name = next(name for name, found in self._root.named_modules() if found is module)
             raise PlanError(
@@ -304,7 +336,7 @@ class TensorParallel:
                 " 'replicate'}, or use a strategy without tensor parallelism."
             )
 
-    def put_there(self, module: nn.Module, key: str, held: Tensor | None) -> bool:
+    def is_form_of_parameter(self, module: nn.Module, key: str, held: Tensor | None) -> bool:
         """Return whether what ``module`` holds as ``key`` is its parameter, or what this object has put for it."""
         if held is None or isinstance(held, DTensor | GatheredOnUse):
             return True
@@ -313,7 +345,7 @@ class TensorParallel:
             return isinstance(held, nn.Parameter)
         return any(held is form for form in (self._put[known], self._in_forward.get(known), self._elsewhere.get(known)))
 
-    def left_gradients(self) -> list[str]:
+    def gradients_left(self) -> list[str]:
         """Return the names of parameters whose parts have a gradient that no backward has handed on."""
         left = {id(local) for local in self._local.values() if local.grad is not None}
         return [name for name, param in self._root.named_parameters() if id(param) in left] if left else []
@@ -333,9 +365,9 @@ class TensorParallel:
             self._stand_ins[whole] = GatheredOnUse(whole, _gather)
         return self._stand_ins[whole]
 
-    def take_replaced(self, whole: nn.Parameter) -> bool:
-        """Write into ``whole`` what replaced this rank's part of it through ``param.data``, if anything did."""
-        local, memory = self._local.get(whole), cast(DTensor, whole.detach()).to_local()
+    def take_replaced(self, param: nn.Parameter) -> bool:
+        """Write into ``param`` what replaced this rank's part of it through ``param.data``, if anything did."""
+        local, memory = self._local.get(param), cast(DTensor, param.detach()).to_local()
         if local is None or local.data_ptr() == memory.data_ptr():
             return False
         _compat.overwrite(memory, local.detach())
@@ -362,23 +394,20 @@ class TensorParallel:
             return True
         return self.sequence is not None and self.sequence.sees_own_tokens(owner, key)
 
-    def use_whole(self, owners: Iterable[nn.Module]) -> None:
+    def _use_whole(self, owners: Iterable[nn.Module]) -> None:
         """Undo :meth:`use_local`: from now on, ``owners`` hold whole parameters."""
         for owner in owners if not self._is_whole else ():
             self._swap(owner, self._elsewhere)
             self._in_use.discard(owner)
 
-    def in_place(
+    def around_rerun(self, unit: Unit, block: nn.Module) -> Callable[[], Callable[[], AbstractContextManager[None]]]:
+        """Let ``block`` hold this rank's parts, and split hidden states as when its forward began, if it runs again."""
+        owners = [owner for owner in self._root.modules() if owner in unit.owners]
+        return partial(self._begin_forward, owners, [block])
+
+    def _begin_forward(
         self, owners: Sequence[nn.Module], running: Collection[nn.Module]
     ) -> Callable[[], AbstractContextManager[None]]:
-        """What to enter around each run of a forward that begins now, and may be run again in a backward.
-
-        Inside, ``owners`` hold this rank's parts, and hidden states are split as they are now.
-
-        Args:
-            owners: Modules that hold parameters.
-            running: Those of them whose forward it is.
-        """
         activity = () if self.sequence is None else self.sequence.activity
 
         @contextmanager
@@ -391,9 +420,15 @@ class TensorParallel:
                     yield
                 finally:
                     if is_again:
-                        self.use_whole(owners)
+                        self._use_whole(owners)
 
         return entered
+
+    def table_rows(self) -> Rows:
+        """Return rows that tell which layers are split in which way."""
+        params = [param for param in self._root.parameters() if not param.is_meta]
+        split = sum(param.numel() for param in params if self.splits(param))
+        return rows_of(self.plan, split / max(sum(param.numel() for param in params), 1))
 
     def splits(self, param: Tensor) -> bool:
         """Return whether each rank has a part of ``param``, a parameter of the model."""
@@ -407,18 +442,22 @@ class TensorParallel:
         return 1 - cast(int, placement.dim) if _compat.num_packed(placement) else None  # type: ignore[attr-defined]
 
     def before_step(self) -> None:
-        """To be called before every step: forgets what an error has left of the last."""
+        """Forget what an error has left of the last step."""
         self._entered = None
         if self._random is not None:
             self._random.forget()
         if self.sequence is not None:
             self.sequence.forget()
 
+    def finish_output(self, output: Any) -> Any:
+        """Gather logits that are still split over the vocabulary. A collective over ``tp`` where there are any."""
+        return whole_logits(output)
+
     @contextmanager
-    def switched_off(self, root: nn.Module) -> Iterator[None]:
-        """Inside, every rank has the whole of the gathered parameters of ``root``, and may run it alone."""
+    def whole(self) -> Iterator[None]:
+        """Inside, every rank has the whole of the gathered parameters, and may run the model alone."""
         full: dict[int, nn.Parameter] = {}
-        for owner in root.modules():
+        for owner in self._root.modules():
             for key, param in owner._parameters.items():
                 whole = param if isinstance(param, DTensor) else self._whole.get((owner, key))
                 if isinstance(whole, DTensor):
@@ -517,6 +556,27 @@ class TensorParallel:
         if is_others is None or not isinstance(output, Tensor):
             return output
         return exchanges.sum_from(output.masked_fill(is_others.unsqueeze(-1), 0.0), self._group)
+
+
+def _requires_grad(group: ParameterGroup) -> tuple[bool, ...]:
+    return tuple(param.requires_grad for param in group.params)
+
+
+def _enter_around(block: nn.Module, begin: Callable[[], Callable[[], AbstractContextManager[None]]]) -> None:
+    """Enter a context around each forward of ``block``, also where the user's own code runs it again in a backward.
+
+    Args:
+        block: A block, whose forward is replaced.
+        begin: See :meth:`~lightning_dist.technique.Technique.around_rerun`.
+    """
+    forward = block.forward
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with begin()():
+            return forward(*args, **kwargs)
+
+    block.forward = run
 
 
 @torch.no_grad()

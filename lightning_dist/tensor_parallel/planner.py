@@ -8,22 +8,98 @@ from __future__ import annotations
 import gc
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_dist.consensus import check_agreement
 from lightning_dist.tensor_parallel.confirm import BLOCK, Trial
 from lightning_dist.tensor_parallel.find_sequence import SequenceFinder
 from lightning_dist.tensor_parallel.infer import Group, inferred, innermost_around
 from lightning_dist.tensor_parallel.layers import linear_layer, shared_heads
-from lightning_dist.tensor_parallel.plan import Entry, Plan, PlanError, SplitHeads, SplitSequence, with_tied
+from lightning_dist.tensor_parallel.plan import (
+    Entry,
+    Plan,
+    PlanError,
+    SplitHeads,
+    SplitSequence,
+    resolve_plan,
+    with_tied,
+)
 from lightning_dist.tensor_parallel.provenance import Call, Provenance
 from lightning_dist.tensor_parallel.unsplit import reasons_for_whole
-from lightning_dist.tracing import tensors_in
+from lightning_dist.tracing import run_on_fakes, tensors_in
+from lightning_dist.units import Unit
 
-__all__ = ["StepTrace", "make_plan"]
+__all__ = ["StepTrace", "TensorParallelConfig", "find_plan", "make_plan"]
+
+
+@dataclass(frozen=True)
+class TensorParallelConfig:
+    """Say how layers are split over ``tp``.
+
+    Args:
+        plan: See :func:`~lightning_dist.tensor_parallel.resolve_plan`.
+        is_strict: Whether to raise where no plan can be inferred, or one that was inferred does not compute the same.
+        sequence_parallel: Whether hidden states are split along the sequence; None: where that computes the same.
+        loss_parallel: Whether logits stay split along the vocabulary; None: unless a step needs the whole of them.
+        step: Runs a step of the module on a batch, which is made of what its argument makes of each tensor; None: no
+            step is known, and ``why_no_step`` says why.
+        why_no_step: See ``step``.
+        planned: The plan of a module of which this one is a copy; None: a plan is to be found.
+    """
+
+    plan: Mapping[str, str] | None = None
+    is_strict: bool = False
+    sequence_parallel: bool | None = None
+    loss_parallel: bool | None = None
+    step: Callable[[Callable[[Tensor], Tensor]], Any] | None = None
+    why_no_step: str = "no step is known"
+    planned: Plan | None = None
+
+
+def find_plan(
+    root: nn.Module, units: Sequence[Unit], config: TensorParallelConfig, mesh: DeviceMesh, num_shards: int
+) -> Plan:
+    """Return the plan by which ``root`` is split. A collective over all processes.
+
+    Args:
+        root: The model, whole.
+        units: The model's units.
+        config: How layers are split.
+        mesh: The mesh of the ranks of ``tp``.
+        num_shards: The number of ranks over which FSDP2 shards what a rank then has.
+
+    Raises:
+        PlanError: If the plan of the user matches no module, or does not compute the same.
+        OtherRankError: If ranks have found different plans.
+    """
+    if config.planned is not None:
+        return config.planned
+    explicit = resolve_plan(root, config.plan)
+    blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
+    trace = StepTrace(None, config.why_no_step)
+    if config.step is not None:
+        provenance = Provenance(frozenset(blocks), root)
+        device = torch.device(mesh.device_type)
+        trace = StepTrace(provenance, run_on_fakes(root, config.step, device, provenance))
+    plan = make_plan(
+        root,
+        blocks,
+        explicit,
+        trace,
+        mesh,
+        num_shards=num_shards,
+        is_strict=config.is_strict,
+        splits_sequence=config.sequence_parallel,
+        splits_logits=config.loss_parallel,
+    )
+    check_agreement("The plan of tensor parallelism", plan.outline())
+    return plan
 
 
 @dataclass(frozen=True)

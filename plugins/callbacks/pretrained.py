@@ -8,8 +8,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
+from lightning_dist.parallel_module import parallelized
 from lightning_dist.pretrained import load_safetensors
-from lightning_dist.sharding import sharded
 
 __all__ = ["LoadPretrained"]
 
@@ -59,7 +59,7 @@ class LoadPretrained(Callback):
         self._filled = module
         if trainer.ckpt_path is not None:
             return
-        whole = sharded(module)
+        whole = parallelized(module)
         if whole is not None:
             whole.free()
         load_safetensors(module, self.path, self.prefix)

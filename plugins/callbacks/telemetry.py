@@ -11,11 +11,11 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from typing_extensions import override
 
+from lightning_dist.parallel_module import parallelized
 from lightning_dist.pipeline import Pipeline, Timeline, simulate
 from lightning_dist.plugins._compat import logging_step, observe_fetching
 from lightning_dist.plugins.loggers.mlflow import MLflowLogger
 from lightning_dist.plugins.loggers.schedule_picture import can_draw, draw_schedule
-from lightning_dist.sharding import sharded
 from lightning_dist.telemetry import StepTimer, Stopwatch, batch_size, peak_memory_mib
 
 _MAX_RANKS_LISTED = 64
@@ -179,8 +179,8 @@ class StepTelemetry(Callback):
 
 
 def _pipeline(pl_module: LightningModule) -> Pipeline | None:
-    spread = sharded(pl_module)
-    return None if spread is None else spread.pipeline
+    parallel = parallelized(pl_module)
+    return None if parallel is None else parallel.get(Pipeline)
 
 
 def _gather(values: list[float], device: torch.device) -> list[list[float]]:

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
 
-from lightning_dist.sharding import sharded
+from lightning_dist.parallel_module import parallelized
 
 if TYPE_CHECKING:
     from lightning_dist.plugins.strategies.mesh import MeshStrategy
@@ -81,7 +81,7 @@ def refuse_for_pipeline(module: LightningModule) -> None:
             f" it does into the loss, or into on_after_backward, or {instead}."
         )
     for path, part in module.named_modules():
-        if part._compiled_call_impl is not None and sharded(module) is None:  # else a pipeline has set it
+        if part._compiled_call_impl is not None and parallelized(module) is None:  # else a pipeline has set it
             raise MisconfigurationException(
                 f"{path or name} was compiled by module.compile(), which a pipeline would undo: it decides itself which"
                 " modules run. Set compile=True on the strategy, which compiles each block."

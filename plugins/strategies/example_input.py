@@ -10,7 +10,8 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
-from lightning_dist.sharding import sharded
+from lightning_dist.parallel_module import parallelized
+from lightning_dist.pipeline import Pipeline
 from lightning_dist.tracing import run_on_fakes
 
 __all__ = ["run_example"]
@@ -25,11 +26,12 @@ def run_example(module: LightningModule, run: Callable[[], None]) -> None:
         module: The user's module.
         run: Runs it on its example.
     """
-    spread = sharded(module)
-    if spread is None or spread.pipeline is None:
+    parallel = parallelized(module)
+    pipeline = None if parallel is None else parallel.get(Pipeline)
+    if pipeline is None:
         run()
         return
-    with spread.pipeline.original_module.again():
+    with pipeline.original_module.again():
         why_not = run_on_fakes(module, lambda fake: run(), module.device, _Nobody())
     if why_not:
         rank_zero_warn(f"The model could not be run on its example_input_array for the summary: {why_not}")

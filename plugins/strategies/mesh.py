@@ -37,7 +37,8 @@ from lightning_dist.consensus import (
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.local_step import LocalStep
-from lightning_dist.parallelize import TensorParallelConfig, parallelize
+from lightning_dist.parallel_module import ParallelModule, parallelized
+from lightning_dist.parallelize import ParallelConfig, parallelize
 from lightning_dist.pipeline import PipelineConfig
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.callbacks import FaultTolerance
@@ -59,10 +60,9 @@ from lightning_dist.plugins.strategies.startup_table import startup_table
 from lightning_dist.plugins.strategies.weighting import LossWeights
 from lightning_dist.plugins.strategies.wrapped_hooks import OUTSIDE_OF_STEPS, WrappedHooks
 from lightning_dist.randomness import agree_on_random_numbers
-from lightning_dist.replicas import check_replicas
-from lightning_dist.sharding import ShardedModule, ShardingConfig, sharded
+from lightning_dist.sharding import ShardingConfig
 from lightning_dist.shards_in_hooks import ShardsInHooks
-from lightning_dist.tensor_parallel import SameBatch
+from lightning_dist.tensor_parallel import SameBatch, TensorParallel, TensorParallelConfig
 from lightning_dist.units import MIN_NUM_PARAMS
 
 __all__ = ["MeshStrategy"]
@@ -132,10 +132,9 @@ class MeshStrategy(ProcessStrategy):
         self._exact_resume = ExactResume()
         self._layout: ParallelLayout | None = None
         self._mesh: DeviceMesh | None = None
-        self._sharded: ShardedModule | None = None
+        self._sharded: ParallelModule | None = None
         self._hooks: WrappedHooks | None = None
         self._local_steps: list[LocalStep] = []
-        self._num_optimizer_steps = 0
         self._weights = LossWeights()
         self._syncs_gradients = True
         self._frees_gradients_first = False
@@ -287,7 +286,7 @@ class MeshStrategy(ProcessStrategy):
         assert self.lightning_module is not None
         self.accelerator.setup(trainer)
         refuse_what_cannot_work(self, trainer)
-        is_new = sharded(self.lightning_module) is None
+        is_new = parallelized(self.lightning_module) is None
         self._give_metrics_their_group(self.lightning_module)
         if is_new:
             self._move_to_device(self.lightning_module)
@@ -315,14 +314,14 @@ class MeshStrategy(ProcessStrategy):
         if is_new:
             rank_zero_info(startup_table(self, self._sharded))
 
-    def _wrapped_hooks(self, module: LightningModule, spread: ShardedModule) -> WrappedHooks:
+    def _wrapped_hooks(self, module: LightningModule, spread: ParallelModule) -> WrappedHooks:
         """Let hooks use and change parameters as those of one process, also where torch cannot with shards."""
         shards = ShardsInHooks()
 
         def around(what: str) -> AbstractContextManager[None]:
             # Between a forward and its backward some parameters are gathered and others sharded.
             is_between = what.endswith((".on_before_zero_grad", ".on_before_backward"))
-            return spread.between() if is_between else shards.around(what)
+            return spread.between_forward_and_backward() if is_between else shards.around(what)
 
         return WrappedHooks(module, OUTSIDE_OF_STEPS, around)
 
@@ -344,7 +343,7 @@ class MeshStrategy(ProcessStrategy):
             tensor: This rank's; of the same shape on all ranks.
             group: Other ranks to gather over. All processes, which is what ``LightningModule.all_gather`` gives where
                 nothing is asked for, are those that have a part of the batch.
-            sync_grads: Whether the gradient of what is returned graphs back to every rank's ``tensor``.
+            sync_grads: Whether the gradient of what is returned flows back to every rank's ``tensor``.
 
         Returns:
             The tensors of all ranks, stacked along a new first dimension.
@@ -352,8 +351,8 @@ class MeshStrategy(ProcessStrategy):
         of_batch = group is None or group is dist.group.WORLD
         return super().all_gather(tensor, self._data_parallel_group if of_batch else group, sync_grads)
 
-    def _shard(self, module: LightningModule, copied: ShardedModule | None = None) -> ShardedModule:
-        existing = sharded(module)
+    def _shard(self, module: LightningModule, copied: ParallelModule | None = None) -> ParallelModule:
+        existing = parallelized(module)
         if existing is not None:
             wanted = self.layout.sharding_mesh(self.mesh)
             if existing.mesh != wanted:
@@ -366,31 +365,29 @@ class MeshStrategy(ProcessStrategy):
             self._layer_sync.apply(module)
         self.precision_plugin.convert_module(module)
         self._move_to_device(module)
-        config = ShardingConfig(
-            param_dtype=self.precision_policy.param_dtype,
-            reduce_dtype=self.precision_policy.reduce_dtype,
-            reshard_after_forward=self._reshard_after_forward,
-            direct_collectives=self._direct_collectives,
-            recompute=self._activation_checkpointing,
-            compile_backend=self._compile_backend,
-        )
         splitting = self._tensor_parallel
-        if copied is not None and copied.tensor_parallel is not None:
-            splitting = replace(splitting, planned=copied.tensor_parallel.plan)
+        split = None if copied is None else copied.get(TensorParallel)
+        if split is not None:
+            splitting = replace(splitting, planned=split.plan)
         elif self.layout.tp > 1:
             step, why_not = example_step(module, self._trainer)
             splitting = replace(splitting, step=step, why_no_step=why_not)
-        return parallelize(
-            module,
-            self.layout,
-            self.mesh,
-            config,
-            self._units,
-            self._min_num_params,
-            splitting,
-            self._pipeline_config(module),
-            self._stage_to_stage_group,
+        config = ParallelConfig(
+            units=self._units,
+            min_num_params=self._min_num_params,
+            sharding=ShardingConfig(
+                param_dtype=self.precision_policy.param_dtype,
+                reduce_dtype=self.precision_policy.reduce_dtype,
+                reshard_after_forward=self._reshard_after_forward,
+                direct_collectives=self._direct_collectives,
+            ),
+            activation_checkpointing=self._activation_checkpointing,
+            compile_backend=self._compile_backend,
+            check_replicas_every_n_steps=self._check_replicas_every_n_steps,
+            tensor_parallel=splitting,
+            pipeline=self._pipeline_config(module),
         )
+        return parallelize(module, self.layout, self.mesh, config, self._stage_to_stage_group)
 
     def _pipeline_config(self, module: LightningModule) -> PipelineConfig | None:
         """How the model is cut into stages; None: it is not."""
@@ -487,7 +484,7 @@ class MeshStrategy(ProcessStrategy):
         model: LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step ``optimizer``, and compare replicas where that was asked for."""
+        """Step ``optimizer``."""
         assert self._sharded is not None
         sharded_module = self._sharded
 
@@ -504,10 +501,6 @@ class MeshStrategy(ProcessStrategy):
                 local_step.restore()
         self._sharded.after_optimizer_step()
         self._exact_resume.after_update(self._trainer)
-        self._num_optimizer_steps += 1
-        every = self._check_replicas_every_n_steps
-        if every and self._num_optimizer_steps % every == 0:
-            check_replicas(self._sharded.module, self.mesh)
         return output
 
     @contextmanager

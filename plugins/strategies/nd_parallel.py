@@ -7,8 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from lightning_dist.layout import REMAINING
-from lightning_dist.parallelize import TensorParallelConfig
 from lightning_dist.plugins.strategies.pipeline_parallel import PipelineParallelStrategy
+from lightning_dist.tensor_parallel import TensorParallelConfig
 
 __all__ = ["NDParallelStrategy"]
 

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 from lightning_dist.consensus import go_on
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.layout import REMAINING
-from lightning_dist.pipeline import SCHEDULES, PipelineConfig, note_exchange
+from lightning_dist.parallel_module import ParallelModule, parallelized
+from lightning_dist.pipeline import SCHEDULES, Pipeline, PipelineConfig, note_exchange
 from lightning_dist.pipeline.whole_state import optimizer_state_of_all, written_by_stage
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.checks import refuse_for_pipeline
@@ -33,7 +34,6 @@ from lightning_dist.plugins.strategies.microbatching import BatchSplitter
 from lightning_dist.plugins.strategies.pipelined_steps import PipelinedSteps
 from lightning_dist.plugins.strategies.step_collectives import stand_ins_for_collectives
 from lightning_dist.plugins.strategies.wrapped_hooks import WrappedHooks
-from lightning_dist.sharding import ShardedModule, sharded
 
 __all__ = ["PipelineParallelStrategy"]
 
@@ -85,6 +85,10 @@ class PipelineParallelStrategy(MeshStrategy):
         self._is_following = False
         self._gradients: list[tuple[Tensor, Tensor]] = []
 
+    @property
+    def _pipeline(self) -> Pipeline | None:
+        return None if self._sharded is None else self._sharded.get(Pipeline)
+
     def _requested_sizes(self) -> dict[str, int]:
         pp, shard = self._pp_size, self._dp_shard_size
         if pp is None:
@@ -118,18 +122,19 @@ class PipelineParallelStrategy(MeshStrategy):
         make = partial(fake_step, module, self._trainer, name, (part, *args[1:]), {}, self._following)
         return replace(config, step=make(), step_in_run=make(is_in_run=True), has_loss=name == "training_step")
 
-    def _shard(self, module: LightningModule, copied: ShardedModule | None = None) -> ShardedModule:
-        existing = sharded(module)
+    def _shard(self, module: LightningModule, copied: ParallelModule | None = None) -> ParallelModule:
+        existing = parallelized(module)
         spread = super()._shard(module, copied)
         if existing is not None and copied is None:
             self._check_same_stages(existing, module)
-        if spread.pipeline is not None and copied is None:
+        if spread.get(Pipeline) is not None and copied is None:
             self._steps = PipelinedSteps(module, spread, self._step_context, self._scale, self._following, self._peers)
         return spread
 
-    def _check_same_stages(self, existing: ShardedModule, module: LightningModule) -> None:
+    def _check_same_stages(self, existing: ParallelModule, module: LightningModule) -> None:
         """A module that an earlier Trainer has cut stays as it is."""
-        was = existing.pipeline.config if existing.pipeline is not None else None
+        pipeline = existing.get(Pipeline)
+        was = None if pipeline is None else pipeline.config
         now = PipelineConfig(self.layout.pp, self._schedule, self._virtual_stages)
         is_cut = self.layout.pp > 1 and any(True for _ in module.parameters())
         wanted = None if not is_cut else (now.pp_size, now.schedule, now.stages_per_rank)
@@ -204,13 +209,14 @@ class PipelineParallelStrategy(MeshStrategy):
                 " and schedule have no effect. Use accumulate_grad_batches for smaller batches."
             )
         super().setup(trainer)
-        if self._sharded is not None and self._sharded.pipeline is not None:
+        if self._pipeline is not None:
             _compat.run_examples_by(run_example)
 
-    def _wrapped_hooks(self, module: LightningModule, spread: ShardedModule) -> WrappedHooks:
-        if spread.pipeline is None:
+    def _wrapped_hooks(self, module: LightningModule, spread: ParallelModule) -> WrappedHooks:
+        pipeline = spread.get(Pipeline)
+        if pipeline is None:
             return super()._wrapped_hooks(module, spread)
-        return hooks_of_all_stages(module, spread.pipeline.all_stages)
+        return hooks_of_all_stages(module, pipeline.all_stages)
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Read a checkpoint; weights of other stages are on the meta device, as this rank's module has them."""
@@ -240,9 +246,9 @@ class PipelineParallelStrategy(MeshStrategy):
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Step the optimizer; gradients are clipped by the norm of all stages'."""
-        if self._sharded is None or self._sharded.pipeline is None:
+        if self._pipeline is None:
             return super().optimizer_step(*args, **kwargs)
-        with _compat.total_norms(self._sharded.pipeline.total_norm):
+        with _compat.total_norms(self._pipeline.total_norm):
             return super().optimizer_step(*args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -271,18 +277,19 @@ class PipelineParallelStrategy(MeshStrategy):
         return self._steps.evaluate(name, args, kwargs)
 
     def _agree_on_buffers(self) -> None:
-        if self._sharded is None or self._sharded.pipeline is None:
+        if self._pipeline is None:
             super()._agree_on_buffers()
             return
         self._checkpoints.before_update()
-        broadcast_weights(self._sharded.module, buffers_only=True, group=self._data_parallel_group)
-        self._sharded.pipeline.agree_on_buffers()
+        assert self.lightning_module is not None
+        broadcast_weights(self.lightning_module, buffers_only=True, group=self._data_parallel_group)
+        self._pipeline.agree_on_buffers()
 
     def _rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         own = super()._rank_state(checkpoint)
-        if self._sharded is not None and self._sharded.pipeline is not None:
+        if self._pipeline is not None:
             mesh = self.layout.parameter_mesh(self.mesh)
-            of_others = self._sharded.pipeline.buffers_of_others
+            of_others = self._pipeline.buffers_of_others
             for key in checkpoint.keys() & set(MODELS):
                 checkpoint[key] = written_by_stage(checkpoint[key], mesh, of_others)
         return own
@@ -291,11 +298,11 @@ class PipelineParallelStrategy(MeshStrategy):
         """The optimizer's state, that of other stages on the meta device. A collective."""
         with self._outside_of_hooks():
             state = super().optimizer_state(optimizer)
-            if self._sharded is None or self._sharded.pipeline is None or not state:
+            if self._pipeline is None or not state:
                 return state
             self._arrive_to_save()
             mesh = self.layout.parameter_mesh(self.mesh)
-            return optimizer_state_of_all(state, self._sharded.pipeline.group, mesh)
+            return optimizer_state_of_all(state, self._pipeline.group, mesh)
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Hand back the gradients that the step has made."""

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
 from lightning_dist.collectives import BytesBroadcast
+from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.pipeline import (
     Failure,
     Pipeline,
@@ -37,7 +38,6 @@ from lightning_dist.plugins.strategies.pipelined_metrics import SharedMetrics
 from lightning_dist.plugins.strategies.step_collectives import without_foreign_collectives
 from lightning_dist.plugins.strategies.step_result import StepResult, joined, merged_outputs
 from lightning_dist.plugins.strategies.weighting import LossWeights
-from lightning_dist.sharding import ShardedModule
 
 __all__ = ["PipelinedSteps"]
 
@@ -63,20 +63,21 @@ class PipelinedSteps:
     def __init__(
         self,
         module: LightningModule,
-        spread: ShardedModule,
+        spread: ParallelModule,
         step_context: Callable[[str], Any],
         scale: Callable[[Tensor], Tensor],
         around_following: Callable[[], AbstractContextManager[None]],
         peers: Collection[int],
     ) -> None:
-        assert spread.pipeline is not None
+        pipeline = spread.get(Pipeline)
+        assert pipeline is not None
         self._module = module
         self._modules = list(module.modules())
         self.parameters = list(module.parameters())
         """Of the module, sharded; to ask it in each step takes long."""
         self._spread = spread
-        self._pipeline: Pipeline = spread.pipeline
-        self.all_stages = spread.pipeline.all_stages
+        self._pipeline = pipeline
+        self.all_stages = pipeline.all_stages
         self._pipeline.readable = {Trainer: _READABLE}
         self._step_context = step_context
         self._scale = scale
@@ -86,9 +87,9 @@ class PipelinedSteps:
         self._of_metrics = {
             name for name, part in module.named_modules() if isinstance(part, Metric | MetricCollection)
         }
-        self._metrics = SharedMetrics(module, spread.pipeline)
+        self._metrics = SharedMetrics(module, pipeline)
         self._has_tried_loss = False
-        self._broadcast = BytesBroadcast(spread.pipeline.group, spread.pipeline.last_rank, module.device)
+        self._broadcast = BytesBroadcast(pipeline.group, pipeline.last_rank, module.device)
 
     def train(self, weights: LossWeights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run ``training_step`` and its backward, and return what it returned, without a graph.
@@ -125,7 +126,7 @@ class PipelinedSteps:
     def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a step without a backward, and return what it returned."""
         # Replicas may have other numbers of batches; shards of one may not.
-        gathers = self._spread.mesh.shape[-1] > 1 and not self._spread.stays_gathered
+        gathers = not self._spread.holds_whole_model and not self._spread.stays_gathered
         group = None if gathers else self._pipeline.group
         result, ran = self._run(name, args, kwargs, group)
         return result.broadcast_results(partial(joined, ran.results), self._pipeline, self._broadcast, ran.buffers)

@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
-from collections import Counter
-from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.pipeline import Pipeline
-from lightning_dist.sharding import ShardedModule
-from lightning_dist.tensor_parallel import Entry
+from lightning_dist.parallel_module import ParallelModule
 
 if TYPE_CHECKING:
     from lightning_dist.plugins.strategies.mesh import MeshStrategy
@@ -24,7 +19,7 @@ __all__ = ["startup_table"]
 _LABELS = {"root": "on the LightningModule itself", "shared": "shared by blocks", "scalars": "scalar"}
 
 
-def startup_table(strategy: MeshStrategy, module: ShardedModule) -> str:
+def startup_table(strategy: MeshStrategy, module: ParallelModule) -> str:
     """Layout, units, precision and checks of ``strategy``, as lines of text."""
     kinds: dict[str, list[int]] = {}
     for unit, group in zip(module.units, module.groups, strict=True):
@@ -46,70 +41,12 @@ def startup_table(strategy: MeshStrategy, module: ShardedModule) -> str:
             f" gradients reduced in {_name(policy.reduce_dtype or computed)}",
         ),
     ]
-    if strategy.activation_checkpointing or strategy.compile_backend:
-        done = ["run again in the backward"] if strategy.activation_checkpointing else []
-        done += [f"compiled ({strategy.compile_backend})"] if strategy.compile_backend else []
-        rows.append(("blocks", ", ".join(done)))
-    if module.pipeline is not None:
-        config, stages = module.pipeline.config, module.pipeline.stages
-        rows += [("stages" if not index else "", text) for index, text in enumerate(_stages(module.pipeline))]
-        shared = sum(len(needed) > 1 for needed in stages.stages_of_param.values())
-        if shared:
-            rows.append(("", f"{shared} parameters are on several stages, their gradients summed"))
-        rows.append(("schedule", f"{config.schedule}, {config.num_microbatches} microbatches of a rank's batch"))
-    if module.tensor_parallel is not None:
-        plan = module.tensor_parallel.plan
-        split = [
-            f"{_split_over_tp(module):.0%} of the parameters",
-            *_split(plan.entries),
-            *_split_parameters(plan.parameters),
-            *plan.notes,
-        ]
-        rows += [("split" if not index else "", text) for index, text in enumerate(split)]
-    if layout.dp_replicate > 1:
-        every = strategy.check_replicas_every_n_steps
-        rows.append(("replicas", f"compared every {every} optimizer steps" if every else "not compared"))
+    for technique in module.techniques:
+        rows += technique.table_rows()
     return "\n".join([strategy.strategy_name, *(f"  {key:<12}{value}" for key, value in rows)])
 
 
-def _stages(pipeline: Pipeline) -> Iterator[str]:
-    """A line for each stage: where, from which part to which, and its share of a step's time."""
-    config, stages = pipeline.config, pipeline.stages
-    for stage, share in enumerate(stages.costs):
-        parts = [part for part in stages.parts if stage in stages.stages_of_part[part]]
-        span = parts[0] if len(parts) == 1 else f"{parts[0]} to {parts[-1]}"
-        yield f"{stage} on {config.rank_of(stage)}: {span}, {share:.0%} of the time as estimated"
-
-
-def _split(plan: Mapping[str, Entry]) -> Iterator[str]:
-    """A line for each way of splitting: which modules, and who said so."""
-    lines: dict[tuple[str, str, str], dict[str, int]] = {}
-    for name, entry in plan.items():
-        names = lines.setdefault((entry.style, entry.source, entry.why), {})
-        short = re.sub(r"\.\d+(?=\.)", ".*", name)
-        names[short] = names.get(short, 0) + 1
-    for (style, source, why), names in lines.items():
-        counted = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names.items())
-        yield f"{style} ({source}{'; ' if why else ''}{why}): {counted}"
-
-
-def _split_parameters(parameters: Mapping[str, int]) -> Iterator[str]:
-    """Yield a line for the parameters that are split with the heads of the attention around them."""
-    names = Counter(re.sub(r"\.\d+(?=\.)", ".*", name) for name in parameters)
-    if names:
-        counted = ", ".join(f"{count} x {name}" if count > 1 else name for name, count in names.items())
-        yield f"with the heads (inferred): {counted}"
-
-
-def _split_over_tp(module: ShardedModule) -> float:
-    """Return the fraction of the parameters of which each rank of ``tp`` has a part."""
-    assert module.tensor_parallel is not None
-    params = [param for param in module.module.parameters() if not param.is_meta]
-    split = sum(param.numel() for param in params if module.tensor_parallel.splits(param))
-    return split / max(sum(param.numel() for param in params), 1)
-
-
-def _held(module: ShardedModule) -> int:
+def _held(module: ParallelModule) -> int:
     """Number of parameters on a rank, the largest part of each."""
     return sum(
         math.prod(-(-size // parts) for size, parts in zip(param.shape, _parts(param), strict=True))

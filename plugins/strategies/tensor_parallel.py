@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_dist.layout import REMAINING
-from lightning_dist.parallelize import TensorParallelConfig
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
+from lightning_dist.tensor_parallel import TensorParallelConfig
 
 __all__ = ["TensorParallelStrategy"]
 

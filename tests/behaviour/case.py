@@ -27,8 +27,9 @@ from lightning_dist import (
     TensorParallelStrategy,
 )
 from lightning_dist.checkpoint import consolidate
+from lightning_dist.parallel_module import parallelized
 from lightning_dist.parity import whole_parameters
-from lightning_dist.sharding import sharded
+from lightning_dist.pipeline import Pipeline
 
 __all__ = ["CASES", "STRATEGIES", "Case", "Layout", "Run", "case"]
 
@@ -311,8 +312,8 @@ class Run:
 
 def _whole_buffers(model: nn.Module) -> dict[str, Tensor]:
     """The buffers of ``model``, each from the stage of a pipeline that has it."""
-    spread = sharded(model)
-    pipeline = None if spread is None else spread.pipeline
+    parallel = parallelized(model)
+    pipeline = None if parallel is None else parallel.get(Pipeline)
     others = frozenset() if pipeline is None else pipeline.buffers_of_others
     own = {name: b for name, b in model.named_buffers() if not b.is_meta and name not in others}
     if pipeline is None:

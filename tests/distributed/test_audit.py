@@ -13,8 +13,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_dist import TensorParallelStrategy, _compat, units
-from lightning_dist._compat import ParameterGroup
+from lightning_dist import TensorParallelStrategy, units
+from lightning_dist.sharding import _compat
+from lightning_dist.sharding._compat import ShardedGroup
 from tests.behaviour.cases.sharing_and_weights import _LateHooks, _Prototypes, _SharedWeight, _TensorHooks
 from tests.behaviour.models import Classifier, samples
 from tests.distributed.fit import make_trainer
@@ -30,13 +31,13 @@ class EarlyHead(Classifier):
 
 @contextmanager
 def gradients_of_outer_layers_are_left() -> Iterator[None]:
-    def seen_only_while_gathered(self: ParameterGroup) -> bool:
+    def seen_only_while_gathered(self: ShardedGroup) -> bool:
         return self.is_gathered and bool(self._unreduced())
 
     with (
-        patch.object(ParameterGroup, "wait_for_end_of_backward", lambda self: None),
-        patch.object(ParameterGroup, "has_unreduced_gradients", seen_only_while_gathered),
-        patch.object(ParameterGroup, "end_agreement", lambda self, used, had: None),
+        patch.object(ShardedGroup, "wait_for_end_of_backward", lambda self: None),
+        patch.object(ShardedGroup, "has_unreduced_gradients", seen_only_while_gathered),
+        patch.object(ShardedGroup, "end_agreement", lambda self, used, had: None),
     ):
         yield
 
@@ -59,7 +60,7 @@ PLANTED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         r"A hook was put on the parameter 'net\.0\.weight' and would not be called",
     ),
     "changes in place are not written back": (
-        lambda: patch.object(ParameterGroup, "write_back", lambda self, compares=False: []),
+        lambda: patch.object(ShardedGroup, "write_back", lambda self, compares=False: None),
         lambda: _Prototypes(through_data=False),
         r"changed the parameter 'head\.weight' in place",
     ),

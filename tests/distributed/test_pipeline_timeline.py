@@ -19,11 +19,12 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.data import DataLoader
 
 from lightning_dist import PipelineParallelStrategy
+from lightning_dist.parallel_module import parallelized
+from lightning_dist.pipeline import Pipeline
 from lightning_dist.pipeline.simulation import simulate
 from lightning_dist.pipeline.timeline import Order, Timeline
 from lightning_dist.plugins.callbacks import StepTelemetry
 from lightning_dist.plugins.loggers import MLflowLogger
-from lightning_dist.sharding import sharded
 from tests.pool import WorkerPool
 
 PP_SIZE = 4
@@ -125,14 +126,15 @@ class Look(pl.Callback):
         pl_module.live.peak = 0
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Sleeper, *args: Any) -> None:
-        spread = sharded(pl_module)
-        assert spread is not None
-        assert spread.pipeline is not None
-        timeline = spread.pipeline.timeline()
+        parallel = parallelized(pl_module)
+        assert parallel is not None
+        pipeline = parallel.get(Pipeline)
+        assert pipeline is not None
+        timeline = pipeline.timeline()
         assert timeline is not None
         self.seen.timelines.append(timeline)
         self.seen.peaks.append(pl_module.live.peak)
-        self.seen.order = spread.pipeline.order
+        self.seen.order = pipeline.order
         if self.theory is not None and len(self.seen.timelines) >= AT_LEAST:
             least = min(timeline.bubble for timeline in self.seen.timelines)
             trainer.should_stop = least == pytest.approx(self.theory, rel=TOLERANCE)

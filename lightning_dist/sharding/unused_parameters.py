@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dist._compat import ParameterGroup
+from lightning_dist.sharding._compat import ShardedGroup
 
 __all__ = ["UnusedParameters"]
 
@@ -27,7 +27,7 @@ class UnusedParameters:
         mesh: The ranks that reduce gradients together.
     """
 
-    def __init__(self, groups: Sequence[ParameterGroup], mesh: DeviceMesh) -> None:
+    def __init__(self, groups: Sequence[ShardedGroup], mesh: DeviceMesh) -> None:
         self._all_groups = groups
         self._groups = [group for group in groups if group.mesh.size() > 1]
         self._mesh = mesh

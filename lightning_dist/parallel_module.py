@@ -1,0 +1,480 @@
+"""A module whose steps run in parallel: it loops over techniques, and knows none of them by name."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_dist.consensus import timed_barrier
+from lightning_dist.initialization import materialize, refuse_meta_attributes
+from lightning_dist.parameter_group import ParameterGroup
+from lightning_dist.technique import Technique, bound
+from lightning_dist.units import Unit
+from lightning_dist.whole_files import register, whole_state_dicts
+
+__all__ = ["NotInStepError", "ParallelModule", "full_parameters", "parallelized", "parallelized_around"]
+
+SomeTechnique = TypeVar("SomeTechnique", bound=Technique)
+
+_modules: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ParallelModule]] = weakref.WeakKeyDictionary()
+
+
+class NotInStepError(RuntimeError):
+    """A module was called where the other ranks may not call it too."""
+
+
+def parallelized(module: nn.Module) -> ParallelModule | None:
+    """Return the :class:`ParallelModule` that was made of ``module``; None if there is none."""
+    reference = _modules.get(module)
+    return reference() if reference is not None else None
+
+
+def parallelized_around(module: nn.Module) -> ParallelModule | None:
+    """Return the :class:`ParallelModule` of the module that ``module`` is, or is a part of; None if there is none."""
+    for root, reference in list(_modules.items()):
+        if any(part is module for part in root.modules()):
+            return reference()
+    return None
+
+
+@contextmanager
+def full_parameters(module: nn.Module, timeout_s: float = 60.0) -> Iterator[None]:
+    """Inside, let every rank hold the whole of ``module``, so that it may call it alone, without gradients.
+
+    It serves to sample from a model, to export it, or to look at a weight. Every rank must enter. A module that no
+    strategy has spread needs nothing, so that the same code works everywhere. Change no parameters inside: some are
+    copies, and others are not.
+
+    Args:
+        module: A LightningModule in training or after it.
+        timeout_s: Seconds to wait for the other ranks to enter.
+
+    Raises:
+        OtherRankError: If a rank does not enter in time.
+    """
+    parallel = parallelized(module)
+    if parallel is None:
+        with torch.no_grad():
+            yield
+        return
+    timed_barrier(f"full_parameters({type(module).__name__})", timeout_s)
+    with parallel.full_parameters():
+        yield
+
+
+class ParallelModule:
+    """Run the steps of a user's module under a list of techniques.
+
+    Building it is a collective over all processes. Units on the meta device are initialised one at a time, so that no
+    rank ever holds the whole model.
+
+    Args:
+        module: The user's module, its weights on the mesh's device (equal on all ranks) or on the meta device. It is
+            changed in place.
+        units: All units of the module, from :func:`lightning_dist.units.find_units`; every parameter is in one.
+        techniques: The techniques, from the outside in (see :mod:`lightning_dist.technique`).
+        mesh: The mesh over which the batch is split and gradients are reduced.
+    """
+
+    def __init__(
+        self, module: nn.Module, units: Sequence[Unit], techniques: Sequence[Technique], mesh: DeviceMesh
+    ) -> None:
+        self.module = module
+        self.techniques = tuple(techniques)
+        self.mesh = mesh
+        for select_units in bound(techniques, "select_units"):
+            units = select_units(units)
+        self.units = tuple(units)
+        self._bind()
+        self.groups = self._build(torch.device(mesh.device_type))
+        self._outer = [group for group in self.groups if group.unit.stays_gathered]
+        self._root_groups = [group for group in self._outer if not group.unit.has_forward]
+        self.stays_gathered = False
+        """Whether every rank holds the whole model (see :meth:`stay_gathered`)."""
+        self._kept = ExitStack()
+        self.runs_microbatches = False
+        """Whether microbatches of a pipeline run now."""
+        self._running = 0
+        self._in_step = False
+        self._has_stepped = False
+        self._may_run_first = all(technique.runs_before_first_step for technique in techniques)
+        for group in self.groups:
+            self._add_hooks(group)
+        register(module, [owner for unit in self.units for owner in unit.modules])
+        for technique in reversed(techniques):
+            technique.finish()
+        # The modules' hooks hold this object; so it lives as long as the module.
+        _modules[module] = weakref.ref(self)
+
+    def _bind(self) -> None:
+        techniques = self.techniques
+        self._before_training_step = bound(techniques, "before_training_step")
+        self._before_step = bound(techniques, "before_step")
+        self._around_step = bound(techniques, "around_step")
+        self._wrap_step = bound(techniques, "wrap_step", inside_out=True)
+        self._on_gather = bound(techniques, "on_gather")
+        self._on_free = bound(techniques, "on_free", inside_out=True)
+        self._write_back = bound(techniques, "write_back", inside_out=True)
+        self._finish_output = bound(techniques, "finish_output", inside_out=True)
+        self._after_step = bound(techniques, "after_step", inside_out=True)
+        self._after_error = bound(techniques, "after_error", inside_out=True)
+        self._around_backward = bound(techniques, "around_backward")
+        self._after_backward = bound(techniques, "after_backward", inside_out=True)
+        self._gradients_left = bound(techniques, "gradients_left")
+        self._before_optimizer_step = bound(techniques, "before_optimizer_step")
+        self._after_optimizer_step = bound(techniques, "after_optimizer_step", inside_out=True)
+        self._around_microbatches = bound(techniques, "around_microbatches")
+        self._reduce_microbatches = bound(techniques, "reduce_microbatches", inside_out=True)
+        self._after_microbatches = bound(techniques, "after_microbatches", inside_out=True)
+        self._without_hook_views = bound(techniques, "without_hook_views")
+        self._whole = bound(techniques, "whole", inside_out=True)
+        self._total_norm = bound(techniques, "total_norm")
+
+    def _build(self, device: torch.device) -> tuple[ParameterGroup, ...]:
+        """Give every unit its group. A collective over all processes."""
+        remote = [tensor for tensors in bound(self.techniques, "remote_tensors") for tensor in tensors()]
+        for technique in self.techniques:
+            technique.attach(self)
+        prepare_unit = bound(self.techniques, "prepare_unit", inside_out=True)
+        manage_unit = bound(self.techniques, "manage_unit")
+        groups: list[ParameterGroup] = []
+        for unit in self.units:
+            materialize(unit.modules, self.module, device, remote)
+            for prepare in prepare_unit:
+                prepare(unit)
+            group = next(group for manage in manage_unit if (group := manage(unit)) is not None)
+            group.unit = unit
+            group.owners = [owner for owner in self.module.modules() if owner in unit.owners]
+            groups.append(group)
+            unit.params.clear()  # the whole parameters, which nothing should keep in memory
+        materialize([self.module], self.module, device, remote)
+        refuse_meta_attributes(self.module)
+        return tuple(groups)
+
+    def get(self, kind: type[SomeTechnique]) -> SomeTechnique | None:
+        """Return the technique of the class ``kind``; None if it is not in the list."""
+        return next((technique for technique in self.techniques if isinstance(technique, kind)), None)
+
+    def _add_hooks(self, group: ParameterGroup) -> None:
+        unit = group.unit
+        if not unit.has_forward:
+            return
+        for module in unit.modules:
+            module.register_forward_pre_hook(partial(self._before_forward, group), prepend=True)
+            if unit.kind == "outer":
+                continue
+            # These two come between FSDP2's own hooks, which gather and free.
+            if self._on_gather:
+                module.register_forward_pre_hook(lambda module, args: self._tell_gathered(group, [module]))
+            if self._on_free:
+                module.register_forward_hook(lambda *args: self._tell_free(group), prepend=True, always_call=True)
+        if unit.kind == "outer":
+            # Its modules may run through other methods than forward, or after a backward inside the step freed them.
+            def gather(module: nn.Module, args: object) -> None:
+                if group.is_gathered:
+                    group.copy_requires_grad()
+                    self._tell_gathered(group)
+                else:
+                    self._check_running(module, args)
+                    self.gather(group)
+
+            for owner in group.owners:
+                owner.register_forward_pre_hook(gather, prepend=True)
+
+    def _before_forward(self, group: ParameterGroup, module: nn.Module, args: object) -> None:
+        self._check_running(module, args)
+        if torch.is_inference_mode_enabled():
+            group.gather()  # FSDP2's own hook, which runs next, would make inference tensors
+
+    def _check_running(self, module: nn.Module, args: object) -> None:
+        if self._running:
+            if self._in_step:
+                self._gather_root_groups()
+            return
+        if not self._has_stepped and self._may_run_first:
+            # Lightning's ModelSummary calls the model on every rank before the first step, if it has an example input.
+            timed_barrier("calling a sharded model before its first step")
+            return
+        raise NotInStepError(
+            f"{type(self.module).__name__} is sharded, and {type(module).__name__} was called outside of a training,"
+            " validation, test or predict step: the other ranks would have to call it too, or all would hang. Call it"
+            " inside `with lightning_dist.full_parameters(module):`, entered on every rank; within it, any rank may"
+            " call the model alone."
+        )
+
+    @contextmanager
+    def running(self) -> Iterator[None]:
+        """Inside, the module may be called, by all ranks alike: around a backward that recomputes activations."""
+        self._running += 1
+        try:
+            yield
+        finally:
+            self._running -= 1
+
+    # Steps
+
+    def before_training_step(self, begins_accumulation: bool) -> None:
+        """Prepare a training step.
+
+        Args:
+            begins_accumulation: Whether the step is the first of those whose gradients are reduced together; the same
+                on all ranks, also in a run that was resumed.
+        """
+        # A call before the first step, as of an example input, has left outer units gathered.
+        if any(group.is_gathered for group in self.groups):
+            self.free()
+        for before_training_step in self._before_training_step:
+            before_training_step(begins_accumulation)
+
+    def step(self, step: Callable[[], Any], backward_follows: bool) -> Any:
+        """Run ``step``, which calls the module, and return what it returns. A collective.
+
+        Args:
+            step: The step, its arguments bound.
+            backward_follows: Whether the caller runs a backward from what is returned; then outer units stay gathered.
+        """
+        self._in_step = self._has_stepped = True
+        try:
+            with self.running():
+                for before_step in self._before_step:
+                    before_step()
+                for group in self._outer:
+                    self.gather(group)
+                with ExitStack() as around:
+                    for around_step in self._around_step:
+                        around.enter_context(around_step())
+                    output = self._wrapped(step)()
+                self.write_back()
+                for finish_output in self._finish_output:
+                    output = finish_output(output)
+        except BaseException:
+            for after_error in self._after_error:
+                after_error()
+            raise
+        finally:
+            self._in_step = False
+        for after_step in self._after_step:
+            after_step(backward_follows)
+        if not backward_follows:
+            self.free()
+        return output
+
+    def _wrapped(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        for wrap_step in self._wrap_step:
+            step = wrap_step(step)
+        return step
+
+    def write_back(self) -> None:
+        """Keep what a step has changed in gathered parameters. A collective where it has changed any.
+
+        Raises:
+            AuditError: If ranks have changed a parameter differently.
+        """
+        for write_back in self._write_back:
+            write_back()
+
+    @contextmanager
+    def between_forward_and_backward(self) -> Iterator[None]:
+        """Inside, let hooks between a forward and its backward use and change parameters. A collective."""
+        with ExitStack() as around:
+            for around_step in self._around_step:
+                around.enter_context(around_step())
+            yield
+        self.write_back()
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Inside, run a backward; afterwards all gradients are reduced, if they are reduced now. A collective then.
+
+        The module may be called inside, as it is where activations are recomputed.
+        """
+        with ExitStack() as around:
+            for around_backward in self._around_backward:
+                around.enter_context(around_backward())
+            with self.running():
+                yield
+        reduces = self._reduces_gradients
+        for after_backward in self._after_backward:
+            after_backward(reduces)
+        for group in self._outer:
+            group.free()
+
+    @property
+    def _reduces_gradients(self) -> bool:
+        return all(group.syncs_gradients for group in self.groups)
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Choose whether a backward reduces gradients over the ranks, or each rank adds up its own (accumulation)."""
+        for group in self.groups:
+            group.set_gradient_sync(enabled)
+
+    def gradients_left(self) -> list[str]:
+        """Return the names of parameters with a gradient that the optimizer would not see."""
+        of_techniques = [name for gradients_left in self._gradients_left for name in gradients_left()]
+        return [*of_techniques, *(name for group in self.groups for name in group.unreduced_names())]
+
+    def before_optimizer_step(self) -> None:
+        """Check gradients before an optimizer step."""
+        for before_optimizer_step in self._before_optimizer_step:
+            before_optimizer_step()
+
+    def after_optimizer_step(self) -> None:
+        """Forget gathered parameters, which the optimizer step has made stale."""
+        self.free()
+        for after_optimizer_step in self._after_optimizer_step:
+            after_optimizer_step()
+        if self._in_step:
+            self._gather_root_groups()
+
+    def total_norm(self, gradients: Sequence[Tensor], order: float = 2.0) -> Tensor | None:
+        """Return the norm of the whole model's gradients; None where that of ``gradients`` is it. A collective.
+
+        Args:
+            gradients: The gradients of the parameters that this rank has.
+            order: The order of the norm: positive, and possibly infinite.
+        """
+        norms = (total_norm(gradients, order) for total_norm in self._total_norm)
+        return next((norm for norm in norms if norm is not None), None)
+
+    # Microbatches of a pipeline
+
+    @contextmanager
+    def microbatches(self, with_backward: bool) -> Iterator[Callable[[Callable[[], Any]], Any]]:
+        """Inside, run the forwards and backwards of a pipeline's microbatches. A collective over the mesh.
+
+        Units stay gathered, and each rank adds up its own gradients for :meth:`after_microbatches`. What microbatches
+        change in parameters is kept if :meth:`write_back` is called inside.
+
+        Args:
+            with_backward: Whether there are backwards; else units are freed at the end.
+
+        Yields:
+            A function that runs a microbatch's step on a stage.
+        """
+
+        def run(step: Callable[[], Any]) -> Any:
+            for before_step in self._before_step:
+                before_step()
+            output = self._wrapped(step)()
+            for finish_output in self._finish_output:
+                output = finish_output(output)
+            return output
+
+        self._in_step = self._has_stepped = self.runs_microbatches = True
+        try:
+            with self.running(), ExitStack() as around:
+                for around_microbatches in self._around_microbatches:
+                    around.enter_context(around_microbatches())
+                yield run
+        except BaseException:
+            for after_error in self._after_error:
+                after_error()
+            raise
+        finally:
+            self._in_step = self.runs_microbatches = False
+        if not with_backward:
+            self.free()
+
+    def after_microbatches(self) -> None:
+        """Reduce the gradients of microbatches, if gradients are reduced now, and free the units. A collective then."""
+        reduces = self._reduces_gradients
+        for reduce_microbatches in self._reduce_microbatches:
+            reduce_microbatches(reduces)
+        self.free()
+        for after_microbatches in self._after_microbatches:
+            after_microbatches(reduces)
+
+    # Gathered parameters
+
+    @property
+    def watches_gathers(self) -> bool:
+        """Whether any technique acts when a unit's parameters are gathered or freed."""
+        return bool(self._on_gather or self._on_free)
+
+    def gather(self, group: ParameterGroup) -> None:
+        """Gather the parameters of ``group``, if they are not. A collective over the group's mesh then."""
+        group.gather()
+        self._tell_gathered(group)
+
+    def gather_all(self) -> None:
+        """Gather the parameters of all units. A collective over the mesh."""
+        for group in self.groups:
+            self.gather(group)
+
+    def _tell_gathered(self, group: ParameterGroup, running: Collection[nn.Module] = ()) -> None:
+        for on_gather in self._on_gather:
+            on_gather(group, running)
+
+    def _tell_free(self, group: ParameterGroup) -> None:
+        for on_free in self._on_free:
+            on_free(group)
+
+    def _gather_root_groups(self) -> None:
+        # A step that runs a backward itself goes on afterwards, and reads what hangs on the root module through no
+        # hook: it is gathered again after an optimizer step, or when a unit runs.
+        for group in self._root_groups:
+            self.gather(group)
+
+    def free(self) -> None:
+        """Put the parameters into the module that optimizers, callbacks and checkpoints read and write."""
+        if self.stays_gathered:
+            return
+        for group in self.groups:
+            group.free()
+
+    @property
+    def holds_whole_model(self) -> bool:
+        """Whether no parameter is sharded, so that gathering them is no collective."""
+        return not any(group.is_sharded for group in self.groups)
+
+    def stay_gathered(self) -> None:
+        """From now on, let steps without backwards gather nothing, so that ranks may run unequal numbers of them.
+
+        Every rank holds the whole model until :meth:`stop_staying_gathered`. A collective.
+        """
+        with self.running():
+            self.gather_all()
+        for group in self.groups:
+            self._kept.enter_context(group.kept_after_forward())
+        self.stays_gathered = True
+
+    def stop_staying_gathered(self) -> None:
+        """Undo :meth:`stay_gathered`, if it was called."""
+        if self.stays_gathered:
+            self._kept.close()
+            self.stays_gathered = False
+            self.free()
+
+    @contextmanager
+    def without_hook_views(self) -> Iterator[None]:
+        """Inside, tensors are what they are on this rank, and not what the user's hooks may take them for."""
+        with ExitStack() as stack:
+            for without_hook_views in self._without_hook_views:
+                stack.enter_context(without_hook_views())
+            yield
+
+    @contextmanager
+    def full_parameters(self) -> Iterator[None]:
+        """Inside, every rank holds the whole model, and may call it alone, without gradients. All ranks must enter."""
+        with self.without_hook_views(), ExitStack() as kept, self.running(), torch.no_grad():
+            for group in self.groups:
+                kept.enter_context(group.kept_after_forward())
+            for group in self.groups:
+                group.gather()
+            try:
+                with ExitStack() as stack:
+                    for whole in self._whole:
+                        stack.enter_context(whole())
+                    stack.enter_context(whole_state_dicts(self.module, self.groups))
+                    for group in self.groups:
+                        stack.enter_context(group.held())
+                    yield
+            finally:
+                self.free()

@@ -1,0 +1,129 @@
+"""What manages the parameters of one unit: the interface that all kinds of groups have."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_dist.units import Unit
+
+__all__ = ["ParameterGroup"]
+
+
+class ParameterGroup(ABC):
+    """Manage the parameters of a unit: what its modules hold in a step, and what optimizers and checkpoints see.
+
+    The methods that are not abstract have answers that fit a group whose gathered parameters share their memory with
+    what the optimizer sees.
+    """
+
+    unit: Unit
+    """The unit; set when the module is built."""
+
+    owners: list[nn.Module]
+    """The modules that hold the parameters, in the same order on all ranks; set when the module is built."""
+
+    @property
+    @abstractmethod
+    def params(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer sees."""
+
+    @property
+    @abstractmethod
+    def mesh(self) -> DeviceMesh:
+        """The mesh whose ranks have parts of a batch, and reduce the gradients of the group."""
+
+    @property
+    @abstractmethod
+    def is_gathered(self) -> bool:
+        """Whether the modules hold the gathered parameters now."""
+
+    @abstractmethod
+    def holds(self, param: Tensor) -> bool:
+        """Return whether ``param`` is one of the gathered parameters."""
+
+    @abstractmethod
+    def gather(self) -> None:
+        """Put the gathered parameters into the modules. A collective where the parameters are sharded now."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Put the parameters that the optimizer sees back into the modules."""
+
+    @abstractmethod
+    def copy_requires_grad(self) -> None:
+        """Let the gathered parameters require gradients as those do that the optimizer sees."""
+
+    @abstractmethod
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Choose whether gradients are reduced after a backward, or added up on each rank (accumulation)."""
+
+    @property
+    @abstractmethod
+    def syncs_gradients(self) -> bool:
+        """The choice of :meth:`set_gradient_sync`."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether a rank holds a part of each parameter only, so that gathering them is a collective."""
+        return False
+
+    @property
+    def names(self) -> list[str]:
+        """The full names of the parameters in the user's module."""
+        return []
+
+    @property
+    def gathered(self) -> list[Tensor]:
+        """The gathered parameters, as plain tensors: this rank's part of those that are split over ``tp``."""
+        return []
+
+    @property
+    def numel(self) -> int:
+        """The number of elements of the whole parameters."""
+        return sum(param.numel() for param in self.params)
+
+    def held(self) -> AbstractContextManager[None]:
+        """Return a context in which nothing frees the gathered parameters, such as moving the module to a device."""
+        return nullcontext()
+
+    def kept_after_forward(self) -> AbstractContextManager[None]:
+        """Return a context in which parameters are not freed after a forward."""
+        return nullcontext()
+
+    def whole_state_dict(self) -> AbstractContextManager[None]:
+        """Return a context in which ``state_dict()`` of a module takes the gathered parameters."""
+        return nullcontext()
+
+    # What the first-step audit asks.
+
+    def write_back(self, compares: bool = False) -> None:
+        """Write what a step has changed in the gathered parameters into those that the optimizer sees.
+
+        Args:
+            compares: Whether values are compared as well, and not only the versions of tensors.
+        """
+        return
+
+    def take_changed(self) -> list[str]:
+        """Return the names of the parameters that :meth:`write_back` has written since the last call of this method."""
+        return []
+
+    def unwritten(self) -> list[str]:
+        """Return the names of gathered parameters whose values the optimizer would not see."""
+        return []
+
+    def lost_hooks(self) -> list[str]:
+        """Return the names of parameters with tensor hooks that their gathered ones do not have."""
+        return []
+
+    def unreduced_names(self) -> list[str]:
+        """Return the names of parameters whose gradient was left on the gathered ones."""
+        return []
+
+    def names_without_gradient(self) -> list[str]:
+        """Return the names of parameters that got a gradient in the last backward here, and have no reduced one."""
+        return []

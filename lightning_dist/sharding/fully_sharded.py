@@ -1,0 +1,256 @@
+"""Full and hybrid sharding by FSDP2: parameters, gradients and optimizer states are spread over ``dp_shard``.
+
+With one replica this is ZeRO-3 (Rajbhandari et al., 2020). With several it is hybrid sharding (Zhao et al., 2023): the
+all-gathers and reduce-scatters stay inside a replica, and only each rank's shard of the gradient is all-reduced between
+replicas.
+
+The FSDP root is a thin module around the user's, without parameters: a step runs inside its forward, and the user's
+module keeps its class. Blocks are gathered when they run. Outer units (embeddings, norms, heads; all of a small model)
+are gathered for the whole step, as FSDP2's root is, so that ``F.linear(x, self.embedding.weight)`` or
+``self.model.encode(x)`` work as in one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from lightning_dist._compat import without_forward_hooks
+from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter
+from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
+from lightning_dist.sharding import _compat
+from lightning_dist.sharding._compat import ShardedGroup
+from lightning_dist.sharding.same_path import Action, SamePath
+from lightning_dist.sharding.unused_parameters import UnusedParameters
+from lightning_dist.technique import Parallel, Technique, bound
+from lightning_dist.units import Unit
+
+__all__ = ["Sharding", "ShardingConfig"]
+
+
+@dataclass(frozen=True)
+class ShardingConfig:
+    """Say how units are sharded.
+
+    Args:
+        param_dtype: The dtype that parameters are gathered and computed in; None: the dtype that they are stored in.
+        reduce_dtype: The dtype that gradients are reduced in; None: the dtype that they are computed in.
+        reshard_after_forward: Whether blocks, but for the last, are freed after their forward and gathered again in the
+            backward (less memory), or kept (one gather less); a number: kept sharded over that many ranks.
+        direct_collectives: Whether to use the collectives of :mod:`lightning_dist.collectives`; None: on gloo only.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    reshard_after_forward: bool | int = True
+    direct_collectives: bool | None = None
+
+
+class Sharding(Technique):
+    """Shard the parameters of each unit over the last axis of ``mesh`` by FSDP2.
+
+    Args:
+        mesh: A mesh with the axes ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``.
+        config: How units are sharded.
+    """
+
+    def __init__(self, mesh: DeviceMesh, config: ShardingConfig) -> None:
+        self._mesh = mesh
+        self._config = config
+        self._policy = MixedPrecisionPolicy(param_dtype=config.param_dtype, reduce_dtype=config.reduce_dtype)
+        self._is_direct = config.direct_collectives
+        if self._is_direct is None:
+            self._is_direct = dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo"
+        self._groups: list[ShardedGroup] = []
+        self._holders: list[nn.Module] = []
+        self._skips_root = False
+
+    def attach(self, parallel: Parallel) -> None:
+        """Take the module, its units and its techniques."""
+        self._parallel = parallel
+        self._module = parallel.module
+        for part in self._module.modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+                part.sparse = False  # FSDP2 reduces dense gradients only; the values are the same
+        units = parallel.units
+        self._last_block = next((unit for unit in reversed(units) if unit.kind == "block"), None)
+        names = [" and ".join(filter(None, unit.names)) or type(self._module).__name__ for unit in units]
+        self._path = SamePath(names)
+        self._shard_dims = bound(parallel.techniques, "shard_dim")
+        self._take_replaced = bound(parallel.techniques, "take_replaced")
+        self._is_form = bound(parallel.techniques, "is_form_of_parameter")
+
+    def manage_unit(self, unit: Unit) -> ShardedGroup:
+        """Let FSDP2 shard the parameters of ``unit``. A collective over the mesh."""
+        modules: list[nn.Module] = unit.modules if unit.has_forward else [_Holder(unit.params.values())]
+        # The last block's backward follows its forward: to free it would only be to gather it again.
+        stays_gathered = unit.stays_gathered
+        stays_gathered |= unit is self._last_block and self._config.reshard_after_forward is True
+        originals = {
+            (part, key): param
+            for top in modules
+            for part in top.modules()
+            for key, param in part.named_parameters(recurse=False, remove_duplicate=False)
+        }
+        fully_shard(
+            modules if len(modules) > 1 else modules[0],
+            mesh=self._mesh,
+            reshard_after_forward=False if stays_gathered else self._config.reshard_after_forward,
+            mp_policy=self._policy,
+            ignored_params=set(self._module.parameters()) - set(unit.params.values()),
+            shard_placement_fn=self._placement if self._shard_dims else None,
+        )
+        group = _compat.sharded_group(modules[0])
+        group.take_hooks(originals)
+        if not unit.has_forward:
+            self._holders.append(modules[0])
+            group.put_into(_places(unit.params.values(), unit.owners))
+        if unit.stays_gathered:
+            group.wait_for_end_of_backward()
+        if self._is_direct:
+            index = next(index for index, other in enumerate(self._parallel.units) if other is unit)
+            group.set_collectives(
+                DirectAllGather(partial(self._check_path, "gather", index)),
+                TwoShotReduceScatter(partial(self._check_path, "reduce", index)),
+            )
+        if self._take_replaced:
+            group.take_replaced = self._was_replaced
+        if self._is_form:
+            group.is_other_form = self._is_other_form
+        self._groups.append(group)
+        return group
+
+    def _placement(self, param: nn.Parameter) -> Shard | None:
+        dims = (shard_dim(param) for shard_dim in self._shard_dims)
+        dim = next((dim for dim in dims if dim is not None), None)
+        return None if dim is None else Shard(dim)
+
+    def _was_replaced(self, param: nn.Parameter) -> bool:
+        return any(take_replaced(param) for take_replaced in self._take_replaced)
+
+    def _is_other_form(self, module: nn.Module, name: str, held: Tensor | None) -> bool:
+        return any(is_form(module, name, held) for is_form in self._is_form)
+
+    def finish(self) -> None:
+        """Make the FSDP root, when all units have their groups."""
+        for group in self._groups:
+            if group.unit.has_forward:
+                for module in group.unit.modules:
+                    _compat.gather_before_views(module)
+        self._unused = UnusedParameters(self._groups, self._mesh)
+        self._root = _StepRoot(self._module, self._holders)
+        fully_shard(self._root, mesh=self._mesh, ignored_params=set(self._module.parameters()))
+        _compat.initialize_root(self._root)
+        for group in self._groups:
+            group.gather_in_place()
+
+    def _check_path(self, action: Action, unit: int, group: dist.ProcessGroup) -> None:
+        if not self._parallel.stays_gathered:
+            self._path.check(action, unit, group)
+
+    def _check_end(self) -> None:
+        if self._is_direct:
+            self._check_path("end", 0, self._mesh.get_group(self._mesh.ndim - 1))
+
+    def wrap_step(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """Run ``step`` as a forward of the FSDP root."""
+        return step if self._skips_root else partial(self._root, step)
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Inside, gather what a step uses while it is sharded."""
+        for group in self._groups:
+            group.begin_stand_ins(self._stand_in)
+        try:
+            yield
+        finally:
+            for group in self._groups:
+                group.end_stand_ins()
+
+    def _stand_in(self, param: Tensor, dtype: torch.dtype | None, on_gradient: Callable[[], None]) -> Tensor:
+        axes = self._mesh.mesh_dim_names or ()
+        gather = partial(whole_for_step, data_parallel_axes=axes, dtype=dtype, on_gradient=on_gradient)
+        return GatheredOnUse(param, gather)
+
+    def after_step(self, backward_follows: bool) -> None:
+        """Check that all ranks have ended the forward, if no backward follows. A collective then."""
+        if not backward_follows:
+            self._check_end()
+
+    def after_error(self) -> None:
+        """Reset FSDP2's state, and drop the gradients of a step that failed in a pipeline's microbatches."""
+        _compat.reset_after_error(self._root)
+        if self._parallel.runs_microbatches:
+            _compat.drop_gradients(self._groups)
+
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """Agree on parameters without gradients when the backward inside is done. A collective over the mesh."""
+        with self._unused.agreed():
+            yield
+            self._check_end()
+
+    def after_backward(self, reduces: bool) -> None:
+        """Reduce gradients that no module's hook has reduced."""
+        if any(group.has_unreduced_gradients() for group in self._groups):
+            _compat.flush_gradients(self._root)
+
+    @contextmanager
+    def around_microbatches(self) -> Iterator[None]:
+        """Inside, backwards add up gradients. Where FSDP2's hooks would do nothing, they are not called."""
+        with _compat.accumulating(self._root, self._groups) as is_idle:
+            self._parallel.gather_all()
+            if not is_idle:
+                yield
+                return
+            ours = () if self._parallel.watches_gathers else ("lightning_dist.parallel_module",)
+            modules = [module for unit in self._parallel.units for module in (*unit.modules, *unit.owners)]
+            self._skips_root = True
+            try:
+                with without_forward_hooks([self._root, *modules], ("torch.distributed.fsdp", *ours)):
+                    yield
+            finally:
+                self._skips_root = False
+
+    def reduce_microbatches(self, reduces: bool) -> None:
+        """Reduce the gradients that the backwards of microbatches have added up."""
+        if reduces:
+            with self._unused.agreed():
+                _compat.reduce_gradients(self._root, self._groups)
+
+
+class _StepRoot(nn.Module):
+    """Be the FSDP root. Its forward is a step of the user's module."""
+
+    def __init__(self, module: nn.Module, holders: Sequence[nn.Module]) -> None:
+        super().__init__()
+        self.module = module
+        self.holders = nn.ModuleList(holders)
+
+    def forward(self, step: Callable[[], Any]) -> Any:
+        return step()
+
+
+class _Holder(nn.Module):
+    """Give ``fully_shard`` parameters whose own modules must keep their class and get no hooks."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__()
+        for index, param in enumerate(params):
+            self.register_parameter(str(index), param)
+
+
+def _places(params: Iterable[nn.Parameter], owners: Iterable[nn.Module]) -> list[list[tuple[nn.Module, str]]]:
+    """Return, for each parameter, the modules that hold it and its names there."""
+    held = [(owner, key, param) for owner in owners for key, param in owner._parameters.items()]
+    return [[(owner, key) for owner, key, other in held if other is param] for param in params]
