@@ -1,20 +1,20 @@
-"""One global batch, whatever the number of ranks: what keeps runs with different strategies comparable."""
+"""Keep the global batch the same for every number of ranks, so that runs with different strategies are comparable."""
 
 from lightning.pytorch import Trainer
 
 
 def per_rank_batch_size(global_batch_size: int, trainer: Trainer | None) -> int:
-    """Return each rank's share of a batch, in samples.
+    """Return the number of samples in each rank's batch.
 
-    The batch is split over the ranks that read different samples, as counted by the trainer's own sampler settings:
-    all of them under data parallelism and sharding, fewer under tensor or pipeline parallelism.
+    The global batch is split over the ranks that read different samples. The Trainer's sampler arguments count them:
+    they are all ranks under data parallelism and sharding, and fewer under tensor or pipeline parallelism.
 
     Args:
-        global_batch_size: Samples in one step over all ranks.
-        trainer: The trainer that reads the data; None stands for a single process.
+        global_batch_size: Number of samples in one step over all ranks.
+        trainer: Trainer that reads the data; None means a single process.
 
     Raises:
-        ValueError: ``global_batch_size`` is not a positive multiple of the number of data-parallel ranks.
+        ValueError: If ``global_batch_size`` is not a positive multiple of the number of data-parallel ranks.
     """
     sampler_kwargs = (trainer.distributed_sampler_kwargs if trainer else None) or {}
     num_replicas = sampler_kwargs.get("num_replicas", 1)

@@ -1,4 +1,4 @@
-"""Text files as windows of bytes."""
+"""Read text files, and split them into windows of bytes."""
 
 import hashlib
 import math
@@ -15,16 +15,16 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 from examples.batching import per_rank_batch_size
 from examples.gpt.model import VOCAB_SIZE
 
-# Parts of the standard library's folder that are not library code: other people's packages, tests, tables.
+# These folders inside the standard library's folder are left out: they hold installed packages, tests and tables.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
 class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
-    """Consecutive windows of ``context`` bytes, each paired with the same window one byte on.
+    """Split a text into consecutive windows of bytes, and pair each window with the window that starts one byte later.
 
     Args:
-        text: All bytes, (length,), uint8.
-        context: Length of a window, in bytes.
+        text: All bytes of the text, of shape (length,) and dtype uint8.
+        context: Length of each window, in bytes.
     """
 
     def __init__(self, text: Tensor, context: int) -> None:
@@ -41,21 +41,21 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class TextDataModule(LightningDataModule):
-    """Bytes of text files, some files held out for validation.
+    """Serve the bytes of text files, and hold out some of the files for validation.
 
-    Files are chosen and held out by a hash of their relative names: every rank and every run sees the same split,
-    whatever order the file system lists them in. A single file has its tail held out. Validation, testing and
-    prediction read the same held-out windows in one fixed shuffled order, so that ``limit_val_batches`` takes a fair
-    sample of them.
+    A hash of their relative names decides which files are read and which are held out, so that every rank and every run
+    sees the same split, whatever order the file system lists the files in. Of a single file, the end is held out.
+    Validation, testing and prediction read the same held-out windows in one fixed shuffled order, so that
+    ``limit_val_batches`` takes a fair sample of them.
 
     Args:
-        path: A folder or a file. None: the source of Python's own standard library.
-        pattern: Files of a folder to read, as in ``Path.glob``.
-        context: Length of a window, in bytes.
-        global_batch_size: Windows in a step over all ranks, each window on one rank.
-        val_fraction: Share to hold out, between 0 and 1.
-        max_bytes: Read no more than this many bytes in all.
-        num_workers: Loader processes of a rank.
+        path: Folder or file to read; None means the source of Python's standard library.
+        pattern: Pattern of the files to read in a folder, as in ``Path.glob``.
+        context: Length of each window, in bytes.
+        global_batch_size: Number of windows in one step over all ranks; each window is on one rank.
+        val_fraction: Fraction to hold out, between 0 and 1: of the files, or of the bytes of a single file.
+        max_bytes: Greatest number of bytes to read in total.
+        num_workers: Number of DataLoader workers on each rank.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class TextDataModule(LightningDataModule):
         self.num_workers = num_workers
 
     def setup(self, stage: str) -> None:
-        """Read the text.
+        """Read the text, and split it into windows.
 
         Raises:
-            FileNotFoundError: ``path`` does not exist, or holds no file that matches ``pattern``.
-            ValueError: There is too little text, or the batch cannot be split evenly over the ranks.
+            FileNotFoundError: If ``path`` does not exist, or has no file that matches ``pattern``.
+            ValueError: If there is too little text, or the batch cannot be split evenly over the ranks.
         """
         self.batch_size = per_rank_batch_size(self.global_batch_size, self.trainer)
         train_text, held_out_text = self._read()
@@ -103,37 +103,43 @@ class TextDataModule(LightningDataModule):
         self.held_out_windows = Subset(held_out, order.tolist())
 
     def train_dataloader(self) -> DataLoader:
-        """Shuffled windows, the last incomplete batch dropped; in one order, however many processes share them."""
+        """Return a loader of shuffled windows, without the last incomplete batch.
+
+        The order is the same for every number of processes.
+        """
         order = DistributedSampler(self.train_windows, 1, 0, seed=int(os.environ.get("PL_GLOBAL_SEED", 0)))
         return DataLoader(
             self.train_windows,
             batch_size=self.batch_size,
-            # Of several processes, Lightning gives each its part of the same order.
+            # With several processes, Lightning gives each process its part of the same order.
             **({"sampler": order} if self.trainer.world_size == 1 else {"shuffle": True}),
             drop_last=True,
             num_workers=self.num_workers,
         )
 
     def val_dataloader(self) -> DataLoader:
-        """The held-out windows."""
+        """Return a loader of the held-out windows."""
         return DataLoader(self.held_out_windows, batch_size=self.batch_size, num_workers=self.num_workers)
 
     def test_dataloader(self) -> DataLoader:
-        """The held-out windows."""
+        """Return a loader of the held-out windows."""
         return self.val_dataloader()
 
     def predict_dataloader(self) -> DataLoader:
-        """The held-out windows."""
+        """Return a loader of the held-out windows."""
         return self.val_dataloader()
 
     @property
     def uniform_loss(self) -> float:
-        """Cross entropy of a guess that knows nothing, ln 256, in nats per byte."""
+        """Return the cross entropy of a uniform guess, ln 256, in nats per byte."""
         return math.log(VOCAB_SIZE)
 
     @property
     def unigram_loss(self) -> float:
-        """Cross entropy of the held-out bytes under the training bytes' frequencies (add-one), in nats per byte."""
+        """Return the cross entropy of the held-out bytes under the frequencies of the training bytes, in nats per byte.
+
+        Each count is increased by one, so that no byte has probability zero.
+        """
         counts = torch.bincount(self.train_text, minlength=VOCAB_SIZE).double() + 1
         held_out_counts = torch.bincount(self.held_out_text, minlength=VOCAB_SIZE).double()
         log_probabilities = (counts / counts.sum()).log()
@@ -147,7 +153,8 @@ class TextDataModule(LightningDataModule):
             return text[:num_train], text[num_train:]
 
         digests = {file: hashlib.sha256(file.relative_to(root).as_posix().encode()).digest() for file in files}
-        # Two separate parts of the hash: which files max_bytes leaves out has nothing to do with which are held out.
+        # The order and the split use separate parts of the hash, so that the files that max_bytes leaves out do not
+        # depend on the split.
         files.sort(key=lambda file: digests[file][8:])
         texts: dict[Path, bytes] = {}
         num_left = self.max_bytes
@@ -158,7 +165,8 @@ class TextDataModule(LightningDataModule):
                 num_left -= len(text)
 
         shares = {file: int.from_bytes(digests[file][:8]) / 2**64 for file in texts}
-        # The file of the least share is held out whatever val_fraction says: at least one must be.
+        # At least one file must be held out, even if no share is below val_fraction: then it is the file of the least
+        # share.
         threshold = max(self.val_fraction, min(shares.values(), default=0.0))
         train = [text for file, text in texts.items() if shares[file] > threshold]
         held_out = [text for file, text in texts.items() if shares[file] <= threshold]
@@ -181,9 +189,10 @@ class TextDataModule(LightningDataModule):
 
 
 def _glob(root: Path, pattern: str, leave_out: set[str]) -> Iterator[Path]:
-    """As ``root.glob(pattern)``, without what is in folders of these names.
+    """Yield the files of ``root.glob(pattern)`` that are in no folder with a name in ``leave_out``.
 
-    Those are not entered where they can be large: installed packages are often ten times the library.
+    If the pattern starts with ``**/``, these folders are not entered: installed packages are often ten times as large
+    as the library.
     """
     if not (leave_out and pattern.startswith("**/")):
         found = root.glob(pattern)

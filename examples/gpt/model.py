@@ -1,4 +1,4 @@
-"""A byte-level GPT and its training: plain PyTorch and plain Lightning."""
+"""Define a byte-level GPT and its training, in plain PyTorch and plain Lightning."""
 
 import math
 
@@ -13,19 +13,19 @@ VOCAB_SIZE = 256  # one entry per byte
 
 
 class Linear(nn.Linear):
-    """``nn.Linear`` without bias, its weights normal with standard deviation ``gain / sqrt(in_features)``."""
+    """Apply a linear layer without bias, with normal initial weights of deviation ``gain / sqrt(in_features)``."""
 
     def __init__(self, in_features: int, out_features: int, gain: float = 1.0) -> None:
-        self.gain = gain  # before super().__init__(), which calls reset_parameters()
+        self.gain = gain  # set first, because super().__init__() calls reset_parameters()
         super().__init__(in_features, out_features, bias=False)
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Draw new weights from a normal distribution."""
         nn.init.normal_(self.weight, std=self.gain / math.sqrt(self.in_features))
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotary position embedding (Su et al., 2021, https://arxiv.org/abs/2104.09864), halves rotated."""
+    """Embed positions by rotating the two halves of a head (RoPE, Su et al., 2021, https://arxiv.org/abs/2104.09864)."""
 
     cos: Tensor
     sin: Tensor
@@ -38,10 +38,13 @@ class RotaryEmbedding(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Fill the tables: they are in no checkpoint, so whoever materialises the module calls this."""
+        """Fill the tables of cosines and sines.
+
+        The tables are in no checkpoint, so this is called when the module is materialised from the meta device.
+        """
         max_len, half = self.cos.shape
         device = self.cos.device
-        # float32 whatever the default dtype: bfloat16 cannot tell neighbouring positions apart.
+        # Use float32 for every default dtype, because bfloat16 cannot distinguish neighbouring positions.
         frequencies = self.base ** -(torch.arange(half, device=device, dtype=torch.float32) / half)
         angles = torch.outer(torch.arange(max_len, device=device, dtype=torch.float32), frequencies)
         self.cos.copy_(angles.cos())
@@ -56,7 +59,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal multi-head self-attention with rotary positions."""
+    """Apply causal multi-head self-attention with rotary positions."""
 
     def __init__(self, dim: int, num_heads: int, max_len: int, residual_gain: float) -> None:
         super().__init__()
@@ -79,7 +82,7 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """Gated feed-forward layer (Shazeer, 2020, https://arxiv.org/abs/2002.05202)."""
+    """Apply a gated feed-forward layer (SwiGLU, Shazeer, 2020, https://arxiv.org/abs/2002.05202)."""
 
     def __init__(self, dim: int, hidden_dim: int, residual_gain: float) -> None:
         super().__init__()
@@ -93,7 +96,7 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block."""
+    """Apply a pre-norm transformer block."""
 
     def __init__(self, dim: int, num_heads: int, hidden_dim: int, max_len: int, residual_gain: float) -> None:
         super().__init__()
@@ -109,20 +112,20 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A decoder over bytes: RMSNorm, rotary positions, SwiGLU.
+    """Predict the next byte with a decoder of RMSNorm, rotary positions and SwiGLU.
 
-    Projections into the residual stream start smaller by ``sqrt(2 * num_layers)``, so that its variance does not grow
-    with depth (Radford et al., 2019, GPT-2, section 2.3).
+    The initial weights of projections into the residual stream are smaller by a factor of ``sqrt(2 * num_layers)``, so
+    that the variance of the stream does not grow with depth (Radford et al., 2019, GPT-2, section 2.3).
 
     Args:
-        dim: Width of the residual stream; a multiple of ``2 * num_heads``.
+        dim: Width of the residual stream, a multiple of ``2 * num_heads``.
         num_layers: Number of blocks.
-        num_heads: Attention heads of a block.
-        hidden_dim: Width of the feed-forward layer; None: 8/3 of ``dim``, rounded up to a multiple of 32.
-        max_len: The longest sequence, in bytes.
+        num_heads: Number of attention heads of each block.
+        hidden_dim: Width of the feed-forward layer; None means 8/3 of ``dim``, rounded up to a multiple of 32.
+        max_len: Length of the longest sequence, in bytes.
 
     Raises:
-        ValueError: ``dim`` does not divide into heads of an even size.
+        ValueError: If ``dim`` does not divide into heads of an even size.
     """
 
     def __init__(
@@ -163,19 +166,19 @@ class GPT(nn.Module):
 
 
 class GPTModule(LightningModule):
-    """Next-byte prediction with AdamW, a linear warm-up and a cosine decay over the whole run.
+    """Train a `GPT` with AdamW, a linear warm-up and a cosine decay over the whole run.
 
     Args:
-        dim: See `GPT`, as the next four.
+        dim: Width of the residual stream, a multiple of ``2 * num_heads``.
         num_layers: Number of blocks.
-        num_heads: Attention heads of a block.
-        hidden_dim: Width of the feed-forward layer; None: 8/3 of ``dim``.
-        max_len: The longest sequence, in bytes.
+        num_heads: Number of attention heads of each block.
+        hidden_dim: Width of the feed-forward layer; None means 8/3 of ``dim``, rounded up to a multiple of 32.
+        max_len: Length of the longest sequence, in bytes.
         lr: Peak learning rate.
-        warmup_steps: Optimizer steps until the peak.
-        min_lr_ratio: Final learning rate as a share of the peak.
-        weight_decay: Applied to matrices only, not to norms.
-        betas: AdamW's decay rates of the moments.
+        warmup_steps: Number of optimizer steps until the peak.
+        min_lr_ratio: Final learning rate as a fraction of the peak.
+        weight_decay: Weight decay of the matrices; norms have none.
+        betas: Decay rates of AdamW's two moments.
     """
 
     def __init__(
@@ -218,12 +221,12 @@ class GPTModule(LightningModule):
         self.log("test/loss", self._loss(batch), sync_dist=True)
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the likeliest next byte at each position, (batch, length)."""
+        """Return the likeliest next byte at each position, of shape (batch, length)."""
         x, _ = batch
         return self.model(x).argmax(dim=-1)
 
     def configure_optimizers(self) -> tuple[list[AdamW], list[dict]]:
-        """Build AdamW and its schedule, stepped with the optimizer."""
+        """Build AdamW, and a learning rate schedule that steps with each optimizer step."""
         hparams = self.hparams
         parameters = [p for p in self.parameters() if p.requires_grad]
         groups = [
@@ -254,13 +257,13 @@ class GPTModule(LightningModule):
 
         Args:
             prompt: Bytes to continue, (batch, length), int64, on the module's device.
-            num_tokens: Bytes to add.
-            temperature: Divides the logits; below 1 the likely bytes become likelier.
-            top_k: Draw among the k likeliest bytes only; None: among all.
-            generator: Source of randomness, on the module's device; None: torch's global one.
+            num_tokens: Number of bytes to add.
+            temperature: Number by which the logits are divided; below 1, likely bytes become likelier.
+            top_k: Number of likeliest bytes to draw from; None means all bytes.
+            generator: Random number generator on the module's device; None means torch's global one.
 
         Returns:
-            The prompt and what was drawn, (batch, length + num_tokens), int64.
+            The prompt and the drawn bytes, of shape (batch, length + num_tokens) and dtype int64.
         """
         text = prompt
         for _ in range(num_tokens):

@@ -1,4 +1,4 @@
-"""What a finished run has to show: a sample of text, and its loss beside two baselines."""
+"""Report on a finished run with a sample of text, and compare its loss with two baselines."""
 
 from typing import cast
 
@@ -17,14 +17,14 @@ MAX_WIDTH = 96  # columns
 
 
 class TextReport(Callback):
-    """Prints a report on rank 0 when fitting ends.
+    """Print a report on rank 0 when fitting ends.
 
     Args:
-        prompt: The text to continue.
-        num_tokens: Bytes to add to it.
-        temperature: See `GPTModule.generate`, as ``top_k``.
-        top_k: Draw among the k likeliest bytes only.
-        seed: Seed of the sample.
+        prompt: Text to continue.
+        num_tokens: Number of bytes to add to the prompt.
+        temperature: Number by which the logits are divided; below 1, likely bytes become likelier.
+        top_k: Number of likeliest bytes to draw from; None means all bytes.
+        seed: Seed of the random number generator for the sample.
     """
 
     def __init__(
@@ -43,13 +43,13 @@ class TextReport(Callback):
         self._sample = ""
 
     def on_train_end(self, trainer: Trainer, pl_module: GPTModule) -> None:
-        """Sample while the weights are still at hand; every rank takes part in gathering them."""
+        """Draw the sample on rank 0 while the weights are still there. Every rank takes part in gathering them."""
         with full_parameters(pl_module):
             if trainer.is_global_zero:
                 self._sample = self._draw(pl_module)
 
     def on_fit_end(self, trainer: Trainer, pl_module: GPTModule) -> None:
-        """Print, below what training itself printed."""
+        """Print the report below the output of training."""
         if not trainer.is_global_zero:
             return
         console = Console(highlight=False)
@@ -57,7 +57,7 @@ class TextReport(Callback):
         with console.capture() as capture:
             console.print(Panel(escape(self._sample), title=title, title_align="left", width=width))
             console.print(_losses(trainer))
-        print(capture.get())  # by sys.stdout, which a progress bar still on the screen moves aside for
+        print(capture.get())  # a progress bar that is still shown moves aside for sys.stdout
 
     def _draw(self, pl_module: GPTModule) -> str:
         device = pl_module.device

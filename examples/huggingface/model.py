@@ -1,4 +1,4 @@
-"""A causal language model of Hugging Face and its training: plain transformers and plain Lightning."""
+"""Train a causal language model of Hugging Face, in plain transformers and plain Lightning."""
 
 from typing import Any
 
@@ -9,7 +9,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 class CausalLM(LightningModule):
-    """Next-token prediction with the model's own loss; ``config`` is a folder's, or fields with ``model_type``."""
+    """Train a causal language model with its own loss.
+
+    Args:
+        config: Folder that contains a ``config.json``, or the fields of a config with its ``model_type``.
+        lr: Learning rate of AdamW.
+    """
 
     def __init__(self, config: str | dict[str, Any], lr: float = 1e-3) -> None:
         super().__init__()
@@ -18,13 +23,13 @@ class CausalLM(LightningModule):
         self.model = None
 
     def configure_model(self) -> None:
-        """Build the model: here, so that a strategy may shard it before its weights have memory."""
+        """Build the model. Built here, a strategy can shard it before its weights are allocated."""
         if self.model is None:
             self.model = AutoModelForCausalLM.from_config(self.config, dtype=torch.get_default_dtype())
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the mean cross entropy, in nats per token."""
-        loss = self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss  # it shifts the labels itself
+        loss = self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss  # the model shifts the labels
         self.log("train/loss", loss, prog_bar=True)
         return loss
 
@@ -34,5 +39,5 @@ class CausalLM(LightningModule):
         self.log("val/loss", loss, prog_bar=True, sync_dist=True)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Build AdamW."""
+        """Build AdamW for all parameters."""
         return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)

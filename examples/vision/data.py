@@ -1,4 +1,4 @@
-"""scikit-learn's bundled digits: 1,797 grey images of 8x8 pixels, nothing to download."""
+"""Serve the digits that scikit-learn contains: 1,797 grey images of 8x8 pixels, which need no download."""
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -8,15 +8,15 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from examples.batching import per_rank_batch_size
 
-NUM_HELD_OUT = 256  # images to validate, and as many to test: a number that 2, 4, 8... ranks share without repeats
+NUM_HELD_OUT = 256  # number of images for validation, and for testing; 2, 4, 8... ranks share it without repeats
 
 
 class DigitsDataModule(LightningDataModule):
-    """Images (1, 8, 8), float32 between 0 and 1, with their digits, int64; always the same split.
+    """Serve images of shape (1, 8, 8), float32 between 0 and 1, with their digits, int64, in a fixed split.
 
     Args:
-        global_batch_size: Images in a step over all ranks, each image on one rank.
-        num_workers: Loader processes of a rank.
+        global_batch_size: Number of images in one step over all ranks; each image is on one rank.
+        num_workers: Number of DataLoader workers on each rank.
     """
 
     def __init__(self, global_batch_size: int = 64, num_workers: int = 0) -> None:
@@ -29,7 +29,7 @@ class DigitsDataModule(LightningDataModule):
         """Load and split the images.
 
         Raises:
-            ValueError: The batch cannot be split evenly over the ranks.
+            ValueError: If the batch cannot be split evenly over the ranks.
         """
         self.batch_size = per_rank_batch_size(self.global_batch_size, self.trainer)
         bunch = load_digits()
@@ -42,19 +42,19 @@ class DigitsDataModule(LightningDataModule):
         self.test_set = TensorDataset(images[test], digits[test])
 
     def train_dataloader(self) -> DataLoader:
-        """Shuffled images, the last incomplete batch dropped."""
+        """Return a loader of shuffled training images, without the last incomplete batch."""
         return DataLoader(
             self.train_set, batch_size=self.batch_size, shuffle=True, drop_last=True, num_workers=self.num_workers
         )
 
     def val_dataloader(self) -> DataLoader:
-        """The images to validate."""
+        """Return a loader of the validation images."""
         return DataLoader(self.val_set, batch_size=self.batch_size, num_workers=self.num_workers)
 
     def test_dataloader(self) -> DataLoader:
-        """The images to test."""
+        """Return a loader of the test images."""
         return DataLoader(self.test_set, batch_size=self.batch_size, num_workers=self.num_workers)
 
     def predict_dataloader(self) -> DataLoader:
-        """The images to test."""
+        """Return a loader of the test images."""
         return self.test_dataloader()

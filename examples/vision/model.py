@@ -1,4 +1,4 @@
-"""A small residual network with batch normalisation, and its training."""
+"""Define a small residual network with batch normalisation, and its training."""
 
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
@@ -9,7 +9,7 @@ from torchmetrics import Accuracy
 
 
 class ResidualBlock(nn.Module):
-    """Two 3x3 convolutions, each batch-normalised, around a skip connection."""
+    """Apply two batch-normalised 3x3 convolutions, and add the input to their output."""
 
     def __init__(self, num_channels: int) -> None:
         super().__init__()
@@ -25,14 +25,14 @@ class ResidualBlock(nn.Module):
 
 
 class DigitsModule(LightningModule):
-    """Classifies 8x8 images of digits with SGD and a one-cycle schedule.
+    """Classify 8x8 images of digits, trained with SGD and a one-cycle schedule.
 
     Args:
-        num_channels: Channels of every convolution.
-        num_blocks: Residual blocks after the stem.
+        num_channels: Number of channels of every convolution.
+        num_blocks: Number of residual blocks after the stem.
         lr: Peak learning rate.
-        momentum: SGD's momentum, Nesterov's.
-        weight_decay: Applied to all parameters.
+        momentum: Nesterov momentum of SGD.
+        weight_decay: Weight decay of all parameters.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class DigitsModule(LightningModule):
         self.test_accuracy = Accuracy(task="multiclass", num_classes=10)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Map images (batch, 1, 8, 8) to logits (batch, 10)."""
+        """Map images of shape (batch, 1, 8, 8) to logits of shape (batch, 10)."""
         return self.head(self.blocks(self.stem(images)).mean(dim=(2, 3)))
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
@@ -65,7 +65,7 @@ class DigitsModule(LightningModule):
         return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> None:
-        """Log loss and accuracy over all ranks."""
+        """Log the loss and the accuracy over all ranks."""
         images, digits = batch
         logits = self(images)
         self.val_accuracy(logits, digits)
@@ -79,12 +79,12 @@ class DigitsModule(LightningModule):
         self.log("test/accuracy", self.test_accuracy)
 
     def predict_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
-        """Return the likeliest digits, (batch,)."""
+        """Return the likeliest digits, of shape (batch,)."""
         images, _ = batch
         return self(images).argmax(dim=-1)
 
     def configure_optimizers(self) -> tuple[list[SGD], list[dict]]:
-        """Build SGD and its schedule, stepped with the optimizer."""
+        """Build SGD, and a learning rate schedule that steps with each optimizer step."""
         hparams = self.hparams
         optimizer = SGD(
             self.parameters(),
