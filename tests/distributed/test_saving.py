@@ -391,7 +391,7 @@ def alone(folder: Path) -> str:
 
 def test_ranks_that_do_not_share_a_disk_are_told(pool: WorkerPool, tmp_path: Path) -> None:
     for error in pool.run(alone, 2, tmp_path):
-        assert "rank 1 does not see what rank 0 has made" in error and "all ranks share" in error
+        assert "rank 1 does not see the folder that rank 0 created" in error and "all ranks share" in error
         assert str(tmp_path / "0" / "run.ckpt") in error
     assert not (tmp_path / "0" / "run.ckpt").exists()
 
