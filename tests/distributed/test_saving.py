@@ -448,4 +448,4 @@ def test_a_run_after_an_error_of_one_rank_does_not_hang(pool: WorkerPool, tmp_pa
     with pytest.raises(RankFailed):
         pool.run(error_on_one_rank_is_caught, 2, tmp_path, timeout_s=60, grace_s=0.5)
     shown = (tmp_path / "shown").read_text()
-    assert "failed on rank 1 (ValueError: rank 1 alone), and not on rank 0, which waits for it still" in shown
+    assert "failed on rank 1 (ValueError: rank 1 alone), but not on rank 0, which still waits for it" in shown
