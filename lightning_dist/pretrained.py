@@ -44,7 +44,7 @@ def load_safetensors(module: nn.Module, folder: str | Path, prefix: str = "") ->
     with raise_on_all_ranks(f"checking the pretrained weights in {folder}"):
         files = _stored(Path(folder).expanduser())
         to_read = _match(_targets(module, prefix), files, prefix, folder)
-    # Sanity checks run in inference mode, in which views of parameters would become inference tensors.
+    # Sanity checks run in inference mode, in which views of parameters could be used for inference only.
     with (
         raise_on_all_ranks(f"reading the pretrained weights in {folder}"),
         torch.inference_mode(False),
@@ -95,7 +95,7 @@ def _stored(folder: Path) -> dict[str, _Stored]:
     result = {}
     for file in _files(folder):
         with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - safe_open returns no dict and cannot be iterated
+            for name in tensors.keys():  # noqa: SIM118 - safe_open returns no dict
                 result[name] = _Stored(file, tuple(tensors.get_slice(name).get_shape()))
     return result
 
