@@ -1,7 +1,7 @@
-"""Going on after an error that a user has caught: only where all ranks had one.
+"""Allow a program to continue after an error that it caught only if all ranks had an error.
 
-A rank that failed alone has left the others waiting for it in a collective of the run that failed. What it does next
-with them would be taken for that collective, or wait for ever.
+When a rank fails alone, the others still wait for it in a collective of the failed run. The next collective of the
+failed rank would be matched with that one, or wait forever.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from lightning_dist.consensus import OtherRankError
 __all__ = ["announce_error", "check_that_all_ranks_failed"]
 
 _num_errors: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""The number of runs of this process that ended in an error, in its default group."""
+"""Number of runs of this process that ended in an error, by default process group."""
 
 
 def announce_error(error: BaseException) -> None:
-    """Let other ranks know that a run has ended in ``error`` on this one. No collective."""
+    """Record in the store that a run has ended in ``error`` on this rank. Not a collective."""
     if not dist.is_initialized():
         return
     group = dist.distributed_c10d._get_default_group()
@@ -29,13 +29,13 @@ def announce_error(error: BaseException) -> None:
 
 
 def check_that_all_ranks_failed(timeout_s: float) -> None:
-    """Check, before anything new is begun, that every rank has failed as often as this one.
+    """Check, before a new run begins, that every rank has failed as often as this one.
 
     Args:
         timeout_s: Seconds to wait for ranks that are about to fail.
 
     Raises:
-        OtherRankError: If a rank has not: it waits for this one.
+        OtherRankError: If a rank has failed less often, so that it still waits for this one.
     """
     if not dist.is_initialized():
         return
@@ -49,8 +49,8 @@ def check_that_all_ranks_failed(timeout_s: float) -> None:
         missing = [str(rank) for rank, key in enumerate(keys) if not _store().check([key])]
         own = _store().get(keys[dist.get_rank()]).decode()
         raise OtherRankError(
-            f"The last run failed on rank {dist.get_rank()} ({own}), and not on rank {', '.join(missing)}, which waits"
-            " for it still. End the program where a run fails on some ranks only, or raise the same error on all."
+            f"The last run failed on rank {dist.get_rank()} ({own}), but not on rank {', '.join(missing)}, which still"
+            " waits for it. End the program if a run fails on some ranks only, or raise an error on all ranks."
         ) from error
 
 

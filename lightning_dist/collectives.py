@@ -1,4 +1,4 @@
-"""Collectives faster than the backend's, in the form that FSDP2 takes them; and one of bytes, however many."""
+"""Implement faster all-gather and reduce-scatter for FSDP2, a broadcast of bytes, and a differentiable gather."""
 
 from __future__ import annotations
 
@@ -14,31 +14,35 @@ __all__ = ["BytesBroadcast", "DirectAllGather", "TwoShotReduceScatter", "gather"
 
 
 class DirectAllGather(AllGather):
-    """All-gather in which each rank sends its chunk to every other, all at once.
+    """All-gather by sending each rank's chunk directly to every other rank, all at the same time.
 
-    As many bytes as gloo's own, which passes chunks around a ring, in one round instead of ``n - 1``.
+    This sends as many bytes as gloo's own all-gather, which passes chunks around a ring, but takes one round instead of
+    ``n - 1``.
 
     Args:
-        before: Called with the group before each call, to check what the other ranks are about to do.
+        before: Called with the group before each all-gather, to check what the other ranks are about to do.
     """
 
     def __init__(self, before: Callable[[dist.ProcessGroup], None] | None = None) -> None:
         self._before = before
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialised tensor of ``size``."""
+        """Return an uninitialised tensor of shape ``size``."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather all ranks' ``input_tensor``, of ``numel`` elements, in ``output_tensor``, of ``n * numel``.
+        """Gather the ``input_tensor`` of all ranks into ``output_tensor``. A collective over ``group``.
 
         Args:
-            output_tensor: Chunk by rank.
-            input_tensor: This rank's chunk; may be its part of ``output_tensor``.
-            group: The ranks.
-            async_op: Return at once, and let the backend gather.
+            output_tensor: Tensor of ``n * numel`` elements that receives the chunks in rank order.
+            input_tensor: This rank's chunk, of ``numel`` elements; may be a view of its part of ``output_tensor``.
+            group: Process group of the ``n`` ranks.
+            async_op: Return at once, and let the backend's own all-gather do the work.
+
+        Returns:
+            The backend's work to wait for if ``async_op`` is set, else None.
         """
         if self._before is not None:
             self._before(group)
@@ -50,7 +54,10 @@ class DirectAllGather(AllGather):
 
 
 def direct_all_gather(chunks: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Send ``mine`` to all other ranks, and receive theirs into the rows of ``chunks``; a function for stack traces."""
+    """Send ``mine`` to all other ranks and receive their chunks into ``chunks``, of shape ``(n, numel)``.
+
+    This is a function of its own so that stack traces name it.
+    """
     rank, world_size = group.rank(), group.size()
     others = [(rank + distance) % world_size for distance in range(1, world_size)]
     transfers = [dist.irecv(chunks[other], group=group, group_src=other) for other in reversed(others)]
@@ -63,21 +70,21 @@ def direct_all_gather(chunks: torch.Tensor, mine: torch.Tensor, group: dist.Proc
 
 
 class TwoShotReduceScatter(ReduceScatter):
-    """Reduce-scatter as an all-to-all of the chunks and a local sum.
+    """Reduce-scatter by an all-to-all of the chunks and a local sum.
 
     gloo's own reduce-scatter sends as many bytes as an all-reduce, ``2 (n-1)/n`` of the buffer; this one sends
-    ``(n-1)/n`` of it, in one round. Each rank sums the ranks' chunks in rank order, so the result is the same on every
-    run. It costs one more buffer of the input's size while it runs.
+    ``(n-1)/n`` of it, in one round. Each rank sums the ranks' chunks in rank order, so that the result is the same in
+    every run. While it runs, it needs one more buffer of the input's size.
 
     Args:
-        before: Called with the group before each call, to check what the other ranks are about to do.
+        before: Called with the group before each reduce-scatter, to check what the other ranks are about to do.
     """
 
     def __init__(self, before: Callable[[dist.ProcessGroup], None] | None = None) -> None:
         self._before = before
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialised tensor of ``size``."""
+        """Return an uninitialised tensor of shape ``size``."""
         return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
@@ -88,10 +95,17 @@ class TwoShotReduceScatter(ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce ``input_tensor``, of ``n * numel`` elements, to this rank's ``numel`` in ``output_tensor``.
+        """Reduce ``input_tensor`` over all ranks, and put this rank's chunk into ``output_tensor``. A collective.
+
+        Args:
+            output_tensor: Tensor of ``numel`` elements that receives this rank's chunk.
+            input_tensor: Tensor of ``n * numel`` elements, one chunk per rank.
+            group: Process group of the ``n`` ranks.
+            op: SUM or AVG.
+            async_op: Not supported.
 
         Raises:
-            NotImplementedError: If ``op`` is neither SUM nor AVG, or ``async_op`` is set: FSDP2 asks for neither.
+            NotImplementedError: If ``op`` is neither SUM nor AVG, or if ``async_op`` is set; FSDP2 uses neither.
         """
         if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(f"TwoShotReduceScatter sums or averages, and blocks; got {op=}, {async_op=}.")
@@ -107,14 +121,15 @@ class TwoShotReduceScatter(ReduceScatter):
 
 
 class BytesBroadcast:
-    """Gives a rank's bytes to all of a group: in one message, if none before were more.
+    """Broadcast one rank's bytes to all ranks of a group, by one message unless they exceed the size of its buffer.
 
-    ``dist.broadcast_object_list`` takes two, the first for the size.
+    The buffer has 1024 bytes at first and grows with the longest content. ``dist.broadcast_object_list`` always sends
+    two messages, the first one for the size.
 
     Args:
-        group: Who.
-        source: Whose bytes; its rank in ``group``.
-        device: What tensors the group's backend sends.
+        group: Process group of the ranks.
+        source: Rank in ``group`` that sends its bytes.
+        device: Device of the tensors that the group's backend sends; gloo always uses the CPU.
     """
 
     def __init__(self, group: dist.ProcessGroup, source: int, device: torch.device) -> None:
@@ -124,7 +139,11 @@ class BytesBroadcast:
         self._room = 1024
 
     def __call__(self, content: bytes = b"") -> bytes:
-        """The source's ``content``; that of others is nothing. A collective."""
+        """Return the ``content`` of the source on all ranks. A collective over the group.
+
+        Args:
+            content: Bytes to send; ignored on ranks other than the source.
+        """
         if dist.get_rank(self._group) != self._source:
             content = b""
         message = self._sent((len(content).to_bytes(_HEADER, "little") + content)[: self._room], self._room)
@@ -136,25 +155,29 @@ class BytesBroadcast:
         return message[_HEADER : _HEADER + size]
 
     def _sent(self, content: bytes, size: int) -> bytes:
-        """The source's ``content``, followed by what makes it ``size`` bytes."""
+        """Broadcast the source's ``content``, padded with zeros to ``size`` bytes, and return the ``size`` bytes."""
         buffer = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8).to(self._device)
         dist.broadcast(buffer, group=self._group, group_src=self._source)
         return buffer.cpu().numpy().tobytes()
 
 
 _HEADER = 8
-"""Bytes that say how many follow."""
+"""Number of bytes at the start of a message that encode the length of the content."""
 
 
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
     """Stack the tensors of all ranks along a new first dimension. A collective, and one more in the backward.
 
-    The gradient of a rank's tensor is the sum of what all ranks' losses say of it.
-    ``torch.distributed.nn.functional.all_gather`` does the same, but not over a part of the ranks on gloo.
+    The gradient of a rank's tensor is the sum of its gradients from the losses of all ranks.
+    ``torch.distributed.nn.functional.all_gather`` does the same, but on gloo it does not work for a subset of the
+    ranks.
 
     Args:
-        tensor: This rank's; of the same shape and dtype on all ranks.
-        group: The ranks; None: all processes.
+        tensor: This rank's tensor; the shape and dtype must be the same on all ranks.
+        group: Process group of the ranks; None: all processes.
+
+    Returns:
+        A tensor of shape ``(n, *tensor.shape)`` for ``n`` ranks.
     """
     stacked: torch.Tensor = _Gather.apply(tensor, group)  # type: ignore[no-untyped-call]
     return stacked

@@ -1,4 +1,4 @@
-"""Errors that end all ranks: what goes wrong on one is raised on every one, at once, instead of a hang."""
+"""Raise on every rank what goes wrong on one of them, so that the others do not hang."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ __all__ = [
 
 
 class OtherRankError(RuntimeError):
-    """Another rank failed in what all ranks do together; the text names it and has its error."""
+    """Report that another rank failed in what all ranks do together; the text names the rank and its error."""
 
 
 @contextmanager
 def raise_on_all_ranks(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run the body on all ranks; where it raises on any, raise on all. A collective over ``group``.
+    """Run the body of the context on all ranks, and raise on all if it raises on any. A collective over ``group``.
 
-    The body itself must not hold collectives that a failing rank would leave the others waiting in.
+    The body must not contain collectives in which the other ranks would wait for a rank that failed.
 
     Args:
-        what: What the ranks do, for the message: ``"reading the checkpoint"``.
-        group: The ranks; None: all processes.
+        what: Description of the body for the message, such as ``"reading the checkpoint"``.
+        group: Process group of the ranks; None: all processes.
 
     Raises:
-        OtherRankError: On the ranks that were fine, where another was not. Failing ranks raise their own error.
+        OtherRankError: On the ranks that succeeded, if another rank failed. Failing ranks raise their own error.
     """
     error: Exception | None = None
     try:
@@ -56,33 +56,33 @@ def raise_on_all_ranks(what: str, group: dist.ProcessGroup | None = None) -> Ite
 
 
 _arrivals: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
-"""How often, in the processes' default group, which a process may make anew with others."""
+"""Number of this process's arrivals at each barrier, by default process group, which may be created anew."""
 
 
 def timed_barrier(what: str, timeout_s: float = 60.0, ranks: Sequence[int] | None = None) -> None:
-    """Wait until every rank is here, but never for ever: unlike a barrier, it names who did not come.
+    """Wait until every rank has called this, and raise an error that names the missing ranks after a timeout.
 
     Args:
-        what: What the ranks are about to do together, for the message.
+        what: Description, for the message, of what the ranks are about to do together.
         timeout_s: Seconds to wait for the others.
-        ranks: Those who do it, this one among them; None: all.
+        ranks: Global ranks that call this, including this one; None: all.
 
     Raises:
         OtherRankError: If a rank did not arrive in time.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    together_with = list(range(dist.get_world_size())) if ranks is None else list(ranks)
+    expected = list(range(dist.get_world_size())) if ranks is None else list(ranks)
     arrivals = _arrivals.setdefault(dist.distributed_c10d._get_default_group(), Counter())
     arrivals[what] += 1
     store = dist.distributed_c10d._get_default_store()
-    keys = [f"lightning_dist/barrier/{what}/{arrivals[what]}/{rank}" for rank in together_with]
-    store.set(keys[together_with.index(dist.get_rank())], "")
+    keys = [f"lightning_dist/barrier/{what}/{arrivals[what]}/{rank}" for rank in expected]
+    store.set(keys[expected.index(dist.get_rank())], "")
     deadline = time.monotonic() + timeout_s
     try:
         store.wait(keys, timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
     except (RuntimeError, dist.DistStoreError) as error:
-        missing = [rank for rank, key in zip(together_with, keys, strict=True) if not store.check([key])]
+        missing = [rank for rank, key in zip(expected, keys, strict=True) if not store.check([key])]
         raise OtherRankError(
             f"{what}: rank {', '.join(map(str, missing))} did not arrive within {timeout_s:.0f} s. Every rank must do"
             " this; is it under `if trainer.is_global_zero`?"
@@ -90,14 +90,14 @@ def timed_barrier(what: str, timeout_s: float = 60.0, ranks: Sequence[int] | Non
 
 
 _progress: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""How often this process has gone on, in its default group."""
+"""Number of this process's calls of :func:`go_on`, by default process group."""
 
 _LEFT = 2**62
-"""The progress of a process that has ended."""
+"""Progress that a process announces when it ends."""
 
 
 def go_on() -> None:
-    """Let other ranks know that this one has begun what all of them begin, such as a step. No collective."""
+    """Tell the other ranks that this one has begun something that all ranks begin, such as a step. Not a collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     group = dist.distributed_c10d._get_default_group()
@@ -108,7 +108,7 @@ def go_on() -> None:
 
 
 def _leave() -> None:
-    with suppress(Exception):  # the store may have ended with the process that holds it
+    with suppress(Exception):  # the process that hosts the store may have ended
         if dist.is_initialized():
             _tell(_LEFT)
 
@@ -118,14 +118,14 @@ def _tell(progress: int) -> None:
 
 
 def timed_barrier_unless_missed(what: str, timeout_s: float = 1800.0) -> None:
-    """Wait until every rank is here, as long as it takes; but not for one that has gone on (see :func:`go_on`).
+    """Wait until every rank has called this, but not for ranks that have gone on without it (see :func:`go_on`).
 
     Args:
-        what: What the ranks are about to do together, for the message.
-        timeout_s: Seconds to wait for ranks that have not.
+        what: Description, for the message, of what the ranks are about to do together.
+        timeout_s: Seconds to wait for ranks that have not gone on.
 
     Raises:
-        OtherRankError: If a rank has gone on without it, or has ended.
+        OtherRankError: If a rank has gone on without calling this, has ended, or does not call this in time.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -145,7 +145,7 @@ def timed_barrier_unless_missed(what: str, timeout_s: float = 1800.0) -> None:
             continue
         own = _progress.get(group, 0)
         late = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        # One that is late may come after it was asked, and go on.
+        # A late rank may have arrived after the check above and gone on, so it is checked again after its progress.
         missing = [rank for rank in late if _progress_of(rank) > own and not store.check([keys[rank]])]
         if missing or time.monotonic() > deadline:
             raise OtherRankError(
@@ -160,14 +160,14 @@ def _progress_of(rank: int) -> int:
 
 
 def check_agreement(what: str, text: str) -> None:
-    """Compare ``text`` over all ranks, which would wait for each other in vain where it differs. A collective.
+    """Check that ``text`` is the same on all ranks, which might hang otherwise. A collective over all processes.
 
     Args:
-        what: What it describes, for the message: a noun in the singular.
-        text: The description.
+        what: Name, for the message, of what ``text`` describes: a noun in the singular.
+        text: Description to compare.
 
     Raises:
-        OtherRankError: On all ranks, if it differs; the text has the first difference.
+        OtherRankError: On all ranks, if the texts differ; the message shows the first difference.
     """
     texts: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(texts, text)

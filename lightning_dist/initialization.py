@@ -1,4 +1,4 @@
-"""Weights that are equal on all ranks at the start: rank 0's, or drawn from one agreed seed."""
+"""Give all ranks equal initial weights: those of rank 0, or weights drawn from a common seed."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ __all__ = ["agreed_seed", "broadcast_tensors", "broadcast_weights", "materialize
 
 
 def broadcast_weights(module: nn.Module, buffers_only: bool = False, group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite the parameters and buffers of ``module`` with those of rank 0. A collective over ``group``.
+    """Overwrite the parameters and buffers of ``module`` with those of the first rank. A collective over ``group``.
 
     Args:
-        module: On the device that the group communicates on.
-        buffers_only: Leave the parameters alone.
-        group: Ranks that have the same module, and of which the first one's counts; None: all processes.
+        module: Module on the device on which the group communicates.
+        buffers_only: Overwrite the buffers only.
+        group: Process group of ranks that have the same module; None: all processes.
     """
     broadcast_tensors(list(module.buffers() if buffers_only else _tensors(module)), group)
 
 
 def broadcast_tensors(values: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, source: int = 0) -> None:
-    """Overwrite ``values`` with those of a rank of ``group``. A collective over it.
+    """Overwrite ``values`` with those of rank ``source``. A collective over ``group``.
 
     Args:
-        values: As many on each rank, of the same shapes; those on the meta device are left out.
-        group: The ranks; None: all processes.
-        source: Its rank in the group.
+        values: Tensors, as many on each rank and of the same shapes; those on the meta device are skipped.
+        group: Process group of the ranks; None: all processes.
+        source: Rank in ``group`` that sends its tensors.
     """
     tensors = [tensor.detach() for tensor in values if not tensor.is_meta]
     sent = [tensor.contiguous() for tensor in tensors]
@@ -40,7 +40,7 @@ def broadcast_tensors(values: Sequence[torch.Tensor], group: dist.ProcessGroup |
 
 
 def agreed_seed() -> int:
-    """Rank 0's initial seed, on every rank. A collective over all processes."""
+    """Return torch's initial seed of rank 0 on every rank. A collective over all processes."""
     seed = [torch.initial_seed()]
     dist.broadcast_object_list(seed, src=0)
     return seed[0]
@@ -49,20 +49,21 @@ def agreed_seed() -> int:
 def materialize(
     modules: Sequence[nn.Module], root: nn.Module, device: torch.device, leave: Collection[torch.Tensor] = ()
 ) -> None:
-    """Give the meta tensors of ``modules`` memory and values, by each owner's ``reset_parameters``.
+    """Allocate the meta tensors of ``modules`` and initialise them with ``reset_parameters`` of the owning modules.
 
-    Parameters keep their identity, so ties and references hold. A module that directly owns a meta parameter or buffer
-    is initialised by its ``reset_parameters()``, else ``_reset_parameters()``, else by the ``_init_weights(module)`` of
-    the Hugging Face model around it; children before parents. Values are drawn from torch's current random state.
+    Parameters keep their identity, so that ties and references stay valid. A module that directly owns a meta parameter
+    or buffer is initialised by its ``reset_parameters()``, else ``_reset_parameters()``, else by the
+    ``_init_weights(module)`` of the innermost Hugging Face model around it; children come before parents. Values are
+    drawn from torch's current random state.
 
     Args:
-        modules: What to initialise, with all that is inside.
-        root: The model, in which owners are named.
-        device: Where the tensors go.
+        modules: Modules to initialise, together with all modules inside them.
+        root: Model that contains ``modules`` and gives them their names.
+        device: Device of the new tensors.
         leave: Tensors that stay on the meta device.
 
     Raises:
-        TypeError: If an owner has none of these methods. Its tensors would hold whatever the memory held.
+        TypeError: If an owner has none of these methods, so that its tensors would stay uninitialised.
     """
     names = {id(module): name for name, module in root.named_modules()}
     left = {id(tensor) for tensor in leave}
@@ -103,10 +104,12 @@ def materialize(
 
 
 def refuse_meta_attributes(root: nn.Module) -> None:
-    """Look for plain attributes on the meta device, such as a metric's states: nothing would ever give them values.
+    """Raise an error if a module has a plain attribute on the meta device, such as a metric's state.
+
+    Such tensors are neither parameters nor buffers, so that nothing would ever give them values.
 
     Raises:
-        TypeError: If a module has one. The text names it.
+        TypeError: If a module has such an attribute; the text names both.
     """
     for name, module in root.named_modules():
         for key, value in vars(module).items():

@@ -1,4 +1,4 @@
-"""Proving that a spread-out model computes what the single-process model computes."""
+"""Verify that a distributed model computes the same as the model in a single process."""
 
 from __future__ import annotations
 
@@ -17,21 +17,27 @@ from lightning_dist.pipeline import Pipeline
 __all__ = ["ParityError", "assert_parity", "errors", "whole_gradients", "whole_parameters"]
 
 _NEGLIGIBLE = 1e-6
-"""A tensor that is smaller than this part of all together is compared on that scale."""
+"""Errors are relative to the reference's norm, but at least to this fraction of the norm of all references together."""
 
 
 class ParityError(AssertionError):
-    """Tensors of the spread-out model are not those of the reference."""
+    """Report that tensors of the distributed model differ from those of the reference."""
 
 
 def errors(candidate: Mapping[str, torch.Tensor], reference: Mapping[str, torch.Tensor]) -> dict[str, float]:
-    """Per name, ``norm(c - r) / max(norm(r), 1e-6 * norm(all of r))``, computed in float64. NaN counts as infinite.
+    """Return ``norm(c - r) / max(norm(r), 1e-6 * norm(all of r))`` by name, computed in float64; infinity for NaN.
+
+    Args:
+        candidate: Whole tensors ``c`` of the distributed model by name.
+        reference: Whole tensors ``r`` of the single-process model by name.
 
     Raises:
         ParityError: If the names or the shapes differ.
     """
     if candidate.keys() != reference.keys():
-        raise ParityError(f"these names are in one of the two only: {sorted(candidate.keys() ^ reference.keys())}")
+        raise ParityError(
+            f"these names are in only one of candidate and reference: {sorted(candidate.keys() ^ reference.keys())}"
+        )
     norms = {name: float(tensor.double().norm()) for name, tensor in reference.items()}
     scale = _NEGLIGIBLE * math.sqrt(sum(norm**2 for norm in norms.values()))
     result = {}
@@ -54,13 +60,13 @@ def assert_parity(
     """Check that no error of :func:`errors` exceeds ``tolerance``, and return the largest.
 
     Args:
-        candidate: Name to whole tensor.
-        reference: The same of one process.
-        tolerance: 1e-10 in float64, where no bug hides behind rounding; 1e-5 in float32.
-        leave_out: Names not to compare: for Adam's weights, those whose true gradient is zero.
+        candidate: Whole tensors of the distributed model by name.
+        reference: Whole tensors of the single-process model by name.
+        tolerance: Largest accepted error: 1e-10 in float64, where rounding hides no bugs; 1e-5 in float32.
+        leave_out: Names not to compare, such as weights under Adam whose true gradient is zero.
 
     Raises:
-        ParityError: With the worst names, or if nothing is left to compare.
+        ParityError: If an error exceeds the tolerance, with the worst names, or if nothing is left to compare.
     """
     found = {name: error for name, error in errors(candidate, reference).items() if name not in leave_out}
     if not found or all(not reference[name].any() for name in found):
@@ -74,30 +80,37 @@ def assert_parity(
 
 
 def whole_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter of ``module``, whole, on the CPU. A collective where it is spread over processes."""
+    """Return every whole parameter of ``module`` by name, on the CPU. A collective if the module is distributed."""
     with _own_stages(module):
         own = {name: _whole(param) for name, param in module.named_parameters() if not param.is_meta}
     return _of_all_stages(module, own)
 
 
 def whole_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Every gradient of ``module`` that is not None, whole, on the CPU. A collective where it is spread."""
+    """Return every whole gradient of ``module`` that is not None by parameter name, on the CPU.
+
+    A collective if the module is distributed.
+    """
     with _own_stages(module):
         own = {name: _whole(param.grad) for name, param in module.named_parameters() if param.grad is not None}
     return _of_all_stages(module, own)
 
 
 def _own_stages(module: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which a rank sees its own stages only, also in a hook that sees those of all."""
+    """Return a context in which a rank sees its own pipeline stages only, also in hooks that see all stages."""
     parallel = parallelized(module)
     return nullcontext() if parallel is None else parallel.without_hook_views()
 
 
 def _of_all_stages(module: nn.Module, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """What the ranks of a pipeline have, in the order of ``module``.
+    """Gather the tensors of all stages of a pipeline, in the order of the parameters of ``module``. A collective.
+
+    Args:
+        module: Model; without a pipeline, ``own`` is returned.
+        own: Whole tensors of this rank's stages by parameter name.
 
     Raises:
-        ParityError: If two have the same parameter with other values.
+        ParityError: If two stages share a parameter and have different values.
     """
     parallel = parallelized(module)
     pipeline = None if parallel is None else parallel.get(Pipeline)

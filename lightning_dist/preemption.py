@@ -1,4 +1,4 @@
-"""Stopping when asked to: a signal to any process of a run, which all of them agree to have heard."""
+"""Stop a run on a signal to any of its processes, on which all ranks agree."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch.distributed as dist
 __all__ = ["EXIT_STOPPED", "StopRequest", "TrainingStopped"]
 
 EXIT_STOPPED = 75
-"""The exit code of a run that was asked to stop and has saved; sysexits.h calls it a temporary failure: try again."""
+"""Exit code of a run that was asked to stop and has saved: EX_TEMPFAIL of sysexits.h, which asks to try again."""
 
 
 class TrainingStopped(SystemExit):
-    """Ends a process with :data:`EXIT_STOPPED`.
+    """End the process with exit code :data:`EXIT_STOPPED`.
 
     Args:
-        path: The checkpoint that was saved.
+        path: Path of the checkpoint that was saved.
     """
 
     def __init__(self, path: str) -> None:
@@ -30,10 +30,10 @@ class TrainingStopped(SystemExit):
 
 
 class StopRequest:
-    """Hears signals that ask to stop. They change nothing but a flag, which the ranks compare between steps.
+    """Handle signals that ask to stop. A signal only sets a flag, which the ranks compare between steps.
 
     Args:
-        signals: Which.
+        signals: Numbers of the signals that ask to stop.
     """
 
     def __init__(self, signals: Collection[int] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
@@ -45,12 +45,12 @@ class StopRequest:
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def listen(self) -> None:
-        """Handle the signals from now on; outside of the main thread, where Python cannot, do nothing."""
+        """Install the signal handlers. Outside of the main thread, where Python cannot do this, do nothing."""
         if threading.current_thread() is threading.main_thread() and not self._before:
             self._before = {number: signal.signal(number, self._hear) for number in self._signals}
 
     def close(self) -> None:
-        """Leave the signals to those who had them before. All ranks have called :meth:`agreed` equally often."""
+        """Restore the previous signal handlers. All ranks must have called :meth:`agreed` equally often."""
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._before = {}
@@ -58,22 +58,22 @@ class StopRequest:
 
     @property
     def seconds_since(self) -> float:
-        """Since this rank heard of it; 0 if it has not, itself."""
+        """Return the seconds since this rank received a signal; 0 if it has not received one itself."""
         return time.monotonic() - self._heard_at if self._heard else 0.0
 
     def agreed(self) -> int:
-        """The signal that some rank had heard when all of them called this before; 0: none.
+        """Return, the same on all ranks, the signal that any rank had received by the previous call; 0 if none had.
 
-        The answer to a call is that of the call before, so that no rank waits for another here: what they exchange is
-        under way while they compute.
+        A collective over all processes. Each call starts an all-reduce and returns the result of the previous one, so
+        that the ranks exchange flags while they compute and do not wait for each other here.
 
         Raises:
-            RuntimeError: If another rank has gone.
+            RuntimeError: If another rank has ended.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self._heard
         if self._group is None:
-            # Its own: on whatever device training is, its collectives are not to be waited for.
+            # A gloo group of its own does not wait for the training's collectives, whatever device these are on.
             self._group = dist.new_group(backend="gloo", group_desc="background: stop requests")
         heard = 0
         if self._pending is not None:

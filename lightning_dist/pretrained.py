@@ -1,4 +1,4 @@
-"""Weights of Hugging Face's safetensors files: each rank reads what it has of each tensor, and nothing else."""
+"""Load weights from Hugging Face's safetensors files: each rank reads only its shards of the tensors."""
 
 from __future__ import annotations
 
@@ -24,26 +24,27 @@ INDEX = "model.safetensors.index.json"
 def load_safetensors(module: nn.Module, folder: str | Path, prefix: str = "") -> None:
     """Fill parameters and persistent buffers of ``module`` from a folder that ``save_pretrained`` wrote. A collective.
 
-    The values are copied into what this rank has, in place, and cast to the parameter's dtype. A tied parameter is read
-    once, under whichever of its names the files have. Nothing is changed before all names and shapes are checked on all
-    ranks.
+    The values are copied in place into this rank's shards and cast to the parameter's dtype. A tied parameter is read
+    once, under whichever of its names the files have. Names and shapes are checked on all ranks before anything
+    changes.
 
     Args:
-        module: Its parameters are DTensors of any placement, or plain tensors, on any device but meta. All processes
-            have the same.
-        folder: Local; with ``model.safetensors``, or ``model.safetensors.index.json`` and the files that it lists.
-        prefix: What names in ``module`` have in front of those in the files: ``"model."`` for a LightningModule that
-            holds the model as ``self.model``. What is named otherwise is left as it is.
+        module: Module whose parameters are DTensors of any placement, or plain tensors, on any device but meta. All
+            processes have the same module.
+        folder: Local folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and the files that it
+            lists.
+        prefix: Prefix that the names in ``module`` have and those in the files lack: ``"model."`` for a LightningModule
+            that holds the model as ``self.model``. Tensors without this prefix are left unchanged.
 
     Raises:
         ValueError: If there are no such files, a parameter or buffer is in none of them, a shape differs, or the files
-            have tensors that ``module`` has not.
-        OtherRankError: On the ranks that could read the files, if another could not.
+            have tensors that ``module`` lacks.
+        OtherRankError: On the ranks that could read the files, if another rank could not.
     """
     with raise_on_all_ranks(f"checking the pretrained weights in {folder}"):
         files = _stored(Path(folder).expanduser())
         to_read = _match(_targets(module, prefix), files, prefix, folder)
-    # Sanity checks run in inference mode, where a view of a parameter would be good for inference only.
+    # Sanity checks run in inference mode, in which views of parameters could be used for inference only.
     with (
         raise_on_all_ranks(f"reading the pretrained weights in {folder}"),
         torch.inference_mode(False),
@@ -54,11 +55,11 @@ def load_safetensors(module: nn.Module, folder: str | Path, prefix: str = "") ->
 
 @dataclass(frozen=True)
 class _Stored:
-    """A tensor in a file.
+    """Describe a tensor in a safetensors file.
 
     Args:
-        file: The file.
-        shape: Of the whole tensor.
+        file: File that has the tensor.
+        shape: Shape of the whole tensor.
     """
 
     file: Path
@@ -67,11 +68,11 @@ class _Stored:
 
 @dataclass(frozen=True)
 class _Targets:
-    """What there is to fill, named as in the files.
+    """Hold the tensors to fill, with the names that they have in the files.
 
     Args:
-        tensors: By name; tied ones have several.
-        optional: Names of buffers that are in no checkpoint, but were in those of older versions.
+        tensors: Parameters and persistent buffers by name; a tied parameter has several names.
+        optional: Names of non-persistent buffers, which files of older versions of a model may have.
     """
 
     tensors: Mapping[str, Tensor]
@@ -90,11 +91,11 @@ def _targets(module: nn.Module, prefix: str) -> _Targets:
 
 
 def _stored(folder: Path) -> dict[str, _Stored]:
-    """What the files in ``folder`` have, by name."""
+    """Return the tensors in the files of ``folder``, by name."""
     result = {}
     for file in _files(folder):
         with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - it is no dict
+            for name in tensors.keys():  # noqa: SIM118 - safe_open returns no dict
                 result[name] = _Stored(file, tuple(tensors.get_slice(name).get_shape()))
     return result
 
@@ -102,16 +103,16 @@ def _stored(folder: Path) -> dict[str, _Stored]:
 def _files(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise ValueError(
-            f"{folder} is not a folder: name a local one that save_pretrained wrote, or to which a model was downloaded"
-            " (huggingface_hub.snapshot_download)."
+            f"{folder} is not a folder: pass a local folder that save_pretrained wrote, or to which a model was"
+            " downloaded (huggingface_hub.snapshot_download)."
         )
     if (folder / FILE).is_file():
         return [folder / FILE]
     index = folder / INDEX
     if not index.is_file():
         raise ValueError(
-            f"{folder} has neither {FILE} nor {INDEX}. Weights of other formats are turned into them by loading the"
-            f" model with from_pretrained and saving it with save_pretrained."
+            f"{folder} has neither {FILE} nor {INDEX}. Convert weights of other formats by loading the model with"
+            f" from_pretrained and saving it with save_pretrained."
         )
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
@@ -119,7 +120,7 @@ def _files(folder: Path) -> list[Path]:
         raise ValueError(f"{index} is not an index of safetensors files ({error!r}): download it again.") from error
     missing = [name for name in names if not (folder / name).is_file()]
     if missing:
-        raise ValueError(f"{index} lists {_some(missing)}, not in the folder: download what is missing.")
+        raise ValueError(f"{index} lists {_some(missing)}, missing from the folder: download the missing files.")
     return [folder / name for name in names]
 
 
@@ -129,36 +130,42 @@ def _open(file: Path) -> Any:
     try:
         return safe_open(file, framework="pt")
     except SafetensorError as error:
-        raise ValueError(f"{file} is not a whole safetensors file ({error}): download it again.") from error
+        raise ValueError(f"{file} is not a complete safetensors file ({error}): download it again.") from error
 
 
 def _match(
     targets: _Targets, stored: Mapping[str, _Stored], prefix: str, folder: str | Path
 ) -> list[tuple[str, _Stored, Tensor]]:
-    """Say which stored tensor each target is filled from, tied ones once."""
+    """Match targets with stored tensors, and return name, stored tensor and target; a tied tensor appears once.
+
+    Raises:
+        ValueError: If names are missing or unknown, a shape differs, or a target is on the meta device.
+    """
     names: dict[int, list[str]] = defaultdict(list)
     for name, tensor in targets.tensors.items():
         names[id(tensor)].append(name)
     missing = [tied[0] for tied in names.values() if not any(name in stored for name in tied)]
     unknown = [name for name in stored if name not in targets.tensors and name not in targets.optional]
     if not targets.tensors:
-        raise ValueError(f"prefix={prefix!r}: the module has no parameter of which the name begins so.")
+        raise ValueError(f"prefix={prefix!r}: the module has no parameter whose name begins with this prefix.")
     if missing or unknown:
         lacking = f"The files lack {_some(missing)}. " if missing else ""
         surplus = f"The module lacks {_some(unknown)}. " if unknown else ""
         raise ValueError(
-            f"The weights in {folder} are not those of this module. {lacking}{surplus}Build the model from the folder's"
-            f" own config.json, with the same class as saved it, and let prefix={prefix!r} be what the module's names"
-            " have in front of the files'."
+            f"The weights in {folder} are not those of this module. {lacking}{surplus}Build the model from the"
+            f" config.json in this folder, with the class that saved it, and set prefix (now {prefix!r}) to what"
+            " precedes the files' names in the module's names."
         )
     for name, tensor in targets.tensors.items():
         if name in stored and stored[name].shape != tuple(tensor.shape):
             raise ValueError(
-                f"{name} is {list(stored[name].shape)} in {stored[name].file}, and {list(tensor.shape)} in the module:"
-                " build the model from the folder's own config.json."
+                f"{name} has shape {list(stored[name].shape)} in {stored[name].file}, but {list(tensor.shape)} in the"
+                " module: build the model from the config.json in this folder."
             )
         if tensor.is_meta:
-            raise ValueError(f"{prefix}{name} is on the meta device: load once the strategy has given it memory.")
+            raise ValueError(
+                f"{prefix}{name} is on the meta device: load the weights after the strategy has materialized it."
+            )
     found = [next(name for name in tied if name in stored) for tied in names.values()]
     return [(name, stored[name], targets.tensors[name]) for name in found]
 
@@ -182,6 +189,6 @@ def _read(to_read: Collection[tuple[str, _Stored, Tensor]]) -> None:
 
 
 def _some(names: Collection[str], number: int = 5) -> str:
-    """The first few of ``names``, and how many there are."""
+    """Return a text with the first ``number`` of ``names`` and, if there are more, how many there are."""
     first = ", ".join(sorted(names)[:number])
     return first if len(names) <= number else f"{len(names)} tensors ({first}, ...)"

@@ -1,4 +1,4 @@
-"""Random numbers: the state of this process's generators, and ranks that draw different ones for a while."""
+"""Save and set the state of random number generators, and let ranks draw different random numbers for a time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,16 @@ __all__ = ["RankRng", "RngGenerators", "agree_on_random_numbers", "rng_state", "
 
 
 def rng_state() -> dict[str, Any]:
-    """Of Python, NumPy's global generator, torch, and this rank's accelerator; it loads without pickle."""
+    """Return the state of the generators of Python, NumPy (the global one), torch, and this rank's accelerator.
+
+    The result holds only tensors and plain values, so that it loads with ``weights_only=True``.
+    """
     version, numbers, gauss = random.getstate()
     numpy_state = np.random.get_state(legacy=False)
     assert isinstance(numpy_state, dict)
     key = torch.from_numpy(numpy_state["state"]["key"].astype(np.int64))
     state: dict[str, Any] = {
-        # Tensors, since they are pickled at once and not number by number.
+        # The numbers are stored as tensors, because these are pickled much faster than tuples of integers.
         "python": {"version": version, "numbers": torch.tensor(numbers), "gauss": gauss},
         "numpy": {**numpy_state, "state": {**numpy_state["state"], "key": key}},
         "torch": torch.get_rng_state(),
@@ -33,7 +36,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def _accelerator() -> torch.device | None:
-    """That of this machine, if this process uses it: to ask for its state would begin to."""
+    """Return the machine's accelerator if this process uses it, else None: reading its state would initialize it."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or not getattr(torch.get_device_module(accelerator), "is_initialized", lambda: True)():
         return None
@@ -41,7 +44,7 @@ def _accelerator() -> torch.device | None:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set what :func:`rng_state` returned; an accelerator's only where this process uses one of its kind."""
+    """Set the state that :func:`rng_state` returned; an accelerator's only if this process uses one of its type."""
     python, numpy_state = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
     key = numpy_state["state"]["key"].numpy().astype(np.uint32)
@@ -53,17 +56,17 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def agree_on_random_numbers(group: dist.ProcessGroup) -> None:
-    """Let all ranks of ``group`` draw the numbers that its first would have drawn. A collective over it."""
+    """Set the generators of all ranks of ``group`` to the state of its first rank. A collective over ``group``."""
     state = [rng_state()]
     dist.broadcast_object_list(state, group=group, group_src=0)
     set_rng_state(state[0])
 
 
 class RngGenerators:
-    """The generators that a step may draw from: ``torch`` (on the CPU and on a device), ``python`` and ``numpy``.
+    """Control the generators that a step may use: ``torch`` (on the CPU and on a device), ``python`` and ``numpy``.
 
     Args:
-        device: Whose generator, besides the CPU's.
+        device: Device whose torch generator is included, in addition to the CPU's.
     """
 
     KINDS = frozenset({"torch", "python", "numpy"})
@@ -75,7 +78,12 @@ class RngGenerators:
             self._generators.append(module.default_generators[module.current_device()])
 
     def seed(self, seed: int, kinds: Collection[str] = KINDS) -> None:
-        """From here on, numbers of ``kinds`` follow from ``seed``, a number of 63 bits."""
+        """Seed the generators of ``kinds``.
+
+        Args:
+            seed: Non-negative integer of at most 63 bits.
+            kinds: Kinds of generators, a subset of ``KINDS``.
+        """
         if "torch" in kinds:
             for generator in self._generators:
                 generator.manual_seed(seed)
@@ -86,7 +94,7 @@ class RngGenerators:
 
     @contextmanager
     def kept(self, kinds: Collection[str] = KINDS) -> Iterator[None]:
-        """Afterwards, numbers of ``kinds`` go on as if none had been drawn inside."""
+        """Restore the generators of ``kinds`` at the end of the context to their state at its beginning."""
         states = [generator.get_state() for generator in self._generators] if "torch" in kinds else []
         python = random.getstate() if "python" in kinds else None
         numpy_state = np.random.get_state() if "numpy" in kinds else None
@@ -102,11 +110,11 @@ class RngGenerators:
 
 
 class RankRng:
-    """Lets ranks that draw the same random numbers draw different ones for a while, after which they agree again.
+    """Let ranks with equal generator states draw different random numbers for a time, and equal ones again afterwards.
 
     Args:
-        device: Whose numbers.
-        rank: What tells the ranks apart.
+        device: Device whose torch generator is used.
+        rank: Number of this rank, which is added to the seed.
     """
 
     def __init__(self, device: torch.device, rank: int) -> None:
@@ -119,18 +127,18 @@ class RankRng:
         self._outside: torch.Tensor | None = None
 
     def enter(self) -> None:
-        """From here to :meth:`leave`, draw numbers that follow from the common ones and the rank."""
+        """Draw numbers of this rank until :meth:`leave`, seeded from the CPU's generator and the rank."""
         if self._outside is None:
             seed = int(torch.randint(2**62, ()))  # the same on all ranks, and after a resume
             self._outside = self._generator.get_state()
             self._generator.manual_seed(seed + self._rank)
 
     def leave(self) -> None:
-        """Go on with the common numbers."""
+        """Restore the state of the generator at :meth:`enter`."""
         if self._outside is not None:
             self._generator.set_state(self._outside)
             self._outside = None
 
     def forget(self) -> None:
-        """Be outside, whatever an error or a recomputed part of a model has left."""
+        """Discard an :meth:`enter` that an error or a recomputation left without :meth:`leave`, restoring nothing."""
         self._outside = None

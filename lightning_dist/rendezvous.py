@@ -1,8 +1,8 @@
-"""A store that no earlier start has written to: torchrun hands its own to the ranks it starts, again after a failure.
+"""Give each start of a run a store that no earlier start has written to.
 
-With the last start's keys in it, ranks look for each other where nobody listens any more. What torchrun tells the ranks
-does not number the starts (each node counts its own failures), so that they find out among themselves which belong to
-this one.
+When torchrun restarts the ranks after a failure, it passes them the store of the previous start. With the keys of that
+start in it, ranks connect to addresses at which no process listens any more. The ranks cannot get a number of the start
+from torchrun, because each node counts its own failures. They therefore agree on a random name for the start.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ _KEY = "lightning_dist/start"
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """The part of ``store`` that belongs to this start; all ranks are here when it returns.
+    """Return ``store`` with a key prefix that belongs to this start alone. All ranks must call this.
+
+    Rank 0 returns when all ranks have called it, the others when rank 0 has.
 
     Args:
-        store: What all ranks reach, now and at earlier starts.
-        rank: This process among all.
+        store: Store that all ranks reach, at this start and at earlier ones.
+        rank: Global rank of this process.
         world_size: Number of ranks.
-        timeout: How long to wait for the others.
+        timeout: Time to wait for the other ranks.
 
     Raises:
-        TimeoutError: If not all of them come; it names those.
+        TimeoutError: If a rank does not call this in time; the text names the missing ranks.
     """
     mine, deadline = uuid.uuid4().hex, time.monotonic() + timeout.total_seconds()
     if rank == 0:
         _welcome(store, mine, world_size, deadline)
         return dist.PrefixStore(f"{_KEY}/{mine}", store)
     store.set(f"{_KEY}/hello/{rank}", mine)
-    # Only the first rank of this start answers what this process has just made up.
+    # Only rank 0 of this start answers to the name that this process has just drawn.
     welcome = f"{_KEY}/welcome/{mine}"
     while not store.check([welcome]):
         if time.monotonic() > deadline:
@@ -47,7 +49,20 @@ def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelt
 
 
 def _welcome(store: dist.Store, start: str, world_size: int, deadline: float) -> None:
-    """Answer everybody, those that are no more included, until all have come that heard it."""
+    """Tell all ranks the name of this start, until all of them have confirmed it.
+
+    The store may still have greetings of processes of earlier starts. These are answered as well, but only processes of
+    this start confirm.
+
+    Args:
+        store: Store of all ranks.
+        start: Name of this start.
+        world_size: Number of ranks.
+        deadline: Time of ``time.monotonic()`` after which to give up.
+
+    Raises:
+        TimeoutError: If ranks do not confirm before the deadline; the text names them.
+    """
     answered: dict[int, str] = {}
     missing = set(range(1, world_size))
     while missing:

@@ -1,4 +1,4 @@
-"""Whether the replicas of a sharded model hold the same weights."""
+"""Check that the replicas of a sharded model hold the same weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["ReplicaComparison", "ReplicasDifferError", "bit_sums", "check_replic
 
 
 class ReplicasDifferError(RuntimeError):
-    """The replicas of the model no longer hold the same weights."""
+    """Report that the replicas of the model no longer hold the same weights."""
 
 
 class ReplicaComparison(Technique):
@@ -56,21 +56,21 @@ class ReplicaComparison(Technique):
 def check_replicas(module: nn.Module, mesh: DeviceMesh, axis: str = "dp_replicate") -> None:
     """Compare every parameter, bit by bit, over the ranks of ``axis``. A collective over all processes.
 
-    What is sent is 16 bytes a parameter: two sums of the bits of its local shard, one of them weighted by position.
+    Ranks send 16 bytes per parameter: two sums over the bits of its local shard, one of them weighted by position.
 
     Args:
-        module: The model, its parameters in their sharded form.
-        mesh: The mesh of the layout.
-        axis: The mesh's axis over which weights are replicated.
+        module: Model with its parameters in sharded form.
+        mesh: Device mesh of the layout.
+        axis: Axis of the mesh over which weights are replicated.
 
     Raises:
-        ReplicasDifferError: On every rank, if any parameter differs anywhere. The text names the parameters.
+        ReplicasDifferError: On every rank, if any parameter differs anywhere; the text names up to three parameters.
     """
     names, sums = [], []
     for name, param in module.named_parameters():
         local = param.to_local() if isinstance(param, DTensor) else param
         names.append(name)
-        # Another stage's are compared there.
+        # Parameters of other pipeline stages (on the meta device) are compared by the ranks of these stages.
         sums.append(
             torch.zeros(2, dtype=torch.int64, device=mesh.device_type) if local.is_meta else bit_sums(local.detach())
         )
@@ -87,14 +87,14 @@ def check_replicas(module: nn.Module, mesh: DeviceMesh, axis: str = "dp_replicat
 
 
 def differ(sums: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
-    """Compare fingerprints over the ranks of all ``groups`` together. A collective over each.
+    """Compare fingerprints over the ranks of all ``groups`` together. A collective over each group.
 
     Args:
-        sums: The :func:`bit_sums` of ``n`` tensors, of shape ``(n, 2)``.
-        groups: The groups of the axes of a mesh.
+        sums: Results of :func:`bit_sums` for ``n`` tensors, of shape ``(n, 2)``.
+        groups: Process groups, one for each mesh axis to compare over.
 
     Returns:
-        Whether each tensor differs anywhere, of shape ``(n,)``.
+        Boolean tensor of shape ``(n,)``: whether each tensor differs between any ranks.
     """
     highest, lowest = sums.clone(), sums.clone()
     for group in groups:
@@ -104,7 +104,7 @@ def differ(sums: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Ten
 
 
 def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Return two int64 sums (modulo 2**64) over the bits of ``tensor``, of shape ``(2,)``: plain, and by position."""
+    """Return two int64 sums (modulo 2**64) of the elements' bits, of shape ``(2,)``: plain and weighted by position."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.contiguous().view(-1).view(width).to(torch.int64)
     return torch.stack([bits.sum(), (bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum()])

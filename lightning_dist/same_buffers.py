@@ -1,8 +1,8 @@
-"""Buffers that steps change: every rank begins a training step with those of the first rank, as under DDP.
+"""Synchronize buffers, so that every rank begins a training step with those of the first rank, as under DDP.
 
-BatchNorm's statistics or the centre of a teacher's outputs are computed from each rank's part of the batch. torch's
-DistributedDataParallel broadcasts rank 0's buffers before a forward, unless the last backward did not reduce gradients.
-Here only buffers that changed on some rank since then are sent.
+Buffers such as BatchNorm's statistics, or the centre of a teacher's outputs, are computed from each rank's part of the
+batch. torch's DistributedDataParallel broadcasts rank 0's buffers before a forward, unless the last backward did not
+reduce gradients. Here only buffers that changed on some rank since the last broadcast are sent.
 """
 
 from __future__ import annotations
@@ -61,13 +61,16 @@ class SameBuffers(Technique):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Overwrite what changed on any rank since the last call. A collective over the mesh, if there are buffers."""
+        """Overwrite the buffers that changed on any rank since the last call.
+
+        A collective over the mesh if the module has buffers.
+        """
         if not self._places or not self._axes:
             return
         buffers = [module._buffers.get(key) for module, key in self._places]
         flags = torch.tensor(
             [
-                # BatchNorm's kernels change theirs without counting up the tensor's version.
+                # The kernels of normalization layers change buffers without incrementing the tensors' versions.
                 (isinstance(module, _NORMS) and module.training)
                 or buffer is not seen
                 or (buffer is not None and buffer._version != version)

@@ -1,4 +1,4 @@
-"""Which sample comes when: one order for all ranks, which any number of ranks can enter anywhere."""
+"""Order the samples of an epoch for all ranks, so that any number of ranks can resume at any sample."""
 
 from __future__ import annotations
 
@@ -13,27 +13,33 @@ __all__ = ["ResumableSampler"]
 
 
 class ResumableSampler(DistributedSampler[Any]):
-    """The order of torch's ``DistributedSampler``, which can be entered in the middle of an epoch.
+    """Sample in the order of torch's ``DistributedSampler``, and resume in the middle of an epoch.
 
-    Where it is entered counts the samples of all ranks, so that it means the same to another number of them: what was
-    seen is not seen again in this epoch, and what was not is.
+    The position to resume at counts the samples of all ranks, so that it is valid for another number of ranks: each
+    sample that was not seen before is seen once in the rest of the epoch, up to padding or ``drop_last``.
 
     Attributes:
-        running_epoch: Whose order is being given, whatever epoch was set since to come next.
-        worker_seeds: For ``DataLoader(generator=...)``: seeded anew for every epoch and rank, so that workers draw the
-            same however often training was interrupted before the epoch, and nothing from training's own generator.
+        running_epoch: Epoch whose order is being iterated, whichever epoch ``set_epoch`` has chosen as the next one.
+        worker_seeds: Generator for ``DataLoader(generator=...)``, seeded for every epoch and rank. Workers draw the
+            same numbers however often training was interrupted before the epoch, and the DataLoader draws nothing from
+            training's own generator.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._entry: tuple[int, int] | None = None  # epoch, samples
+        self._entry: tuple[int, int] | None = None  # epoch, number of samples seen by all ranks
         self.running_epoch = 0
         self.worker_seeds = torch.Generator()
         self.set_epoch(0)
 
     @classmethod
     def like(cls, sampler: DistributedSampler[Any], dataset: Any = None) -> Self:
-        """One that splits ``dataset``, by default the same, as ``sampler`` does."""
+        """Return a sampler with the settings and epoch of ``sampler``.
+
+        Args:
+            sampler: Sampler to imitate.
+            dataset: Dataset of the new sampler; None: that of ``sampler``.
+        """
         new = cls(
             sampler.dataset if dataset is None else dataset,
             num_replicas=sampler.num_replicas,
@@ -46,18 +52,18 @@ class ResumableSampler(DistributedSampler[Any]):
         return new
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose which epoch's order comes next."""
+        """Set the epoch of the next iteration, and seed ``worker_seeds`` for it."""
         super().set_epoch(epoch)
         self.worker_seeds.manual_seed(hash((self.seed, epoch, self.rank)) % 2**63)
 
     def enter(self, epoch: int, num_seen: int) -> None:
-        """Let the next iteration be over ``epoch``, whatever is set, without its first ``num_seen`` samples."""
+        """Let the next iteration resume ``epoch`` after its first ``num_seen`` samples, counted over all ranks."""
         self.set_epoch(epoch)
         self._entry = (epoch, num_seen)
         self.running_epoch = epoch
 
     def __iter__(self) -> Iterator[Any]:
-        """This rank's indices."""
+        """Return an iterator over this rank's indices."""
         self.running_epoch, start = self._entry or (self.epoch, 0)
         self._entry = None
         whole: DistributedSampler[Any] = DistributedSampler(

@@ -1,8 +1,8 @@
-"""Numbers read from tensors that are spread over ranks: every rank reads the whole value, not its own part.
+"""Reduce scalars when they are read from DTensors, so that every rank reads the global value and not its own part.
 
 ``p.grad.norm().item()``, ``float(p.sum())`` and ``if p.norm() > 1`` read the norm or sum of a DTensor, of which each
-rank has a part. The read reduces it, so all ranks must read it. The first read at each place in the code waits for the
-other ranks through the store and names those that do not come; later reads at that place go straight to the reduction.
+rank has a part. The read is a reduction, so all ranks must take part. The first read at each place in the code waits
+for the other ranks through the store, and names those that do not arrive; later reads at that place reduce at once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ TIMEOUT_S = 30.0
 """Seconds that the first read at a place in the code waits for the other ranks."""
 
 _known_places: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
-"""For the processes' default group, the places in the code at which all ranks have read together."""
+"""Places in the code at which all ranks have read together, by default process group."""
 
 
 def read_whole_scalars() -> None:
-    """Let every read of a number from a DTensor, from now on and in this process, give the value of all ranks.
+    """Let every read of a number from a DTensor in this process return the global value from now on.
 
-    So does ``torch.equal``, of which Lightning's BaseFinetuning asks whether a parameter is in an optimizer.
+    ``torch.equal`` compares whole DTensors as well: Lightning's BaseFinetuning uses it to find out whether a parameter
+    is in an optimizer.
     """
     _compat.on_scalar_read(_read)
     _compat.on_equal(_equal)
@@ -39,17 +40,17 @@ def read_whole_scalars() -> None:
 def _read(tensor: DTensor) -> int | float | bool | complex:
     if all(isinstance(placement, Replicate) for placement in tensor.placements):
         return tensor.to_local().item()
-    arrive_at_place("reading a number that is spread over several ranks", tensor)
+    arrive_at_place("reading a number of which each rank has a part", tensor)
     with torch.no_grad():
         return tensor.full_tensor().item()
 
 
 def arrive_at_place(what: str, tensor: DTensor) -> None:
-    """Wait for the other ranks of ``tensor``, the first time that this place in the user's code is reached.
+    """Wait for the other ranks of ``tensor`` when this place in the user's code is reached for the first time.
 
     Args:
-        what: What the ranks are about to do together, for the message.
-        tensor: Spread over the ranks that do it.
+        what: Description, for the message, of what the ranks are about to do together.
+        tensor: DTensor whose mesh has the ranks that take part.
 
     Raises:
         OtherRankError: If a rank did not arrive in time.

@@ -1,4 +1,4 @@
-"""Which part of a tensor this rank has, as boxes: what is written, read and sent of it."""
+"""Describe the part of a tensor that this rank holds as boxes, which checkpoints write, read and send."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ __all__ = ["ShardSlice", "ShardSlices", "local_part"]
 
 
 def local_part(tensor: Tensor) -> Tensor:
-    """What this rank has of ``tensor``, not a copy."""
+    """Return this rank's part of ``tensor``, detached and without a copy."""
     with torch.no_grad():
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """What is one piece of a tensor and of this rank's part of it.
+    """Represent one box of a tensor that this rank holds.
 
     Args:
-        offsets: Where in the tensor it begins.
-        sizes: Its shape.
-        in_part: Where in the part it is.
+        offsets: First index of the box in the whole tensor, per dimension.
+        sizes: Number of elements of the box, per dimension.
+        in_part: Slices that select the box in this rank's part.
     """
 
     offsets: tuple[int, ...]
@@ -37,10 +37,10 @@ class ShardSlice:
 
 
 class ShardSlices(dict[Any, tuple[ShardSlice, ...]]):
-    """What this rank has of a tensor. A model has many of the same shape, and torch takes its time."""
+    """Cache the boxes of tensors by layout: a model has many of the same layout, and torch computes them slowly."""
 
     def of(self, tensor: Tensor) -> tuple[ShardSlice, ...]:
-        """The boxes of ``tensor``, none empty unless the part is."""
+        """Return the boxes of ``tensor`` that this rank holds; none is empty unless this rank's part is."""
         if not isinstance(tensor, DTensor):
             return (ShardSlice((0,) * tensor.ndim, tuple(tensor.shape), (slice(None),) * tensor.ndim),)
         key = tensor.shape, tensor.device_mesh, tensor.placements
@@ -57,7 +57,7 @@ def _slices(tensor: DTensor) -> Iterator[ShardSlice]:
     if not packed:
         yield ShardSlice(offsets, sizes, (slice(None),) * tensor.ndim)
         return
-    # A part of each of several layers in one, which torch takes for one piece.
+    # The tensor packs several layers, and this rank has a part of each, which torch describes as one box.
     ((axis, number),) = packed
     dim = tensor.placements[axis].dim  # type: ignore[attr-defined]
     rows, length = tensor.shape[dim] // number, sizes[dim] // number
@@ -74,6 +74,9 @@ def _slices(tensor: DTensor) -> Iterator[ShardSlice]:
 
 
 def _is_packed(tensor: DTensor, axis: int, number: int) -> bool:
-    """Whether a placement is of a packed layer, and not of FSDP2, which uses the same where ``tp`` shards that dim."""
+    """Return whether the placement on a mesh axis belongs to a packed layer rather than to FSDP2.
+
+    FSDP2 uses the same class of placement where a later axis, ``tp``, shards the same dimension.
+    """
     dim = tensor.placements[axis].dim  # type: ignore[attr-defined]
     return all(getattr(other, "dim", None) != dim for other in tensor.placements[axis + 1 :])

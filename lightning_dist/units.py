@@ -1,16 +1,16 @@
-"""Which modules of a model are its units: what is gathered, sharded, checkpointed or compiled as one.
+"""Divide a model into units: the modules that are gathered, sharded, checkpointed or compiled together.
 
-Found without the user's help, once, and used by every technique:
+The units are found once, without the user's help, and used by all techniques. Their kinds are:
 
-- *blocks*: the repeated block class of the model. Named by the user, or by a Hugging Face model
-  (``_no_split_modules``), or found: a class with parameters and children of its own, two instances of which stand in
-  one container (ModuleList, Sequential, ModuleDict) with the same parameter shapes. Blocks do not nest: where stages
-  hold blocks, the stages' shapes differ and the blocks are found; where layers hold experts, the layers are.
-- *sized*: what is not a block but has many parameters (a CNN's stage), cut bottom-up at ``min_num_params``.
-- *outer*: what is left of each child of the root (embeddings, norms, heads, or all of a small model).
-- *shared*: parameters that only modules of several blocks (or sized units) own, such as one weight in every block.
-- *own*: parameters that hang on the root module itself.
-- *scalars*: parameters without dimensions, wherever they hang.
+- ``block``: an instance of the model's repeated block classes. These are named by the user, or by a Hugging Face model
+  (``_no_split_modules``), or else found: classes with parameters and children, of which one container (ModuleList,
+  Sequential, ModuleDict) holds two instances with the same parameter shapes. Blocks do not nest. Where stages contain
+  blocks, the stages' shapes differ, so that the blocks are found; where layers contain experts, the layers are found.
+- ``large``: a module outside the blocks with many parameters (a CNN's stage), cut bottom-up at ``min_num_params``.
+- ``outer``: the rest of a child of the root (embeddings, norms, heads, or all of a small model).
+- ``shared``: parameters that only modules of several blocks or large units own, such as one weight in every block.
+- ``root``: parameters that the root module owns directly.
+- ``scalars``: parameters without dimensions, whichever module owns them.
 
 Every parameter is in exactly one unit; a tied parameter is in the innermost unit that holds all its owners.
 """
@@ -38,14 +38,14 @@ UnitKind = Literal["block", "large", "outer", "shared", "root", "scalars"]
 
 @dataclass
 class Unit:
-    """Modules whose parameters are handled together.
+    """Represent modules whose parameters are handled together.
 
     Args:
         kind: ``block``, ``large``, ``outer``, ``shared``, ``root`` or ``scalars`` (see the module's docstring).
         names: Full names of ``modules`` in the root module.
-        modules: Usually one; several where tied parameters bind them together.
-        params: Full name of each parameter of the unit, tied ones once, to the parameter.
-        owners: The modules that those parameters hang on directly.
+        modules: Modules of the unit: usually one, or several if they share tied parameters.
+        params: Parameters of the unit by full name; a tied parameter appears once.
+        owners: Modules that own these parameters directly.
     """
 
     kind: UnitKind
@@ -56,7 +56,7 @@ class Unit:
 
     @property
     def numel(self) -> int:
-        """Number of elements of the unit's parameters."""
+        """Return the number of elements of the unit's parameters."""
         return sum(param.numel() for param in self.params.values())
 
     @property
@@ -71,11 +71,11 @@ class Unit:
 
 
 def find_blocks(root: nn.Module, classes: Sequence[str] | None = None) -> dict[str, nn.Module]:
-    """The repeated blocks of ``root``: full name to module, in the order of definition, none inside another.
+    """Return the repeated blocks of ``root`` by full name, in the order of definition, none inside another.
 
     Args:
-        root: The model.
-        classes: Names of the block classes. None: Hugging Face's ``_no_split_modules``, else found.
+        root: Model.
+        classes: Names of the block classes. None: use Hugging Face's ``_no_split_modules``, or else find the classes.
 
     Raises:
         ValueError: If no module is of one of ``classes``.
@@ -99,15 +99,17 @@ def find_blocks(root: nn.Module, classes: Sequence[str] | None = None) -> dict[s
 def find_units(
     root: nn.Module, classes: Sequence[str] | None = None, min_num_params: int = MIN_NUM_PARAMS
 ) -> list[Unit]:
-    """The units of ``root``, inner ones before those around them; every parameter is in exactly one.
+    """Return the units of ``root``, inner ones before those around them; every parameter is in exactly one unit.
 
     Args:
-        root: The model. It is never a unit as a whole: what hangs on it directly is the unit of kind ``own``.
+        root: Model. It never becomes a unit as a whole; parameters that it owns directly form the unit of kind
+            ``root``.
         classes: Names of the block classes; None finds them (see :func:`find_blocks`).
-        min_num_params: Size from which a module outside the blocks is a unit of its own.
+        min_num_params: Number of parameters from which a module outside the blocks is a unit of its own.
 
     Raises:
-        ValueError: If no module is of one of ``classes``, or ``min_num_params`` is not positive.
+        ValueError: If no module is of one of ``classes``, ``min_num_params`` is not positive, or a module that cannot
+            be divided has trainable parameters of several dtypes.
     """
     if min_num_params < 1:
         raise ValueError(f"min_num_params={min_num_params} must be at least 1.")
@@ -130,7 +132,7 @@ def find_units(
 
 
 def _is_repeated(root: nn.Module) -> set[nn.Module]:
-    """Instances, in containers, of every class of which one container holds two with the same parameter shapes."""
+    """Return the instances in containers of each class that some container holds twice with equal parameter shapes."""
     in_containers: dict[type, list[nn.Module]] = defaultdict(list)
     repeated: set[type] = set()
     for container in root.modules():
@@ -149,7 +151,7 @@ def _is_repeated(root: nn.Module) -> set[nn.Module]:
 
 
 def _outermost(root: nn.Module, wanted: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Modules of ``wanted`` with parameters that are inside no other one, by name; the root itself never counts."""
+    """Yield the modules of ``wanted``, with names, that have parameters and are inside no other one; skip the root."""
     inside = {id(sub) for module in wanted - {root} for sub in module.modules() if sub is not module}
     for name, module in root.named_modules():
         if (
@@ -162,12 +164,12 @@ def _outermost(root: nn.Module, wanted: set[nn.Module]) -> Iterator[tuple[str, n
 
 
 def _has_forward(module: nn.Module) -> bool:
-    """Whether ``module`` can be called: a ModuleList or a ParameterDict cannot."""
+    """Return whether ``module`` can be called, unlike a ModuleList or a ParameterDict."""
     return type(module).forward is not nn.Module.forward
 
 
 def _callable_children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Children that have parameters and a forward; in place of a child without a forward, its own."""
+    """Yield the children with parameters and a forward, by name; replace a child without a forward by its children."""
     for name, child in module.named_children():
         if not any(True for _ in child.parameters()):
             continue
@@ -178,7 +180,14 @@ def _callable_children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn
 
 
 def _cut_by_size(module: nn.Module, name: str, block_ids: set[int], min_num_params: int) -> list[Unit]:
-    """Units inside ``module``: bottom-up, each submodule outside the blocks with enough parameters not yet in one."""
+    """Cut ``module`` into units, bottom-up: each submodule outside the blocks with enough parameters in no other unit.
+
+    Args:
+        module: Child of the root.
+        name: Full name of ``module``.
+        block_ids: Ids of the modules that are blocks.
+        min_num_params: Number of parameters, not yet in a unit, from which a submodule becomes one.
+    """
     units: list[Unit] = []
     taken: set[int] = set()
 
@@ -200,13 +209,14 @@ def _cut_by_size(module: nn.Module, name: str, block_ids: set[int], min_num_para
 
 
 def _of_one_dtype(root: nn.Module, units: list[Unit]) -> list[Unit]:
-    """Take trainable parameters of a rarer dtype out of their units: FSDP2 reduces the gradients of a unit as one.
+    """Move trainable parameters of a less frequent dtype, often norms in float32, out of their units.
 
-    They are often norms that are kept in float32. The modules that own them become an outer unit, beside the block that
-    they are in.
+    FSDP2 reduces the gradients of a unit together, in one dtype. The modules that own these parameters become an outer
+    unit, listed before the unit that they are taken from.
 
     Raises:
-        ValueError: If a module owns trainable parameters of several dtypes, or has others inside it.
+        ValueError: If a module that owns such parameters has other parameters as well, itself or inside it, or if it is
+            a module of the unit, so that it cannot become another unit.
     """
     names = {module: name for name, module in root.named_modules()}
     result: list[Unit] = []
@@ -224,7 +234,7 @@ def _of_one_dtype(root: nn.Module, units: list[Unit]) -> list[Unit]:
                 raise ValueError(
                     f"{names[mixed[0]] or 'the LightningModule'} has parameters of several dtypes, one of them"
                     f" {next(iter(params))} in {dtype}: their gradients are reduced together, and need one dtype. Give"
-                    " them one, or put those of another dtype into a module of their own."
+                    " all of them the same dtype, or put those of another dtype into a module of their own."
                 )
             result.append(Unit("outer", [names[o] for o in owners], owners, params, set(owners)))
             unit.params = {n: p for n, p in unit.params.items() if n not in params}
@@ -234,7 +244,7 @@ def _of_one_dtype(root: nn.Module, units: list[Unit]) -> list[Unit]:
 
 
 def _owners(root: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Each parameter to the full names it has, several where it is tied."""
+    """Return the full names of each parameter; a tied parameter has several."""
     owners: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, param in root.named_parameters(remove_duplicate=False):
         owners[param].append(name)
@@ -242,14 +252,14 @@ def _owners(root: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _assign(root: nn.Module, units: list[Unit], owners: dict[nn.Parameter, list[str]]) -> list[Unit]:
-    """Put every parameter into the innermost unit that holds all its names; bind outer units that are tied."""
+    """Put every parameter into the innermost unit that holds all its names; merge outer units that share one."""
 
     def holds(unit: Unit, param_name: str) -> bool:
         return any(not name or param_name.startswith(f"{name}.") for name in unit.names)
 
     for param, names in owners.items():
         holders = [unit for unit in units if all(holds(unit, name) for name in names)]
-        # Units are listed inner first; the own unit (name "") holds everything and is last.
+        # Units are listed inner first; the root unit (name "") holds everything and is last.
         bound = [unit for unit in units if unit.kind == "outer" and any(holds(unit, name) for name in names)]
         if holders[0].kind == "root" and bound and all(any(holds(unit, name) for unit in bound) for name in names):
             first, *others = bound
@@ -266,9 +276,10 @@ def _assign(root: nn.Module, units: list[Unit], owners: dict[nn.Parameter, list[
 
 
 def _apart_from_shared(root: nn.Module, units: list[Unit], owners: dict[nn.Parameter, list[str]]) -> Iterator[Unit]:
-    """Take out of outer units what only modules inside other units own, and give it a unit, before the own one.
+    """Move parameters that only modules inside inner units own from large and outer units to the shared unit.
 
-    An outer unit's forward gathers what its own modules hold, and not what is inside the units within it.
+    The forward of a large or outer unit gathers what its modules outside of inner units own, and nothing else. The
+    shared unit is yielded before the root unit.
     """
     inner = {id(module) for unit in units if unit.kind in ("block", "large") for module in unit.modules}
     shared = Unit("shared", [""], [root])
@@ -289,7 +300,7 @@ def _apart_from_shared(root: nn.Module, units: list[Unit], owners: dict[nn.Param
 
 
 def _outside(module: nn.Module, inner: set[int]) -> Iterator[nn.Module]:
-    """Yield ``module`` and what is in it, but for children whose id is in ``inner``, and what is in those."""
+    """Yield ``module`` and all modules inside it, except those whose id is in ``inner`` and the modules inside them."""
     yield module
     for child in module.children():
         if id(child) not in inner:

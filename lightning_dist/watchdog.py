@@ -1,9 +1,10 @@
-"""Hangs: when a rank makes no step for a while, a process of its own says which and why, and ends the node's ranks.
+"""Detect hangs: when a rank makes no progress, a watchdog process reports who hangs and why, and ends the node's ranks.
 
-One process watches the ranks of a node (``watchdog_process``), started by the first of them. A rank that beats
-writes the time into memory which both share. When beats are missing, the process asks every rank for its stacks, by a
-signal that faulthandler answers even while C code holds the GIL, and for the collectives it is in, by a socket that a
-thread listens to; both work while the main thread waits in a collective.
+The first rank of each node starts one process (``watchdog_process``) that watches all ranks of the node. A rank beats
+by writing the time into memory that it shares with this process. When beats are missing, the process asks every rank
+for its stacks and for its pending collectives. It gets the stacks by a signal, which faulthandler answers even while C
+code holds the GIL, and the collectives over a socket, to which a thread listens. Both work while the main thread waits
+in a collective.
 """
 
 from __future__ import annotations
@@ -33,33 +34,33 @@ from lightning_dist.layout import STAGE_TO_STAGE
 __all__ = ["EXIT_HANG", "Watchdog"]
 
 EXIT_HANG = 76
-"""The exit code of ranks that were ended because one hangs. Those that could not answer are killed."""
+"""Exit code of ranks that were ended because a rank hangs. Ranks that cannot answer are killed instead."""
 
-_RUN_PACKAGE = (  # as -m does, without importing the packages around it, and torch with them
+_RUN_PACKAGE = (  # like `python -m`, but without importing the parent package, which would import torch
     "import runpy, sys; folder, name = sys.argv[1:3]; del sys.argv[1:3]; sys.path.append(folder);"
     " runpy.run_module(name, run_name='__main__')"
 )
 
 
 class Watchdog:
-    """A rank's end of the node's watchdog. Linux 5.3 or newer.
+    """Connect a rank to the watchdog process of its node. Needs Linux 5.3 or newer.
 
-    From its first :meth:`beat` on, a rank that does not beat for ``timeout_s`` ends all ranks of the node, with a
+    If a rank, after its first :meth:`beat`, does not beat for ``timeout_s``, all ranks of the node are ended, with a
     report on standard error and in ``folder``: ``watchdog.txt`` (``watchdog-rank<first rank>.txt`` on nodes without
     rank 0), and for each rank ``stacks-rank<rank>.txt`` and ``flight_recorder-rank<rank>.json``. Time in which all
     ranks of the node are stopped (Ctrl-Z, a suspended job) does not count.
 
-    torch records collectives unless ``TORCH_FR_BUFFER_SIZE`` is 0; then the report has only the stacks, and how many
-    collectives each rank has entered.
+    torch's flight recorder records collectives unless ``TORCH_FR_BUFFER_SIZE`` is 0. Without it, the report has only
+    the stacks and the number of collectives that each rank has entered.
 
     Args:
-        folder: For the reports; made when there is one. The same on all ranks of a node.
-        timeout_s: Seconds without a beat. More than the longest step, checkpoint or compilation between two beats.
-        rank: This process among all.
-        local_rank: This process on its node; 0 starts the process that watches.
-        local_world_size: Number of processes on this node.
-        name: The same on all ranks of the node, and no other run's.
-        on_hang: Called in a thread, with the report, before this rank is ended; it has 10 seconds.
+        folder: Folder for the reports, created with the first report; the same on all ranks of a node.
+        timeout_s: Longest time between two beats in seconds; must exceed the longest step, checkpoint or compilation.
+        rank: Global rank of this process.
+        local_rank: Rank of this process on its node; local rank 0 starts the watchdog process.
+        local_world_size: Number of ranks on this node.
+        name: Name of the run; the same on all ranks of the node, and different from that of any other run.
+        on_hang: Called with the report, in a thread, before this rank is ended; it may take 10 seconds.
 
     Raises:
         ValueError: If ``timeout_s`` is not positive.
@@ -82,7 +83,7 @@ class Watchdog:
         self._rank = rank
         self._local_rank = local_rank
         self._local_world_size = local_world_size
-        # A socket without a file; its name has at most 107 bytes.
+        # The socket is in the abstract namespace, without a file. Its name has at most 107 bytes, hence the digest.
         digest = hashlib.sha256(name.encode()).hexdigest()
         self._address = f"\0lightning-dist/{os.getuid()}/{digest}" if sys.platform == "linux" else digest
         self._name = name
@@ -94,11 +95,12 @@ class Watchdog:
         self._signal = 0
 
     def start(self) -> None:
-        """Join the node's watchdog, which the first local rank starts. Does not wait for the other ranks.
+        """Connect to the node's watchdog process, which local rank 0 starts. Does not wait for the other ranks.
 
         Raises:
-            RuntimeError: If this system cannot, or this rank's watchdog is started already.
-            TimeoutError: If the first local rank does not start it within a minute.
+            RuntimeError: If this system is not supported, this watchdog is started already, another run uses the same
+                name, or the watchdog process has ended.
+            TimeoutError: If local rank 0 does not start the process within a minute.
         """
         if not _is_supported():
             raise RuntimeError("the watchdog needs Linux 5.3 or newer (pidfd_open); switch it off on this system")
@@ -131,21 +133,22 @@ class Watchdog:
         ).start()
 
     def beat(self, step: int) -> None:
-        """Note that this rank makes progress; from now on it must go on to. Costs less than a microsecond.
+        """Record that this rank makes progress, and expect further beats. Takes less than a microsecond.
 
         Args:
-            step: For the report.
+            step: Number of the training step, which the report shows.
         """
         self._cells[1] = step
         self._cells[0] = time.monotonic_ns()
 
     def disarm(self) -> None:
-        """Wait for no beat until the next one: before what may take long, such as a download or the last save."""
+        """Expect no beats until the next one; for use before long operations, such as a download or the last save."""
         self._cells[0] = 0
 
     def close(self) -> None:
-        """Leave the node's watchdog; it ends when all ranks have."""
-        connection, self._connection = self._connection, None  # first: the process may end at once
+        """Disconnect from the watchdog process, which ends when all ranks have disconnected."""
+        # The connection is cleared first, because the process may end at once, and _answer would report its death.
+        connection, self._connection = self._connection, None
         if connection is None:
             return
         self.disarm()
@@ -157,7 +160,7 @@ class Watchdog:
 
     def _launch(self) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
-            for _ in _tries():  # the last run of this name may not have heard from all its ranks yet
+            for _ in _tries():  # the watchdog of the previous run with this name may still be ending
                 try:
                     listener.bind(self._address)
                     break
@@ -176,7 +179,7 @@ class Watchdog:
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__,
                 pass_fds=[listener.fileno()],
-                start_new_session=True,  # a Ctrl-C is for the ranks
+                start_new_session=True,  # so that Ctrl-C reaches the ranks only
                 cwd="/",
             )
 
@@ -195,13 +198,14 @@ class Watchdog:
         )
 
     def _answer(self, connection: socket.socket, lines: Any, process: subprocess.Popen[bytes] | None) -> None:
-        """Do what the process asks for, until it ends."""
+        """Answer the requests of the watchdog process until it ends."""
         is_hang = False
         with suppress(OSError):
             for line in lines:
                 message = json.loads(line)
                 if message["do"] == "look":
-                    _send(connection, groups=_groups())  # on its own: the recorder asks the device, which may hang too
+                    # The groups are sent first, because the flight recorder queries the device, which may hang too.
+                    _send(connection, groups=_groups())
                     _send(connection, entries=_entries())
                 elif message["do"] == "report":
                     is_hang = True
@@ -211,7 +215,10 @@ class Watchdog:
         if is_hang:
             os._exit(EXIT_HANG)
         if self._connection is connection:
-            print(f"lightning-dist: the watchdog of rank {self._rank} has died: hangs go unseen", file=sys.stderr)
+            print(
+                f"lightning-dist: the watchdog of rank {self._rank} has died: hangs are no longer detected",
+                file=sys.stderr,
+            )
         connection.close()
         if process is not None:
             process.wait()
@@ -247,7 +254,11 @@ def _tries() -> Iterator[None]:
 
 
 def _free_signal() -> int:
-    """A real-time signal that nobody handles, ignores or blocks: not in Python, and not in C."""
+    """Find a real-time signal that this process does not handle, ignore or block, neither in Python nor in C.
+
+    Raises:
+        RuntimeError: If there is none.
+    """
     with open("/proc/self/status") as status:
         masks = dict(line.split(":\t") for line in status if line.startswith("Sig"))
     used = int(masks["SigCgt"], 16) | int(masks["SigIgn"], 16) | int(masks["SigBlk"], 16)
@@ -258,26 +269,26 @@ def _free_signal() -> int:
 
 
 def _groups() -> list[dict[str, Any]]:
-    """The process groups that this rank is in, and how many collectives of each it has entered."""
+    """Describe the process groups of this rank, with the number of collectives that it has entered in each."""
     if not (dist.is_available() and dist.is_initialized()):
         return []
     groups = []
     for group in _compat.process_groups():
-        with suppress(RuntimeError, ValueError):  # backends that do not count
+        with suppress(RuntimeError, ValueError):  # raised by backends that do not count collectives
             groups.append(
                 {
                     "name": group.group_name,
                     "description": group.group_desc,
                     "ranks": dist.get_process_group_ranks(group),
                     "entered": _compat.num_collectives(group),
-                    "is_p2p": group.group_desc == STAGE_TO_STAGE,  # ranks enter different numbers of these
+                    "is_p2p": group.group_desc == STAGE_TO_STAGE,  # the counts of sends differ between ranks
                 }
             )
     return groups
 
 
 def _entries() -> list[dict[str, Any]]:
-    """The last collectives, as the flight recorder has them."""
+    """Return the flight recorder's entries of the last collectives, oldest first."""
     if not dist.is_available():
         return []
     return sorted(_compat.recorded_collectives(), key=lambda entry: entry["time_created_ns"])

@@ -1,9 +1,10 @@
-"""Whole state dicts and files of a sharded module, by the calls that users make for them in one process.
+"""Save and load whole state dicts of a sharded module with the calls that users make in one process.
 
 ``torch.save(module.state_dict())`` would write one rank's shards, under the shapes of the whole parameters and with a
-device mesh that no other program has. So ``torch.save`` refuses the shards of modules that are registered here, and
-``state_dict()`` gives whole tensors inside :func:`~lightning_dist.parallel_module.full_parameters`. The other way
-round, ``load_state_dict`` takes whole tensors into shards, and ``torch.load`` reads a checkpoint directory.
+device mesh that no other program has. ``torch.save`` therefore refuses the shards of modules that are registered here,
+and ``state_dict()`` returns whole tensors inside :func:`~lightning_dist.parallel_module.full_parameters`. In the
+other direction, ``load_state_dict`` of a sharded module accepts whole tensors, and ``torch.load`` reads a checkpoint
+directory.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ from lightning_dist.parameter_group import ParameterGroup
 __all__ = ["install", "register", "whole_state_dicts"]
 
 _meshes: WeakSet[DeviceMesh] = WeakSet()
-"""What the parameters of registered modules are spread over."""
+"""Device meshes over which the parameters of registered modules are sharded."""
 
 _modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
-"""The modules that cannot be copied or saved as objects."""
+"""Modules that must not be copied or saved as objects."""
 
 
 def register(root: nn.Module, units: Sequence[nn.Module]) -> None:
-    """Let ``load_state_dict`` of ``root`` take whole tensors; refuse to copy or to ``torch.save`` its shards.
+    """Let ``load_state_dict`` of ``root`` accept whole tensors, and refuse to copy or to ``torch.save`` its shards.
 
     Args:
-        root: A module whose parameters are DTensors now.
-        units: The modules inside it that are sharded as one each.
+        root: Module whose parameters are DTensors now.
+        units: Modules inside it that are sharded as units.
     """
     for module in root.modules():
         if module._parameters:
@@ -53,38 +54,39 @@ def register(root: nn.Module, units: Sequence[nn.Module]) -> None:
         _modules[module] = None
         vars(module)["__deepcopy__"] = partial(_refuse_copy, type(root).__name__)
     for name, module in root.named_modules():
-        if hasattr(type(module), "save_pretrained"):  # a Hugging Face model, which would gather on this rank alone
+        if hasattr(type(module), "save_pretrained"):  # a Hugging Face model would gather weights on this rank alone
             vars(module)["save_pretrained"] = partial(_save_pretrained, module, name)
 
 
 def _save_pretrained(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
     if any(isinstance(param, DTensor) or param.is_meta for param in module.parameters()):
         raise TypeError(
-            f"{name or type(module).__name__}.save_pretrained was called where each rank has a shard only: enter `with"
+            f"{name or type(module).__name__}.save_pretrained was called where each rank has only a shard: enter `with"
             " lightning_dist.full_parameters(module):` on every rank, and call it there on rank 0."
         )
     return type(module).save_pretrained(module, *args, **kwargs)  # type: ignore[attr-defined]
 
 
 def _distribute(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-    """Put shards in the place of the whole tensors that ``module`` is about to load."""
+    """Replace the whole tensors in ``state_dict``, which ``module`` is about to load, by this rank's shards."""
     for key, param in module._parameters.items():
         name = prefix + key
         if param is None or name not in state_dict:
             continue
-        # What another rank of a pipeline has stays on the meta device: it is loaded there.
+        # Parameters of other pipeline stages stay on the meta device; their own ranks load them.
         state_dict[name] = param if param.is_meta else shard_like(state_dict[name], param)
 
 
 @contextmanager
 def whole_state_dicts(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iterator[None]:
-    """Inside, ``state_dict()`` of ``root``, and of modules in it, gives copies of the whole parameters.
+    """Let ``state_dict()`` of ``root``, and of modules in it, return copies of the whole parameters in this context.
 
-    They are copies because the memory of the gathered parameters is freed at the end.
+    It returns copies because the memory of the gathered parameters is freed at the end. ``load_state_dict`` raises a
+    RuntimeError inside.
 
     Args:
-        root: A module whose parameters are gathered.
-        groups: Its parameter groups.
+        root: Module whose parameters are gathered.
+        groups: Parameter groups of ``root``.
     """
     copies: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()
 
@@ -95,14 +97,14 @@ def whole_state_dicts(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iter
                 continue
             place = (param.data_ptr(), param.shape, param.stride(), param.dtype)
             copy = copies.get(place)
-            if copy is None:  # parameters that are tied stay so
+            if copy is None:  # tied parameters share one copy
                 copies[place] = copy = state_dict[name].clone()
             state_dict[name] = copy
 
     def refuse_to_load(*args: Any) -> NoReturn:
         raise RuntimeError(
-            f"load_state_dict inside full_parameters({type(root).__name__}) would load into copies, which are dropped"
-            " at its end. Call it outside: there it takes whole tensors, too."
+            f"load_state_dict inside full_parameters({type(root).__name__}) would load into temporary copies, which are"
+            " dropped at its end. Call it outside: it accepts whole tensors there, too."
         )
 
     with ExitStack() as stack:
@@ -119,12 +121,13 @@ def whole_state_dicts(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iter
 
 
 def install() -> None:
-    """Let ``torch.save`` refuse shards, and ``torch.load`` read a checkpoint directory. Safe to call again.
+    """Patch ``torch.save`` to refuse shards, and ``torch.load`` to read checkpoint directories. Safe to call again.
 
-    ``numpy()`` and ``tolist()`` of a shard, which torch refuses for all of its subclasses, say what to do instead.
+    ``numpy()`` and ``tolist()`` of a DTensor, which torch refuses for all tensor subclasses, return the whole tensor
+    where this rank has it, and otherwise raise an error that says what to do instead. Nothing else changes.
 
     Replaced by: a hook of torch for what a tensor subclass does when it is saved, and a format for shards that
-    ``torch.load`` reads. Where neither shards nor directories are concerned, nothing changes.
+    ``torch.load`` reads.
     """
     if hasattr(torch.save, "__wrapped__"):
         return
@@ -147,23 +150,27 @@ def install() -> None:
 
 
 def _read_local(tensor: DTensor, reader: str, *args: Any, **kwargs: Any) -> Any:
-    """Read ``tensor`` as NumPy's or Python's numbers, where this rank or a mode that is on has the whole of it."""
+    """Call ``numpy`` or ``tolist`` on ``tensor`` if this rank, or an active function mode, has the whole tensor.
+
+    Raises:
+        TypeError: If this rank has only a shard.
+    """
     modes: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     if any(getattr(mode, "reads_whole_tensors", False) for mode in modes):
         return handle_torch_function(getattr(torch.Tensor, reader), (tensor,), tensor, *args, **kwargs)
     if tensor.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in tensor.placements):
         raise TypeError(
-            f".{reader}() was called on a tensor of which this rank has a shard only"
-            f" ({', '.join(map(str, tensor.placements))} over {tensor.device_mesh.size()} ranks). For weights, as of a"
-            " histogram, enter `with lightning_dist.full_parameters(module):` on every rank, and read them there; for"
-            " others, such as gradients, call tensor.full_tensor() on every rank first."
+            f".{reader}() was called on a tensor of which this rank has only a shard"
+            f" ({', '.join(map(str, tensor.placements))} over {tensor.device_mesh.size()} ranks). For weights, enter"
+            " `with lightning_dist.full_parameters(module):` on every rank, and read them there, for example for a"
+            " histogram. For other tensors, such as gradients, call tensor.full_tensor() on every rank first."
         )
     return getattr(tensor.to_local(), reader)(*args, **kwargs)
 
 
 INSTEAD = (
-    "On every rank, enter `with lightning_dist.full_parameters(module):` and take `module.state_dict()` there: it is"
-    " whole, and rank 0 can torch.save it. trainer.save_checkpoint writes shards and whatever else a run needs."
+    "On every rank, enter `with lightning_dist.full_parameters(module):` and call `module.state_dict()` there: it is"
+    " whole, and rank 0 can torch.save it. trainer.save_checkpoint writes shards and everything else that a run needs."
 )
 
 
@@ -171,9 +178,9 @@ def _refuse_shards(obj: object) -> None:
     for name, value in _leaves(obj, ""):
         if isinstance(value, DTensor) and value.device_mesh in _meshes:
             raise TypeError(
-                f"torch.save was given {name or 'a tensor'}, of which this rank has a shard only"
-                f" ({', '.join(map(str, value.placements))} over {value.device_mesh.size()} ranks): the file would not"
-                f" have the whole of it, and could not be loaded elsewhere. {INSTEAD}"
+                f"torch.save was given {name or 'a tensor'}, of which this rank has only a shard"
+                f" ({', '.join(map(str, value.placements))} over {value.device_mesh.size()} ranks): the file would be"
+                f" incomplete, and could not be loaded elsewhere. {INSTEAD}"
             )
         if isinstance(value, nn.Module) and any(part in _modules for part in value.modules()):
             raise TypeError(

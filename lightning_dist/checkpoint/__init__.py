@@ -1,14 +1,16 @@
-"""Checkpoints: a directory that is whole or not there, proves itself, and that any layout can load.
+"""Write and read checkpoints: directories that appear atomically, carry digests, and load under any layout.
 
-From the ground up:
+The modules, from the lowest layer up:
 
-- ``manifest``: what a checkpoint says of itself.
-- ``place``, ``file_system``, ``object_store``: how one appears at once; ``storage``: which of them a path means.
-- ``tensors``: which rank writes, and reads, which part of the tensors.
-- ``snapshot``: a dictionary without its tensors.
-- ``format``: writing, verifying, reading.
+- ``manifest``: the list of a checkpoint's files and tensors, with digests.
+- ``storage``: the interface of a storage; ``file_system`` and ``object_store`` implement it, so that a checkpoint
+  appears atomically; ``locate`` picks the storage for a path.
+- ``tensors``: which rank writes and reads which part of each tensor.
+- ``snapshot``: a checkpoint's dictionary, split into its tensors and the rest.
+- ``format``: writing, verifying and reading a checkpoint.
 - ``writer``: writing in the background.
-- ``state``: what is saved of a module and its optimizers, by full name; ``single_file``: one file for others to read.
+- ``state``: the state of a module and its optimizers, keyed by full parameter names.
+- ``single_file``: conversion into one file that needs no lightning-dist to be read.
 """
 
 from lightning_dist.checkpoint.format import (

@@ -1,10 +1,10 @@
-"""Checkpoints on a file system: how one appears whole or not at all.
+"""Store checkpoints on a file system, so that each appears whole or not at all.
 
-A checkpoint is written in ``.tmp/`` beside its place and takes it by one rename; what is there already changes places
-with it in one exchange. So whoever opens the path gets the old checkpoint or the new one. Files and folders are flushed
-to the disk in the order that keeps this true when the power fails (Pillai et al., All File Systems Are Not Created
-Equal, OSDI 2014). Where a file system cannot exchange (NFS), the path is a link into ``.versions/``, which is replaced
-by one rename.
+A checkpoint is written to ``.tmp/`` in the folder of its path and moved to the path by one rename. If there is a
+checkpoint at the path already, one rename exchanges the two. A process that opens the path therefore gets the old
+checkpoint or the new one. Files and folders are flushed to the disk in an order that keeps this true when the power
+fails (Pillai et al., All File Systems Are Not Created Equal, OSDI 2014). Where the file system cannot exchange
+directories (NFS), the path is a symbolic link into ``.versions/``, which is replaced by one rename.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ VERSIONS = ".versions"
 
 
 class LocalStorage(CheckpointStorage):
-    """A path on a file system."""
+    """Store a checkpoint at a path of a file system."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -59,13 +59,14 @@ class LocalStorage(CheckpointStorage):
                 owner = os.read(file, 1000).decode(errors="replace")
                 os.close(file)
                 raise CheckpointError(
-                    f"another run ({owner}) saves to {self.path.parent}. Give each run a folder of its own"
+                    f"another run ({owner}) saves to {self.path.parent}. Let each run save to a folder of its own"
                 ) from None
-            except OSError:  # no locks here: then nothing tells a dead run's leftovers from a live one's
+            # Without locks, the leftovers of a dead run cannot be told from the files of a live one: keep them.
+            except OSError:
                 return partial(os.close, file)
             if _is_same(path, file):
                 break
-            os.close(file)  # the run that had it has removed it meanwhile
+            os.close(file)  # the run that held the lock has removed its file in the meantime
         os.truncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {platform.node()}".encode(), 0)
         for leftover in [*self._temporaries.iterdir(), *self._nameless_versions()]:
@@ -81,7 +82,7 @@ class LocalStorage(CheckpointStorage):
         return unlock
 
     def _nameless_versions(self) -> list[Path]:
-        """Those that no link leads to."""
+        """Return the folders in ``.versions/`` that no link points to."""
         folder = self.path.parent / VERSIONS
         if not folder.is_dir():
             return []
@@ -126,7 +127,7 @@ class LocalStorage(CheckpointStorage):
         self.create(save_id, MANIFEST).write_all(manifest)
         _sync_folder(folder)
         before = self._take_place(folder) if _can_exchange(self._temporaries) else self._link_in_place(folder)
-        # From here on the save is what is there, whatever else goes wrong.
+        # The new checkpoint is at the path now, so that errors from here on are warnings only.
         try:
             _sync_folder(self.path.parent)
             if before is not None and before != folder:
@@ -137,7 +138,7 @@ class LocalStorage(CheckpointStorage):
             _remove_tree(folder)
 
     def _take_place(self, folder: Path) -> Path:
-        """Put ``folder`` at the path; returns where it has put what was there, if anything was."""
+        """Move ``folder`` to the path, and return the folder to which the old checkpoint, if any, was moved."""
         try:
             _rename(folder, self.path, _NOREPLACE)
         except FileExistsError:
@@ -145,11 +146,15 @@ class LocalStorage(CheckpointStorage):
         return folder
 
     def _link_in_place(self, folder: Path) -> Path | None:
-        """Put a link to ``folder`` at the path; returns what the link that was there led to."""
+        """Move ``folder`` to ``.versions/`` and link to it at the path; return the target of the link before, if any.
+
+        Raises:
+            CheckpointError: If there is something other than a symbolic link at the path.
+        """
         if self.path.exists() and not self.path.is_symlink():
             raise CheckpointError(
-                f"{self.path} cannot be replaced in one step: it is no link, and this file system cannot exchange"
-                " directories. Remove it, or save to another path."
+                f"{self.path} cannot be replaced in one step: it is not a symbolic link, and this file system cannot"
+                " exchange directories. Remove it, or save to another path."
             )
         version = self.path.parent / VERSIONS / folder.name
         _make_folders(version.parent)
@@ -162,7 +167,10 @@ class LocalStorage(CheckpointStorage):
         return before
 
     def _version(self) -> Path | None:
-        """What the path is a link to, if this class has made it; others' links lead to what is not theirs to remove."""
+        """Return the target of the link at the path if this class made it, else None.
+
+        The targets of other links do not belong to this class and must not be removed.
+        """
         if not self.path.is_symlink():
             return None
         target = Path(os.readlink(self.path))
@@ -216,7 +224,7 @@ class LocalStorage(CheckpointStorage):
 
 
 class _LocalReader:
-    """Opens files by the folder's descriptor: its path may lead to another checkpoint at any time."""
+    """Read files through the folder's descriptor, as the path may lead to another checkpoint at any time."""
 
     def __init__(self, folder: int) -> None:
         self._folder = folder
@@ -253,7 +261,7 @@ _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sy
 
 
 def _rename(source: Path, target: Path, flag: int) -> None:
-    """Rename without ever replacing: fail where ``target`` exists, or exchange the two."""
+    """Rename ``source`` to ``target`` without replacing: by ``flag``, fail if ``target`` exists or exchange the two."""
     if _renameat2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(target))
     if _renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flag):
@@ -262,7 +270,7 @@ def _rename(source: Path, target: Path, flag: int) -> None:
 
 
 def _can_exchange(folder: Path) -> bool:
-    """Whether the file system of ``folder`` exchanges directories; tried, since its name does not tell."""
+    """Return whether the file system of ``folder`` can exchange directories, found out by trying it."""
     first, second = (folder / f"exchange-{os.urandom(4).hex()}" for _ in range(2))
     os.mkdir(first)
     os.mkdir(second)
@@ -286,7 +294,13 @@ if _sync_file_range is not None:
 
 
 def _send_to_disk(file: int, start: int, size: int) -> None:
-    """Let the disk begin with what was written, so that the flush at the end waits for less; a hint, without errors."""
+    """Start to write a range of ``file`` to the disk, so that the fsync at the end takes less time; ignore errors.
+
+    Args:
+        file: File descriptor.
+        start: Start of the range in bytes.
+        size: Length of the range in bytes.
+    """
     if _sync_file_range is not None:
         _sync_file_range(file, start, size, _SYNC_FILE_RANGE_WRITE)
 
@@ -299,7 +313,7 @@ def _is_same(path: Path, file: int) -> bool:
 
 
 def _make_folders(folder: Path) -> None:
-    """Make ``folder`` and those above it; each is durable in the one above."""
+    """Create ``folder`` and its missing parents, and make each durable in its parent."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     for path in reversed(missing):
         path.mkdir(exist_ok=True)
@@ -307,12 +321,12 @@ def _make_folders(folder: Path) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Make what was created in, renamed into or removed from ``folder`` durable."""
+    """Make durable what was created in, renamed into or removed from ``folder``."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(file)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # network file systems that sync folders by themselves
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # raised by network file systems that need no fsync
             raise
     finally:
         os.close(file)

@@ -1,13 +1,13 @@
-"""What a checkpoint is: one directory, written by all ranks, that proves itself and that any layout can load.
+"""Write, verify and read a checkpoint: one directory, written by all ranks, that any layout can load.
 
 ::
 
-    manifest.json   all files with size and digest, and where every tensor is; written last
+    manifest.json   all files with size and digest, and the location of every tensor; written last
     state.pt        the checkpoint's dictionary, each tensor replaced by a reference to it
-    rank_N.bin      the tensors' bytes, as many of them as rank N wrote
-    rank_N.pt       what rank N alone has: its random number generators, its place in the data, its buffers
+    rank_N.bin      the bytes of the tensor shards that rank N wrote
+    rank_N.pt       rank N's own state: its random number generators, its position in the data, its buffers
 
-Every rank writes what it holds of a DTensor. Other tensors are rank 0's.
+Every rank writes shards of DTensors that it holds. Rank 0 writes all other tensors.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ __all__ = [
 Path = str | os.PathLike[str]
 
 Verify = Literal["full", "size", "off"]
-"""How a checkpoint is checked: digests and sizes of all files; sizes; not at all but for its manifest."""
+"""How to check a checkpoint: ``full`` checks sizes and digests of all files, ``size`` sizes, ``off`` the manifest."""
 
 _STATE = "state.pt"
 _PIECE = 8 * 2**20
@@ -65,12 +65,12 @@ _PIECE = 8 * 2**20
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor in a checkpoint, before it is read.
+    """Describe a tensor in a checkpoint before it is read.
 
     Args:
-        path: Its keys in the checkpoint's dictionary: ``("state_dict", "model.norm.weight")``.
-        shape: Its whole shape.
-        dtype: What it is stored in.
+        path: Keys that lead to the tensor in the checkpoint's dictionary: ``("state_dict", "model.norm.weight")``.
+        shape: Shape of the whole tensor.
+        dtype: Dtype in which the tensor is stored.
     """
 
     path: tuple[str | int, ...]
@@ -84,19 +84,19 @@ def write(
     group: dist.ProcessGroup | None = None,
     parts: Mapping[str, torch.Tensor] | None = None,
 ) -> float:
-    """Write ``snapshot`` to ``path``, in the place of what is there. A collective over all processes.
+    """Write ``snapshot`` to ``path`` and replace whatever is there. A collective over all processes.
 
     Args:
-        path: The same on all ranks, where all of them see the same files.
-        snapshot: Each rank's own.
-        group: All processes; None: the default group.
-        parts: Copies of this rank's :func:`~lightning_dist.checkpoint.tensors.own_parts`; None: the live ones.
+        path: Path of the checkpoint; the same on all ranks, in a storage that all of them share.
+        snapshot: This rank's snapshot.
+        group: Process group of all processes; None: the default group.
+        parts: Copies of this rank's :func:`~lightning_dist.checkpoint.tensors.own_parts`; None: use the live tensors.
 
     Returns:
-        The manifest's ``saved_at``.
+        The ``saved_at`` of the manifest.
 
     Raises:
-        CheckpointError: On all ranks, if any failed. Then what was at ``path`` is still there.
+        CheckpointError: On all ranks, if any rank failed. What was at ``path`` before is then still there.
     """
     rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     is_first = rank == 0
@@ -108,23 +108,23 @@ def write(
                 _check_space(place, snapshot, num_ranks)
         with raise_on_all_ranks("writing its files", group):
             written = _write_files(place, save_id, snapshot, parts, rank)
-        of_all = _gathered(written, num_ranks, group)
+        written_by_rank = _gathered(written, num_ranks, group)
         with raise_on_all_ranks("putting it in place", group):
             if is_first:
-                files = {name: entry for files, _ in of_all for name, entry in files.items()}
-                tensors = merged(tensors for _, tensors in of_all)
+                files = {name: entry for files, _ in written_by_rank for name, entry in files.items()}
+                tensors = merged(tensors for _, tensors in written_by_rank)
                 manifest = Manifest(files, tensors, num_ranks, saved_at, dict(snapshot.about))
                 place.commit(save_id, manifest.encode())
         return saved_at
     except Exception as error:
         if is_first:
-            with suppress(Exception):  # what cannot be removed now, the next run's lock removes
+            with suppress(Exception):  # the next run that locks the folder removes what cannot be removed now
                 place.abort(save_id)
         raise not_written(path, error) from error
 
 
 def not_written(path: Path, error: BaseException) -> CheckpointError:
-    """The error of a save that failed for ``error``."""
+    """Return the error that reports that the save to ``path`` failed because of ``error``."""
     who = ""
     if dist.is_initialized() and not isinstance(error, CheckpointError | OtherRankError):
         who = f"rank {dist.get_rank()} failed: "
@@ -139,14 +139,14 @@ _Written = tuple[dict[str, FileEntry], dict[str, TensorEntry]]
 def _write_files(
     place: CheckpointStorage, save_id: str, snapshot: Snapshot, parts: Mapping[str, torch.Tensor] | None, rank: int
 ) -> _Written:
-    """Write this rank's files; what they are, and where in them its tensors."""
+    """Write this rank's files, and return the entries of these files and of the tensors in them."""
     prefix = place.prefix(save_id)
     try:
         file = place.create(save_id, f"{prefix}rank_{rank}.bin")
     except FileNotFoundError as error:
         raise CheckpointError(
-            f"rank {rank} does not see what rank 0 has made for it ({error.filename}). Save to a file system that"
-            " all ranks share"
+            f"rank {rank} does not see the folder that rank 0 created for this save ({error.filename}). Save to a file"
+            " system that all ranks share"
         ) from error
     try:
         tensors = write_tensors(
@@ -164,13 +164,13 @@ def _write_files(
 
 
 def _gathered(written: _Written, num_ranks: int, group: dist.ProcessGroup | None) -> list[_Written]:
-    """What all ranks have written, on the first; elsewhere nothing."""
+    """Gather on the first rank what every rank has written; return an empty list on the others. A collective."""
     if not dist.is_initialized():
         return [written]
-    of_all: list[Any] = [None] * num_ranks
+    written_by_rank: list[Any] = [None] * num_ranks
     is_first = dist.get_rank(group) == 0
-    dist.gather_object(written, of_all if is_first else None, group=group, group_dst=0)
-    return of_all if is_first else []
+    dist.gather_object(written, written_by_rank if is_first else None, group=group, group_dst=0)
+    return written_by_rank if is_first else []
 
 
 def _check_space(place: CheckpointStorage, snapshot: Snapshot, num_ranks: int) -> None:
@@ -185,15 +185,15 @@ def read(
     weights_only: bool = True,
     check: Verify = "full",
 ) -> dict[str, Any]:
-    """Read the checkpoint at ``path``, in one process.
+    """Read the checkpoint at ``path`` in one process.
 
     Args:
-        path: What :func:`write` made.
-        template: For each tensor, the tensor to read it into: a DTensor of any placement, or a whole tensor. None
-            leaves it out of the result.
+        path: Path of a checkpoint that :func:`write` wrote.
+        template: Called for each stored tensor; returns the tensor to read it into, a DTensor of any placement or a
+            whole tensor, or None to leave it out of the result.
         weights_only: Refuse pickled objects other than tensors, plain Python values and
             :data:`~lightning_dist.checkpoint.snapshot.SAFE`.
-        check: How the files are checked.
+        check: How to check the files.
 
     Raises:
         CheckpointError: If ``path`` is missing, damaged, incomplete, or of another kind or version.
@@ -203,12 +203,12 @@ def read(
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """What a rank has read.
+    """Hold what one rank has read of a checkpoint.
 
     Args:
         state: The checkpoint's dictionary, with the tensors for which there were templates.
-        own: What the rank of the same number alone had when it was saved; empty, if there was none.
-        manifest: The checkpoint's.
+        own: State that only the rank of the same number had when the checkpoint was saved; empty if there was none.
+        manifest: Manifest of the checkpoint.
     """
 
     state: dict[str, Any]
@@ -224,11 +224,10 @@ def read_for_rank(
     weights_only: bool = True,
     check: Verify = "full",
 ) -> LoadedCheckpoint:
-    """Read what one of ``num_ranks`` ranks needs, and check its part of all files. No collective.
+    """Read what one of ``num_ranks`` ranks needs, and check this rank's share of the files. Not a collective.
 
-    What was read is good if no rank raises.
-
-    Args and errors are those of :func:`read`.
+    Each rank checks other files, so what was read is valid only if no rank raises. The remaining arguments and the
+    errors are those of :func:`read`.
     """
     with _opened(path) as (reader, manifest):
         mine = _check_small_files(reader, manifest, check, (rank, num_ranks))
@@ -248,10 +247,10 @@ def read_for_rank(
 
 
 def read_manifest(path: Path) -> Manifest:
-    """The manifest of the checkpoint at ``path``.
+    """Return the manifest of the checkpoint at ``path``.
 
     Raises:
-        CheckpointError: If there is none, or it is damaged, or of another format or version.
+        CheckpointError: If there is no manifest, or it is damaged, or of another format or version.
     """
     with _opened(path, hint=False) as (_, manifest):
         return manifest
@@ -261,12 +260,12 @@ def verify(path: Path, check: Verify = "full", share: tuple[int, int] = (0, 1)) 
     """Check the files of the checkpoint at ``path``.
 
     Args:
-        path: What :func:`write` made.
-        check: How.
-        share: This rank and the number of ranks, each of which checks its part of the files.
+        path: Path of a checkpoint that :func:`write` wrote.
+        check: How to check the files.
+        share: This rank and the number of ranks; each rank checks its share of the files.
 
     Raises:
-        CheckpointError: If one is missing, or not as it was written.
+        CheckpointError: If a file is missing, or differs from what was written.
     """
     with _opened(path) as (reader, manifest):
         _check_files(reader, manifest, check, share)
@@ -274,9 +273,10 @@ def verify(path: Path, check: Verify = "full", share: tuple[int, int] = (0, 1)) 
 
 
 def find(folder: Path) -> list[tuple[str, Manifest | CheckpointError]]:
-    """The checkpoints in ``folder``, the oldest first, by path; those whose manifest is damaged come before.
+    """Return path and manifest of the checkpoints in ``folder``, oldest first.
 
-    Only manifests are read: whether the other files are as they say, :func:`verify` tells.
+    Checkpoints whose manifest cannot be read come first, with the error in place of the manifest. Only manifests are
+    read; :func:`verify` checks the other files.
     """
     found: list[tuple[str, Manifest | CheckpointError]] = []
     for path in sorted(storage_at(folder).children()):
@@ -288,13 +288,16 @@ def find(folder: Path) -> list[tuple[str, Manifest | CheckpointError]]:
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
-    """Whether :func:`write` made what is at ``path``."""
+    """Return whether there is a checkpoint of :func:`write` at ``path``."""
     return storage_at(path).is_checkpoint()
 
 
 @contextmanager
 def _opened(path: Path, hint: bool = True) -> Iterator[tuple[Reader, Manifest]]:
-    """The files and the manifest of the checkpoint at ``path``; errors inside get its name, and those of others."""
+    """Open the checkpoint at ``path`` and yield the reader of its files and its manifest.
+
+    Errors raised inside become a CheckpointError that names ``path`` and, with ``hint``, other checkpoints nearby.
+    """
     place = storage_at(path)
     try:
         if not place.exists():
@@ -312,7 +315,7 @@ def _opened(path: Path, hint: bool = True) -> Iterator[tuple[Reader, Manifest]]:
 
 
 class _OtherKindError(CheckpointError):
-    """A file or folder that is no checkpoint of this project, rather than one that is damaged."""
+    """Report a file or folder that is not a checkpoint of this project, as opposed to a damaged one."""
 
 
 def _check_files(reader: Reader, manifest: Manifest, check: Verify, share: tuple[int, int]) -> None:
@@ -321,7 +324,7 @@ def _check_files(reader: Reader, manifest: Manifest, check: Verify, share: tuple
 
 
 def _check_small_files(reader: Reader, manifest: Manifest, check: Verify, share: tuple[int, int]) -> list[str]:
-    """Check all but the tensors' files; returns those that this rank is to check."""
+    """Check this rank's share of the files except those of tensors, and return the latter for it to check."""
     _check_sizes(reader, manifest, check)
     mine = _share_of(manifest, share) if check == "full" else []
     for name in mine:
@@ -331,7 +334,10 @@ def _check_small_files(reader: Reader, manifest: Manifest, check: Verify, share:
 
 
 def _share_of(manifest: Manifest, share: tuple[int, int]) -> list[str]:
-    """The files that a rank checks: those of the rank that it was, which it is likely to read, and every nth after."""
+    """Return the names of the files that this rank checks: those that rank N wrote are checked by N modulo num_ranks.
+
+    With as many ranks as saved the checkpoint, each one checks the files that it is likely to read anyway.
+    """
     rank, num_ranks = share
     number = re.compile(r"rank_(\d+)\.")
     writers = {name: int(found[1]) if (found := number.search(name)) else 0 for name in manifest.files}
@@ -358,7 +364,7 @@ def _check_digest(reader: Reader, manifest: Manifest, name: str) -> None:
 
 
 def _content(reader: Reader, manifest: Manifest, name: str, optional: bool = False) -> bytearray:
-    """Of the file ``name``, whatever the storage put before its name; empty, if it may be missing."""
+    """Return the content of the file ``name``, with any prefix of the storage; empty if ``optional`` and missing."""
     full_name = next((file for file in manifest.files if os.path.basename(file) == name), None)
     if full_name is None and optional:
         return bytearray()
@@ -375,25 +381,25 @@ def _read_file(reader: Reader, name: str, size: int) -> bytearray:
 
 
 def _others(path: Path) -> str:
-    """A hint that names the newest checkpoints in or beside ``path``."""
+    """Return a sentence that names the newest checkpoints in or beside ``path``; empty if there are none."""
     text = os.fspath(path)
     try:
         found = find(text) or find(os.path.dirname(text))
-    except Exception:  # what hides the checkpoint may hide its folder
+    except Exception:  # the problem that hides the checkpoint may hide its folder as well
         return ""
     names = [name for name, manifest in found if isinstance(manifest, Manifest) and name != text]
     return f" There is {' and '.join(names[-2:])}." if names else ""
 
 
 def _reason(error: BaseException) -> str:
-    """An error as a clause."""
+    """Return ``error`` as a clause that fits into a sentence."""
     if isinstance(error, CheckpointError | OtherRankError):
         return str(error).rstrip(".")
     return f"{type(error).__name__}: {error}".rstrip(".")
 
 
 def _agreed(value: tuple[str, float], group: dist.ProcessGroup | None) -> tuple[str, float]:
-    """The first rank's."""
+    """Return the first rank's ``value`` on all ranks. A collective over ``group``."""
     agreed = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(agreed, group=group, group_src=0)

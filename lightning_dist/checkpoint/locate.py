@@ -1,4 +1,4 @@
-"""Where a path leads: to a file system, or to an object store."""
+"""Choose the storage for a path: a file system or an object store."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["storage_at"]
 
 
 def storage_at(path: str | os.PathLike[str]) -> CheckpointStorage:
-    """The place at ``path``: a local path, or a URL that fsspec knows (``s3://...``, ``memory://...``)."""
+    """Return the storage for ``path``, a local path or a URL that fsspec knows (``s3://...``, ``memory://...``)."""
     filesystem, stripped = fsspec.core.url_to_fs(os.fspath(path))
     if isinstance(filesystem, LocalFileSystem):
         return LocalStorage(Path(stripped))

@@ -1,7 +1,8 @@
-"""What a checkpoint says of itself: its files, each with size and digest, and where in them every tensor is.
+"""Encode the manifest of a checkpoint: its files, with size and digest, and the location of every tensor in them.
 
-``manifest.json`` has two lines, JSON and the digest of that JSON. It is written last: what has no manifest is no
-checkpoint. Digests are XXH3-128: they find every accident, and keep up with the disk; they are no signature.
+``manifest.json`` has two lines: JSON, and the digest of that JSON. It is written last, so that a directory without a
+manifest is not a checkpoint. Digests are XXH3-128: they detect accidental damage and are as fast as the disk, but do
+not protect against deliberate changes.
 """
 
 from __future__ import annotations
@@ -32,25 +33,25 @@ _VERSION = 1
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint that is missing, damaged, of another kind, not written, or without what is asked of it."""
+    """Report a checkpoint that is missing, damaged, of another kind, not written, or that lacks requested data."""
 
 
 class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
-    """There is nothing at the path that was asked for; also what Lightning raises where a file is missing."""
+    """Report that there is nothing at a path; also a FileNotFoundError, which Lightning raises for missing files."""
 
 
 def new_digest() -> Any:
-    """A hash object, as of ``hashlib``."""
+    """Return a new hash object with the interface of ``hashlib``."""
     return xxhash.xxh3_128()
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A file of a checkpoint.
+    """Describe a file of a checkpoint.
 
     Args:
-        size: In bytes.
-        digest: Of its content, hexadecimal.
+        size: Size of the file in bytes.
+        digest: Digest of the content, in hexadecimal.
     """
 
     size: int
@@ -59,13 +60,13 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor's elements, in C order in one file.
+    """Describe a box of a tensor's elements, stored contiguously and in C order in one file.
 
     Args:
-        file: Its name.
-        start: Where in it, in bytes.
-        offsets: Where in the tensor, a number a dimension.
-        sizes: How large, likewise.
+        file: Name of the file.
+        start: Position of the first byte in the file.
+        offsets: First index of the box in the tensor, per dimension.
+        sizes: Number of elements of the box, per dimension.
     """
 
     file: str
@@ -76,12 +77,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor of a checkpoint.
+    """Describe a tensor of a checkpoint.
 
     Args:
-        shape: Its whole shape.
-        dtype: torch's name of its dtype, ``"float32"``.
-        chunks: ShardSlices that are the whole of it together.
+        shape: Shape of the whole tensor.
+        dtype: torch's name of the dtype, such as ``"float32"``.
+        chunks: Boxes that cover the whole tensor together.
     """
 
     shape: tuple[int, ...]
@@ -90,27 +91,31 @@ class TensorEntry:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """Its dtype."""
+        """Return the dtype as torch's object.
+
+        Raises:
+            CheckpointError: If this version of torch does not have it.
+        """
         dtype = getattr(torch, self.dtype, None)
         if not isinstance(dtype, torch.dtype):
             raise CheckpointError(f"a tensor has dtype {self.dtype}, which torch {torch.__version__} does not know")
         return dtype
 
     def num_bytes(self, chunk: Chunk) -> int:
-        """Of ``chunk``, in its file."""
+        """Return the number of bytes that ``chunk`` takes in its file."""
         return math.prod(chunk.sizes) * self.torch_dtype.itemsize
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of ``manifest.json``.
+    """Hold the content of ``manifest.json``.
 
     Args:
-        files: Name to entry, of all files but the manifest.
-        tensors: Path in the checkpoint's dictionary, joined by ``/``, to entry.
-        world_size: Number of ranks that wrote it.
-        saved_at: When, in seconds since the epoch.
-        about: What whoever saved it wants to see in a listing; plain JSON.
+        files: Entries of all files except the manifest, by file name.
+        tensors: Entries of all tensors, by path in the checkpoint's dictionary, joined by ``/``.
+        world_size: Number of ranks that wrote the checkpoint.
+        saved_at: Time of the save, in seconds since the epoch.
+        about: Values to show where checkpoints are listed; plain JSON.
     """
 
     files: Mapping[str, FileEntry]
@@ -121,20 +126,21 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """Of all files together."""
+        """Return the number of bytes of all files together."""
         return sum(entry.size for entry in self.files.values())
 
     def encode(self) -> bytes:
-        """As the bytes of ``manifest.json``."""
+        """Return the bytes of ``manifest.json``."""
         content = json.dumps({"format": _FORMAT, "version": _VERSION, **vars(self)}, default=vars).encode()
         return content + b"\n" + _digest_of(content)
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """The inverse of :meth:`encode`.
+        """Parse the bytes of ``manifest.json``, as the inverse of :meth:`encode`.
 
         Raises:
-            CheckpointError: If ``data`` is damaged, or of another format or version; the text is a clause about it.
+            CheckpointError: If ``data`` is damaged, or of another format or version. The text is a clause that follows
+                "The checkpoint ... cannot be read:".
         """
         content, _, digest = data.partition(b"\n")
         is_whole = digest == _digest_of(content)
@@ -144,9 +150,9 @@ class Manifest:
         except (ValueError, AttributeError, KeyError):
             format_ = version = None
         if is_whole and format_ != _FORMAT:
-            raise CheckpointError(f"its {MANIFEST} is not of a lightning-dist checkpoint")
+            raise CheckpointError(f"its {MANIFEST} is not that of a lightning-dist checkpoint")
         if not is_whole:
-            raise CheckpointError(f"its {MANIFEST} is damaged: digest and content differ")
+            raise CheckpointError(f"its {MANIFEST} is damaged: its digest does not match its content")
         if version != _VERSION:
             raise CheckpointError(f"it has format version {version}; this lightning-dist reads version {_VERSION}")
         if any(name.startswith("/") or ".." in name.split("/") for name in fields["files"]):

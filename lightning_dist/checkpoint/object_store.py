@@ -1,7 +1,7 @@
-"""Checkpoints as objects, in a store that has no rename.
+"""Store checkpoints as objects in a store that cannot rename.
 
-Every save's files have names of their own, and the manifest, which names them, takes the place of the old one by one
-put. A put of one object is atomic in every store.
+The files of each save have unique names. The manifest lists these names and replaces the old manifest by one put; a put
+of one object is atomic in every store.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["ObjectStorage"]
 
 
 class ObjectStorage(CheckpointStorage):
-    """A URL in an object store."""
+    """Store a checkpoint at a URL of an object store."""
 
     def __init__(self, filesystem: fsspec.AbstractFileSystem, path: str, url: str) -> None:
         self._filesystem = filesystem
@@ -52,18 +52,18 @@ class ObjectStorage(CheckpointStorage):
         try:
             self._filesystem.pipe_file(f"{self._path}/{MANIFEST}", manifest)
         except Exception:
-            if not self._has(manifest):  # it may have arrived all the same
+            if not self._has(manifest):  # the put may have failed here and succeeded in the store
                 raise
         try:
             for path in self._filesystem.find(self._path):
                 name = path.removeprefix(self._filesystem._strip_protocol(self._path)).lstrip("/")
                 if name != MANIFEST and not name.startswith(self.prefix(save_id)):
                     self._filesystem.rm_file(path)
-        except Exception as error:  # the new one is there: what is left of the old one harms nobody
+        except Exception as error:  # the new checkpoint is complete, and leftovers of the old one do no harm
             warnings.warn(f"What was at {self} before could not be removed: {error!r}", stacklevel=1)
 
     def _has(self, manifest: bytes) -> bool:
-        """Whether ``manifest`` is there."""
+        """Return whether the store has ``manifest`` as the manifest at this URL."""
         try:
             return bytes(self._filesystem.cat_file(f"{self._path}/{MANIFEST}")) == manifest
         except Exception:
@@ -73,7 +73,7 @@ class ObjectStorage(CheckpointStorage):
     def abort(self, save_id: str) -> None:
         try:
             if self.prefix(save_id).encode() in self._filesystem.cat_file(f"{self._path}/{MANIFEST}"):
-                return  # the put of its manifest has failed here, and succeeded there
+                return  # the put of the save's manifest failed here and succeeded in the store
         except FileNotFoundError:
             pass
         with suppress(FileNotFoundError):

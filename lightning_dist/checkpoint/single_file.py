@@ -1,4 +1,4 @@
-"""From a sharded directory to one file that needs no lightning_dist to be read."""
+"""Convert a sharded checkpoint directory into one file that can be read without lightning_dist."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ __all__ = ["consolidate", "read_whole"]
 def read_whole(
     source: str | Path, map_location: Any = None, weights_only: bool = True, weights_alone: bool = False
 ) -> dict[str, Any]:
-    """Read the checkpoint directory ``source`` as ``torch.load`` reads a file. No collective.
+    """Read the checkpoint directory ``source`` as ``torch.load`` reads a file. Not a collective.
 
     Args:
-        source: What a sharded run saved.
-        map_location: A device, or its name, for the tensors. Others that ``torch.load`` takes leave them on the CPU.
+        source: Checkpoint directory that a sharded run saved.
+        map_location: Device, or name of the device, for the tensors. With any other value that ``torch.load`` accepts,
+            they stay on the CPU.
         weights_only: Refuse pickled objects other than tensors and plain values.
-        weights_alone: Leave out the tensors that are not of the module.
+        weights_alone: Read only the tensors of the module's state dict.
 
     Returns:
-        Lightning's checkpoint dictionary, with whole tensors, and optimizer states as plain optimizers load them.
+        Lightning's checkpoint dictionary with whole tensors, and with optimizer states in the form that torch's
+        optimizers load.
 
     Raises:
-        CheckpointError: If ``source`` is not such a directory or cannot be read.
+        CheckpointError: If ``source`` is not a sharded checkpoint or cannot be read.
     """
     device = map_location if isinstance(map_location, str | torch.device) else "cpu"
 
@@ -45,18 +47,18 @@ def read_whole(
 
 
 def consolidate(source: str | Path, destination: Path, trust: bool = False) -> None:
-    """Write the checkpoint directory ``source`` as one file. One process; needs memory for the whole checkpoint.
+    """Write the checkpoint directory ``source`` as one file, in one process and with the whole checkpoint in memory.
 
     Args:
-        source: What a sharded run saved.
-        destination: ``*.ckpt``: a Lightning checkpoint, for ``load_from_checkpoint`` and ``fit(ckpt_path=...)`` under
-            any strategy. ``*.safetensors``: the weights alone.
+        source: Checkpoint directory that a sharded run saved.
+        destination: File to write. ``*.ckpt`` becomes a Lightning checkpoint, for ``load_from_checkpoint`` and
+            ``fit(ckpt_path=...)`` under any strategy; ``*.safetensors`` gets the weights alone.
         trust: Read pickled objects of any class, which can run any code.
 
     Raises:
-        CheckpointError: If ``source`` is not such a directory or cannot be read.
+        CheckpointError: If ``source`` is not a sharded checkpoint or cannot be read.
         FileExistsError: If ``destination`` exists.
-        ValueError: If the ending of ``destination`` is neither.
+        ValueError: If ``destination`` ends in neither ``.ckpt`` nor ``.safetensors``.
     """
     if destination.suffix not in (".ckpt", ".safetensors"):
         raise ValueError(f"{destination} must end in .ckpt (a Lightning checkpoint) or .safetensors (weights alone).")

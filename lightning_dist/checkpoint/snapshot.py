@@ -1,4 +1,4 @@
-"""Between a checkpoint's dictionary and what is stored: its tensors, and the rest without them, pickled."""
+"""Split a checkpoint's dictionary into its tensors and the pickled rest, and put the two together again."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ __all__ = ["SAFE", "Snapshot", "pickled", "put_back", "references", "take_snapsh
 _REFERENCE = "lightning_dist.tensor"
 _SCALAR = "lightning_dist.scalar"
 _SCALAR_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
-"""Those that are written as numbers: an optimizer has one for each parameter, and pickling a tensor takes long."""
+"""Dtypes of scalars that are stored as Python numbers: to pickle tensors is slow, and optimizers have many scalars."""
 _FIXED = (type(None), bool, int, float, str, bytes, torch.dtype, torch.Size)
-"""Values that cannot change."""
+"""Types of immutable values, which need no copy."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What a rank has of a checkpoint.
+    """Hold one rank's part of a checkpoint that is to be saved.
 
     Args:
-        tensors: Path in the dictionary to tensor; the live ones.
-        state: Pickles the dictionary without them, as it was.
-        own: What only this rank will read, pickled.
-        about: For listings; plain JSON.
+        tensors: Live tensors, not copies, by path in the dictionary.
+        state: Returns the pickled dictionary without the tensors, as it was when the snapshot was taken.
+        own: Pickled state that only this rank will read.
+        about: Values to show where checkpoints are listed; plain JSON.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -46,7 +46,7 @@ class Snapshot:
 
     @property
     def num_bytes(self) -> int:
-        """Of the tensors; DTensors count whole."""
+        """Return the number of bytes of the whole tensors; a DTensor counts with its global shape."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
@@ -55,17 +55,21 @@ def take_snapshot(
     own: Mapping[str, Any] | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Snapshot:
-    """Split ``checkpoint`` into tensors and the rest, which may change afterwards.
+    """Split ``checkpoint`` into its tensors and the rest. The caller may change the rest afterwards.
 
     Args:
-        checkpoint: Dictionaries, lists and tuples of anything that pickles.
-        own: What this rank alone has, and the same rank of as many will read.
-        about: For listings; plain JSON.
+        checkpoint: Nested dictionaries, lists and tuples of anything that pickles.
+        own: State that only this rank has, for the rank of the same number in a run with as many ranks.
+        about: Values to show where checkpoints are listed; plain JSON.
+
+    Raises:
+        ValueError: If a key contains "/", so that two tensors have the same path.
+        TypeError: If an object other than a dict, list or tuple holds DTensors.
     """
     tensors: dict[str, torch.Tensor] = {}
     changeable: list[Any] = []
     rest = _take_out(checkpoint, (), tensors, changeable)
-    state = partial(pickled, rest)  # later: it takes a while, and only one rank's is written
+    state = partial(pickled, rest)  # pickled later, as it is slow and only rank 0 writes the result
     if changeable:
         content = state()
         state = partial(bytes, content)
@@ -82,21 +86,22 @@ SAFE: tuple[Any, ...] = (
     collections.defaultdict,
     collections.deque,
 )
-"""What ``weights_only`` lets through besides what torch does: making one of these runs nobody's code."""
+"""Classes that ``weights_only`` accepts in addition to torch's own: to unpickle them runs no foreign code."""
 
 
 def pickled(value: Any) -> bytes:
-    """``value`` as ``torch.save`` writes it."""
+    """Return ``value`` as the bytes that ``torch.save`` writes."""
     file = io.BytesIO()
     torch.save(value, file)
     return file.getvalue()
 
 
 def unpickled(content: bytearray, weights_only: bool) -> Any:
-    """The inverse of :func:`pickled`.
+    """Load the bytes of :func:`pickled`, with tensors on the CPU.
 
     Raises:
-        CheckpointError: If ``weights_only``, and there are objects other than tensors, plain values and :data:`SAFE`.
+        CheckpointError: If ``weights_only`` is set and there are objects other than tensors, plain values and
+            :data:`SAFE`.
     """
     try:
         with torch.serialization.safe_globals(list(SAFE)):
@@ -104,18 +109,19 @@ def unpickled(content: bytearray, weights_only: bool) -> Any:
     except pickle.UnpicklingError as error:
         names = torch.serialization.get_unsafe_globals_in_checkpoint(io.BytesIO(content))
         raise CheckpointError(
-            f"it holds objects of {', '.join(names)}, and reading those can run any code. If you trust where it comes"
-            " from, pass weights_only=False"
+            f"it holds objects of {', '.join(names)}, and reading those can run any code. If you trust the source of"
+            " the checkpoint, pass weights_only=False"
         ) from error
 
 
 def _take_out(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.Tensor], changeable: list[Any]) -> Any:
-    """A copy of ``value`` with references in the place of tensors, which go into ``tensors``; scalars stay.
+    """Return a copy of ``value`` in which references replace the tensors, and add these to ``tensors``.
 
-    What is in it that cannot be copied goes into ``changeable``.
+    Scalar tensors are copied into the result as numbers. Values that are not copied, or that cannot be stored as raw
+    bytes, are added to ``changeable``: they may change before the result is pickled.
     """
     if isinstance(value, torch.Tensor):
-        if value.is_meta:  # another rank has it
+        if value.is_meta:  # the tensor belongs to another rank of a pipeline
             return {_REFERENCE: "/".join(map(str, path))}
         if not isinstance(value, DTensor) and value.ndim == 0 and value.dtype in _SCALAR_DTYPES:
             return {_SCALAR: [value.item(), str(value.dtype).removeprefix("torch.")]}
@@ -130,7 +136,7 @@ def _take_out(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.
     if type(value) in (dict, OrderedDict, list, tuple):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         taken = [(key, _take_out(item, (*path, key), tensors, changeable)) for key, item in items]
-        if hasattr(value, "_metadata"):  # a module's state_dict
+        if hasattr(value, "_metadata"):  # A module's state_dict becomes a plain dict.
             return dict(taken)
         return type(value)(taken) if isinstance(value, dict) else type(value)(item for _, item in taken)
     if type(value) not in _FIXED:
@@ -140,7 +146,13 @@ def _take_out(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.
 
 
 def _refuse_dtensors(value: Any, path: tuple[str | int, ...]) -> None:
-    """Look for DTensors where none is taken out: pickled, each would be the part of it that one rank has."""
+    """Check that an object from which no tensors are taken holds no DTensors.
+
+    A DTensor inside it would be pickled with one rank's shard only.
+
+    Raises:
+        TypeError: If there is a DTensor in ``value``.
+    """
     items: Iterable[Any] = ()
     if isinstance(value, Mapping):
         items = value.values()
@@ -159,7 +171,7 @@ def _refuse_dtensors(value: Any, path: tuple[str | int, ...]) -> None:
 
 
 def references(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str, tuple[str | int, ...]]]:
-    """Of each tensor that was taken out of ``value``, its key among the tensors and its path in the dictionary."""
+    """Return, for each tensor that was taken out of ``value``, its key in ``Snapshot.tensors`` and its path."""
     if isinstance(value, dict) and value.keys() == {_REFERENCE}:
         return [(value[_REFERENCE], path)]
     if type(value) in (dict, OrderedDict, list, tuple):
@@ -169,7 +181,10 @@ def references(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str, 
 
 
 def put_back(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """``value`` with its tensors in it again; those that are not given are left out of dictionaries."""
+    """Return ``value`` with ``tensors`` in the place of their references.
+
+    References whose tensor is not given are removed from dictionaries, and become None elsewhere.
+    """
 
     def is_left_out(item: Any) -> bool:
         return isinstance(item, dict) and item.keys() == {_REFERENCE} and item[_REFERENCE] not in tensors

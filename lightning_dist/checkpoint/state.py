@@ -1,4 +1,4 @@
-"""What is saved of a module and its optimizers: everything by full name, so that any layout can load it."""
+"""Convert the state of a module and its optimizers to and from full parameter names, which any layout can load."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["by_index", "by_name", "load_model", "load_optimizer", "shard_like"]
 
 
 def by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
-    """The state of ``optimizer``, its parameters by full name: ``{"state": {name: {...}}, "param_groups": [...]}``.
+    """Return the state of ``optimizer`` keyed by full names: ``{"state": {name: {...}}, "param_groups": [...]}``.
 
-    Unlike ``torch.distributed.checkpoint.state_dict`` it takes no optimizer step to make state that is not there yet.
+    Unlike ``torch.distributed.checkpoint.state_dict``, this does not run an optimizer step to create missing state.
     """
     state = optimizer.state_dict()
-    if not optimizer.param_groups:  # what Lightning makes of configure_optimizers() that returns None
+    if not optimizer.param_groups:  # Lightning makes such an optimizer where configure_optimizers() returns None
         return state
     names = _names(optimizer, module)
     order = [index for group in state["param_groups"] for index in group["params"]]
@@ -36,7 +36,7 @@ def by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
 
 
 def by_index(state: Mapping[str, Any]) -> dict[str, Any]:
-    """The inverse of :func:`by_name`: parameters by their position, as torch's optimizers load them."""
+    """Replace the names of :func:`by_name` by the parameters' positions, which torch's optimizers load."""
     names = [name for group in state["param_groups"] for name in group["params"]]
     index_of = {name: index for index, name in enumerate(names)}
     return {
@@ -49,10 +49,15 @@ def by_index(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_optimizer(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load ``state``, of :func:`by_name` or of a plain optimizer, into ``optimizer``.
+    """Load ``state``, of :func:`by_name` or of a plain optimizer, into ``optimizer``. No communication.
+
+    Args:
+        optimizer: Optimizer of parameters of ``module``.
+        module: Module that names the parameters.
+        state: Optimizer state; its whole tensors are sharded like their parameters.
 
     Raises:
-        CheckpointError: If the parameter groups are not those of ``optimizer``.
+        CheckpointError: If the parameter groups differ from those of ``optimizer``.
     """
     if not optimizer.param_groups and not state:
         return
@@ -78,43 +83,47 @@ def load_optimizer(optimizer: Optimizer, module: nn.Module, state: Mapping[str, 
     placed = {
         name: {key: shard_like(value, aliases[name]) for key, value in values.items()}
         for name, values in saved["state"].items()
-        if not aliases[name].is_meta  # of another stage
+        if not aliases[name].is_meta  # a meta parameter belongs to another pipeline stage
     }
     optimizer.load_state_dict(by_index({**saved, "state": placed}))
 
 
 def load_model(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-    """Load ``state_dict``, of DTensors or whole tensors, into ``module``, sharded or not.
+    """Load ``state_dict``, of DTensors or whole tensors, into ``module``, which may be sharded. No communication.
 
     Raises:
-        CheckpointError: If ``strict`` and names are missing or left over, or a shape differs; weights are unchanged.
+        CheckpointError: If ``strict`` is set and names are missing or unexpected, or if a shape differs. The weights
+            are then unchanged.
     """
     targets = module.state_dict()
-    of_others = {name for name, target in targets.items() if isinstance(target, torch.Tensor) and target.is_meta}
-    missing = [name for name in targets if name not in state_dict and name not in of_others]
+    on_other_stages = {name for name, target in targets.items() if isinstance(target, torch.Tensor) and target.is_meta}
+    missing = [name for name in targets if name not in state_dict and name not in on_other_stages]
     unexpected = [name for name in state_dict if name not in targets]
     if strict and (missing or unexpected):
         raise CheckpointError(
             f"The checkpoint does not fit {type(module).__name__}:"
             + (f" it lacks {len(missing)} names ({', '.join(missing[:3])})" if missing else "")
             + (" and" if missing and unexpected else "")
-            + (f" it has {len(unexpected)} that the model has not ({', '.join(unexpected[:3])})" if unexpected else "")
+            + (f" it has {len(unexpected)} that the model lacks ({', '.join(unexpected[:3])})" if unexpected else "")
             + ". Load it into the model that it was saved from, or set `strict_loading = False` on the LightningModule."
         )
-    tensors = {name: value for name, value in state_dict.items() if name in targets and name not in of_others}
+    tensors = {name: value for name, value in state_dict.items() if name in targets and name not in on_other_stages}
     for name, value in tensors.items():
         target = targets[name]
         if isinstance(value, torch.Tensor) and value.shape != target.shape:
             raise CheckpointError(
-                f"The checkpoint's {name} has shape {tuple(value.shape)}, the model's {tuple(target.shape)}: they were"
-                " built with different sizes."
+                f"The checkpoint's {name} has shape {tuple(value.shape)}, the model's {tuple(target.shape)}: the two"
+                " models were built with different sizes."
             )
     placed = {name: shard_like(value, targets[name]) for name, value in tensors.items()}
-    module.load_state_dict({**{name: targets[name] for name in of_others}, **placed}, strict=strict)
+    module.load_state_dict({**{name: targets[name] for name in on_other_stages}, **placed}, strict=strict)
 
 
 def shard_like(value: Any, param: torch.Tensor) -> Any:
-    """``value`` as a DTensor placed as ``param`` is, where it is a whole tensor of that shape. No communication."""
+    """Shard ``value`` like the DTensor ``param`` if it is a whole tensor of the same shape. No communication.
+
+    Any other ``value`` is returned as it is, also if ``param`` is not a DTensor.
+    """
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(param, DTensor):
         return value
     if value.shape != param.shape:

@@ -1,4 +1,4 @@
-"""What a place for checkpoints has to offer, whatever it is."""
+"""Define the interface of a storage for checkpoints."""
 
 from __future__ import annotations
 
@@ -12,73 +12,78 @@ __all__ = ["CheckpointStorage", "NewFile", "Reader"]
 
 
 class Reader(Protocol):
-    """The files of a checkpoint, all of the same one, also when the path gets another one in the meantime.
+    """Read the files of one checkpoint, also if another one takes its path in the meantime.
 
-    To be used by several threads.
+    Several threads may use a reader at the same time.
     """
 
     def size(self, name: str) -> int:
-        """Of the file, in bytes. Raises FileNotFoundError."""
+        """Return the size of the file in bytes. Raises FileNotFoundError."""
 
     def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
-        """Fill one buffer after another with the file's bytes from ``start`` on; returns how many there were."""
+        """Fill the buffers in turn with the file's bytes from ``start`` on, and return the number of bytes read."""
 
 
 class CheckpointStorage(Protocol):
-    """A path, at which a checkpoint is or may be. One save is between ``begin`` and ``commit`` or ``abort``."""
+    """Store the checkpoint of one path, which may not exist yet.
+
+    A save calls ``begin``, then ``create`` for each file, and ends with ``commit`` or ``abort``.
+    """
 
     def lock(self) -> Callable[[], None]:
-        """Keep other runs from saving to the same folder, and remove what runs that died left in it; on the first rank.
+        """Lock the path's folder against saves of other runs, and remove the leftovers of runs that died.
+
+        The first rank calls this. The object store has no locks, so that it does nothing there.
 
         Returns:
-            What gives the folder free.
+            A function that unlocks the folder.
 
         Raises:
-            CheckpointError: If another run has it.
+            CheckpointError: If another run holds the lock.
         """
 
     def begin(self, save_id: str) -> None:
-        """Make what a save needs; on the first rank, before the others write."""
+        """Prepare a save; called on the first rank before any rank creates files."""
 
     def prefix(self, save_id: str) -> str:
-        """What the names of a save's files begin with."""
+        """Return the prefix of the names of the save's files."""
 
     def create(self, save_id: str, name: str) -> NewFile:
-        """A new file of the save; on any rank. Raises FileNotFoundError where another rank's ``begin`` is not seen."""
+        """Create a file of the save, on any rank. Raises FileNotFoundError if this rank does not see ``begin``."""
 
     def commit(self, save_id: str, manifest: bytes) -> None:
-        """Put the save at the path; on the first rank, when all files are closed. Returns when it is durable."""
+        """Put the save at the path and return when it is durable; called on the first rank, with all files closed."""
 
     def abort(self, save_id: str) -> None:
-        """Remove what the save wrote; on the first rank."""
+        """Remove the files of a save that failed; called on the first rank."""
 
     def exists(self) -> bool:
-        """Whether there is anything at the path."""
+        """Return whether there is anything at the path."""
 
     def is_checkpoint(self) -> bool:
-        """Whether there is a manifest."""
+        """Return whether there is a manifest at the path."""
 
     def open(self) -> AbstractContextManager[Reader]:
-        """Its files, to read."""
+        """Return a context that yields a reader of the checkpoint's files."""
 
     def remove(self) -> None:
-        """Remove what is at the path: first as a checkpoint, at once, then its files."""
+        """Remove the checkpoint atomically from the path, then remove its files."""
 
     def free_bytes(self) -> int | None:
-        """How much more can be written; None: nobody knows."""
+        """Return the number of bytes that can still be written; None if it is not known."""
 
     def children(self) -> list[str]:
-        """The paths of the checkpoints in it, if it is a folder of checkpoints."""
+        """Return the paths of the checkpoints in the folder at the path."""
 
 
 class NewFile:
-    """A file of a save: counts and digests what is written.
+    """Write a file of a save, and compute its size and digest on the way.
 
     Args:
-        name: As the manifest will have it.
-        write: Appends all of what it is given.
-        finish: Makes what was written durable, and closes, in any case.
-        abandon: Closes only.
+        name: Name of the file in the manifest.
+        write: Appends all bytes of its argument to the file.
+        finish: Makes the file durable and closes it; closes it also if that fails.
+        abandon: Closes the file without making it durable.
     """
 
     def __init__(
@@ -97,17 +102,17 @@ class NewFile:
 
     @property
     def size(self) -> int:
-        """Bytes written so far."""
+        """Return the number of bytes written so far."""
         return self._size
 
     def write(self, data: bytes | memoryview) -> None:
-        """Append ``data``."""
+        """Append ``data`` to the file."""
         self._write(data)
         self._digest.update(data)
         self._size += len(data)
 
     def write_all(self, data: bytes | memoryview) -> FileEntry:
-        """Make ``data`` the file's content."""
+        """Write ``data`` as the whole content of the file, and close it."""
         try:
             self.write(data)
         except BaseException:
@@ -116,7 +121,7 @@ class NewFile:
         return self.close()
 
     def close(self) -> FileEntry:
-        """Make the file durable, close it, and say what is in it."""
+        """Make the file durable, close it, and return its entry for the manifest."""
         self._finish()
         return FileEntry(self._size, self._digest.hexdigest())
 

@@ -1,8 +1,9 @@
-"""The tensors of a checkpoint: which rank writes which part of them, and which parts a rank of another layout reads.
+"""Decide which rank writes which part of a checkpoint's tensors, and read the parts that a rank of any layout needs.
 
-A rank writes its parts one after another to one file, and the manifest says where they are. Which parts are its own
-follows from its DTensors alone. torch.distributed.checkpoint, whose protocol of DTensors this uses, gathers all ranks'
-plans on one and sends them back: 0.1 s of each save for 300 tensors on two ranks, and more with more of either.
+A rank writes its parts one after another to one file, and the manifest records their positions. A rank derives its
+parts from its DTensors alone, without communication. torch.distributed.checkpoint, whose protocol for DTensors is used
+here, gathers the plans of all ranks on one rank and sends them back, which takes 0.1 s per save for 300 tensors on two
+ranks, and longer with more tensors or ranks.
 """
 
 from __future__ import annotations
@@ -26,16 +27,23 @@ from lightning_dist.shard_slices import ShardSlices, local_part
 __all__ = ["merged", "own_parts", "read_tensors", "write_tensors"]
 
 ALIGNMENT = 64
+"""Positions of chunks in their file are multiples of this number of bytes."""
 
 
 def own_parts(tensors: Mapping[str, Tensor], is_first: bool) -> dict[str, Tensor]:
-    """What this rank writes of ``tensors``, by name; to be called with the same names on all ranks.
+    """Return the local parts of ``tensors`` that this rank writes, by name. No communication.
 
-    Where several ranks have the same part of a DTensor, one of them writes it, and each of them about as many bytes.
-    Tensors that are not distributed are the first rank's.
+    Where several ranks hold the same shard of a DTensor, one of them writes it, chosen so that each of them writes
+    about as many bytes. Tensors that are not DTensors are written by the first rank.
+
+    Args:
+        tensors: The checkpoint's tensors by name. The names must be the same on all ranks, as the choice depends on
+            them.
+        is_first: Whether this is the first rank.
     """
     own = []
-    num_bytes: dict[Any, list[int]] = {}  # of each replica; by mesh, which not all ranks need be in
+    # The bytes that each replica writes. They are counted per mesh, as not all ranks need to be in each mesh.
+    num_bytes: dict[Any, list[int]] = {}
     for name in sorted(tensors):
         tensor = tensors[name]
         if not isinstance(tensor, DTensor):
@@ -58,12 +66,12 @@ def own_parts(tensors: Mapping[str, Tensor], is_first: bool) -> dict[str, Tensor
 
 
 def write_tensors(file: NewFile, tensors: Mapping[str, Tensor], parts: Mapping[str, Tensor]) -> dict[str, TensorEntry]:
-    """Append to ``file`` the bytes of ``parts``, and say where they are.
+    """Append the bytes of ``parts`` to ``file``, and return the entries of these tensors for the manifest.
 
     Args:
-        file: This rank's. Left open.
-        tensors: The whole tensors.
-        parts: Those of :func:`own_parts`, or copies.
+        file: This rank's file; it is left open.
+        tensors: The DTensors or whole tensors that ``parts`` belong to, by name.
+        parts: The parts of :func:`own_parts`, or copies of them.
     """
     entries, layouts = {}, ShardSlices()
     for name, part in parts.items():
@@ -77,7 +85,7 @@ def write_tensors(file: NewFile, tensors: Mapping[str, Tensor], parts: Mapping[s
 
 
 def merged(entries_of_all: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
-    """Put together what all ranks have written.
+    """Merge the tensor entries of all ranks.
 
     Raises:
         CheckpointError: If a part of a tensor is missing.
@@ -88,7 +96,7 @@ def merged(entries_of_all: Iterable[Mapping[str, TensorEntry]]) -> dict[str, Ten
             by_name[name].append(entry)
     result = {}
     for name, of_ranks in by_name.items():
-        # By place: replicas that share no mesh know nothing of each other, and each has written its own.
+        # Chunks are keyed by offsets, because replicas that share no mesh have each written the same chunk.
         chunks = {chunk.offsets: chunk for entry in of_ranks for chunk in entry.chunks}
         result[name] = TensorEntry(of_ranks[0].shape, of_ranks[0].dtype, tuple(chunks.values()))
         written, needed = sum(math.prod(chunk.sizes) for chunk in chunks.values()), math.prod(of_ranks[0].shape)
@@ -100,19 +108,19 @@ def merged(entries_of_all: Iterable[Mapping[str, TensorEntry]]) -> dict[str, Ten
 def read_tensors(
     reader: Reader, manifest: Manifest, targets: Mapping[str, Tensor], to_check: Collection[str]
 ) -> set[str]:
-    """Fill ``targets``, each rank its parts of them. Each file is read once, from its begin to its end.
+    """Fill this rank's parts of ``targets``. Each file is read once and in order.
 
     Args:
-        reader: The checkpoint's files.
-        manifest: Where in them the tensors are, and their digests.
-        targets: By name; DTensors of any placement, or whole tensors.
-        to_check: The files to check on the way.
+        reader: Reader of the checkpoint's files.
+        manifest: Manifest of the checkpoint, with the positions of the tensors and the digests of the files.
+        targets: Tensors to fill, by name: DTensors of any placement, or whole tensors.
+        to_check: Names of the files whose digests to check while they are read.
 
     Returns:
-        Those of ``to_check`` of which not everything was read, and which are not checked therefore.
+        Names in ``to_check`` of files that were not read completely, and therefore were not checked.
 
     Raises:
-        CheckpointError: If a file is not what was written, or a tensor is not what is asked for.
+        CheckpointError: If a file differs from what was written, or the shape or dtype of a tensor from its target's.
     """
     by_file: dict[str, list[_Overlap]] = defaultdict(list)
     layouts = ShardSlices()
@@ -135,12 +143,12 @@ def read_tensors(
 
 @dataclass(frozen=True)
 class _Overlap:
-    """What a chunk of a stored tensor and a rank's part of a target have in common.
+    """Represent the intersection of a stored chunk with this rank's part of a target.
 
     Args:
-        chunk: In its file.
-        in_chunk: The box, in the chunk.
-        target: The same box of the rank's part: where the bytes go.
+        chunk: The stored chunk.
+        in_chunk: Slices that select the intersection in the chunk.
+        target: View of the intersection in the rank's part, to which the elements are copied.
     """
 
     chunk: Chunk
@@ -148,13 +156,13 @@ class _Overlap:
     target: Tensor
 
     def piece(self, whole: bool) -> _Piece:
-        """What to read for it; with ``whole`` all of the chunk, though less is needed."""
+        """Return the piece of the file to read for this overlap; with ``whole``, all of the chunk."""
         is_all = self.target.shape == torch.Size(self.chunk.sizes)
         if is_all and self.target.is_contiguous() and self.target.device.type == "cpu":
             return _Piece(self.chunk.start, _bytes_of(self.target))
         if whole or not self.in_chunk:
             first, box, sizes = 0, self.in_chunk, self.chunk.sizes
-        else:  # its rows are one after another in the file
+        else:  # read only the needed rows, which are contiguous in the file
             first, end = self.in_chunk[0].start, self.in_chunk[0].stop
             box, sizes = (slice(None), *self.in_chunk[1:]), (end - first, *self.chunk.sizes[1:])
         buffer = torch.empty(sizes, dtype=self.target.dtype)
@@ -164,12 +172,12 @@ class _Overlap:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Bytes of a file.
+    """Represent a range of bytes of a file that is to be read.
 
     Args:
-        start: Where in it.
-        buffer: What is to be filled with them.
-        deliver: Puts them where they belong.
+        start: Position of the first byte in the file.
+        buffer: Memory that the bytes are read into.
+        deliver: Copies the buffer to its target, where it is not the target's own memory.
     """
 
     start: int
@@ -178,16 +186,16 @@ class _Piece:
 
     @property
     def end(self) -> int:
-        """Of the bytes, in the file."""
+        """Return the position in the file after the last byte."""
         return self.start + len(self.buffer)
 
 
 _GROUP_BYTES = 32 * 2**20
-_GROUP_PIECES = 500  # preadv(2) takes 1024
+_GROUP_PIECES = 500  # below the limit of 1024 buffers of preadv(2); padding takes one buffer per piece
 
 
 def _groups(overlaps: Iterable[_Overlap], whole: bool) -> Iterator[list[_Piece]]:
-    """Pieces to be read at once: each begins where the one before ends, for padding is a piece, too."""
+    """Yield groups of contiguous pieces, each to be read by one call; padding between chunks becomes a piece too."""
     group: list[_Piece] = []
     end = 0
     for overlap in sorted(overlaps, key=lambda overlap: overlap.chunk.start):
@@ -206,7 +214,7 @@ def _groups(overlaps: Iterable[_Overlap], whole: bool) -> Iterator[list[_Piece]]
 
 
 def _read_ahead(reader: Reader, file: str, groups: Iterator[list[_Piece]]) -> Iterator[_Piece]:
-    """The pieces, filled; while they are used, the next group is being read."""
+    """Yield the filled pieces of ``groups``; while the caller uses one group, a thread reads the next."""
 
     def read(group: list[_Piece]) -> list[_Piece]:
         start, end = group[0].start, group[-1].end
@@ -249,12 +257,12 @@ def _overlaps(name: str, entry: TensorEntry, target: Tensor, layouts: ShardSlice
                 )
                 overlaps.append(_Overlap(chunk, in_chunk, box_part[in_box]))
     if sum(overlap.target.numel() for overlap in overlaps) != part.numel():
-        raise CheckpointError(f"it has not all of {name}")
+        raise CheckpointError(f"it does not contain all elements of {name}")
     return overlaps
 
 
 class _WholeFile:
-    """The digest of a file of which all parts are read, in their order."""
+    """Compute the digest of a file from its pieces, as long as these are read in order and without gaps."""
 
     def __init__(self) -> None:
         self._digest = new_digest()
@@ -262,21 +270,21 @@ class _WholeFile:
         self._is_whole = True
 
     def follow(self, piece: _Piece) -> None:
-        """The next part."""
+        """Add the next piece that was read."""
         self._is_whole &= piece.start == self._end
         if self._is_whole:
             self._digest.update(piece.buffer)
             self._end = piece.end
 
     def is_at(self, size: int) -> bool:
-        """Whether nothing was left out of a file of ``size`` bytes."""
+        """Return whether all bytes of a file of ``size`` bytes were added."""
         return self._is_whole and self._end == size
 
     def hexdigest(self) -> str:
-        """Of what was read."""
+        """Return the digest of the pieces added so far, in hexadecimal."""
         return str(self._digest.hexdigest())
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor on the CPU, not a copy."""
+    """Return the memory of a contiguous CPU tensor as bytes, without a copy."""
     return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # NumPy's stub: no buffer

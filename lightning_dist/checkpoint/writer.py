@@ -1,7 +1,7 @@
-"""Saves in the background: a step waits until the weights are copied, and for nothing else.
+"""Write checkpoints in the background: training waits only until the weights are copied.
 
-Every rank has a writer with one thread, in which saves and removals happen in the order in which they were asked for. A
-save that fails, fails on all ranks and leaves what was there; and what was to be removed after it stays.
+The writer of each rank has one thread, which executes saves and removals in the order of the requests. A save that
+fails on one rank fails on all of them, leaves the checkpoint that was at its path, and cancels the removals after it.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from lightning_dist.consensus import raise_on_all_ranks
 __all__ = ["Save", "Writer"]
 
 READ_BACK_S = 5.0
-"""How long a save is waited for that is not seen yet: network file systems show it late."""
+"""Seconds to wait until a finished save is visible, because network file systems show it late."""
 
 
 @dataclass
 class Save:
-    """A save that was asked for, and what became of it.
+    """Record a requested save and its outcome.
 
     Args:
-        path: Where.
-        about: What its manifest says for listings.
-        num_bytes: Of the whole checkpoint.
-        stall_s: Seconds that training waited for it.
-        staging_s: Seconds that copying took, of which training waited for a part.
-        write_s: Seconds from then until it was in its place, or had failed.
-        saved_at: What its manifest says; 0: it is not there.
-        error: Why it failed; None: it did not.
+        path: Path of the checkpoint.
+        about: Values that its manifest has for listings.
+        num_bytes: Bytes of the tensors of the whole checkpoint.
+        stall_s: Seconds that training waited for the save.
+        staging_s: Seconds that copying took; training waited for a part of them.
+        write_s: Seconds from the end of copying until the checkpoint was at its path, or the save had failed.
+        saved_at: The ``saved_at`` of its manifest; 0 if the checkpoint was not written.
+        error: The error if the save failed, else None.
     """
 
     path: str
@@ -61,10 +61,10 @@ class Save:
 
 
 class Writer:
-    """Writes checkpoints in a thread of its own. All methods are to be called by all ranks alike.
+    """Write checkpoints in a background thread. All ranks must call the same methods in the same order.
 
     Args:
-        timeout: How long ranks wait for each other within a save; None: torch's default.
+        timeout: Time that ranks wait for each other within a save; None: torch's default.
     """
 
     def __init__(self, timeout: timedelta | None = None) -> None:
@@ -77,22 +77,25 @@ class Writer:
         self._staged = threading.Event()
         self._staged.set()
         self._finished: queue.SimpleQueue[Save] = queue.SimpleQueue()
-        # Of the thread alone:
+        # Only the thread uses these:
         self._newest: Save | None = None
         self._is_proven = False
         self._locks: dict[str, Callable[[], None]] = {}
 
     def save(self, path: Path, snapshot: Snapshot | Exception, asynchronous: bool = True) -> Save:
-        """Begin to save, when what was asked for before is done. Returns before the weights are copied.
+        """Start a save after all earlier requests are done, and return before the weights are copied.
 
-        Until :meth:`wait_until_staged` returns, nobody may change the DTensors of ``snapshot``. Where somebody does, in
-        place, the save fails; a change through ``.data`` is not noticed.
+        The DTensors of ``snapshot`` must not change until :meth:`wait_until_staged` returns. The save fails if they are
+        changed in place before; a change through ``.data`` is not detected.
 
         Args:
-            path: As of :func:`~lightning_dist.checkpoint.format.write`.
-            snapshot: Tensors other than DTensors are copied at once. An exception: why this rank has none; then the
-                save fails on all.
-            asynchronous: False: return when it is done. Then nothing is copied.
+            path: Path of the checkpoint, see :func:`~lightning_dist.checkpoint.format.write`.
+            snapshot: Snapshot to save; its tensors other than DTensors are copied at once. If this rank could not take
+                one, the exception that it raised: then the save fails on all ranks.
+            asynchronous: If False, copy nothing, and return when the save is done.
+
+        Returns:
+            The record of the save, which is completed while the save goes on.
         """
         start = time.perf_counter()
         self.wait()
@@ -144,19 +147,20 @@ class Writer:
         return save
 
     def remove(self, path: Path) -> None:
-        """Remove ``path``, if the save that was asked for before succeeded and reads back as it was written.
+        """Remove the checkpoint at ``path`` if the latest save succeeded and can be read back intact.
 
-        Where it does not, it is among the :meth:`finished` once more, with an error.
+        If it cannot be read back, nothing is removed, and :meth:`finished` returns it once more, with an error.
         """
 
         def job() -> None:
             if not self._prove_newest():
                 return
             try:
-                with raise_on_all_ranks(f"removing {path}", self._group):  # when this rank goes on, it is gone for all
+                # No rank goes on before the checkpoint is removed, or has failed to be.
+                with raise_on_all_ranks(f"removing {path}", self._group):
                     if self._is_first:
                         _remove(str(path))
-            except Exception as error:  # whatever an object store raises
+            except Exception as error:  # object stores raise errors of many classes
                 warnings.warn(f"The checkpoint {path} could not be removed: {error}", stacklevel=1)
 
         if self._thread is None:
@@ -169,7 +173,7 @@ class Writer:
         return not dist.is_initialized() or dist.get_rank(self._group) == 0
 
     def _prove_newest(self) -> bool:
-        """Whether what was saved last is good; its files are read once, each rank its share."""
+        """Return whether the latest save is intact. A collective: each rank reads its share of the files, once."""
         save = self._newest
         if save is None or self._is_proven:
             return True
@@ -180,7 +184,7 @@ class Writer:
             with raise_on_all_ranks(f"reading the checkpoint {save.path} back", self._group):
                 _read_back(save, share)
         except Exception as error:
-            error = CheckpointError(f"{error} It was written just now: nothing older is removed.")
+            error = CheckpointError(f"{error} It was written just now, so that no older checkpoint is removed.")
             self._newest = replace(save, error=error)
             self._finished.put(self._newest)
             return False
@@ -188,7 +192,7 @@ class Writer:
         return True
 
     def wait_until_staged(self) -> None:
-        """Return when the weights of the last save are copied, and may change."""
+        """Wait until the weights of the last save are copied, so that they may change."""
         if not self._staged.is_set():
             start = time.perf_counter()
             self._staged.wait()
@@ -196,18 +200,18 @@ class Writer:
             self._current.stall_s += time.perf_counter() - start
 
     def wait(self) -> None:
-        """Return when all that was asked for is done, well or not."""
+        """Wait until all requests are done or have failed."""
         self._jobs.join()
 
     def finished(self) -> list[Save]:
-        """The saves that are done, each given once."""
+        """Return the saves that have finished or failed since the last call."""
         saves = []
         while not self._finished.empty():
             saves.append(self._finished.get())
         return saves
 
     def close(self) -> None:
-        """Wait for what was asked for, and end the thread. The writer can be used again."""
+        """Wait for all requests and end the thread. The writer can be used again."""
         if self._thread is None:
             return
         self._jobs.put(None)
@@ -222,7 +226,7 @@ class Writer:
         if self._thread is not None:
             return
         if dist.is_initialized():
-            # Its own: training's collectives are under way at the same time.
+            # The writer needs its own group, because training runs collectives at the same time.
             self._group = dist.new_group(
                 backend="gloo", timeout=self._timeout, group_desc="background: checkpoint writer"
             )
@@ -230,7 +234,7 @@ class Writer:
         self._thread.start()
 
     def _prepare_staging(self, snapshot: Snapshot) -> None:
-        """To be called by the thread that trains: it is the one that has chosen the device."""
+        """Create the stager. Must be called by the training thread, which is the one that has selected the device."""
         on_accelerator = any(tensor.device.type != "cpu" for tensor in snapshot.tensors.values())
         if self._stager is None:
             self._stager = DefaultStager(
@@ -242,14 +246,14 @@ class Writer:
                 )
             )
         if on_accelerator:
-            torch.accelerator.synchronize()  # the stager's stream does not wait for what computes the weights
+            torch.accelerator.synchronize()  # the stager's stream does not wait for the kernels that update the weights
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except BaseException as error:  # a thread that ended would leave training waiting for it
-                warnings.warn(f"The checkpoint writer goes on after an error: {error!r}", stacklevel=1)
+            except BaseException as error:  # if the thread ended, training would wait for it forever
+                warnings.warn(f"The checkpoint writer continues after an error: {error!r}", stacklevel=1)
             finally:
                 self._staged.set()
                 self._jobs.task_done()
@@ -260,14 +264,17 @@ class Writer:
         self._jobs.task_done()
 
     def _lock(self, path: Path) -> None:
-        """Have the folder of ``path`` for this run alone, until the writer is closed."""
+        """Lock the folder of ``path`` for this run until the writer is closed."""
         folder = os.path.dirname(os.fspath(path))
         if folder not in self._locks and self._is_first:
             self._locks[folder] = storage_at(path).lock()
 
 
 def _with_copies(tensors: Mapping[str, torch.Tensor], is_first: bool) -> dict[str, torch.Tensor]:
-    """Copies of what the next forward may change, buffers for one, on the rank that writes it; DTensors as they are."""
+    """Copy the tensors that the next forward may change, such as buffers, to the CPU, on the first rank only.
+
+    DTensors are returned as they are.
+    """
     return {
         name: tensor if isinstance(tensor, DTensor) else tensor.detach().to("cpu", copy=True)
         for name, tensor in tensors.items()
@@ -276,13 +283,19 @@ def _with_copies(tensors: Mapping[str, torch.Tensor], is_first: bool) -> dict[st
 
 
 def _versions(tensors: Mapping[str, torch.Tensor]) -> list[tuple[int, int]]:
-    """Of DTensors, and of their memory, which may be changed without them."""
+    """Return the version counters of the DTensors and of their local tensors, which may be changed directly."""
     sharded = [tensor for tensor in tensors.values() if isinstance(tensor, DTensor)]
     return [(tensor._version, tensor._local_tensor._version) for tensor in sharded]
 
 
 def _read_back(save: Save, share: tuple[int, int]) -> None:
-    """Check what ``save`` wrote. On a network file system, this node may see what was there before for a while."""
+    """Check this rank's share of the files that ``save`` wrote.
+
+    On a network file system, this node may see the previous checkpoint for a while, so that it waits for the new one.
+
+    Raises:
+        CheckpointError: If the checkpoint does not become visible, or is damaged.
+    """
     deadline = time.monotonic() + READ_BACK_S
     while not _is_seen(save):
         if time.monotonic() > deadline:
@@ -299,8 +312,8 @@ def _is_seen(save: Save) -> bool:
 
 
 CHANGED = (
-    "weights changed meanwhile, so that it would mix two steps. Something other than an optimizer step changes them:"
-    " save with asynchronous=False"
+    "the weights changed while they were copied, so that the checkpoint would mix two steps. Something other than an"
+    " optimizer step changes them: save with asynchronous=False"
 )
 
 

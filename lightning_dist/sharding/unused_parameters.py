@@ -1,8 +1,8 @@
-"""Parameters that have no gradient on some ranks, or on none: what a mixture of experts or a skipped head leaves.
+"""Handle parameters without a gradient on some or all ranks, as in a mixture of experts or with a skipped head.
 
-Ranks that reduce gradients together must send the same tensors. A rank without a gradient sends zeros, and after each
-backward the ranks agree on which parameters any of them used: one that no rank used has no gradient afterwards, as in
-one process, so that optimizers leave it alone.
+Ranks that reduce gradients together must send the same tensors, so a rank without a gradient sends zeros. After each
+backward, the ranks agree on which parameters any of them used. A parameter that no rank used has no gradient
+afterwards, as in a single process, so that optimizers skip it.
 """
 
 from __future__ import annotations
@@ -20,28 +20,32 @@ __all__ = ["UnusedParameters"]
 
 
 class UnusedParameters:
-    """Agrees, after backwards, on which parameters have gradients.
+    """Agree between ranks, after a backward, on which parameters have gradients.
 
     Args:
-        groups: The groups of the model's parameters, in the same order on all ranks.
-        mesh: The ranks that reduce gradients together.
+        groups: Groups of the model's parameters, in the same order on all ranks.
+        mesh: Device mesh of the ranks that reduce gradients together.
     """
 
     def __init__(self, groups: Sequence[ShardedGroup], mesh: DeviceMesh) -> None:
         self._all_groups = groups
         self._groups = [group for group in groups if group.mesh.size() > 1]
         self._mesh = mesh
-        # Reading the answer from an accelerator waits for the whole backward: it is asked again only where it matters.
+        # On an accelerator, reading the result waits for the whole backward. The ranks therefore agree again only if a
+        # parameter was unused the last time, or after ask_again().
         self._is_cheap = mesh.device_type == "cpu"
         self._is_needed = True
 
     def ask_again(self) -> None:
-        """Agree after the next backward also where no parameter was unused before."""
+        """Agree after the next backward even if all parameters were used in the last one."""
         self._is_needed = True
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Agree when the backward inside is done. A collective over the mesh, where gradients are reduced now."""
+        """Agree at the end of the context, in which a backward runs.
+
+        A collective over the mesh if this backward reduces gradients.
+        """
         for group in self._all_groups:
             group.forget_used()
         if not self._groups or not self._groups[0].syncs_gradients:

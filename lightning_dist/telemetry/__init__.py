@@ -1,4 +1,4 @@
-"""What a step costs: its time, the data it consumed, and the memory it needed. Knows torch only."""
+"""Measure the cost of training steps: time, samples and tokens, and peak memory. Depends on torch only."""
 
 from lightning_dist.telemetry.batch import BatchSize, batch_size
 from lightning_dist.telemetry.memory import peak_memory_mib

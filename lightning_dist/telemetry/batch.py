@@ -1,4 +1,4 @@
-"""How many samples and tokens a batch holds, without being told its structure."""
+"""Count the samples and tokens of a batch of any structure."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
@@ -9,17 +9,20 @@ from torch import Tensor
 
 
 class BatchSize(NamedTuple):
-    """What one process consumed: ``samples`` and ``tokens`` (0 where the batch shows none)."""
+    """Hold the numbers of samples and tokens in the batch of one process; 0 where the batch does not show them."""
 
     samples: int
     tokens: int
 
 
 def batch_size(batch: Any) -> BatchSize:
-    """Count a batch: samples are dim 0 of its first tensor, tokens the elements of its first 2-D integer tensor.
+    """Count the samples and tokens of a batch.
+
+    Samples are dim 0 of its first tensor, tokens the elements of its first 2-D integer tensor.
 
     Args:
-        batch: A tensor, or tensors nested in mappings, sequences and dataclasses, in the order they were written.
+        batch: A tensor, or tensors nested in mappings, tuples, lists and dataclasses, which are searched in their
+            order.
 
     Returns:
         The counts of this process's batch. A batch without tensors counts as ``BatchSize(0, 0)``.

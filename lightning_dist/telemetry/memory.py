@@ -1,4 +1,4 @@
-"""Peak memory of this process."""
+"""Measure the peak memory of this process."""
 
 import resource
 import sys
@@ -11,9 +11,9 @@ _BYTES_PER_MIB = 1024 * 1024
 def peak_memory_mib(device: torch.device) -> float:
     """Return the most memory this process has held, in MiB.
 
-    On a CUDA device that is what the caching allocator handed out (``max_memory_allocated``), since the start or the
-    last ``torch.cuda.reset_peak_memory_stats``. On any other device it is the process's peak resident set, code and
-    libraries included, which the operating system never lowers again.
+    For a CUDA device, this is the peak of the caching allocator (``max_memory_allocated``) since the start or the last
+    ``torch.cuda.reset_peak_memory_stats``. For any other device, it is the peak resident set size of the process, which
+    includes code and libraries and which the operating system never resets.
 
     Args:
         device: The device that holds the model.

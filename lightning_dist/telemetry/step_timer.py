@@ -1,14 +1,14 @@
-"""Clocks for the training loop that leave out what is not training."""
+"""Time the training loop without what is not training."""
 
 from collections.abc import Callable
 from time import perf_counter
 
 
 class Stopwatch:
-    """Adds up the spans between ``start`` and ``stop``.
+    """Add up the time between each ``start`` and the next ``stop``.
 
     Args:
-        clock: Returns the present time in seconds.
+        clock: Returns the current time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
@@ -18,22 +18,22 @@ class Stopwatch:
 
     @property
     def running(self) -> bool:
-        """Whether time is being added up now."""
+        """Return whether the watch is running."""
         return self._started_at is not None
 
     def start(self) -> None:
-        """Begin a span; does nothing inside one."""
+        """Start the watch; do nothing if it is running."""
         if self._started_at is None:
             self._started_at = self._clock()
 
     def stop(self) -> None:
-        """End the span; does nothing outside one."""
+        """Stop the watch; do nothing if it is not running."""
         if self._started_at is not None:
             self._seconds += self._clock() - self._started_at
             self._started_at = None
 
     def lap(self) -> float:
-        """Return the seconds added up since the last lap and begin anew; a span in progress goes on into the next."""
+        """Return the seconds added up since the last lap, and reset them to 0; a running watch keeps running."""
         running = self.running
         self.stop()
         seconds, self._seconds = self._seconds, 0.0
@@ -43,14 +43,14 @@ class Stopwatch:
 
 
 class StepTimer:
-    """Times optimizer steps over an interval, without making a device wait in between.
+    """Time optimizer steps over an interval without synchronizing the device at every step.
 
-    Kernels run behind the host, so a span begins and ends with ``synchronize``: when the interval is read, and around
-    what is not training (validation, a checkpoint). No single step is synchronized.
+    Kernels run asynchronously to the host. ``synchronize`` is therefore called when the interval is read, and before
+    and after what is not training (validation, a checkpoint), but not for single steps.
 
     Args:
-        synchronize: Waits for the device's queued work, where there is such a queue.
-        clock: Returns the present time in seconds.
+        synchronize: Waits for the device's queued work; None for devices without a queue.
+        clock: Returns the current time in seconds.
     """
 
     def __init__(
@@ -62,17 +62,17 @@ class StepTimer:
 
     @property
     def running(self) -> bool:
-        """Whether time counts as training now."""
+        """Return whether time counts as training now."""
         return self._watch.running
 
     def resume(self) -> None:
-        """Count the time from here on; does nothing while running."""
+        """Start to count time; do nothing if the timer is running."""
         if not self.running:
             self._wait()
             self._watch.start()
 
     def pause(self) -> bool:
-        """Stop counting; return whether the timer was running."""
+        """Stop counting time, and return whether the timer was running."""
         was_running = self.running
         if was_running:
             self._wait()
@@ -80,11 +80,11 @@ class StepTimer:
         return was_running
 
     def step(self) -> None:
-        """Say that an optimizer step has ended."""
+        """Count an optimizer step that has ended."""
         self._steps += 1
 
     def lap(self) -> tuple[int, float]:
-        """Return the steps and the seconds since the last lap, and begin anew."""
+        """Return the steps and the seconds since the last lap, and reset both to 0."""
         if self.running:
             self._wait()
         steps, self._steps = self._steps, 0

@@ -1,12 +1,12 @@
-"""The process that watches the ranks of a node: it finds the one that hangs, says why, and ends them all.
+"""Watch the ranks of a node in a separate process, which reports the rank that hangs and why, and ends all of them.
 
-Started by :class:`lightning_dist.watchdog.Watchdog`, with the standard library alone: it runs at once, and what makes
-the ranks hang does not make it hang. Ranks connect to its socket; each hands over two files in memory: the time of its
-last beat, and its stacks. They talk in lines of JSON. A rank's end is seen by its pidfd, which, unlike its number, is
-never another process's.
+:class:`lightning_dist.watchdog.Watchdog` starts the process. It uses the standard library alone, so that it starts
+quickly and does not hang for the reason that the ranks do. Ranks connect to its socket, and each passes two in-memory
+files: one with the time of its last beat, one for its stacks. Messages are lines of JSON. The process detects a rank's
+end by its pidfd, which never refers to another process, as a reused process id would.
 """
 
 __all__ = ["JOIN_S"]
 
 JOIN_S = 60.0
-"""How long the first rank waits for the process, and the process for the other ranks."""
+"""Seconds that a rank waits for the watchdog process, and that the process waits for the first rank."""

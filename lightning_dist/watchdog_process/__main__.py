@@ -1,4 +1,4 @@
-"""``watchdog_process SOCKET FOLDER TIMEOUT_S NUM_RANKS``: watch until all ranks have ended."""
+"""Run ``watchdog_process SOCKET FOLDER TIMEOUT_S NUM_RANKS``, which watches until all ranks have ended."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .node import Node
 
 
 def main() -> None:
-    """Watch, as told by the command line: socket's descriptor, folder, timeout in seconds, number of ranks."""
+    """Watch as the arguments say: the socket's file descriptor, folder, timeout in seconds, and number of ranks."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     descriptor, folder, timeout_s, num_ranks = sys.argv[1:]

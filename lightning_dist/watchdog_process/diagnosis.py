@@ -1,4 +1,4 @@
-"""What a hang comes from."""
+"""Find the cause of a hang."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ __all__ = ["Diagnosis"]
 
 
 class Diagnosis:
-    """Who is the cause, and what each rank does.
+    """Find the ranks that cause a hang, and describe what each rank does.
 
-    A rank that is stopped, has died or does not answer is. Otherwise a rank is that waits in no collective itself and
-    has not entered one that others wait in. Otherwise those are that disagree on what a group's next collective is.
+    The causes that are looked for, in this order:
+
+    - ranks that are stopped, have died or do not answer;
+    - ranks that wait in no collective and have not entered one that others wait in, or else have not beaten in time;
+    - ranks that call different collectives as a group's next one, or call the same ones in another order.
+
+    Args:
+        ranks: Ranks of this node, after they had time to answer.
+        timeout_s: Seconds without a beat after which a rank counts as hanging.
     """
 
     def __init__(self, ranks: list[Rank], timeout_s: float) -> None:
@@ -48,9 +55,9 @@ class Diagnosis:
                 return [first, second], (
                     f"rank {first.number} is in {self._name(entry)} of {self._group(first, entry)}, and rank"
                     f" {second.number} in {self._name(other)} of {self._group(second, other)}: each waits for the"
-                    " other, as they call them in another order"
+                    " other, as they call these collectives in different orders"
                 )
-        return [], "no rank of this node is the cause, but one of another node, or what connects them"
+        return [], "no rank of this node is the cause, so it is a rank of another node, or the network between them"
 
     def _whats(self, ranks: list[Rank]) -> str:
         whats = list(dict.fromkeys(self.what(rank) for rank in ranks))
@@ -73,7 +80,7 @@ class Diagnosis:
         )
 
     def _missing(self, rank: Rank) -> list[Rank]:
-        """The ranks of this node which are known not to be in what ``rank`` waits in."""
+        """Return the ranks of this node that are known not to have entered the collective that ``rank`` waits in."""
         entry = self._waits[rank]
         if entry["is_p2p"]:
             return []
@@ -105,7 +112,7 @@ class Diagnosis:
         return f"group {label} ({_listed(members)})"
 
     def what(self, rank: Rank) -> str:
-        """What a rank does, to stand after its name."""
+        """Return what ``rank`` does, as a clause to follow its name."""
         place = rank.place or "a place that could not be found out"
         if self._breakdown(rank):
             return self._breakdown(rank)
@@ -119,12 +126,12 @@ class Diagnosis:
         if rank.exchange:
             return f"waits in {rank.exchange}; it is in {place}"
         if rank.groups is None:
-            return f"does not answer, a call into C holds the GIL; it is in {place}"
+            return f"does not answer, because a call into C holds the GIL; it is in {place}"
         disk = " (its main thread waits for a disk or a network file system)" if self._states[rank] == "D" else ""
         return f"is in {place}{disk}"
 
     def headline(self) -> str:
-        """One sentence: who, why, and what the others wait in."""
+        """Return one sentence that names the hanging ranks, the cause, and what the other ranks wait in."""
         numbers = [rank.number for rank in self.culprits]
         who = f"{_listed(numbers)} {'hangs' if len(numbers) == 1 else 'hang'}" if numbers else "the training hangs"
         text = f"{who}: {self.cause}"
@@ -140,14 +147,14 @@ class Diagnosis:
         return text
 
     def lines(self) -> list[str]:
-        """One a rank; of many that do the same, only the first."""
+        """Return a line on what each rank does; ranks that do the same share a line."""
         shown: dict[str, list[int]] = {}
         for rank in self.ranks:
             shown.setdefault(self.what(rank), []).append(rank.number)
         return [f"{_listed(numbers)}: {what}" for what, numbers in shown.items()]
 
     def details(self) -> list[str]:
-        """The rest of the report."""
+        """Return the lines on each rank's last beat, process groups and pending collectives."""
         lines = []
         for rank in self.ranks:
             lines.append(f"rank {rank.number} (process {rank.pid}): {rank.last_beat}")
@@ -161,7 +168,7 @@ class Diagnosis:
 
 
 def _shape(entry: dict[str, Any]) -> tuple[str, Any]:
-    """What must be the same on all ranks that enter a collective."""
+    """Return the properties of a collective that must be the same on all ranks that enter it."""
     name = entry["profiling_name"]
     return name, entry["input_sizes"] if name.endswith("all_reduce") else None
 

@@ -1,4 +1,4 @@
-"""All ranks of a node, from the first that connects to their end."""
+"""Watch the ranks of a node and end them when one hangs."""
 
 from __future__ import annotations
 
@@ -20,13 +20,20 @@ from .rank import ANSWER_S, STOPPED, Rank
 __all__ = ["Node"]
 
 ON_HANG_S = 10.0
-"""How long the callbacks of the ranks may take."""
+"""Seconds that the ranks' ``on_hang`` callbacks may take."""
 WRITE_S = 10.0
-"""How long writing the report may take: the disk may be what hangs."""
+"""Seconds that writing the report may take; it is limited because the disk may be the cause of the hang."""
 
 
 class Node:
-    """The ranks of this node, from the first that connects to the end of the last."""
+    """Watch the ranks of this node, from the first connection until all of them have ended.
+
+    Args:
+        listener: Listening socket to which the ranks connect.
+        folder: Folder for the reports.
+        timeout_s: Seconds without a beat after which a rank counts as hanging.
+        num_ranks: Number of ranks on this node.
+    """
 
     def __init__(self, listener: socket.socket, folder: Path, timeout_s: float, num_ranks: int) -> None:
         self._folder = folder
@@ -40,12 +47,12 @@ class Node:
         self._started = time.monotonic()
 
     def watch(self) -> None:
-        """Return when all ranks have ended or closed, or have been ended."""
+        """Watch until all ranks have ended or disconnected, or until this process has ended them because of a hang."""
         before = time.monotonic()
         while not self._is_over():
             self._receive(self._interval_s)
             now = time.monotonic()
-            # What this process did not see, because it was stopped itself, is not held against the ranks.
+            # This limits the time that counts after this process was stopped itself.
             elapsed, before = min(now - before, 2 * self._interval_s), now
             watched = [rank for rank in self._ranks if not rank.is_closed and not rank.has_ended]
             if all(rank.state in STOPPED for rank in watched):  # Ctrl-Z, or a scheduler that suspended the job
@@ -74,7 +81,7 @@ class Node:
         self._ranks.sort(key=lambda rank: rank.number)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(rank))
         self._selector.register(rank.process, selectors.EVENT_READ, lambda: self._note_end(rank))
-        if len(self._ranks) == self._num_ranks:  # the name is free again
+        if len(self._ranks) == self._num_ranks:  # closing the socket lets the next run use its name
             self._selector.unregister(self._listener)
             self._listener.close()
 
@@ -107,7 +114,8 @@ class Node:
         for rank in self._ranks:
             if rank.groups is not None:
                 rank.send(do="report", text=report)
-        # All of them first: when one leaves, a collective fails on the others, and they leave by themselves.
+        # No rank exits before all callbacks are done: its exit would make collectives fail on the others, which would
+        # then end by themselves.
         self._receive_until(lambda rank: rank.groups is None or rank.is_done or rank.has_ended, ON_HANG_S)
         for rank in self._ranks:
             rank.send(do="exit")

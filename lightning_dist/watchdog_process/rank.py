@@ -1,4 +1,4 @@
-"""One rank, as the process that watches it sees it."""
+"""Represent one rank in the watchdog process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from typing import Any
 __all__ = ["ANSWER_S", "STOPPED", "Rank", "key_of"]
 
 ANSWER_S = 5.0
-"""How long ranks have to say which collectives they are in."""
+"""Seconds that ranks have to report their stacks and collectives, and to exit."""
 STOPPED = {"T": "is stopped (SIGSTOP)", "t": "is held by a debugger"}
-"""What the letters of states in which a process cannot run mean."""
+"""Descriptions of the states, by their letter in /proc, in which a process cannot run."""
 
 _OWN_FOLDER = Path(__file__).absolute().parent.parent
 _LIBRARIES = re.compile(
@@ -27,11 +27,18 @@ _LIBRARIES = re.compile(
     + "|.*/(site|dist)-packages/"
 )
 _EXCHANGES = ("lightning_dist/collectives.py", "torch/distributed/distributed_c10d.py")
-"""Files whose lines wait for other ranks."""
+"""Files in which an innermost frame means that the rank waits for other ranks."""
 
 
 class Rank:
-    """One rank of this node, as far as it can be seen from here."""
+    """Represent one rank of this node, with the data that it has sent and that the kernel has of its process.
+
+    Args:
+        connection: Socket of the rank, on which it has sent its first message.
+
+    Raises:
+        PermissionError: If the process at the other end belongs to another user.
+    """
 
     def __init__(self, connection: socket.socket) -> None:
         pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -61,18 +68,22 @@ class Rank:
         self.entries: list[dict[str, Any]] | None = None
 
     def follow(self, elapsed_s: float) -> None:
-        """Count the time without a beat while armed."""
+        """Count the time since the last beat, if the rank is in the loop.
+
+        Args:
+            elapsed_s: Seconds since the last call.
+        """
         beat = self._cells[0]
         self.waited_s = self.waited_s + elapsed_s if beat and beat == self._beat else 0.0
         self._beat = beat
 
     def send(self, **message: Any) -> None:
-        """Send a message, if the rank can take it."""
+        """Send a message; errors are ignored."""
         with suppress(OSError):
             self.connection.sendall(json.dumps(message).encode() + b"\n")
 
     def receive(self) -> None:
-        """Read what the rank has sent."""
+        """Read the messages that the rank has sent."""
         try:
             while data := self.connection.recv(2**20):
                 self._received += data
@@ -93,24 +104,24 @@ class Rank:
         self.is_closed |= self.said_goodbye
 
     def kill(self, number: int) -> None:
-        """Send a signal."""
+        """Send signal ``number`` to the rank; errors are ignored."""
         with suppress(OSError):
             signal.pidfd_send_signal(self.process, number)
 
     def ask(self) -> None:
-        """Ask for the stacks and the collectives. A rank that has closed has no handler left for the signal."""
+        """Ask for the stacks and the collectives, unless the rank has disconnected: it then has no signal handler."""
         if not self.is_closed and not self.has_ended:
             self.kill(self._signal)
             self.send(do="look")
 
     @property
     def can_answer(self) -> bool:
-        """Whether it is alive, watched and running."""
+        """Return whether the rank is alive, connected and not stopped."""
         return not (self.is_closed or self.has_ended or self.state in STOPPED)
 
     @property
     def state(self) -> str:
-        """The letter in /proc that says whether its main thread runs, sleeps or is stopped; empty if it has ended."""
+        """Return the letter in /proc of the main thread's state (running, sleeping, stopped); empty if it has ended."""
         try:
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0]
         except OSError:
@@ -118,7 +129,7 @@ class Rank:
 
     @property
     def last_beat(self) -> str:
-        """When it last beat."""
+        """Return a clause on the time and step of the last beat."""
         beat, step = self._cells
         if not beat:
             return "not in the loop"
@@ -126,12 +137,12 @@ class Rank:
 
     @property
     def stacks(self) -> str:
-        """What faulthandler wrote."""
+        """Return the stacks that faulthandler has written."""
         return os.pread(self._stacks, os.fstat(self._stacks).st_size, 0).decode(errors="replace")
 
     @property
     def _frames(self) -> list[tuple[str, str, str]]:
-        """File, line and function of the main thread's frames, innermost first."""
+        """Return file, line and function of the main thread's frames, innermost first."""
         for thread in self.stacks.split("\n\n"):
             if f"0x{self._main_thread:016x}" in thread:
                 return re.findall(r'File "(.*)", line (\d+) in (.*)', thread)
@@ -139,13 +150,16 @@ class Rank:
 
     @property
     def place(self) -> str:
-        """Where the main thread is: the innermost line that is not a library's, if there is one."""
+        """Return where the main thread is: its innermost line outside of libraries, if there is one."""
         own = [frame for frame in self._frames if not _LIBRARIES.match(frame[0])]
         return next((_at(frame) for frame in own or self._frames), "")
 
     @property
     def exchange(self) -> str:
-        """Where the main thread waits for other ranks, though the recorder knows of no collective: gloo's sends."""
+        """Return where the main thread waits for other ranks, found by its stack; empty if it does not.
+
+        This finds gloo's sends, which the flight recorder does not record.
+        """
         for file, line, function in self._frames[:1]:
             if file.endswith(_EXCHANGES):
                 return f"{function} ({file}:{line})"
@@ -153,20 +167,20 @@ class Rank:
 
     @property
     def pending(self) -> list[dict[str, Any]]:
-        """The flight recorder's entries of collectives that are not completed, oldest first.
+        """Return the flight recorder's entries of collectives that are not completed, oldest first.
 
-        Those of groups that call themselves background come last: nobody waits for them in a step.
+        Entries of groups whose description begins with "background" come last, as no step waits for them.
         """
         entries = [entry for entry in self.entries or [] if not entry["retired"] and entry["state"] != "completed"]
         return sorted(entries, key=lambda entry: entry["process_group"][1].startswith("background"))
 
     def entry(self, like: dict[str, Any]) -> dict[str, Any] | None:
-        """This rank's entry of the same group and number, if it has one."""
+        """Return this rank's entry of the same collective as another rank's entry ``like``, if it has one."""
         return next((entry for entry in self.entries or [] if key_of(entry) == key_of(like)), None)
 
 
 def key_of(entry: dict[str, Any]) -> tuple[str, str, int, bool]:
-    """What tells a collective from others on all ranks: group, backend, number, and whether it is point to point."""
+    """Return what identifies a collective on all ranks: group, backend, sequence number, and whether it is a send."""
     backend = entry["profiling_name"].partition(":")[0]
     return entry["process_group"][0], backend, entry["collective_seq_id"], entry["is_p2p"]
 

@@ -271,10 +271,10 @@ def test_what_does_not_fit_is_named(folders: dict[str, Path], tmp_path: Path) ->
     unknown = refused(case("unknown", lambda tensors: tensors.update({"new.weight": torch.ones(2)})))
     assert "The module lacks new.weight. Build" in unknown
     shape = refused(case("shape", lambda tensors: tensors.update({"norm.weight": torch.ones(31)})))
-    assert f"norm.weight is [31] in {tmp_path}/shape/model.safetensors, and [32] in the module" in shape
+    assert f"norm.weight has shape [31] in {tmp_path}/shape/model.safetensors, but [32] in the module" in shape
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "model.safetensors").write_bytes(b"no tensors at all")
-    assert f"{tmp_path}/damaged/model.safetensors is not a whole safetensors file" in refused(tmp_path / "damaged")
+    assert f"{tmp_path}/damaged/model.safetensors is not a complete safetensors file" in refused(tmp_path / "damaged")
     prefix = refused(folders["llama"], "net.", model)
     assert "prefix='net.': the module has no parameter" in prefix
     many = refused(folders["llama"], "model.", model)
@@ -283,7 +283,7 @@ def test_what_does_not_fit_is_named(folders: dict[str, Path], tmp_path: Path) ->
     part = shutil.copytree(folders["llama"], tmp_path / "part")
     files = sorted(set(json.loads((part / "model.safetensors.index.json").read_text())["weight_map"].values()))
     (part / files[1]).unlink()
-    assert f"lists {files[1]}, not in the folder" in refused(part, module=model)
+    assert f"lists {files[1]}, missing from the folder" in refused(part, module=model)
     (part / "model.safetensors.index.json").write_text("{}")
     assert "is not an index of safetensors files" in refused(part, module=model)
     with torch.device("meta"):

@@ -391,7 +391,7 @@ def alone(folder: Path) -> str:
 
 def test_ranks_that_do_not_share_a_disk_are_told(pool: WorkerPool, tmp_path: Path) -> None:
     for error in pool.run(alone, 2, tmp_path):
-        assert "rank 1 does not see what rank 0 has made" in error and "all ranks share" in error
+        assert "rank 1 does not see the folder that rank 0 created" in error and "all ranks share" in error
         assert str(tmp_path / "0" / "run.ckpt") in error
     assert not (tmp_path / "0" / "run.ckpt").exists()
 
@@ -448,4 +448,4 @@ def test_a_run_after_an_error_of_one_rank_does_not_hang(pool: WorkerPool, tmp_pa
     with pytest.raises(RankFailed):
         pool.run(error_on_one_rank_is_caught, 2, tmp_path, timeout_s=60, grace_s=0.5)
     shown = (tmp_path / "shown").read_text()
-    assert "failed on rank 1 (ValueError: rank 1 alone), and not on rank 0, which waits for it still" in shown
+    assert "failed on rank 1 (ValueError: rank 1 alone), but not on rank 0, which still waits for it" in shown

@@ -95,7 +95,7 @@ def _place(fault: str) -> str:
         (
             "gil",
             [EXIT_HANG, KILLED],
-            f"rank 1 hangs: it does not answer, a call into C holds the GIL; it is in {_place('gil')}; {WAITS}",
+            f"rank 1 hangs: it does not answer, because a call into C holds the GIL; it is in {_place('gil')}; {WAITS}",
             "",
             8,
         ),
@@ -162,8 +162,8 @@ def test_each_node_says_whether_it_has_the_cause(tmp_path: Path) -> None:
     assert code_of_the_cause == EXIT_HANG
     if code == EXIT_HANG:
         assert ranks.stderr(0).startswith(
-            "lightning-dist: the training hangs: no rank of this node is the cause, but one of another node, or what"
-            f" connects them; {WAITS}. "
+            "lightning-dist: the training hangs: no rank of this node is the cause, so it is a rank of another node, or"
+            f" the network between them; {WAITS}. "
         )
     else:  # the other node was first: then the connection to it was lost
         assert code == 1 and "Connection" in ranks.stderr(0)
@@ -210,7 +210,7 @@ def test_the_watching_process_outlives_signals_to_the_job_and_its_death_is_told(
     assert ranks.watchers() == [watcher]
     os.kill(watcher, signal.SIGKILL)
     assert ranks.exits() == [0, 0]
-    assert ranks.stderr(1) == "lightning-dist: the watchdog of rank 1 has died: hangs go unseen\n"
+    assert ranks.stderr(1) == "lightning-dist: the watchdog of rank 1 has died: hangs are no longer detected\n"
 
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])

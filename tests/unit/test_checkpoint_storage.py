@@ -70,7 +70,7 @@ def test_where_nothing_can_be_exchanged_a_directory_is_not_replaced(
 ) -> None:
     save(tmp_path / "run.ckpt", 1)
     request.getfixturevalue("no_exchange")
-    with pytest.raises(CheckpointError, match="cannot be replaced in one step: it is no link"):
+    with pytest.raises(CheckpointError, match="cannot be replaced in one step: it is not a symbolic link"):
         save(tmp_path / "run.ckpt", 2)
     assert found(tmp_path / "run.ckpt") == 1
 
