@@ -1,4 +1,4 @@
-"""The table that a run begins with: what was decided, and what it means on a rank."""
+"""Format the table that is printed when a run begins: the layout, and what each rank holds and runs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LABELS = {"root": "on the LightningModule itself", "shared": "shared by blocks"
 
 
 def startup_table(strategy: MeshStrategy, module: ShardedModule) -> str:
-    """Layout, units, precision and checks of ``strategy``, as lines of text."""
+    """Return the layout, units, precision and checks of ``strategy`` as lines of text."""
     kinds: dict[str, list[int]] = {}
     for unit, group in zip(module.units, module.groups, strict=True):
         name = type(unit.modules[0]).__name__.removeprefix("FSDP")
@@ -73,7 +73,7 @@ def startup_table(strategy: MeshStrategy, module: ShardedModule) -> str:
 
 
 def _stages(pipeline: Pipeline) -> Iterator[str]:
-    """A line for each stage: where, from which part to which, and its share of a step's time."""
+    """Yield a line for each stage: its rank, its first and last part, and its share of a step's time."""
     config, stages = pipeline.config, pipeline.stages
     for stage, share in enumerate(stages.costs):
         parts = [part for part in stages.parts if stage in stages.stages_of_part[part]]
@@ -82,7 +82,7 @@ def _stages(pipeline: Pipeline) -> Iterator[str]:
 
 
 def _split(plan: Mapping[str, Entry]) -> Iterator[str]:
-    """A line for each way of splitting: which modules, and who said so."""
+    """Yield a line for each way of splitting, with its modules and the source of the decision."""
     lines: dict[tuple[str, str, str], dict[str, int]] = {}
     for name, entry in plan.items():
         names = lines.setdefault((entry.style, entry.source, entry.why), {})
@@ -102,7 +102,7 @@ def _split_parameters(parameters: Mapping[str, int]) -> Iterator[str]:
 
 
 def _split_over_tp(module: ShardedModule) -> float:
-    """Return the fraction of the parameters of which each rank of ``tp`` has a part."""
+    """Return the fraction of this rank's parameters that are split over ``tp``, counted by elements."""
     assert module.tensor_parallel is not None
     params = [param for param in module.module.parameters() if not param.is_meta]
     split = sum(param.numel() for param in params if module.tensor_parallel.splits(param))
@@ -110,7 +110,7 @@ def _split_over_tp(module: ShardedModule) -> float:
 
 
 def _held(module: ShardedModule) -> int:
-    """Number of parameters on a rank, the largest part of each."""
+    """Return the number of elements of the parameters on a rank, taking the largest shard of each parameter."""
     return sum(
         math.prod(-(-size // parts) for size, parts in zip(param.shape, _parts(param), strict=True))
         for param in module.module.parameters()
@@ -119,11 +119,11 @@ def _held(module: ShardedModule) -> int:
 
 
 def _parts(param: torch.Tensor) -> list[int]:
-    """In how many parts each dimension is split."""
+    """Return the number of shards that each dimension of ``param`` is split into."""
     parts = [1] * param.ndim
     if isinstance(param, DTensor):
         for size, placement in zip(param.device_mesh.shape, param.placements, strict=True):
-            dim = getattr(placement, "dim", None)  # of Shard and its variants
+            dim = getattr(placement, "dim", None)  # Shard and its variants have a dim.
             if dim is not None:
                 parts[dim] *= size
     return parts
