@@ -188,7 +188,7 @@ def log_graph_before_sharding(trainer: Trainer, is_sharded: bool) -> Callable[[]
     loggers = [logger for logger in trainer.loggers if getattr(logger, "_log_graph", False)]
     module = trainer.lightning_module
     if loggers and (is_sharded or any(param.is_meta for param in module.parameters())):
-        rank_zero_warn("log_graph=True has no effect: the module is in shards, and no rank can run it alone.")
+        rank_zero_warn("log_graph=True has no effect: the module is sharded, and no rank can run it alone.")
     elif loggers:
         with raise_on_all_ranks("logging the graph (log_graph=True)"):
             for logger in loggers:
@@ -353,7 +353,7 @@ def intercept_checkpoint_paths(
             return choose(self.trainer, ckpt_path, lambda: parse_ckpt_path(self, state_fn, ckpt_path, *args, **kwargs))
         if ckpt_path == "auto":
             raise MisconfigurationException(
-                "ckpt_path='auto' is for lightning-dist's strategies, and this is "
+                "ckpt_path='auto' works only with lightning-dist's strategies, and not with "
                 f"{type(self.trainer.strategy).__name__}: use 'last'."
             )
         return parse_ckpt_path(self, state_fn, ckpt_path, *args, **kwargs)

@@ -55,8 +55,8 @@ def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
             )
         if isinstance(callback, ModelPruning):
             raise MisconfigurationException(
-                "ModelPruning replaces parameters by others with masks while they are trained, and ranks them by size"
-                f" within each shard: it does not work with {type(strategy).__name__}. Prune the trained model: on"
+                "ModelPruning replaces parameters by masked ones during training, and compares their sizes only within"
+                f" each shard: it does not work with {type(strategy).__name__}. Prune the trained model instead: on"
                 " every rank, enter lightning_dist.full_parameters(module), load its state_dict() into a new module,"
                 " and use torch.nn.utils.prune on that."
             )
@@ -170,6 +170,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, s
         if num_foreign:
             raise ValueError(
                 f"Optimizer {index} ({name}) holds {num_foreign} of {len(params)} parameters that are not"
-                f" {type(module).__name__}'s: it would train nothing. It was made before the module was sharded, or of"
-                " another module's parameters. Make it in configure_optimizers, of self.parameters()."
+                f" {type(module).__name__}'s: it would not train them. It was created before the module was sharded, or"
+                " with another module's parameters. Create it in configure_optimizers, from self.parameters()."
             )

@@ -105,8 +105,9 @@ class _Position:
         """
         if state["num_samples"] != self._num_samples:
             rank_zero_warn(
-                f"The data had {state['num_samples']} samples when the checkpoint was saved, and have"
-                f" {self._num_samples} now: this epoch leaves out as many as were seen, but not the same."
+                f"The dataset had {state['num_samples']} samples when the checkpoint was saved, and has"
+                f" {self._num_samples} now: the rest of this epoch skips as many samples as were seen, but not the same"
+                " ones."
             )
         self._keep_global_batch(state["step"], Batch(**{field.name: state[field.name] for field in fields(Batch)}))
         num_batches = state["num_batches"] * state["row"] // self._row

@@ -69,8 +69,8 @@ class EvaluationBatches:
         if least != most:
             raise UnequalBatchesError(
                 f"This rank has {'a batch' if has_batch else 'no batch'} left to evaluate, and another has"
-                f" {'none' if has_batch else 'one'}: the loaders give the ranks unequal numbers of batches, and do not"
-                " say how many. Give the dataset a length, or let every rank's part have as many batches."
+                f" {'none' if has_batch else 'one'}: the loaders give the ranks unequal numbers of batches, and have no"
+                " lengths. Give the dataset a length, or give every rank the same number of batches."
             )
 
     def __str__(self) -> str:

@@ -175,9 +175,9 @@ def parameters_unchanged(module: LightningModule) -> Iterator[None]:
     for name, param in params.items():
         if state_of(param) != before[name]:
             raise TraceError(
-                f"The step changes the parameter {name!r}. Under a pipeline a step runs once a microbatch, and not on"
-                " every rank to its end: change parameters in on_train_batch_start or on_train_batch_end, where every"
-                " rank sees the parameters of all stages."
+                f"The step changes the parameter {name!r}. Under a pipeline, a step runs once per microbatch, and only"
+                " the last stage runs it to its end: change parameters in on_train_batch_start or on_train_batch_end,"
+                " where every rank sees the parameters of all stages."
             )
 
 
