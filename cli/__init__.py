@@ -1,4 +1,7 @@
-"""The ``lightning-dist`` command. It imports nothing of the ``cli`` extra here, so that it can say what is missing."""
+"""Run the ``lightning-dist`` command.
+
+This module imports nothing of the ``cli`` extra, so that it can report which of its packages are missing.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -39,10 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: What follows the program's name; by default what this process was started with.
+        argv: Arguments after the program's name; by default those of this process.
 
     Returns:
-        The exit code: 0 done, 1 training failed, 2 bad configuration.
+        The exit code: 0 for success, 1 if training failed, 2 for a bad configuration.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):

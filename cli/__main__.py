@@ -1,4 +1,4 @@
-"""``python -m lightning_dist.cli``, for launchers that take a module: ``torchrun -m lightning_dist.cli fit ...``."""
+"""Run the command as a module, for launchers that take one: ``torchrun -m lightning_dist.cli fit ...``."""
 
 import sys
 

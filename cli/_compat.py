@@ -1,6 +1,6 @@
-"""The private corners of jsonargparse and LightningCLI that the command stands on, each with what would replace it.
+"""Collect the command's uses of private API of jsonargparse and LightningCLI, each with what could replace it.
 
-Tried with jsonargparse 4.53 and lightning 2.6.
+Tested with jsonargparse 4.53 and lightning 2.6.
 """
 
 import argparse
@@ -24,11 +24,11 @@ _AUTO = "auto"
 
 
 class StrategyAction(ActionTypeHint):
-    """Parses ``trainer.strategy`` in every spelling: registered name, class name, import path, each with arguments.
+    """Parse ``trainer.strategy`` as a registered name, a class name or an import path, each with arguments.
 
-    Lightning's annotation is ``str | Strategy``, of which jsonargparse makes two unrelated things: a name, which cannot
-    have arguments, and a class. Replaced by: an annotation in Lightning that knows the registry, or a hook in
-    jsonargparse to normalise a value before it is checked.
+    Lightning's annotation is ``str | Strategy``, which jsonargparse treats as two unrelated alternatives: a name, which
+    cannot have arguments, and a class. Replaceable by an annotation in Lightning that knows the registry, or by a hook
+    in jsonargparse that normalizes a value before it is checked.
     """
 
     def _check_type(
@@ -52,7 +52,7 @@ class StrategyAction(ActionTypeHint):
         return super()._check_type(value, append=append, cfg=cfg, mode=mode)
 
     def instantiate_classes(self, value: Any) -> Any:
-        """Make the strategy as a Strategy alone: of a union, jsonargparse would report the failure to be a str."""
+        """Instantiate the strategy with the type ``Strategy``, not the union, whose errors would be about ``str``."""
         if isinstance(value, str):
             return value
         union, self._typehint = self._typehint, Strategy
@@ -63,7 +63,10 @@ class StrategyAction(ActionTypeHint):
 
 
 class StrategyHelpAction(_ActionHelpClassPath):
-    """``--trainer.strategy.help NAME``, where NAME may be a registered one. Replaced as StrategyAction would be."""
+    """Explain a strategy for ``--trainer.strategy.help NAME``, where NAME may be a registered name or a class.
+
+    Replaceable in the same way as StrategyAction.
+    """
 
     def resolve_help_type(self, value: str | None, option_string: str) -> type:
         if value is None:
@@ -81,7 +84,7 @@ def install_strategy_actions(parser: ArgumentParser, key: str) -> None:
 
     Args:
         parser: A parser that has the argument.
-        key: Its name, such as ``trainer.strategy``.
+        key: The argument's name, such as ``trainer.strategy``.
     """
     action, help_action = (parser._option_string_actions[f"--{name}"] for name in (key, f"{key}.help"))
     action.__class__, help_action.__class__ = StrategyAction, StrategyHelpAction
@@ -97,7 +100,10 @@ def install_strategy_actions(parser: ArgumentParser, key: str) -> None:
 
 
 class CommandLine(LightningCLI):
-    """LightningCLI with its handling of ``ckpt_path`` open to override. Replaced by: a public hook before parsing."""
+    """Extend LightningCLI by a public method that handles ``ckpt_path`` and can be overridden.
+
+    Replaceable by a public hook in LightningCLI before parsing.
+    """
 
     def _parse_ckpt_path(self) -> None:
         path = self.config[self.config.subcommand].get("ckpt_path")
@@ -105,12 +111,15 @@ class CommandLine(LightningCLI):
             self.read_checkpoint_hparams(str(path))
 
     def read_checkpoint_hparams(self, path: str) -> None:
-        """Check a checkpoint path and take the model's hyperparameters from it."""
+        """Check the checkpoint path, and read the model's hyperparameters from the checkpoint."""
         super()._parse_ckpt_path()
 
 
 def active_parser(parser: ArgumentParser, error: Exception | None) -> ArgumentParser:
-    """Return the parser of the command that an error is about. Replaced by: ``error`` being called on that parser."""
+    """Return the parser of the command that an error is about.
+
+    Replaceable by jsonargparse calling ``error`` on that parser.
+    """
     at_fault = getattr(error, "subcommand_parser", None)
     if at_fault is None and parser._subcommands_action is not None:
         at_fault = parser._subcommands_action._name_parser_map.get(next(iter(getattr(parser, "args", [])), ""))
@@ -118,47 +127,48 @@ def active_parser(parser: ArgumentParser, error: Exception | None) -> ArgumentPa
 
 
 def child_processes(trainer: Trainer) -> list[Popen[bytes]]:
-    """Return the processes that the Trainer's launcher has started. Replaced by: a public method that ends them."""
+    """Return the processes that the Trainer's launcher has started. Replaceable by a public method that ends them."""
     return list(getattr(trainer.strategy.launcher, "procs", []))
 
 
 def option_names(parser: ArgumentParser) -> set[str]:
-    """Return a parser's long options without dashes. Replaced by: a public listing of a parser's arguments."""
+    """Return a parser's long options without dashes. Replaceable by a public listing of a parser's arguments."""
     return {
         option.removeprefix("--").rstrip("+") for option in parser._option_string_actions if option.startswith("--")
     }
 
 
 def type_of(parser: ArgumentParser, key: str) -> Any:
-    """Return the type hint of an argument, None if it has none. Replaced as ``option_names`` would be."""
+    """Return the type hint of an argument, None if it has none. Replaceable in the same way as ``option_names``."""
     action: argparse.Action | None = parser._option_string_actions.get(f"--{key}")
     return getattr(action, "_typehint", None)
 
 
 def parameters_of(class_or_path: type | str) -> list[str]:
-    """Return the names of the arguments that a class can be configured with, also those passed on as ``**kwargs``."""
+    """Return the names of a class's configurable arguments, including those that it passes on as ``**kwargs``."""
     cls = import_object(class_or_path) if isinstance(class_or_path, str) else class_or_path
     names: list[str] = ArgumentParser(exit_on_error=False).add_class_arguments(cls, fail_untyped=False)
     return names
 
 
 def class_names(typehint: Any) -> set[str]:
-    """Return the names of the classes that have been imported and would fit a type hint."""
+    """Return the names of the imported classes that match a type hint."""
     return {cls.__name__ for base in _classes(typehint) for cls in _subclasses(base) if not inspect.isabstract(cls)}
 
 
 def literals(typehint: Any) -> list[str]:
-    """Return the values that a type hint spells out."""
+    """Return the values of all ``Literal`` types in a type hint, as text."""
     if get_origin(typehint) is Literal:
         return [str(value) for value in get_args(typehint)]
     return [value for argument in get_args(typehint) for value in literals(argument)]
 
 
 def _resolve(value: str) -> Any:
-    """Turn the name of a strategy into a class to instantiate, where it is not one that the Trainer must see itself."""
+    """Turn the name of a strategy into a class to instantiate, unless the Trainer itself must get the name."""
     name = value.lower()
     if name in StrategyRegistry:
-        # The Trainer treats some of Lightning's names apart (ddp_notebook): they stay names until they have arguments.
+        # The Trainer gives some of Lightning's names a special meaning, such as ddp_notebook, so these stay names as
+        # long as they have no arguments.
         return _expand(name) if _is_ours(StrategyRegistry[name]["strategy"]) else name
     if name == _AUTO:
         return name
@@ -166,6 +176,7 @@ def _resolve(value: str) -> Any:
 
 
 def _with_registered_arguments(value: Any) -> Any:
+    """Resolve the ``class_path`` of a strategy, and add the arguments that a registered name stands for."""
     spec = value.as_dict() if isinstance(value, Namespace) else dict(value)
     name = spec["class_path"].lower()
     if name == _AUTO:
@@ -177,17 +188,20 @@ def _with_registered_arguments(value: Any) -> Any:
 
 
 def _expand(name: str, argument: str | None = None) -> dict[str, Any]:
-    """Return the class and the arguments that a name is registered for."""
+    """Return the ``class_path`` and ``init_args`` of a registered name.
+
+    Raises:
+        TypeError: If the name is not registered, and so takes no ``argument``.
+    """
     if name not in StrategyRegistry:
-        raise TypeError(
-            f"the strategy {name!r} takes no argument {argument!r}: name one that does, before its arguments."
-        )
+        raise TypeError(f"the strategy {name!r} takes no argument {argument!r}: before it, name a strategy that does.")
     entry = StrategyRegistry[name]
     spec: dict[str, Any] = {"class_path": get_import_path(entry["strategy"])}
     return spec | {"init_args": dict(entry["init_params"])} if entry["init_params"] else spec
 
 
 def _class_path(name: str) -> str:
+    """Return the import path of the strategy with this registered name, class name or import path."""
     found = _class_of(name)
     if found is not None:
         return str(get_import_path(found))

@@ -1,4 +1,4 @@
-"""``lightning-dist checkpoint``: what can be done to a checkpoint without a Trainer."""
+"""Run ``lightning-dist checkpoint``, which lists, checks and converts checkpoints without a Trainer."""
 
 import argparse
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ _OUTPUT_FORMATS = (".ckpt", ".safetensors")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Answers a mistake in one line."""
+    """Report a mistake on the command line in one line."""
 
     def error(self, message: str) -> NoReturn:
         print_error(f"{self.prog}: {message}")
@@ -25,10 +25,10 @@ def run(arguments: Sequence[str]) -> int:
     """Run ``lightning-dist checkpoint``.
 
     Args:
-        arguments: What follows ``checkpoint``.
+        arguments: Arguments after ``checkpoint``.
 
     Returns:
-        The exit code: 0 done, 1 if a checkpoint is damaged, 2 if the input cannot be used.
+        The exit code: 0 for success, 1 if a checkpoint is damaged, 2 if the input cannot be used.
     """
     parser = _Parser(prog="lightning-dist checkpoint", description="Work with checkpoints.", allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=_Parser)
@@ -41,7 +41,7 @@ def run(arguments: Sequence[str]) -> int:
     consolidate.add_argument("source", metavar="DIR", help="path or URL of a sharded checkpoint")
     consolidate.add_argument("destination", metavar="OUT", type=Path, help="file to write: .ckpt or .safetensors")
     consolidate.add_argument(
-        "--trust", action="store_true", help="read objects of any class, which can run any code; for your own files"
+        "--trust", action="store_true", help="load objects of any class, which can run any code; only for trusted files"
     )
     listing = actions.add_parser("ls", help="list checkpoints", description="List checkpoints, the oldest first.")
     listing.add_argument("folder", metavar="DIR", help="path or URL of a folder of checkpoints")

@@ -1,8 +1,8 @@
-"""What the command prints when it fails: one message, from one process, and an exit code.
+"""Print one message from one process when the command fails, and return an exit code.
 
 Every process of a run meets the same mistake at the same time. Rank 0 prints it; another rank waits a moment and
-prints, with its rank in front, only what no other process of its machine has said. Processes that have no connection
-yet, or have just lost it, agree by files in the temporary folder.
+prints its error, with its rank in front, only if no other process of its machine has printed the same. Processes may
+have no connection yet, or may have just lost it, so they coordinate through files in the temporary folder.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from pathlib import Path
 TRAINING_FAILED = 1
 BAD_CONFIGURATION = 2
 SHOW_TRACEBACK = "LIGHTNING_DIST_TRACEBACK"
-"""Environment variable that makes a mistake in the configuration end with its traceback."""
+"""Environment variable that makes the command print the traceback of a mistake in the configuration."""
 
 _GRACE_S = 2.0
 _STALE_S = 60.0
@@ -32,13 +32,13 @@ def closest(name: str, candidates: Iterable[str]) -> str:
 
 
 def users_line(error: BaseException) -> str:
-    """Return the line of the user's own code that an error came from, as a line to put below its message.
+    """Return the line of the user's own code that raised an error, as text to append to its message.
 
     Args:
-        error: An error that was raised; what caused it is looked at first.
+        error: An error that was raised; the line is taken from its first cause.
 
     Returns:
-        An empty string where only libraries were at work.
+        A line break and the place, or an empty string if only library code is in the traceback.
     """
     while error.__cause__ is not None:
         error = error.__cause__
@@ -47,31 +47,31 @@ def users_line(error: BaseException) -> str:
     if own is None:
         return ""
     place = f"{os.path.relpath(own.filename)}:{own.lineno}, in {own.name}"
-    return f"\n  at {place} ({SHOW_TRACEBACK}=1 shows how it came there)"
+    return f"\n  at {place} ({SHOW_TRACEBACK}=1 shows the traceback)"
 
 
 def _is_users(filename: str) -> bool:
     path = Path(filename)
     installed = "site-packages" in path.parts or not path.is_file()
-    # Unresolved, since both are reached through the package's links.
+    # The paths are not resolved, because plugins and cli are reached through symbolic links in the package.
     libraries = (Path(__file__).parents[1], Path(os.__file__).parent)
     return not installed and not any(path.is_relative_to(library) for library in libraries)
 
 
 def print_error(text: str, prefix: str = "error: ") -> None:
-    """Print a message to stderr, in one write so that processes do not tear each other's lines."""
+    """Print a message to stderr in one write, so that the lines of several processes are not mixed."""
     sys.stderr.write(f"{prefix}{text.rstrip()}\n")
     sys.stderr.flush()
 
 
 def report(text: str, code: int, prefix: str = "error: ", cause: str | None = None) -> int:
-    """Print an error that other processes of the run may have too; return the exit code.
+    """Print an error that other processes of the run may have too, and return the exit code.
 
     Args:
         text: The message.
         code: This process's exit code.
-        prefix: Put before the message.
-        cause: What makes two processes' errors the same, where their texts differ.
+        prefix: Text that is put before the message.
+        cause: Text by which the errors of several processes are recognized as the same; by default the message.
     """
     rank, markers = _rank(), _markers()
     if markers is None:
@@ -93,14 +93,14 @@ def report(text: str, code: int, prefix: str = "error: ", cause: str | None = No
 
 
 def reported_by_another() -> int | None:
-    """Return the exit code of the process that failed first, if one says within moments that it did.
+    """Return the exit code of another process of this run that reports its failure within seconds, else None.
 
-    For a process that sees no more than a lost connection, and would only add noise.
+    A process that only sees a lost connection calls this, because its own error would be noise.
     """
     markers = _markers()
     if markers is None:
         return None
-    # The other rank may itself be waiting for a yet more important one.
+    # The other rank may itself be waiting for a third one to report.
     deadline = time.monotonic() + 2 * _GRACE_S
     while time.monotonic() < deadline:
         for marker in markers.fresh():
@@ -117,27 +117,27 @@ def _rank() -> int:
 
 
 class _Markers:
-    """The files by which this run's processes on this machine tell each other what has been reported."""
+    """Manage the files by which this run's processes on this machine tell each other which errors were reported."""
 
     def __init__(self, folder: Path, run: str) -> None:
         self._folder, self._run = folder, run
 
     def of(self, cause: str) -> Path:
-        """Return the marker of an error."""
+        """Return the marker file of an error."""
         return self._folder / f"{self._run}-{_digest(cause)}"
 
     def fresh(self) -> list[Path]:
-        """Return the markers of this run."""
+        """Return the recent marker files of this run."""
         return [marker for marker in self._folder.glob(f"{self._run}-*") if _is_fresh(marker)]
 
 
 def _markers() -> _Markers | None:
-    """Return the markers of this run, or None if it has one process only."""
+    """Return the markers of this run, or None if the run has only one process."""
     if "MASTER_PORT" not in os.environ:
         return None
     run = [os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")]
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # torchrun, the parent of all ranks, uses one port for all its runs.
+        # torchrun, which is the parent of all ranks, uses the same port for all of its runs.
         run.append(str(os.getppid()))
     folder = Path(tempfile.gettempdir(), f"lightning-dist-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
@@ -152,7 +152,7 @@ def _digest(text: str) -> str:
 
 
 def _claim(marker: Path, code: int) -> bool:
-    """Say that this process reports an error; return False if another has said so."""
+    """Create the marker of an error that this process reports; return False if another process has created it."""
     try:
         with marker.open("x") as file:
             file.write(str(code))
@@ -162,7 +162,7 @@ def _claim(marker: Path, code: int) -> bool:
 
 
 def _is_fresh(marker: Path) -> bool:
-    """Whether a marker is of this run and not of one before it on the same port."""
+    """Return whether a marker is recent, and so belongs to this run and not to an earlier one on the same port."""
     try:
         return time.time() - marker.stat().st_mtime < _STALE_S
     except FileNotFoundError:

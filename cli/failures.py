@@ -1,4 +1,4 @@
-"""How a run of the Trainer fails: as a mistake of its configuration, in training, or because another process failed."""
+"""Report how a run failed: by a mistake in its configuration, in training, or because another process failed."""
 
 import os
 import re
@@ -43,14 +43,14 @@ _SECONDS_TO_EXIT = 5
 
 
 class Progress(Callback):
-    """Knows how far a run has come: a mistake before the first batch is one of the configuration."""
+    """Record whether a run has reached its first batch: until then, errors count as mistakes in its configuration."""
 
     def __init__(self) -> None:
         self.batch_seen = False
         self.trainer: Trainer | None = None
 
     def stop_other_processes(self) -> None:
-        """End the processes that this one has launched and that would now wait for it in a collective."""
+        """End the processes that this one has launched, because they would wait for it in a collective."""
         processes = [] if self.trainer is None else child_processes(self.trainer)
         deadline = time.monotonic() + _SECONDS_TO_EXIT
         while time.monotonic() < deadline and any(process.poll() is None for process in processes):
@@ -77,18 +77,18 @@ class Progress(Callback):
     def _see_batch(self) -> None:
         self.batch_seen = True
         assert self.trainer is not None
-        # Nothing more to see, and Lightning spends time on every callback of every step. In a new list: it is looping
-        # over the old one.
+        # The callback is not needed any more, and every callback costs time in every step. The list is replaced and not
+        # changed, because Lightning is iterating over it.
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
         self.trainer.callbacks = [callback for callback in callbacks if callback is not self]  # type: ignore[attr-defined]
 
 
 def report_failure(error: Exception, progress: Progress) -> int:
-    """Print why a run failed, as far as this process has to.
+    """Print why a run failed, unless another process prints it.
 
     Args:
-        error: What the run raised.
-        progress: How far it had come.
+        error: The exception that the run raised.
+        progress: The callback that knows whether the run had reached its first batch.
 
     Returns:
         The exit code.
@@ -105,19 +105,19 @@ def report_failure(error: Exception, progress: Progress) -> int:
         return report(_describe(error), BAD_CONFIGURATION)
     text = "".join(traceback.format_exception(error))
     code = BAD_CONFIGURATION if is_mistake else TRAINING_FAILED
-    # The frames differ between the process that launches and those that are launched.
+    # The tracebacks differ between the launching process and the launched ones, so they cannot identify the error.
     return report(text, code, prefix="", cause=f"{type(error).__name__}: {error}")
 
 
 def _is_rejected_argument(error: Exception, progress: Progress) -> bool:
-    """Whether the Trainer's constructor refuses a value; it raises TypeError for some (``devices``)."""
+    """Return whether the Trainer's constructor rejected a value by a TypeError, as it does for ``devices``."""
     frames = traceback.extract_tb(error.__traceback__)
     raised_by_lightning = bool(frames) and "lightning" in Path(frames[-1].filename).parts
     return isinstance(error, TypeError) and progress.trainer is None and raised_by_lightning
 
 
 def _is_consequence(error: Exception) -> bool:
-    """Whether an error only says that another process has failed or gone."""
+    """Return whether an error only says that another process has failed or exited."""
     lost = isinstance(error, (OtherRankError, torch.distributed.DistNetworkError, torch.distributed.DistBackendError))
     return lost or (isinstance(error, (RuntimeError, OSError)) and bool(_LOST_CONNECTION.search(str(error))))
 

@@ -1,7 +1,7 @@
-"""jsonargparse's error messages, made short: the key, the value, what was expected, and the nearest name.
+"""Shorten jsonargparse's error messages to the key, the value, what was expected, and the nearest name.
 
-jsonargparse reports a tree: for every type of a union why the value does not fit it. One branch of it is what the user
-meant; the others are dropped.
+For a union, jsonargparse reports a tree, with the reason why the value does not fit for each of the types. Only the
+branch of the type that the user meant is kept.
 """
 
 import importlib
@@ -25,15 +25,15 @@ _MAX_LINES = 3
 
 
 def shorten(message: str, parser: ArgumentParser, arguments: Sequence[str]) -> str:
-    """Rewrite an error of the parser for the person who typed it.
+    """Rewrite an error of the parser for the user of the command.
 
     Args:
-        message: What jsonargparse would print below the usage.
-        parser: The parser that refuses.
-        arguments: The command line, to say which configuration file an option is from.
+        message: The message that jsonargparse would print below the usage.
+        parser: The parser that raised the error.
+        arguments: The command line, from which the configuration file with the option is found.
 
     Returns:
-        At most three lines, without a full stop's worth of usage. A message of an unknown form is cut, never dropped.
+        A message of at most three lines, without the usage. A message of an unknown form is cut, never dropped.
     """
     if found := re.match(r"unrecognized arguments: (.*)", message, re.DOTALL):
         return _unrecognized(found[1].split(), parser)
@@ -66,11 +66,11 @@ def _unknown_key(key: str, parser: ArgumentParser, arguments: Sequence[str]) -> 
 
 def _nearest_key(key: str, parser: ArgumentParser, dashes: str = "") -> str:
     names = option_names(parser)
-    # A section of a file stands for all the options below it.
+    # The key may also name a section of a file, with options below it.
     names |= {".".join(name.split(".")[: key.count(".") + 1]) for name in names}
     answer = closest(key, names)
     while answer == "." and "." in key:
-        # Perhaps it is the section that is misspelled.
+        # The section, not the option, may be misspelled.
         key = key.rpartition(".")[0]
         answer = "." if key in names else closest(key, names)
     if answer == ".":
@@ -95,11 +95,14 @@ def _explain(lines: list[str], key: str, parser: ArgumentParser, arguments: Sequ
     """Follow the one branch of a tree of errors that the user meant.
 
     Args:
-        lines: The tree below a key.
+        lines: Lines of the tree below a key.
         key: The key in the parser, such as ``model``.
-        parser: The parser that refuses.
+        parser: The parser that raised the error.
         arguments: The command line.
-        path: Import path of the class whose arguments the tree is about, once a branch has named one.
+        path: Import path of the class whose arguments the tree is about; empty until a branch has named one.
+
+    Returns:
+        The message for this branch.
     """
     branch = _branch(lines, r"- Problem with given class_path '(.+)':")
     if branch is not None:
@@ -132,7 +135,7 @@ def _explain(lines: list[str], key: str, parser: ArgumentParser, arguments: Sequ
 
 
 def _branch(lines: list[str], head: str) -> tuple[str, list[str]] | None:
-    """Return what a heading names and the lines indented below it, or None where no line is such a heading."""
+    """Return the name in the first heading that matches, and the lines indented below it; None if none matches."""
     for index, line in enumerate(lines):
         found = re.fullmatch(rf"(\s*){head}(.*)", line)
         if found:
@@ -146,7 +149,7 @@ def _below(indent: int) -> Callable[[str], bool]:
 
 
 def _value_error(text: str, typehint: Any) -> str:
-    """Explain a value that fits none of the types."""
+    """Explain why a value fits none of the types."""
     given = re.search(r"Given value: (.*)", text) or re.search(r"Got value: (.*)", text)
     if given is None:
         return _cut(text)
@@ -195,7 +198,7 @@ def _no_module(module: str, path: str) -> str:
 
 
 def _origin(key: str, arguments: Sequence[str]) -> str:
-    """Return ``"FILE: "`` where the key is set by a file and not by a flag."""
+    """Return ``"FILE: "`` if a file and no flag sets the key, else an empty string."""
     if any(argument.startswith(f"--{key}") for argument in arguments):
         return ""
     for path in reversed(list(_config_files(arguments))):
@@ -244,15 +247,15 @@ def interpolation(error: OmegaConfBaseException) -> str:
     key = str(error.full_key or "").partition(".")[2]
     reason = str(error).splitlines()[0]
     if found := re.match(r"Interpolation key '\.*(.+)' not found", reason):
-        reason = f"there is no {found[1]!r} to put for ${{{found[1]}}}."
+        reason = f"there is no {found[1]!r} in the configuration to replace ${{{found[1]}}}."
     return f"{key}: {reason}"
 
 
 def original(error: Exception) -> Exception:
-    """Return the error that a class raised while it was being made, which jsonargparse reports as a misfit of types.
+    """Return the error that a class raised in its constructor, which jsonargparse wraps in an error about types.
 
     Args:
-        error: What the parser raised while it instantiated classes; any other error is returned as it is.
+        error: The error that the parser raised while it instantiated classes; any other error is returned unchanged.
     """
     while str(error).startswith("Does not validate against any of the Union subtypes"):
         cause = error.__cause__

@@ -1,4 +1,4 @@
-"""Keeping a run's resolved configuration with the run."""
+"""Save a run's resolved configuration with the run."""
 
 import os
 from typing import Any
@@ -14,16 +14,16 @@ from lightning_dist.plugins.loggers import MLflowLogger
 
 
 class SaveRunConfig(SaveConfigCallback):
-    """Writes ``config.yaml`` once a run: into the run's folder, and into MLflow as parameters and an artifact.
+    """Write ``config.yaml`` once per run: to the run's folder, and to MLflow as parameters and an artifact.
 
-    Lightning's own writes to ``trainer.log_dir``, which is one folder for all runs of an MLflow logger, or none at all.
-    A file that is there already is left alone: the next one is called ``config-1.yaml``. Without a logger the file goes
-    beside the checkpoints of ``fit``; nothing else of such a run is kept.
+    Lightning's own callback writes to ``trainer.log_dir``, which is one folder for all runs of an MLflow logger, or
+    none. An existing file is not overwritten: the next one is called ``config-1.yaml``. Without a logger, ``fit``
+    writes the file beside its checkpoints, and other commands write none.
 
     Args:
         parser: The parser of the command that runs.
-        config: Its parsed configuration.
-        **kwargs: As of Lightning's.
+        config: The command's parsed configuration.
+        **kwargs: Further arguments of Lightning's ``SaveConfigCallback``.
     """
 
     def __init__(self, parser: LightningArgumentParser, config: Any, **kwargs: Any) -> None:
@@ -43,7 +43,7 @@ class SaveRunConfig(SaveConfigCallback):
 
 
 def _run_folder(trainer: Trainer) -> str | None:
-    """Return the folder that belongs to this run alone, or that of its checkpoints."""
+    """Return the run's own folder, or without a logger the folder of its checkpoints; None if it has neither."""
     if trainer.loggers:
         logger = trainer.loggers[0]
         if isinstance(logger, (MLflowLogger, TensorBoardLogger, CSVLogger)):
@@ -56,7 +56,7 @@ def _run_folder(trainer: Trainer) -> str | None:
 
 
 def _write_new(folder: str, name: str, text: str) -> None:
-    """Write a file under its name, or with a number where that is taken."""
+    """Write a file under ``name``, or with a number appended to its stem if that exists."""
     filesystem = get_filesystem(folder)
     filesystem.makedirs(folder, exist_ok=True)
     stem, suffix = os.path.splitext(name)

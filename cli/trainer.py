@@ -1,4 +1,4 @@
-"""``lightning-dist fit|validate|test|predict``: a LightningCLI for any LightningModule."""
+"""Run ``lightning-dist fit|validate|test|predict``, a LightningCLI for any LightningModule."""
 
 import logging
 import os
@@ -48,11 +48,11 @@ def run(arguments: Sequence[str]) -> int:
         arguments: The command and its options.
 
     Returns:
-        The exit code: 0 done, 1 training failed, 2 bad configuration.
+        The exit code: 0 for success, 1 if training failed, 2 for a bad configuration.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    _hush()
+    _silence_known_warnings()
     progress = Progress()
     try:
         TrainerCommand(progress, list(arguments) if sys.argv[1:] != list(arguments) else None)
@@ -67,15 +67,15 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _hush() -> None:
-    """Leave out what Lightning prints on every start that its user can do nothing about."""
+def _silence_known_warnings() -> None:
+    """Suppress messages that Lightning prints on every start and that its user cannot act on."""
     warnings.filterwarnings("ignore", message=r"`isinstance\(treespec, LeafSpec\)` is deprecated")
     logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
     logger.addFilter(lambda record: not record.getMessage().startswith("💡 Tip: For seamless cloud"))
 
 
 class _Parser(LightningArgumentParser):
-    """Answers a mistake with one short message."""
+    """Report a mistake in the arguments by one short message."""
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -89,17 +89,17 @@ class _Parser(LightningArgumentParser):
 
 
 class TrainerCommand(CommandLine):
-    """LightningCLI with strategies by every name, optimizers of sharded parameters, and a run that documents itself.
+    """Extend LightningCLI by strategies with arguments, late optimizers, default callbacks and a saved configuration.
 
     Args:
-        progress: Told how far the run has come.
+        progress: Callback that records whether the run has reached its first batch.
         args: The command line; by default that of the process.
     """
 
     def __init__(self, progress: Progress, args: list[str] | None = None) -> None:
         self._progress = progress
         self._command = (args or sys.argv[1:])[0]
-        # So that ${trainer.max_steps} means this command's, though its options are kept under its name.
+        # This lets ${trainer.max_steps} refer to this command's option, though options are stored under its name.
         set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
         header = [f"{name}=={version}" for name, version in versions().items()]
         shared = {"dump_header": header}
@@ -110,19 +110,19 @@ class TrainerCommand(CommandLine):
             parser_kwargs={
                 "prog": "lightning-dist",
                 "allow_abbrev": False,
-                # Interpolation, ${model.init_args.dim}, resolved when all files and flags have been read.
+                # This mode resolves interpolations, such as ${model.init_args.dim}, after all files and flags are read.
                 "parser_mode": "omegaconf+",
                 **shared,
                 self._command: dict(shared),
             },
-            # LightningCLI would build the optimizer before the strategy has sharded the parameters.
+            # LightningCLI would create the optimizer before the strategy has sharded the parameters.
             auto_configure_optimizers=False,
             args=args,
         )
 
     @override
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Only the command that was asked for: making the parsers of the others would take three times as long."""
+        """Return only the requested command, because creating the parsers of all takes three times as long."""
         return {self._command: LightningCLI.subcommands()[self._command]}
 
     @override
@@ -139,9 +139,14 @@ class TrainerCommand(CommandLine):
 
     @override
     def read_checkpoint_hparams(self, path: str) -> None:
-        """Take the model's hyperparameters from a checkpoint file, saying so where they differ from what was given.
+        """Take the model's hyperparameters from a checkpoint file, and warn if they differ from the given ones.
 
-        A sharded checkpoint is a folder; it is left to the strategy.
+        A sharded checkpoint, which is a folder, is left to the strategy, as are URLs and symbolic paths such as "last".
+
+        Raises:
+            FileNotFoundError: If ``path`` does not exist.
+            ValueError: If the file is not a checkpoint of Lightning, or has more than tensors and plain values and is
+                not trusted.
         """
         if path in _SYMBOLIC_PATHS or "://" in path or path.startswith("registry"):
             return
@@ -188,10 +193,10 @@ class TrainerCommand(CommandLine):
         if config.get("optimizer"):
             _configure_optimizers_late(self.model, config.optimizer, config.get("lr_scheduler"))
         elif config.get("lr_scheduler"):
-            raise ValueError("lr_scheduler is set, but no optimizer for it to schedule: set --optimizer too.")
+            raise ValueError("lr_scheduler is set, but no optimizer that it can schedule: set --optimizer too.")
 
     def after_fit(self) -> None:
-        """Say where the run's results are."""
+        """Print where the run's results are."""
         callback = self.trainer.checkpoint_callback
         checkpoint = getattr(callback, "best_model_path", "") or getattr(callback, "last_model_path", "")
         if checkpoint:
@@ -207,12 +212,12 @@ def _add_missing(callbacks: list[Callback], default: Callback) -> None:
 
 
 def _configure_optimizers_late(model: LightningModule, optimizer_config: Any, scheduler_config: Any) -> None:
-    """Make ``model.configure_optimizers`` build the optimizer from the parameters that it finds when it is called.
+    """Make ``model.configure_optimizers`` create the optimizer from the parameters that exist when it is called.
 
     Args:
-        model: The module; its own method is replaced.
-        optimizer_config: ``class_path`` and ``init_args`` of an optimizer.
-        scheduler_config: The same of a learning rate scheduler, or None.
+        model: The module, whose own method is replaced.
+        optimizer_config: Configuration of an optimizer, with ``class_path`` and ``init_args``.
+        scheduler_config: Configuration of a learning rate scheduler in the same form, or None.
     """
 
     def configure_optimizers(module: LightningModule) -> Any:

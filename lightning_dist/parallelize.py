@@ -20,6 +20,7 @@ from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.pipeline import Pipeline, PipelineConfig
 from lightning_dist.replicas import ReplicaComparison
 from lightning_dist.same_buffers import SameBuffers
+from lightning_dist.scalar_reads import read_whole_scalars
 from lightning_dist.scalars import Scalars
 from lightning_dist.sharding import Sharding, ShardingConfig
 from lightning_dist.technique import Technique
@@ -74,6 +75,7 @@ def parallelize(
         ValueError: If the module is already sharded, has no module of a named class, or does not fit the plan.
         TypeError: If something on the meta device has no way to be initialised.
     """
+    read_whole_scalars()
     _refuse_dtensors(module)
     units = find_units(module, config.units, config.min_num_params)
     _refuse_without_blocks(module, units, config)

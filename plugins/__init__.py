@@ -1,1 +1,1 @@
-"""Lightning's extension points, made of the engine: strategies, precision, callbacks, loggers."""
+"""Implement Lightning's extension points with the engine: strategies, precision, callbacks and loggers."""

@@ -1,4 +1,4 @@
-"""The private corners of Lightning that the plugins stand on, each with what would replace it. Tried with 2.6."""
+"""Collect the plugins' uses of Lightning's private API, each with what could replace it. Tested with Lightning 2.6."""
 
 import math
 import os
@@ -51,17 +51,18 @@ from lightning_dist.rendezvous import fresh_store
 def logging_step(trainer: Trainer) -> int:
     """Return the step under which Lightning logs the current batch's metrics.
 
-    ``trainer.global_step`` counts every optimizer's steps, so that two optimizers advance it twice a batch; curves
-    drawn over it would not line up with those of ``self.log``. Replaced by: a public property of the Trainer, which
+    ``trainer.global_step`` counts every optimizer's steps, so that two optimizers advance it by two per batch; curves
+    over it would not line up with those of ``self.log``. Replaceable by a public property of the Trainer, which
     LearningRateMonitor would use too.
     """
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
 def observe_fetching(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
-    """Call ``before`` and ``after`` around every wait for a training batch, from the next epoch's start on.
+    """Call ``before`` and ``after`` around every wait for a training batch, from the start of the next epoch on.
 
-    Replaced by: a hook around the fetching of a batch. The profiler's actions are one, but cost every other action too.
+    Replaceable by a hook around the fetching of a batch. A profiler could observe it, but would slow down every other
+    action too.
     """
     loop = trainer.fit_loop.epoch_loop
     on_before_fetch, on_after_fetch = loop._on_before_fetch, loop._on_after_fetch
@@ -80,7 +81,10 @@ def observe_fetching(trainer: Trainer, before: Callable[[], None], after: Callab
 def reduce_across_processes(
     value: torch.Tensor, group: torch.distributed.ProcessGroup | None, reduce_op: ReduceOp | str | None
 ) -> torch.Tensor:
-    """Reduce ``value`` over ``group`` as Lightning's own strategies do. Replaced by: a public ``reduce`` in Fabric."""
+    """Reduce ``value`` over ``group`` as Lightning's own strategies do.
+
+    Replaceable by a public ``reduce`` in Fabric.
+    """
     return _sync_ddp_if_available(value, group, reduce_op=reduce_op)
 
 
@@ -89,7 +93,7 @@ def init_process_group(
 ) -> str:
     """Start torch.distributed as Lightning's own strategies do, and return the backend.
 
-    Replaced by: a base class of Lightning for strategies that run one process a device.
+    Replaceable by a base class in Lightning for strategies that run one process per device.
     """
     reset_seed()
     backend = backend or _get_default_process_group_backend_for_device(device)
@@ -106,38 +110,38 @@ def init_process_group(
 
 
 def set_timeout(timeout: timedelta | None) -> None:
-    """Give all process groups of this rank ``timeout``; None: leave them as they are.
+    """Set the timeout of all process groups of this rank; None leaves them as they are.
 
-    A device mesh makes its groups with torch's default, whatever the group of all processes was given. Replaced by: a
-    ``timeout`` of ``init_device_mesh``.
+    A device mesh creates its groups with torch's default timeout, whatever timeout the group of all processes has.
+    Replaceable by a ``timeout`` argument of ``init_device_mesh``.
     """
     if timeout is None:
         return
-    with warnings.catch_warnings():  # it warns of backends that have no timeout, such as a debugging wrapper
+    with warnings.catch_warnings():  # torch warns of backends without a timeout, such as a debugging wrapper.
         warnings.filterwarnings("ignore", message="Set timeout is now only supported")
         for group in process_groups():
             dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 def subprocess_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> _Launcher:
-    """Return the launcher that starts this script once more for every local rank but the first."""
+    """Return the launcher that starts this script again for every local rank but the first."""
     return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
 
 
 def set_rank_zero(global_rank: int) -> None:
-    """Tell both of Lightning's ``rank_zero_only`` which rank this is."""
+    """Set the rank that both of Lightning's ``rank_zero_only`` decorators compare with 0."""
     for decorator in (rank_zero_only, _utils_rank_zero_only):
         vars(decorator)["rank"] = global_rank
 
 
 LINK_CHECKPOINT = "_link_checkpoint"
-"""The method of ModelCheckpoint that links its last checkpoint, which it takes to be there when it was asked for."""
+"""Name of the method of ModelCheckpoint that links its last checkpoint, which it takes to exist once requested."""
 
 
 def read_checkpoint_directories() -> None:
-    """Let ``load_from_checkpoint`` take a checkpoint directory. Safe to call again.
+    """Make ``load_from_checkpoint`` accept a checkpoint directory. Calling this again is safe.
 
-    Replaced by: a registry of formats in Lightning, or its asking a CheckpointIO.
+    Replaceable by a registry of formats in Lightning, or by ``load_from_checkpoint`` using a CheckpointIO.
     """
     load = saving.pl_load
     if hasattr(load, "__wrapped__"):
@@ -153,9 +157,10 @@ def read_checkpoint_directories() -> None:
 
 
 def compute_gradient_norms_of_shards() -> None:
-    """Let Lightning's ``grad_norm`` take shards, for which its ``torch.tensor(norms)`` has no meaning.
+    """Make Lightning's ``grad_norm`` accept sharded modules, on which its ``torch.tensor(norms)`` does not work.
 
-    The function itself is changed, because users import it before this package. Replaced by: ``torch.stack`` there.
+    The code of the function is replaced, because users may have imported the function before this package. Replaceable
+    by ``torch.stack`` in Lightning's function.
     """
 
     def grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
@@ -167,22 +172,23 @@ def compute_gradient_norms_of_shards() -> None:
 
 
 def log_graph_before_sharding(trainer: Trainer, is_sharded: bool) -> Callable[[], None]:
-    """Let loggers with ``log_graph=True`` run the module on rank 0 now, and not when Lightning asks for it.
+    """Let loggers with ``log_graph=True`` run the module on rank 0 now, before it is sharded.
 
-    Lightning does so after ``setup``, when no rank can run the module alone. A module that has parts on the meta device
-    cannot be run before either. Replaced by: a hook of the strategy around it.
+    Lightning asks them to after ``setup``, when no rank can run the module alone. If the module is sharded already, or
+    has parameters on the meta device, there is a warning instead. Replaceable by a hook of the strategy around it. A
+    collective over all processes where the graph is logged.
 
     Args:
         trainer: The Trainer that is about to run the module.
         is_sharded: Whether the module is sharded already, by an earlier run.
 
     Returns:
-        Undoes what keeps Lightning from asking once more.
+        A function that gives the loggers their own ``log_graph`` back, which does nothing until then.
     """
     loggers = [logger for logger in trainer.loggers if getattr(logger, "_log_graph", False)]
     module = trainer.lightning_module
     if loggers and (is_sharded or any(param.is_meta for param in module.parameters())):
-        rank_zero_warn("log_graph=True has no effect: the module is in shards, and no rank can run it alone.")
+        rank_zero_warn("log_graph=True has no effect: the module is sharded, and no rank can run it alone.")
     elif loggers:
         with raise_on_all_ranks("logging the graph (log_graph=True)"):
             for logger in loggers:
@@ -198,32 +204,38 @@ def log_graph_before_sharding(trainer: Trainer, is_sharded: bool) -> Callable[[]
 
 
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
-    """Let ``module.device_mesh`` be ``mesh``, as Lightning's own ModelParallelStrategy does; replaced by a setter."""
+    """Set ``module.device_mesh`` as Lightning's own ModelParallelStrategy does. Replaceable by a public setter."""
     module._device_mesh = mesh
 
 
 def average_model(callback: Callback) -> AveragedModel | None:
-    """Return the average that a ``WeightAveraging`` callback keeps; replaced by a public property of the callback."""
+    """Return the averaged model of a ``WeightAveraging`` callback, None for other callbacks.
+
+    Replaceable by a public property of the callback.
+    """
     return callback._average_model if isinstance(callback, WeightAveraging) else None
 
 
 def changes_accumulation(trainer: Trainer) -> bool:
-    """Return whether ``accumulate_grad_batches`` changes during the fit; replaced by a question to the Trainer."""
+    """Return whether ``accumulate_grad_batches`` changes during the fit.
+
+    Replaceable by a public property of the Trainer.
+    """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     return any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
 
 
 def leave_signals_alone(trainer: Trainer) -> None:
-    """Keep Lightning from handling signals in this run: told to one rank alone, its handler of SIGTERM deadlocks.
+    """Keep Lightning from handling signals in this run: its handler deadlocks if only one rank gets a SIGTERM.
 
-    Replaced by: a way to give a Trainer another handler.
+    Replaceable by a way to give a Trainer another handler.
     """
     vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
     vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
 
 
 def requeue_signal(trainer: Trainer) -> int | None:
-    """Return the signal after which SLURM is to queue this job again, where Lightning would do so."""
+    """Return the signal after which Lightning would have SLURM requeue this job, or None if it would not."""
     environment = trainer._accelerator_connector.cluster_environment
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         return environment.requeue_signal
@@ -231,14 +243,15 @@ def requeue_signal(trainer: Trainer) -> int | None:
 
 
 def path_after_requeue(trainer: Trainer) -> str:
-    """Return where Lightning looks for a checkpoint when SLURM has started a job again."""
+    """Return the path at which Lightning looks for a checkpoint after SLURM has requeued the job."""
     return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
 
 
 def before_every_batch(trainer: Trainer, function: Callable[[], None]) -> None:
-    """Call ``function`` before every training batch is fetched, until the next call of this for ``trainer``.
+    """Call ``function`` before every training batch is fetched; a later call for ``trainer`` replaces the function.
 
-    Replaced by: a hook there; ``on_train_batch_start`` comes when the batch has drawn its random numbers.
+    Replaceable by a hook at this place: ``on_train_batch_start`` runs after the batch has been created, which may have
+    drawn random numbers.
     """
     loop = trainer.fit_loop.epoch_loop
 
@@ -250,7 +263,7 @@ def before_every_batch(trainer: Trainer, function: Callable[[], None]) -> None:
 
 
 def validates_alike(trainer: Trainer) -> bool:
-    """Return whether all ranks have the same number of validation batches; a collective."""
+    """Return whether all ranks have the same, finite numbers of validation batches. A collective over all processes."""
     batches = [float(number) for number in trainer.fit_loop.epoch_loop.val_loop.max_batches]
     extremes = torch.tensor([*batches, *(-number for number in batches)], device=trainer.strategy.root_device)
     if dist.is_available() and dist.is_initialized():
@@ -259,21 +272,26 @@ def validates_alike(trainer: Trainer) -> bool:
 
 
 def num_evaluation_batches(trainer: Trainer) -> list[int | float]:
-    """Return how many batches this rank has of each loader, in the evaluation or prediction that begins.
+    """Return this rank's number of batches of each loader, in the evaluation or prediction that begins.
 
-    Replaced by: public properties of the Trainer for all of its loops.
+    Replaceable by public properties of the Trainer for all of its loops.
     """
     loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
     return list(loop.max_batches)
 
 
 def before_reducing_evaluation(trainer: Trainer, function: Callable[[], None]) -> Callable[[], None]:
-    """Call ``function`` whenever the loop that begins has run a loader's last batch, before anything is reduced.
+    """Call ``function`` after the last batch of each loader of an evaluation, before logged values are reduced.
 
-    Replaced by: a hook there; the first one that there is comes after Lightning has reduced what was logged.
+    In a prediction it is called once, after all loaders. Replaceable by a hook at this place: Lightning's first hook
+    runs after the logged values have been reduced.
+
+    Args:
+        trainer: The Trainer whose evaluation or prediction begins.
+        function: The function to call.
 
     Returns:
-        What ends it.
+        A function that ends this.
     """
     loop: Any = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
     name = "on_run_end" if trainer.predicting else "_store_dataloader_outputs"
@@ -287,16 +305,16 @@ def before_reducing_evaluation(trainer: Trainer, function: Callable[[], None]) -
 
 
 def put_training_weights_back(trainer: Trainer) -> None:
-    """Within a validation, undo what averaging callbacks have done to the weights for it."""
+    """Undo the swap of weights that averaging callbacks have made for the validation that is running."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging):
             callback.on_validation_epoch_end(trainer, trainer.lightning_module)
 
 
 def let_children_exit(trainer: Trainer) -> None:
-    """Keep Lightning's launcher from killing this process because those that it has launched exit with a code.
+    """Keep Lightning's launcher from killing this process when the processes that it launched exit with an error code.
 
-    Replaced by: a launcher that can be told so.
+    Replaceable by a launcher with an option for this.
     """
     launcher = trainer.strategy.launcher
     if isinstance(launcher, _SubprocessScriptLauncher):
@@ -309,17 +327,19 @@ def intercept_checkpoint_paths(
     resume: Callable[[Trainer, Any, Callable[[Any], None]], None],
     postpone: Callable[[Trainer, Callable[[], None]], None],
 ) -> None:
-    """Have a word in what ``ckpt_path`` means, in Trainers with a ``strategy`` of this class. Safe to call again.
+    """Change how Trainers with a strategy of a given class resolve and load ``ckpt_path``. Calling this again is safe.
 
-    Replaced by: telling a strategy what was asked for, and not only what Lightning has made of it.
+    Replaceable by Lightning telling the strategy the user's ``ckpt_path``, and not only the path derived from it.
 
     Args:
-        strategy: Where ``choose`` and ``resume`` apply; with others, ``ckpt_path="auto"`` is refused.
-        choose: Gets what the user asked for, and a function that gives what Lightning makes of it.
-        resume: Gets what ``choose`` returned, and a function that reads it, or nothing for None.
-        postpone: Gets a function that restores weights, data module and callbacks, which Lightning would call now,
-            before the strategy's ``setup``. The alternative that Lightning has comes after ``on_fit_start``, where
-            callbacks need their states already.
+        strategy: Class of the strategies that this applies to; with others, ``ckpt_path="auto"`` is refused.
+        choose: Function that returns the path to load, from the Trainer, the user's ``ckpt_path`` and a function that
+            returns the path that Lightning derives from it.
+        resume: Function that loads a checkpoint, from the Trainer, what ``choose`` returned and a function that reads
+            the path that it is given, or nothing for None.
+        postpone: Function that calls, when the strategy can, the function it is given, which restores the weights, the
+            data module and the callbacks. Lightning would call that before the strategy's ``setup``; its own
+            alternative comes after ``on_fit_start``, when callbacks need their states already.
     """
     connector = _CheckpointConnector
     if hasattr(connector._parse_ckpt_path, "__wrapped__"):
@@ -333,7 +353,7 @@ def intercept_checkpoint_paths(
             return choose(self.trainer, ckpt_path, lambda: parse_ckpt_path(self, state_fn, ckpt_path, *args, **kwargs))
         if ckpt_path == "auto":
             raise MisconfigurationException(
-                "ckpt_path='auto' is for lightning-dist's strategies, and this is "
+                "ckpt_path='auto' works only with lightning-dist's strategies, and not with "
                 f"{type(self.trainer.strategy).__name__}: use 'last'."
             )
         return parse_ckpt_path(self, state_fn, ckpt_path, *args, **kwargs)
@@ -366,27 +386,26 @@ _STEPS = {
 
 
 def check_output_of_training_step(output: Any) -> None:
-    """Raise Lightning's own error for what is no output of a ``training_step``.
-
-    Replaced by: a public check of it.
+    """Check that ``output`` is a valid output of ``training_step``, as Lightning does. Replaceable by a public check.
 
     Raises:
-        MisconfigurationException: If it is none.
+        MisconfigurationException: If the output is invalid.
     """
     ClosureResult.from_training_step_output(output)
 
 
 def step_name(trainer: Trainer) -> str:
-    """Return the method of the module that ``trainer`` is about to run."""
+    """Return the name of the module's step that ``trainer`` is about to run."""
     assert trainer.state.fn is not None
     return _STEPS[trainer.state.fn]
 
 
 def make_dataloader(trainer: Trainer) -> Any:
-    """Return what the user's hook or argument gives for the run that begins; replaced by a public property of a loop.
+    """Return the loaders that the user's hook or argument gives for the run that begins.
 
-    Its samplers are not replaced yet. When Lightning asks for it, it is given the same, so that a hook is called once;
-    but not where a checkpoint is loaded in between, which may change what the hook gives.
+    Their samplers are not replaced yet. Lightning gets the same loaders later, so that the hook is called only once,
+    unless a checkpoint is loaded in between, which may change what the hook returns. Replaceable by a public property
+    of the loops.
     """
     loops: dict[TrainerFn, Any] = {
         TrainerFn.FITTING: trainer.fit_loop,
@@ -408,9 +427,9 @@ def make_dataloader(trainer: Trainer) -> Any:
 
 
 def transferred(trainer: Trainer, batch: Any, dataloader_idx: int = 0) -> Any:
-    """Return ``batch`` as Lightning gives it to a step: on the device, after the hooks for batches.
+    """Return ``batch`` as Lightning gives it to a step: converted, on the device, and after the hooks for batches.
 
-    Replaced by: a public function of the loops that does it.
+    Replaceable by a public function of the loops.
     """
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
@@ -418,29 +437,29 @@ def transferred(trainer: Trainer, batch: Any, dataloader_idx: int = 0) -> Any:
 
 
 def are_sequential(loaders: Any) -> bool:
-    """Return whether an evaluation runs over ``loaders`` one after another: unless they are combined in another way.
+    """Return whether an evaluation runs over ``loaders`` one after another, which is the default.
 
-    Replaced by: a public property of the ``CombinedLoader``.
+    Replaceable by a public property of the ``CombinedLoader``.
     """
     return not isinstance(loaders, CombinedLoader) or loaders._mode == "sequential"
 
 
 def update_metrics_apart(collection: MetricCollection) -> None:
-    """Let each metric of ``collection`` be updated, without a comparison of states to find those that are the same.
+    """Make ``collection`` update each of its metrics, without comparing states to find metrics that can share one.
 
-    Replaced by: a way to switch off ``compute_groups`` of a collection that exists.
+    Replaceable by a way to switch off ``compute_groups`` of an existing collection.
     """
     names = list(collection._modules)
     vars(collection).update(_groups={index: [name] for index, name in enumerate(names)}, _groups_checked=True)
 
 
 def run_examples_by(run: Callable[[LightningModule, Callable[[], None]], None]) -> None:
-    """Have a word in how Lightning's ``ModelSummary`` runs a model on its ``example_input_array``. Safe to call again.
+    """Make Lightning's ``ModelSummary`` call ``run`` to run a model on its example. Calling this again is safe.
 
-    Replaced by: a hook of the strategy for it.
+    Replaceable by a hook of the strategy.
 
     Args:
-        run: Is given the model, and what runs it on the example.
+        run: Function that is called with the model and a function that runs it on its ``example_input_array``.
     """
     own = ModelSummary._forward_example_input
     if hasattr(own, "__wrapped__"):
@@ -457,11 +476,11 @@ def run_examples_by(run: Callable[[LightningModule, Callable[[], None]], None]) 
 def logging_to(
     module: LightningModule, on_log: Callable[..., None] = lambda *args, **kwargs: None
 ) -> Generator[None, None, None]:
-    """Inside, ``self.log`` calls ``on_log`` and nothing else: Lightning's own raises outside of its loops.
+    """Make ``self.log`` call only ``on_log`` in this context, because Lightning's own raises outside of its loops.
 
     Args:
-        module: Whose.
-        on_log: Takes what ``self.log`` does; ``self.log_dict`` calls it for each of its values.
+        module: The module whose ``log`` and ``log_dict`` are replaced.
+        on_log: Function with the arguments of ``self.log``; ``self.log_dict`` calls it for each of its values.
     """
     names = ("log", "log_dict")
     own = {name: vars(module)[name] for name in names if name in vars(module)}
@@ -480,13 +499,16 @@ def logging_to(
 
 
 def let_groups_be_copied() -> None:
-    """Let a copy of a module or of a metric have the same process groups; replaced by ``ProcessGroup.__deepcopy__``."""
+    """Make deep copies of modules and metrics share their process groups.
+
+    Replaceable by a ``ProcessGroup.__deepcopy__`` in torch.
+    """
     if not hasattr(dist.ProcessGroup, "__deepcopy__"):
         dist.ProcessGroup.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
 
 
 def optimizers_to_device(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
-    """Move the states of ``optimizers`` to ``device``, but for those of parameters on the meta device."""
+    """Move the states of ``optimizers`` to ``device``, except those of parameters on the meta device."""
     for optimizer in optimizers:
         for param, state in optimizer.state.items():
             if not (isinstance(param, torch.Tensor) and param.is_meta):
@@ -494,18 +516,21 @@ def optimizers_to_device(optimizers: Sequence[torch.optim.Optimizer], device: to
 
 
 def made_optimizers(module: LightningModule) -> list[torch.optim.Optimizer]:
-    """Return the optimizers that ``module.configure_optimizers`` makes now."""
+    """Return new optimizers from ``module.configure_optimizers``."""
     return _init_optimizers_and_lr_schedulers(module)[0]
 
 
 def seed_workers_by(loader: object, rank: int) -> None:
-    """Seed the workers of ``loader`` where Lightning would, by its global rank; replaced by a hook for the number."""
+    """Seed the workers of ``loader`` by ``rank`` if Lightning would seed them by its global rank.
+
+    Replaceable by a hook that gives Lightning this rank.
+    """
     if isinstance(loader, DataLoader) and int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
         loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
 
 
 def silence_predictions(trainer: Trainer) -> list[Callback]:
-    """Let this rank return and write no predictions; returns the callbacks that were taken away for it."""
+    """Keep this rank from returning and writing predictions, and return the callbacks that were removed for that."""
     trainer.predict_loop.return_predictions = False
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
     writers: list[Callback] = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
@@ -515,13 +540,13 @@ def silence_predictions(trainer: Trainer) -> list[Callback]:
 
 @contextmanager
 def total_norms(total_norm: Callable[[Sequence[torch.Tensor], float], torch.Tensor]) -> Generator[None, None, None]:
-    """Inside, torch's ``clip_grad_norm_`` and ``get_total_norm`` take a norm that this rank does not know alone.
+    """Make torch's ``clip_grad_norm_`` and ``get_total_norm`` use ``total_norm`` in this context.
 
-    Lightning's clipping calls it, and so do users' own. Replaced by: a hook of the strategy for the norm, as Fabric's
-    ``clip_gradients_norm`` is one.
+    Lightning's gradient clipping calls them, and so may users' own. Replaceable by a hook of the strategy for the norm,
+    such as Fabric's ``clip_gradients_norm``.
 
     Args:
-        total_norm: From the gradients that a rank has, and the order, the norm of all.
+        total_norm: Function that returns the norm of all ranks' gradients, from this rank's gradients and the order.
     """
     own = clip_grad._get_total_norm
 
@@ -535,7 +560,7 @@ def total_norms(total_norm: Callable[[Sequence[torch.Tensor], float], torch.Tens
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"The total norm of order {norm_type} of the gradients is {float(norm)}: they cannot be clipped. Set"
-                " error_if_nonfinite=False to go on."
+                " error_if_nonfinite=False to continue."
             )
         return norm
 

@@ -1,6 +1,6 @@
-"""How far Lightning's loops are, from their private state; and that state mended where a resume from it goes wrong.
+"""Read the progress of Lightning's loops from their private state, and correct it where a resume would go wrong.
 
-Tried with 2.6. All of it would be replaced by a public view of the loops' progress, and fixes of Lightning.
+Tested with Lightning 2.6. A public view of the loops' progress, and fixes in Lightning, could replace this module.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ __all__ = ["TrainingProgress", "count_batches", "leave_finished_epoch", "prepare
 
 @dataclass
 class TrainingProgress:
-    """How far a fit is in its epoch.
+    """Describe how far a fit is in its epoch.
 
     Args:
-        epoch: Which; counted from 0.
-        has_begun: Whether the epoch has.
-        num_batches: Of it that are done.
-        in_window: How many of these were accumulated since the last optimizer step.
-        is_done: Whether all are.
+        epoch: Index of the epoch, from 0.
+        has_begun: Whether the epoch has begun.
+        num_batches: Number of the epoch's batches that are done, on this rank.
+        in_window: Number of these batches that were accumulated since the last optimizer step.
+        is_done: Whether all batches of the epoch are done.
     """
 
     epoch: int
@@ -33,9 +33,9 @@ class TrainingProgress:
 
 
 def training_progress(trainer: Trainer) -> TrainingProgress:
-    """Return how far ``trainer`` is."""
+    """Return the progress of the fit of ``trainer``."""
     loop = trainer.fit_loop.epoch_loop
-    # Typed by a base class that has not all of their counts.
+    # Lightning types these by a base class that lacks some of their counts.
     epochs: Any = trainer.fit_loop.epoch_progress.current
     batches: Any = loop.batch_progress.current
     is_done = batches.processed == batches.ready and loop._num_ready_batches_reached()
@@ -44,7 +44,12 @@ def training_progress(trainer: Trainer) -> TrainingProgress:
 
 
 def count_batches(trainer: Trainer, num_batches: int) -> None:
-    """Before a resumed fit: of the epoch so far, ``num_batches`` are done, as many as they are of their size now."""
+    """Set the number of batches that a resumed fit counts as done, because their size has changed.
+
+    Args:
+        trainer: The Trainer whose fit is about to resume.
+        num_batches: Number of done batches of the current epoch, in batches of the new size.
+    """
     progress: Any = trainer.fit_loop.epoch_loop.batch_progress
     change = num_batches - progress.current.processed
     for count in (progress.total, progress.current):
@@ -53,15 +58,15 @@ def count_batches(trainer: Trainer, num_batches: int) -> None:
 
 
 def prepare_resume(trainer: Trainer, loops: dict[str, Any]) -> None:
-    """Change what a fit's loops save, so that what is due after it is done on a resume, and once.
+    """Change the saved state of a fit's loops, so that a resume does everything that is due after the save, once.
 
-    As it is, Lightning leaves out the validation that is due after a batch, the part of one that is done already, and
-    the end of an epoch after its last batch; it goes on in the middle of an accumulation without the gradients so far,
-    and counts an epoch or an update twice.
+    With Lightning's own state, a resume leaves out the validation that is due after a batch, the part of a validation
+    that was done before the save, and the end of an epoch after its last batch. It would also continue in the middle of
+    an accumulation without the gradients so far, and count an epoch or an update twice.
 
     Args:
-        trainer: In a fit, whose ``loops`` these are.
-        loops: Of the checkpoint dictionary.
+        trainer: The Trainer in whose fit the checkpoint is saved.
+        loops: The ``"loops"`` of the checkpoint dictionary, which are changed in place.
     """
     loop, progress = trainer.fit_loop.epoch_loop, loops["fit_loop"]
     epochs, batches = progress["epoch_progress"]["total"], progress["epoch_loop.batch_progress"]["total"]
@@ -82,6 +87,7 @@ def prepare_resume(trainer: Trainer, loops: dict[str, Any]) -> None:
 
 
 def _go_back_to_last_update(trainer: Trainer, progress: dict[str, Any]) -> None:
+    """Set the batches back to the last optimizer step, because a resume has no accumulated gradients."""
     batches = progress["epoch_loop.batch_progress"]
     in_window = training_progress(trainer).in_window
     for name in ("total", "current"):
@@ -90,6 +96,7 @@ def _go_back_to_last_update(trainer: Trainer, progress: dict[str, Any]) -> None:
 
 
 def _begin_next_epoch(trainer: Trainer, progress: dict[str, Any]) -> None:
+    """Count the epoch as completed for a save at its end, so that a resume begins the next one."""
     batches = progress["epoch_loop.batch_progress"]
     for name in ("total", "current"):
         progress["epoch_progress"][name]["completed"] += 1
@@ -100,7 +107,7 @@ def _begin_next_epoch(trainer: Trainer, progress: dict[str, Any]) -> None:
 
 
 def _finish_batch(trainer: Trainer, progress: dict[str, Any]) -> None:
-    """Saved after a batch, of which Lightning has not counted the end."""
+    """Count the batch as completed for a save after it, before Lightning has counted its end."""
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     assert fetcher is not None
     if trainer.enable_validation and loop._should_check_val_fx(fetcher):
@@ -114,7 +121,7 @@ def _finish_batch(trainer: Trainer, progress: dict[str, Any]) -> None:
 
 
 def _run_validation(progress: dict[str, Any]) -> None:
-    """Let it look as if the validation's first batch had been begun: then Lightning goes back to it."""
+    """Mark the validation's first batch as begun but not done, so that a resume starts the validation again."""
     batches = progress["epoch_loop.val_loop.batch_progress"]
     done = batches["total"]["completed"]
     batches["total"] = {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}
@@ -122,9 +129,10 @@ def _run_validation(progress: dict[str, Any]) -> None:
 
 
 def _count_update_once(trainer: Trainer, progress: dict[str, Any]) -> None:
-    """Where a validation was due after the last batch, Lightning will skip it, but count the batch's update again.
+    """Subtract the update that a resume would count twice.
 
-    ``_batches_that_stepped`` is the step under which metrics are logged.
+    If a validation was due after the last batch, a resume skips it, but counts the batch's update again in
+    ``_batches_that_stepped``, which is the step under which metrics are logged.
     """
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     saved = progress["epoch_loop.batch_progress"]
@@ -138,7 +146,7 @@ def _count_update_once(trainer: Trainer, progress: dict[str, Any]) -> None:
 
 
 def leave_finished_epoch(trainer: Trainer) -> None:
-    """At the start of a resumed fit: where nothing of the epoch is left but its end, go on with that.
+    """Run only the end of the epoch at the start of a resumed fit, if all batches of the epoch are done.
 
     Lightning would fetch another batch.
     """

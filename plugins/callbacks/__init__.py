@@ -1,4 +1,4 @@
-"""Callbacks for runs on any strategy, ours or Lightning's."""
+"""Provide callbacks that work with any strategy, this package's or Lightning's."""
 
 from lightning_dist.plugins.callbacks.fault_tolerance import FaultTolerance
 from lightning_dist.plugins.callbacks.pretrained import LoadPretrained

@@ -1,4 +1,4 @@
-"""Runs that stop when they are asked to, and end when they hang."""
+"""Save and stop a run on a signal, and end runs that hang."""
 
 from __future__ import annotations
 
@@ -28,27 +28,29 @@ from lightning_dist.watchdog import Watchdog
 __all__ = ["STOPPED", "FaultTolerance"]
 
 STOPPED = "last-stopped.ckpt"
-"""The checkpoint of a run that was asked to stop, beside those of its first ModelCheckpoint."""
+"""Name of the checkpoint of a stopped run, which is saved beside the checkpoints of its first ModelCheckpoint."""
 
 
 class FaultTolerance(Callback):
-    """Saves and stops on SIGTERM or SIGUSR1, and ends runs that hang.
+    """Save and stop a run on SIGTERM or SIGUSR1, and end a run that hangs.
 
-    A signal to any process, or to all, is noted and agreed upon between two batches, of training or of validation. Then
+    A signal may reach any process, or all. The ranks agree on it between two batches of training or of validation; then
     the run saves ``last-stopped.ckpt`` beside the checkpoints of its first ModelCheckpoint, and all processes exit with
-    code 75. ``ckpt_path="auto"`` or ``"last"`` goes on from there: within the epoch, and with a validation that was
-    left begun anew. Under SLURM, the requeue signal saves where Lightning looks after a requeue, and requeues the job.
+    code 75. ``ckpt_path="auto"`` or ``"last"`` resumes from there within the epoch; a validation that was interrupted
+    starts again. Under SLURM, the requeue signal saves to the path at which Lightning looks after a requeue, and
+    requeues the job.
 
-    One of these is added to every fit of this project's strategies that has none.
+    This project's strategies add this callback to every fit that has none.
 
     Args:
-        grace_seconds: How long after the signal the checkpoint may take. A run that needs longer exits with code 1, and
-            what was saved before is what there is.
-        hang_timeout: Seconds without a batch after which a run is ended: a process on every node says which rank hangs
-            and in which collective the others wait for it, puts every rank's stacks and collectives into the logger's
-            artifacts and ``<default_root_dir>/watchdog``, and ends the node's processes with code 76, so that torchrun
-            starts them again. More than the longest step, compilation, validation batch or synchronous save. None: no
-            watchdog; then the strategy's ``timeout`` ends what waits in a collective, without a report.
+        grace_seconds: Seconds after the signal within which the checkpoint must be saved. Otherwise the run exits with
+            code 1, and only the earlier checkpoints remain.
+        hang_timeout: Seconds without a batch after which a run is ended: a process on every node reports which rank
+            hangs and in which collective the others wait for it, writes every rank's stacks and collectives to the
+            logger's artifacts and to ``<default_root_dir>/watchdog``, and ends the node's processes with code 76, so
+            that torchrun restarts them. It must be more than the longest step, compilation, validation batch or
+            synchronous save. None: no watchdog; then the strategy's ``timeout`` ends processes that wait in a
+            collective, without a report.
 
     Raises:
         MisconfigurationException: If a number is not positive.
@@ -89,7 +91,8 @@ class FaultTolerance(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # A rank with more batches than others would agree on what they have not come to.
+        # Where ranks have unequal numbers of batches, one with more of them would wait for an agreement that the others
+        # do not take part in.
         is_of_fit = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         self._looks_within_validation = is_of_fit and _compat.validates_alike(trainer)
 
@@ -106,7 +109,7 @@ class FaultTolerance(Callback):
     @override
     def on_train_end(self, *args: Any) -> None:
         if self._watchdog is not None:
-            self._watchdog.disarm()  # the last save takes what it takes
+            self._watchdog.disarm()  # The last save may take longer than the timeout.
 
     @override
     def on_exception(self, *args: Any) -> None:
@@ -126,6 +129,7 @@ class FaultTolerance(Callback):
             self._save_and_stop(trainer, number)
 
     def _save_and_stop(self, trainer: Trainer, number: int) -> None:
+        """Save, and end the fit with TrainingStopped, because of the signal ``number``. A collective."""
         left = max(self.grace_seconds - self._stop.seconds_since, 0.0)
         timer = threading.Timer(left, self._give_up)
         timer.daemon = True
@@ -133,7 +137,7 @@ class FaultTolerance(Callback):
         if self._watchdog is not None:
             self._watchdog.disarm()
         must_requeue = number == _compat.requeue_signal(trainer)
-        # Ranks may see other files: Lightning numbers its own by what is in the folder.
+        # Lightning numbers its checkpoints by the files in the folder, which the ranks may see differently.
         path = trainer.strategy.broadcast(
             _compat.path_after_requeue(trainer) if must_requeue else str(stop_path(trainer))
         )
@@ -146,7 +150,7 @@ class FaultTolerance(Callback):
         timer.cancel()
         rank_zero_info(
             f"Stopped by {signal.Signals(number).name} after step {trainer.global_step}; saved {os.path.relpath(path)},"
-            " from which ckpt_path=last goes on."
+            " from which ckpt_path=last resumes."
         )
         if must_requeue and trainer.is_global_zero:
             _requeue()
@@ -157,7 +161,7 @@ class FaultTolerance(Callback):
     def _give_up(self) -> None:
         print(
             f"lightning-dist: the checkpoint was not written within grace_seconds={self.grace_seconds:g} after the"
-            " signal. Those from before are unchanged.",
+            " signal. The earlier checkpoints are unchanged.",
             file=sys.stderr,
             flush=True,
         )
@@ -193,7 +197,7 @@ class FaultTolerance(Callback):
 
 
 def stop_path(trainer: Trainer) -> Path:
-    """Where a run that is asked to stop saves."""
+    """Return the path of the checkpoint that a stopped run saves."""
     folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     return Path(folders[0] if folders and folders[0] else trainer.default_root_dir) / STOPPED
 

@@ -1,4 +1,4 @@
-"""Runs that begin from pretrained weights."""
+"""Begin runs from pretrained weights."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["LoadPretrained"]
 
 
 class LoadPretrained(Callback):
-    """Begins from the weights in a local Hugging Face folder, whatever the strategy; each rank reads its own part.
+    """Load pretrained weights from a local Hugging Face folder, with any strategy; each rank reads its own part.
 
     Build the model in ``configure_model`` with ``from_config``, not ``from_pretrained``: then no rank ever holds the
-    whole of it. A run that goes on from a checkpoint has its weights from there, and does not read the folder. A module
-    is filled once: a test after a fit is of what was trained.
+    whole model. A run that resumes from a checkpoint takes its weights from there, and does not read the folder. A
+    module is filled once, so that a test after a fit uses the trained weights.
 
     Args:
-        path: The folder, with ``model.safetensors`` or ``model.safetensors.index.json``.
-        prefix: What the LightningModule's names have in front of those in the files. Parameters that are named
-            otherwise, such as of a new head, are left as they are.
+        path: The folder with ``model.safetensors`` or ``model.safetensors.index.json``.
+        prefix: What the LightningModule's parameter names have in front of the names in the files. Parameters without
+            this prefix, such as those of a new head, are left unchanged.
 
     Raises:
         ValueError: When the run begins, if names or shapes in the files are not the module's.
@@ -35,8 +35,8 @@ class LoadPretrained(Callback):
         self.prefix = prefix
         self._filled: LightningModule | None = None
 
-    # Not in on_fit_start: checkpoints are restored after it where the strategy shards the module first, and only then
-    # is it known whether there is one. A sanity check is a validation, and comes before training.
+    # on_fit_start is too early: where the strategy shards the module first, checkpoints are restored after it, and only
+    # then is it known whether there is one. A sanity check is a validation, and runs before training.
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fill(trainer, pl_module)

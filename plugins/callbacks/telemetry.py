@@ -1,4 +1,4 @@
-"""Speed and memory of a run, in its loggers and on its progress bar."""
+"""Log the speed and memory of a run in its loggers, and show the speed on its progress bar."""
 
 import math
 from functools import partial, wraps
@@ -22,29 +22,29 @@ _MAX_RANKS_LISTED = 64
 
 
 class StepTelemetry(Callback):
-    """Logs what a training step costs, once an interval.
+    """Log the time, throughput and memory of training steps once per interval.
 
     ========================= ============================================================================
-    ``perf/step_ms``          from optimizer step to optimizer step: the interval's mean, on the slowest rank
-    ``perf/data_ms``          of which waiting for the next batch, on the rank that waited longest
+    ``perf/step_ms``          time from one optimizer step to the next: the interval's mean, on the slowest rank
+    ``perf/data_ms``          the part of it spent waiting for the next batch, on the rank that waited longest
     ``perf/samples_per_s``    of the whole run: dim 0 of a batch's first tensor, over the data-parallel replicas
-    ``perf/tokens_per_s``     of the whole run: elements of its first 2-D integer tensor, where there is one
+    ``perf/tokens_per_s``     of the whole run: elements of a batch's first 2-D integer tensor, if it has one
     ``memory/peak_mib``       since the start, on the rank that needed most (CUDA: allocated, else resident)
-    ``memory/peak_mib_rank0`` and so on: the same on each rank, listed for up to 64 ranks
-    ``perf/bubble``           of a pipeline: the part of its ranks' time in which they waited for each other, in the
-                              interval's last step; the mean over the replicas
-    ``perf/bubble_theory``    the same for ranks that are alike, and a backward of two forwards' time
+    ``memory/peak_mib_rank0`` and so on: the same on each rank, for runs of up to 64 ranks
+    ``perf/bubble``           of a pipeline: the fraction of its ranks' time in which they waited for each other, in
+                              the interval's last step; the mean over the replicas
+    ``perf/bubble_theory``    the same fraction if all ranks take equally long, and a backward as long as two forwards
     ========================= ============================================================================
 
-    The first time, an :class:`~lightning_dist.plugins.loggers.MLflowLogger` is given a picture of the pipeline's step,
-    as the artifact ``pipeline/schedule.png``.
+    Once per run, an :class:`~lightning_dist.plugins.loggers.MLflowLogger` gets a picture of the pipeline's step as the
+    artifact ``pipeline/schedule.png``.
 
-    The first step after a start is left out (it initialises lazily); so is the time of validation, of checkpoints and
-    between epochs. A device is synchronized once an interval, and the ranks exchange one small tensor; two with a
-    pipeline.
+    The first step after a start is left out, because it initializes lazily; so is the time of validation, of saving
+    checkpoints and between epochs. The device is synchronized once per interval, and the ranks exchange one small
+    tensor, or two with a pipeline.
 
     Args:
-        log_every_n_steps: Optimizer steps in an interval; by default the Trainer's ``log_every_n_steps``.
+        log_every_n_steps: Number of optimizer steps in an interval; by default the Trainer's ``log_every_n_steps``.
 
     Raises:
         MisconfigurationException: If ``log_every_n_steps`` is not positive.
@@ -145,7 +145,7 @@ class StepTelemetry(Callback):
                     break
 
     def _draw(self, trainer: Trainer, timeline: Timeline, name: str, metrics: dict[str, float]) -> None:
-        """Give rank 0's pipeline to the loggers that take pictures, once a run."""
+        """Log a picture of rank 0's pipeline with every MLflowLogger, once per run."""
         if self._has_drawn or not trainer.is_global_zero or not can_draw():
             return
         self._has_drawn = True
@@ -155,7 +155,7 @@ class StepTelemetry(Callback):
                 logger.log_file(partial(draw_schedule, timeline, title), "pipeline/schedule.png")
 
     def _leave_out_checkpoints(self, trainer: Trainer) -> None:
-        """Pause the timer while a checkpoint is written, whoever asks for it; no hook of a callback surrounds that."""
+        """Pause the timer while a checkpoint is saved by anyone, for which callbacks have no hook."""
         save_checkpoint = trainer.save_checkpoint
 
         @wraps(save_checkpoint)
@@ -184,7 +184,7 @@ def _pipeline(pl_module: LightningModule) -> Pipeline | None:
 
 
 def _gather(values: list[float], device: torch.device) -> list[list[float]]:
-    """Return every rank's values, by rank."""
+    """Return every rank's values, indexed by rank. A collective over all processes."""
     mine = torch.tensor(values, device=device)
     if not (dist.is_available() and dist.is_initialized()):
         return [mine.tolist()]
@@ -195,7 +195,7 @@ def _gather(values: list[float], device: torch.device) -> list[list[float]]:
 
 
 def _summarize(ranks: list[list[float]], steps: int, num_replicas: int) -> dict[str, float]:
-    """Make one set of metrics of every rank's ``[seconds, data_seconds, samples, tokens, peak_mib]``."""
+    """Compute the run's metrics from every rank's ``[seconds, data_seconds, samples, tokens, peak_mib]``."""
     seconds, data_seconds, samples, tokens, peak_mib = zip(*ranks, strict=True)
     slowest = max(seconds)
     metrics = {
@@ -203,7 +203,7 @@ def _summarize(ranks: list[list[float]], steps: int, num_replicas: int) -> dict[
         "perf/data_ms": 1000 * max(data_seconds) / steps,
         "memory/peak_mib": max(peak_mib),
     }
-    # Ranks that share a replica (tensor or pipeline parallel) are given the same batch: count it once.
+    # Ranks that share a replica (by tensor or pipeline parallelism) get the same batch, which counts once.
     share = num_replicas / len(ranks)
     if sum(samples):
         metrics["perf/samples_per_s"] = share * sum(samples) / slowest

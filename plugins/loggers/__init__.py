@@ -1,4 +1,4 @@
-"""Experiment loggers."""
+"""Provide experiment loggers."""
 
 from lightning_dist.plugins.loggers.mlflow import MLflowLogger
 

@@ -1,4 +1,4 @@
-"""Calls to a store, one after another, on a thread of their own."""
+"""Run calls to a store one after another, on a background thread."""
 
 from collections import deque
 from collections.abc import Callable
@@ -9,40 +9,40 @@ _T = TypeVar("_T")
 
 
 class BackgroundWriter:
-    """Runs calls in order, without the caller waiting for them.
+    """Run calls in order on a background thread, so that the caller does not wait for them.
 
-    Training then does not wait for a slow store. And Ctrl-C, which Python raises in the main thread, cannot stop a call
-    in the middle of a transaction: that would leave an SQLite database locked for whoever comes next.
+    Training then does not wait for a slow store. Also, Ctrl-C, which Python raises in the main thread, cannot interrupt
+    a call in the middle of a transaction, which would leave an SQLite database locked.
 
     Args:
-        max_pending: From this many calls on that wait to be made, a new one waits too.
+        max_pending: Maximum number of pending calls; :meth:`put` waits where there are more.
     """
 
     def __init__(self, max_pending: int = 100) -> None:
         self._max_pending = max_pending
         self._pending: deque[Future[Any]] = deque()
-        # Started on first use: until then a writer, and the logger that has it, can be pickled.
+        # The thread is started on first use, because a writer with a thread, and its logger, cannot be pickled.
         self._thread: ThreadPoolExecutor | None = None
 
     def put(self, call: Callable[[], Any]) -> None:
-        """Have a call made soon.
+        """Queue a call.
 
         Raises:
-            Exception: What an earlier call raised, once. The new call is made nonetheless.
+            Exception: The error of an earlier call; each is raised once, and the new call is queued nonetheless.
         """
         self._pending.append(self._submit(call))
         while len(self._pending) > self._max_pending or (self._pending and self._pending[0].done()):
             self._pending.popleft().result()
 
     def run(self, call: Callable[[], _T]) -> _T:
-        """Make a call after all earlier ones, wait for it, and return or raise what it returns or raises."""
+        """Run a call after all earlier ones, wait for it, and return its result or raise its error."""
         return self._submit(call).result()
 
     def flush(self) -> None:
-        """Wait until every call has been made.
+        """Wait until every queued call has run.
 
         Raises:
-            Exception: What the first call to fail raised.
+            Exception: The error of the first call that failed.
         """
         failed: Exception | None = None
         while self._pending:

@@ -1,4 +1,4 @@
-"""A run in MLflow that says what it was: configuration, layout, versions, commit, metrics and checkpoints."""
+"""Log a run to MLflow with its configuration, layout, versions, commit, metrics and checkpoints."""
 
 import importlib.util
 import json
@@ -33,35 +33,35 @@ _MAX_PARAMS_PER_BATCH = 100
 
 
 class MLflowLogger(MLFlowLogger):
-    """Logs to MLflow; ``MLflowLogger()`` works as it stands, in any working directory.
+    """Log to MLflow; ``MLflowLogger()`` works without arguments, in any working directory.
 
-    Over Lightning's ``MLFlowLogger``: the store is an SQLite database by default; rank 0 alone talks to it, from the
-    first moment that something is logged; parameters keep up to 6,000 characters, and nested ones their dotted names;
-    strategy, layout, precision, versions and the git commit are logged at the start of every run; sharded (directory)
-    checkpoints are uploaded like files; a run that dies is marked FAILED, one that is interrupted KILLED.
+    It differs from Lightning's ``MLFlowLogger`` as follows: the store is an SQLite database by default; only rank 0
+    connects to it, when something is first logged; parameters keep up to 6,000 characters, and nested ones get dotted
+    names; strategy, layout, precision, versions and the git commit are logged at the start of every run; sharded
+    (directory) checkpoints are uploaded like files; a run that fails is marked FAILED, one that is interrupted KILLED.
 
-    A run's folder is ``save_dir/experiment_name/run_id``: its ``checkpoints`` and, by default, its ``artifacts``.
+    A run's folder is ``save_dir/experiment_name/run_id``, with its ``checkpoints`` and, by default, its ``artifacts``.
 
     Args:
-        experiment_name: The experiment's name; it is created when it does not exist.
-        run_name: Name of a new run; MLflow invents one by default.
-        tracking_uri: Where the runs are kept: by default the environment's ``MLFLOW_TRACKING_URI``, else
+        experiment_name: Name of the experiment, which is created if it does not exist.
+        run_name: Name of a new run; by default MLflow invents one.
+        tracking_uri: URI of the store: by default the environment variable ``MLFLOW_TRACKING_URI``, else
             ``sqlite:///mlflow.db`` in the working directory.
         tags: Tags of the run.
-        save_dir: Folder for what a run writes locally, such as checkpoints. By default ``mlruns``: beside the database
+        save_dir: Folder for the run's local files, such as checkpoints. By default ``mlruns``: beside the database
             if that is an SQLite file, else in the working directory.
-        log_model: Upload the checkpoints of every ModelCheckpoint: ``"all"`` while training, True at the end (while
-            training too where ``save_top_k`` is -1), False never.
-        prefix: Put before the name of every metric, with a dash.
-        artifact_location: Where a new experiment keeps its artifacts: by default the experiment's folder under
-            ``save_dir`` with an SQLite store, else what the tracking server chooses.
-        run_id: Go on with this run instead of starting a new one.
-        synchronous: Whether to wait until the store has taken a metric. By default it is sent in the background; what
-            goes wrong there is raised by a later call.
+        log_model: When the checkpoints of every ModelCheckpoint are uploaded: ``"all"`` during training, True at its
+            end (during training if ``save_top_k`` is -1), False never.
+        prefix: Text that is put before the name of every metric, followed by a dash.
+        artifact_location: URI of a new experiment's artifacts: by default the experiment's folder under ``save_dir``
+            with an SQLite store, else what the tracking server chooses.
+        run_id: ID of a run to continue, instead of starting a new one.
+        synchronous: Whether to wait until the store has accepted a metric. By default metrics are sent in the
+            background, and an error there is raised by a later call.
 
     Raises:
         ModuleNotFoundError: If mlflow is not installed.
-        ValueError: If ``log_model`` is none of its three values; on first use, if ``run_id`` is unknown, or the
+        ValueError: If ``log_model`` is none of its three values; on first use, if ``run_id`` is unknown or the
             experiment was deleted.
     """
 
@@ -82,7 +82,7 @@ class MLflowLogger(MLFlowLogger):
             raise ModuleNotFoundError('MLflowLogger needs mlflow: pip install "lightning-dist[cli]"')
         if log_model not in (True, False, "all"):
             raise ValueError(f"MLflowLogger(log_model={log_model!r}): expected True, False or 'all'.")
-        # MLFlowLogger's own __init__ connects to the store, on every rank; nothing of it is used but its name.
+        # MLFlowLogger's own __init__ is skipped, because it connects to the store on every rank.
         super(MLFlowLogger, self).__init__()
         self.tags: dict[str, Any] | None = tags
         self._experiment_name = experiment_name
@@ -105,10 +105,10 @@ class MLflowLogger(MLFlowLogger):
     @override
     @rank_zero_experiment
     def experiment(self) -> "MlflowClient":
-        """The MLflow client, connected and with the run started; on other ranks than 0 an object that does nothing.
+        """Return the connected MLflow client, with the run started; on other ranks than 0, a dummy that does nothing.
 
         Raises:
-            ValueError: If the run or the experiment that was asked for cannot be used.
+            ValueError: If the given run or experiment cannot be used.
         """
         if self._client is None:
             client = connect(self._tracking_uri)
@@ -121,54 +121,54 @@ class MLflowLogger(MLFlowLogger):
 
     @property
     def tracking_uri(self) -> str:
-        """Where the runs are kept."""
+        """Return the URI of the store."""
         return self._tracking_uri
 
     @property
     @override
     def run_id(self) -> str | None:
-        """The run's id, starting it if need be; on other ranks than 0, None unless it was given."""
+        """Return the run's ID, and start the run if necessary; on other ranks than 0, None unless it was given."""
         _ = self.experiment
         return self._run_id
 
     @property
     @override
     def experiment_id(self) -> str | None:
-        """The experiment's id, creating it if need be; None on other ranks than 0."""
+        """Return the experiment's ID, and create the experiment if necessary; None on other ranks than 0."""
         _ = self.experiment
         return self._experiment_id
 
     @property
     @override
     def save_dir(self) -> str:
-        """Folder for what runs write locally; the same on every rank."""
+        """Return the folder for the runs' local files; the same on every rank."""
         return self._save_dir
 
     @property
     @override
     def name(self) -> str:
-        """The experiment's name, as the name of a folder; the same on every rank, without asking the store."""
+        """Return the experiment's name as a valid folder name; the same on every rank, without use of the store."""
         return re.sub(r"[^\w.-]+", "_", self._experiment_name).strip(".") or "_"
 
     @property
     @override
     def version(self) -> str | None:
-        """The run's id."""
+        """Return the run's ID."""
         return self.run_id
 
     @property
     @override
     def log_dir(self) -> str | None:
-        """The run's folder; on other ranks than 0, None unless the run's id was given."""
+        """Return the run's folder; on other ranks than 0, None unless the run's ID was given."""
         return None if self.version is None else os.path.join(self.save_dir, self.name, self.version)
 
     @override
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace | None, *args: Any, **kwargs: Any) -> None:
-        """Log parameters; nested names are joined with dots, a value that a run has already is not sent again.
+        """Log parameters; nested names are joined with dots, and a value that the run already has is not sent again.
 
         Args:
-            params: Parameters, nested as deep as they like. Lists of scalars stay one value.
+            params: Parameters, nested to any depth. Lists of scalars stay one value.
             *args: Ignored.
             **kwargs: Ignored.
         """
@@ -176,7 +176,7 @@ class MLflowLogger(MLFlowLogger):
 
         client = self.experiment
         named = as_dict(params)
-        # How LightningCLI tells load_from_checkpoint to rebuild the module; not a parameter of it.
+        # LightningCLI adds this entry for load_from_checkpoint; it is not a parameter of the module.
         named = {key: value for key, value in named.items() if key != "_instantiator"}
         flat = {allowed_name(key): param_text(key, value) for key, value in flatten(named)}
         changed = [key for key, value in flat.items() if self._params.get(key, value) != value]
@@ -198,10 +198,10 @@ class MLflowLogger(MLFlowLogger):
 
         Args:
             metrics: Values by name. Text is left out with a warning, as in Lightning.
-            step: The step they belong to, 0 by default.
+            step: The step that they belong to, 0 by default.
 
         Raises:
-            Exception: What the store raised when it was sent earlier metrics.
+            Exception: The error of an earlier call to the store in the background.
         """
         from mlflow.entities import Metric
 
@@ -223,20 +223,25 @@ class MLflowLogger(MLFlowLogger):
         """Log a run's resolved configuration as parameters and as the artifact ``config.yaml``.
 
         Args:
-            config: The configuration; parameters are named as the command's flags are: ``trainer.max_steps``.
-            text: The same as a YAML document.
+            config: The configuration; parameters are named like the command's flags, such as ``trainer.max_steps``.
+            text: The same configuration as a YAML document.
         """
         self.log_hyperparams(dict(config))
         self._writer.run(partial(self.experiment.log_text, self._run_id, text, "config.yaml"))
 
     @rank_zero_only
     def log_folder(self, folder: Path, name: str) -> None:
-        """Upload a local folder as the artifacts under ``name``, at once."""
+        """Upload a local folder as artifacts under ``name``, and return when it is done."""
         self.experiment.log_artifacts(str(self._run_id), str(folder), name)
 
     @rank_zero_only
     def log_file(self, write: Callable[[Path], None], name: str) -> None:
-        """Log what ``write`` writes to the path that it is given as the artifact ``name``, in the background."""
+        """Log a file as the artifact ``name``, in the background.
+
+        Args:
+            write: Function that writes the file to the path that it is given.
+            name: Path of the artifact.
+        """
         self._writer.put(partial(self._upload_file, self.experiment, write, name))
         if self._synchronous:
             self._writer.flush()
@@ -244,10 +249,10 @@ class MLflowLogger(MLFlowLogger):
     @override
     @rank_zero_only
     def log_graph(self, model: nn.Module, input_array: Tensor | None = None) -> None:
-        """Log how the run is spread, as parameters under ``dist.``.
+        """Log the strategy, layout, precision and device counts as parameters under ``dist.``; draw no graph.
 
-        Lightning calls this after the strategy is set up, at the start of every run, and tells a logger about the
-        Trainer nowhere else. A graph is not drawn.
+        Lightning calls this at the start of every run, after the strategy is set up. It is the only call that gives a
+        logger access to the Trainer.
 
         Args:
             model: The LightningModule.
@@ -259,7 +264,7 @@ class MLflowLogger(MLFlowLogger):
 
     @override
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Upload a ModelCheckpoint's new checkpoints, now or at the end, as ``log_model`` asks."""
+        """Upload a ModelCheckpoint's new checkpoints, now or at the end, as ``log_model`` says."""
         if self._log_model == "all" or (self._log_model is True and checkpoint_callback.save_top_k == -1):
             self._writer.run(partial(self._upload_checkpoints, self.experiment, checkpoint_callback))
         elif self._log_model is True:
@@ -269,17 +274,18 @@ class MLflowLogger(MLFlowLogger):
         """Wait until the store has everything that was logged.
 
         Raises:
-            Exception: What the store raised.
+            Exception: The error of the first call to the store that failed.
         """
         self._writer.flush()
 
     @override
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Upload what is left to upload and close the run, if one was started.
+        """Upload what is not uploaded yet, and end the run if one was started.
 
         Args:
-            status: ``"failed"``, ``"success"`` or ``"finished"``. A failure by Ctrl-C or a signal is marked KILLED.
+            status: ``"failed"``, ``"success"`` or ``"finished"``. A run that failed because of Ctrl-C or a signal is
+                marked KILLED.
         """
         client = self._client
         if client is None:
@@ -292,7 +298,7 @@ class MLflowLogger(MLFlowLogger):
         except Exception as error:
             if ended == "FINISHED":
                 raise
-            # Another error is on its way; this one must not take its place.
+            # The error that ended the run is being raised, and this one must not replace it.
             rank_zero_warn(f"MLflow did not take all of run {self._run_id}: {error}")
         finally:
             self._writer.run(partial(client.set_terminated, str(self._run_id), ended))
@@ -335,7 +341,7 @@ class MLflowLogger(MLFlowLogger):
             try:
                 return str(client.create_experiment(self._experiment_name, self._artifact_root()))
             except MlflowException:
-                # Another run may have created it in between.
+                # Another run may have created the experiment in the meantime.
                 found = client.get_experiment_by_name(self._experiment_name)
                 if found is None:
                     raise
@@ -397,5 +403,5 @@ def _checkpoints(callback: ModelCheckpoint) -> dict[Path, float | None]:
 def _terminal_status(status: str) -> str:
     if status != "failed":
         return "FINISHED"
-    # Lightning finalizes loggers while it handles the exception, and says "failed" of every kind.
+    # Lightning finalizes loggers while it handles the exception, and passes "failed" for every exception.
     return "KILLED" if isinstance(sys.exc_info()[1], (KeyboardInterrupt, SIGTERMException, SystemExit)) else "FAILED"

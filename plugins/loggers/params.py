@@ -1,4 +1,4 @@
-"""A run's parameters in the form that MLflow takes: flat, named, of limited length."""
+"""Convert a run's parameters to the form that MLflow accepts: flat, with valid names, and of limited length."""
 
 import re
 from argparse import Namespace
@@ -19,7 +19,7 @@ def as_dict(params: Any) -> dict[str, Any]:
 
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield ``a.b.c`` names and scalar values; lists are opened only where they hold more structure."""
+    """Yield dotted names and values; a list is flattened only if it has items with names of their own."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     elif isinstance(value, Namespace):
@@ -34,7 +34,7 @@ def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def param_text(name: str, value: Any) -> str:
-    """Return a value as MLflow stores it, cut with a warning where it is too long."""
+    """Return a value as the text that MLflow stores; text that is too long is cut with a warning."""
     text = str(value)
     if len(text) > MAX_PARAM_LENGTH:
         rank_zero_warn(f"MLflow keeps {MAX_PARAM_LENGTH} characters of a parameter: {name} has {len(text)} and is cut.")
@@ -43,7 +43,7 @@ def param_text(name: str, value: Any) -> str:
 
 
 def allowed_name(name: str) -> str:
-    """Replace what MLflow allows in no name of a metric or parameter."""
+    """Replace the characters that MLflow does not allow in names of metrics and parameters."""
     allowed = re.sub(r"[^\w/. :-]", "_", name)
     if allowed != name:
         rank_zero_warn(f"MLflow does not take the name {name!r}: logged as {allowed!r}.", category=RuntimeWarning)

@@ -1,4 +1,4 @@
-"""What a run was made of: the code's commit, the versions of what it stands on, and how it was spread."""
+"""Describe a run for reproduction: the code's commit, the versions of packages, and its strategy and layout."""
 
 import platform
 import subprocess
@@ -12,7 +12,7 @@ _GIT_TIMEOUT_S = 5
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and of the installed packages that decide what a run computes."""
+    """Return the versions of Python and of the installed packages on which a run's results depend."""
     found = {"python": platform.python_version()}
     for name in _DISTRIBUTIONS:
         try:
@@ -23,10 +23,11 @@ def versions() -> dict[str, str]:
 
 
 def git_state() -> dict[str, str]:
-    """Return the ``commit`` checked out in the working directory and whether tracked files differ from it (``dirty``).
+    """Return the ``commit`` of the working directory's repository, and whether tracked files differ (``dirty``).
 
     Returns:
-        An empty dictionary outside a repository, or where git is missing or does not answer within seconds.
+        A dictionary with both as text; empty outside of a repository, or if git is missing or too slow; without
+        ``dirty`` if only that is unknown.
     """
     commit = _git("rev-parse", "HEAD")
     if not commit:
@@ -44,11 +45,11 @@ def _git(*args: str) -> str | None:
 
 
 def spread(trainer: Trainer) -> dict[str, Any]:
-    """Return how the run is spread over devices: strategy, layout, precision and counts.
+    """Return how the run is distributed over devices: strategy, layout, precision and counts.
 
     Args:
-        trainer: A Trainer whose strategy is set up. Of a strategy with a ``layout``, one that can ``describe()``
-            itself, the size of each axis is listed.
+        trainer: A Trainer whose strategy is set up. If the strategy has a ``layout`` with a method ``describe()``, the
+            size of each of its axes is included.
     """
     strategy = trainer.strategy
     layout = getattr(strategy, "layout", None)

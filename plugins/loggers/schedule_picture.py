@@ -1,4 +1,4 @@
-"""A pipeline's step as a picture: a row a rank, a box an action, the microbatch's number in it."""
+"""Draw a pipeline's step: a row for each rank, and a box with the microbatch's number for each action."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_dist.pipeline.timeline import Kind, Timeline
 
 __all__ = ["can_draw", "draw_schedule"]
 
-# Okabe and Ito's, which those tell apart who see fewer colours.
+# These are colours of Okabe and Ito's palette, which people with colour blindness can tell apart.
 _COLOURS: dict[Kind, tuple[str, str, str]] = {
     "F": ("#56b4e9", "black", "forward"),
     "B": ("#e69f00", "black", "backward"),
@@ -19,27 +19,27 @@ _COLOURS: dict[Kind, tuple[str, str, str]] = {
 _MIN_WIDTH_IN, _MAX_WIDTH_IN, _BOX_IN, _ROW_IN, _DPI = 14.0, 32.0, 0.16, 0.5, 120
 _LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN = 0.8, 0.2, 0.5, 0.6
 _SMALLEST_TEXT = 4.0  # points
-_BOX_HEIGHT = 0.8  # of a row's
+_BOX_HEIGHT = 0.8  # fraction of a row's height
 _LIGHTEST = 0.55
-"""How much of a rank's last stage is white."""
+"""Fraction of white that is mixed into the colour of a rank's last stage."""
 
 
 def can_draw() -> bool:
-    """Whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def draw_schedule(timeline: Timeline, title: str, path: Path) -> None:
     """Write a PNG of ``timeline``.
 
-    Later stages of the same rank are lighter. A number is left out where its box is too narrow for it.
+    Later stages of a rank are lighter. The microbatch's number is left out where the box is too narrow for it.
 
     Args:
-        timeline: A step.
-        title: What stands over it.
-        path: Of the PNG.
+        timeline: Timeline of one step.
+        title: Title of the picture.
+        path: File to write.
     """
-    # Not pyplot, which keeps figures, and looks for a display.
+    # pyplot is avoided, because it keeps figures in memory and looks for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.colors import to_rgb
     from matplotlib.figure import Figure
@@ -53,7 +53,7 @@ def draw_schedule(timeline: Timeline, title: str, path: Path) -> None:
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_axes(
         (_LEFT_IN / width, _BOTTOM_IN / height, inner_width / width, inner_height / height), facecolor="#f2f2f2"
-    )  # what shows of it is the bubble
+    )  # The background remains visible where ranks wait: it is the bubble.
     axes.set_xlim(0, 1000 * timeline.makespan)
     axes.set_ylim(timeline.num_ranks - 0.5, -0.5)
     axes.set_yticks(range(timeline.num_ranks), [f"rank {rank}" for rank in range(timeline.num_ranks)])

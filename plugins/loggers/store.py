@@ -1,4 +1,4 @@
-"""Where MLflow keeps runs: the store's address, and what goes wrong between it and a training process."""
+"""Connect to MLflow's store, and keep it from disturbing a training process."""
 
 import logging
 import random
@@ -18,7 +18,7 @@ DEFAULT_TRACKING_URI = f"{SQLITE}mlflow.db"
 
 
 def default_save_dir(tracking_uri: str) -> str:
-    """Return ``mlruns`` beside an SQLite file or in the working directory; the folder itself of a file store."""
+    """Return the folder of a file store, else ``mlruns`` beside the SQLite file or in the working directory."""
     if tracking_uri.startswith("file:"):
         return re.sub(r"^file:(//)?", "", tracking_uri)
     if tracking_uri.startswith(SQLITE):
@@ -31,10 +31,10 @@ def _sqlite_file(tracking_uri: str) -> Path:
 
 
 def connect(tracking_uri: str) -> "MlflowClient":
-    """Return a client of the store, which is created if it is an SQLite file that does not exist.
+    """Return a client of the store, and create the store if it is an SQLite file that does not exist.
 
     Raises:
-        ValueError: If MLflow does not take the address.
+        ValueError: If MLflow does not accept the URI.
     """
     uri = tracking_uri
     if tracking_uri.startswith(SQLITE):
@@ -42,7 +42,7 @@ def connect(tracking_uri: str) -> "MlflowClient":
         if not database.exists():
             rank_zero_info(f"Creating the MLflow database {database} (once, a few seconds).")
             database.parent.mkdir(parents=True, exist_ok=True)
-        # MLflow keeps connections by URI: a relative one would lead to where the first of them was opened.
+        # MLflow caches connections by URI, so a relative one would refer to the working directory of its first use.
         uri = tracking_uri.replace(str(database), str(database.resolve()), 1)
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
@@ -56,7 +56,7 @@ def connect(tracking_uri: str) -> "MlflowClient":
 
 @contextmanager
 def _quiet(*logger_names: str) -> Iterator[None]:
-    """Keep loggers from reporting every step of a database's migration."""
+    """Silence loggers below warnings, because they report every step of a database's migration."""
     loggers = [logging.getLogger(name) for name in logger_names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -70,7 +70,10 @@ def _quiet(*logger_names: str) -> Iterator[None]:
 
 @contextmanager
 def own_randomness() -> Iterator[None]:
-    """Let MLflow invent a run's name without the seed that all runs share, and without moving rank 0's generator on."""
+    """Reseed Python's generator in this context, so that MLflow invents distinct names for runs with the same seed.
+
+    The generator's state is restored afterwards, so that rank 0's does not differ from the other ranks'.
+    """
     state = random.getstate()
     random.seed()
     try:

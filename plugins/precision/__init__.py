@@ -1,4 +1,4 @@
-"""How Lightning's ``precision=`` becomes FSDP2's mixed-precision policy, and how float16's losses are scaled."""
+"""Turn Lightning's ``precision=`` into FSDP2's mixed-precision policy, and scale losses for float16."""
 
 from lightning_dist.plugins.precision.policy import PrecisionPolicy, precision_policy
 from lightning_dist.plugins.precision.scaler import ShardedGradScaler, agree_on_overflows

@@ -1,4 +1,4 @@
-"""How Lightning's ``precision=`` becomes FSDP2's mixed-precision policy.
+"""Turn Lightning's ``precision=`` into FSDP2's mixed-precision policy.
 
 ================  ==================  =================  ==================  ====================
 ``precision=``    parameters stored   gathered, computed  gradients reduced  autocast in the step
@@ -7,6 +7,7 @@
 ``64-true``       float64             float64             float64            no
 ``bf16-mixed``    float32             bfloat16            float32            yes, as Lightning's
 ``bf16-true``     bfloat16            bfloat16            float32            no
+``16-mixed``      float32             float16             float32            yes, as Lightning's
 ================  ==================  =================  ==================  ====================
 """
 
@@ -24,11 +25,11 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """The two dtypes that FSDP2 is told.
+    """Hold the two dtypes of FSDP2's mixed-precision policy.
 
     Args:
-        param_dtype: What parameters are gathered and computed in; None: what they are stored in.
-        reduce_dtype: What gradients are reduced in; None: what they are computed in.
+        param_dtype: Dtype in which parameters are gathered and computed with; None: the dtype that they are stored in.
+        reduce_dtype: Dtype in which gradients are reduced; None: the dtype that they are computed in.
     """
 
     param_dtype: torch.dtype | None = None
@@ -36,24 +37,24 @@ class PrecisionPolicy:
 
 
 def precision_policy(plugin: Precision, reduce_dtype: str | None = None) -> PrecisionPolicy:
-    """The policy for Lightning's ``plugin``.
+    """Return the policy for Lightning's precision ``plugin``.
 
     Args:
-        plugin: What ``Trainer(precision=...)`` made, or ``Trainer(plugins=...)`` was given.
-        reduce_dtype: ``"float32"``, ``"float64"`` or ``"bfloat16"``; None takes the table's.
+        plugin: The plugin that ``Trainer(precision=...)`` made, or that ``Trainer(plugins=...)`` was given.
+        reduce_dtype: ``"float32"``, ``"float64"`` or ``"bfloat16"``; None: the dtype of this module's table.
 
     Raises:
-        ValueError: If ``plugin`` or ``reduce_dtype`` is none of those that sharded training supports.
+        ValueError: If sharded training does not support ``plugin`` or ``reduce_dtype``.
     """
     if reduce_dtype is not None and reduce_dtype not in _DTYPES:
         raise ValueError(f"reduce_dtype={reduce_dtype!r} is not supported; use one of {', '.join(_DTYPES)}.")
-    told = _DTYPES[reduce_dtype] if reduce_dtype else None
+    reduced_in = _DTYPES[reduce_dtype] if reduce_dtype else None
     if type(plugin) in (Precision, DoublePrecision):
-        return PrecisionPolicy(None, told)
+        return PrecisionPolicy(None, reduced_in)
     if isinstance(plugin, MixedPrecision | HalfPrecision) and plugin.precision in ("bf16-mixed", "bf16-true"):
-        return PrecisionPolicy(torch.bfloat16, told or torch.float32)
+        return PrecisionPolicy(torch.bfloat16, reduced_in or torch.float32)
     if isinstance(plugin, MixedPrecision):
-        return PrecisionPolicy(torch.float16, told or torch.float32)
+        return PrecisionPolicy(torch.float16, reduced_in or torch.float32)
     raise ValueError(
         f"precision={plugin.precision!r} ({type(plugin).__name__}) is not supported by the sharded strategies; use"
         " '32-true', '64-true', 'bf16-mixed', 'bf16-true' or '16-mixed'."

@@ -1,4 +1,4 @@
-"""Loss scaling for float16, where each rank has only a part of the gradients."""
+"""Scale losses for float16 training in which each rank has only its shards of the gradients."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ __all__ = ["ShardedGradScaler", "agree_on_overflows"]
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
-    """A ``GradScaler`` by which all ranks skip a step where any has found an overflow, and so keep one scale.
+    """Skip an optimizer step on all ranks if any rank has found an overflow, so that all ranks keep the same scale.
 
-    torch's own (of FSDP1) takes no DTensors, and waits for ever for a rank that has no gradients.
+    torch's ``ShardedGradScaler`` for FSDP1 does not accept DTensors, and hangs if a rank has no gradients.
     """
 
     def _unscale_grads_(
@@ -26,7 +26,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
         """Divide gradients by the scale, in place. A collective over all processes.
 
         Returns:
-            Device to 1.0 where any rank has an infinite or undefined gradient, else to 0.0.
+            A mapping of the device to 1.0 if any rank has an infinite or NaN gradient, else to 0.0.
+
+        Raises:
+            ValueError: If a gradient is in float16 and ``allow_fp16`` is False.
         """
         by_dtype: dict[torch.dtype, list[Tensor]] = {}
         for group in optimizer.param_groups:
@@ -43,17 +46,17 @@ class ShardedGradScaler(torch.amp.GradScaler):
 
 
 def agree_on_overflows(plugin: Precision) -> None:
-    """Let the scaler of ``plugin``, if it has one, be a :class:`ShardedGradScaler`.
+    """Turn the scaler of ``plugin``, if it has one, into a :class:`ShardedGradScaler`.
 
     Raises:
-        TypeError: If it is no plain ``GradScaler``, of which nothing is known.
+        TypeError: If the scaler is of another class than ``GradScaler``, whose behaviour is unknown.
     """
     if not isinstance(plugin, MixedPrecision) or plugin.scaler is None or isinstance(plugin.scaler, ShardedGradScaler):
         return
     scaler: Any = plugin.scaler
     if type(scaler) not in (torch.amp.GradScaler, torch.cuda.amp.GradScaler):
         raise TypeError(
-            f"scaler={type(scaler).__name__} looks at the gradients of one rank. Give MixedPrecision a"
-            " torch.amp.GradScaler, or none."
+            f"scaler={type(scaler).__name__} looks for overflows in the gradients of one rank only. Give MixedPrecision"
+            " a torch.amp.GradScaler, or none."
         )
-    scaler.__class__ = ShardedGradScaler  # the same object, which the user may keep, in the same state
+    scaler.__class__ = ShardedGradScaler  # The user may hold this object, so it is not replaced.

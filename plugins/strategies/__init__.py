@@ -1,4 +1,4 @@
-"""The strategies, each under the name that ``Trainer(strategy=...)`` takes."""
+"""Provide the strategies, and register them under the names that ``Trainer(strategy=...)`` takes."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,10 @@ __all__ = [
 
 
 def register() -> None:
-    """Make the strategies known to Lightning by name. Safe to call again."""
+    """Register the strategies with Lightning, and install the changes to Lightning that they need.
+
+    Calling this again is safe.
+    """
     for strategy in (
         FullShardStrategy,
         HybridShardStrategy,

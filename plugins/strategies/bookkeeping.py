@@ -1,8 +1,8 @@
-"""What Lightning believes of checkpoints, kept to what was committed.
+"""Keep the records of ModelCheckpoint and of the loggers in line with the checkpoints that were really committed.
 
-ModelCheckpoint takes a save to be done when it was asked for: it forgets and removes the checkpoint before, tells
-loggers of a directory that is not there yet, and gives two of them one name. With saves in the background that would be
-wrong, so here its instances, and the loggers, are told the truth.
+ModelCheckpoint takes a save to be done as soon as it has requested it: it forgets and removes the previous checkpoint,
+tells loggers of a directory that is not there yet, and gives two checkpoints one name. All of this is wrong for saves
+in the background, so this module corrects the state of the ModelCheckpoints and delays the calls to the loggers.
 """
 
 from __future__ import annotations
@@ -26,32 +26,35 @@ __all__ = ["Bookkeeping", "absolute"]
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """A path as any process can use it, whatever folder it works in; URLs stay."""
+    """Return ``path`` as an absolute path, so that it does not depend on the working directory; URLs are unchanged."""
     text = os.fspath(path)
     return text if "://" in text else os.path.abspath(text)
 
 
 class Bookkeeping:
-    """Of one fit at a time. All methods are called by all ranks alike, with absolute paths."""
+    """Track the saves and removals of one fit at a time.
+
+    All ranks must call every method in the same order, with absolute paths.
+    """
 
     def __init__(self) -> None:
         self._trainer: Trainer | None = None
-        self._of: dict[ModelCheckpoint, _Known] = {}
+        self._records: dict[ModelCheckpoint, _Record] = {}
         self._loggers: list[Logger] = []
         self._exists: dict[str, bool] = {}
         self._newest = ""
-        self._removed_for: dict[str, list[str]] = {}  # save to what was to be removed after it
+        self._removed_for: dict[str, list[str]] = {}  # maps a save to the checkpoints to remove once it succeeded
         self._notices: list[tuple[Callable[[Any], None], Any]] = []
         self._failed: list[str] = []
         self._is_unfinished: set[str] = set()
-        self._links: dict[str, str] = {}  # from where to which save, once it is there
+        self._links: dict[str, str] = {}  # maps a link to the unfinished save that it will point to
 
     def start(self, trainer: Trainer) -> None:
-        """Look after the callbacks and loggers of ``trainer``."""
+        """Track the ModelCheckpoints of ``trainer`` and delay the notifications of its loggers until :meth:`close`."""
         self._trainer = trainer
         for callback in trainer.checkpoint_callbacks:
             if isinstance(callback, ModelCheckpoint):
-                self._of[callback] = _Known(callback)
+                self._records[callback] = _Record(callback)
                 _override(callback, "file_exists", partial(self._file_exists, callback.file_exists))
                 _override(callback, _compat.LINK_CHECKPOINT, self._link)
         self._loggers = list(trainer.loggers)
@@ -59,39 +62,39 @@ class Bookkeeping:
             _override(logger, "after_save_checkpoint", partial(self._notify_later, logger.after_save_checkpoint))
 
     def close(self) -> None:
-        """Leave them as they were."""
-        for callback in self._of:
+        """Restore the callbacks' and loggers' own methods, and forget all saves."""
+        for callback in self._records:
             _restore(callback, "file_exists")
             _restore(callback, _compat.LINK_CHECKPOINT)
         for logger in self._loggers:
             _restore(logger, "after_save_checkpoint")
-        self._trainer, self._of, self._loggers, self._exists = None, {}, [], {}
+        self._trainer, self._records, self._loggers, self._exists = None, {}, [], {}
         self._newest, self._removed_for, self._notices, self._failed = "", {}, [], []
         self._is_unfinished, self._links = set(), {}
 
     @property
     def wanted(self) -> list[str]:
-        """What the callbacks have among their best, or call their last."""
-        paths = [path for callback in self._of for path in [*callback.best_k_models, callback.last_model_path]]
-        return [absolute(path) for path in [*paths, *(callback.best_model_path for callback in self._of)] if path]
+        """Return the checkpoints that a ModelCheckpoint has among its best ones or as its last one."""
+        paths = [path for callback in self._records for path in [*callback.best_k_models, callback.last_model_path]]
+        return [absolute(path) for path in [*paths, *(callback.best_model_path for callback in self._records)] if path]
 
     def asked_to_save(self, path: str) -> None:
-        """A save of ``path`` has begun."""
+        """Record that a save to ``path`` has begun."""
         self._newest = path
         self._exists[path] = True
         self._is_unfinished.add(path)
         self._removed_for[path] = []
-        for known in self._of.values():
-            known.look(path)
+        for record in self._records.values():
+            record.look(path)
 
     def asked_to_remove(self, path: str) -> None:
-        """``path`` is to be removed, if the newest save succeeds."""
+        """Record that ``path`` will be removed if the newest save succeeds."""
         self._exists[path] = False
         if self._newest:
             self._removed_for[self._newest].append(path)
 
     def saved(self, save: Save) -> None:
-        """A save has ended, on this rank: tell loggers."""
+        """Record that a save has ended on this rank; if it succeeded, make the links to it and notify the loggers."""
         notices, self._notices = self._notices, []
         self._is_unfinished.discard(save.path)
         due = [link for link, target in self._links.items() if target == save.path]
@@ -102,30 +105,34 @@ class Bookkeeping:
         if save.error is not None:
             self._failed.append(save.path)
             return
-        for known in self._of.values():
-            known.commit(save.path)
+        for record in self._records.values():
+            record.commit(save.path)
         for notify, callback in notices:
-            views = [known.committed() for known in self._of.values() if known.callback == callback]
+            views = [record.committed() for record in self._records.values() if record.callback == callback]
             notify(views[0] if views else callback)
 
     def settle(self) -> list[str]:
-        """Take back what failed; returns what is too many now, and to be removed."""
+        """Roll back the failed saves in all records.
+
+        Returns:
+            Paths of the checkpoints that exceed a callback's ``save_top_k`` after that, and must be removed.
+        """
         too_many = []
         for path in self._failed:
             self._exists.pop(path, None)
             kept = self._removed_for[path]
             self._exists.update(dict.fromkeys(kept, True))
-            for known in self._of.values():
-                too_many += known.roll_back(path, kept)
+            for record in self._records.values():
+                too_many += record.roll_back(path, kept)
         self._failed = []
         return too_many
 
     def _file_exists(self, original: Callable[..., bool], filepath: Any, trainer: Trainer) -> bool:
-        on_disk = original(filepath, trainer)  # a collective: to be called in any case
+        on_disk = original(filepath, trainer)  # This is a collective, so every rank calls it in any case.
         return self._exists.get(absolute(filepath), on_disk)
 
     def _link(self, trainer: Trainer, filepath: str, linkpath: str) -> None:
-        """Let ``linkpath`` lead to a checkpoint, as ``save_last="link"`` asks for, when it is there."""
+        """Link ``linkpath`` to a checkpoint for ``save_last="link"``, now or once its save has ended."""
         target, link = absolute(filepath), absolute(linkpath)
         if target == link:
             return
@@ -139,30 +146,32 @@ class Bookkeeping:
         self._notices.append((original, checkpoint_callback))
 
 
-class _Known:
-    """What a ModelCheckpoint knew, and would forget."""
+class _Record:
+    """Remember the scores and committed paths of one ModelCheckpoint, which itself forgets them."""
 
     def __init__(self, callback: ModelCheckpoint) -> None:
         self.callback = callback
         self._scores: dict[str, Tensor] = dict(callback.best_k_models)
         self._committed = {name: getattr(callback, name) for name in ("best_model_path", "last_model_path")}
         self._good = {absolute(path) for path in callback.best_k_models}
-        self._named: dict[str, dict[str, str]] = {}  # save to the attributes that got its path, as they spell it
-        self._before: dict[str, dict[str, str]] = {}  # the newest save to what they were committed to before it
+        self._named: dict[str, dict[str, str]] = {}  # maps a save to the attributes set to its path, and their values
+        self._before: dict[str, dict[str, str]] = {}  # maps the newest commit to those attributes' values before it
 
     def look(self, path: str) -> None:
+        """Note the callback's scores, and which of its attributes name the save to ``path`` that has begun."""
         self._scores |= self.callback.best_k_models
         values = {name: getattr(self.callback, name) for name in self._committed}
         self._named[path] = {name: value for name, value in values.items() if value and absolute(value) == path}
 
     def commit(self, path: str) -> None:
+        """Record that the save to ``path`` succeeded."""
         self._good.add(path)
         named = self._named.pop(path, {})
         self._before = {path: {name: self._committed[name] for name in named}}
         self._committed |= named
 
     def committed(self) -> ModelCheckpoint:
-        """The callback without the save that it may have been asked for by now, and knows by its name already."""
+        """Return a copy of the callback that names only committed checkpoints, and no save that is still under way."""
         view = copy.copy(self.callback)
         view.best_k_models = {path: score for path, score in view.best_k_models.items() if absolute(path) in self._good}
         for name, path in self._committed.items():
@@ -170,9 +179,18 @@ class _Known:
         return view
 
     def roll_back(self, path: str, kept: list[str]) -> list[str]:
+        """Take the failed save to ``path`` out of the callback's attributes.
+
+        Args:
+            path: The failed save.
+            kept: Checkpoints that were to be removed after it, and stay.
+
+        Returns:
+            Paths of the checkpoints that exceed ``save_top_k`` now.
+        """
         callback, too_many = self.callback, []
         self._good.discard(path)
-        self._committed |= self._before.pop(path, {})  # it was committed, and did not read back
+        self._committed |= self._before.pop(path, {})  # The save may be committed already, but not have read back.
         for name, before in self._committed.items():
             value = getattr(callback, name)
             if value and absolute(value) == path:
@@ -200,7 +218,7 @@ class _Known:
 
 
 def _make_link(trainer: Trainer, target: str, link: str) -> None:
-    """Let ``link`` lead to ``target``, whatever was there; on rank 0."""
+    """Make ``link`` a symbolic link to ``target`` on rank 0, replacing whatever is there."""
     if not trainer.is_global_zero:
         return
     if os.path.isdir(link) and not os.path.islink(link):

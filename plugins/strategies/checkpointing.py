@@ -1,4 +1,4 @@
-"""Saving: from Lightning's checkpoint dictionary to the engine's writer, and back what became of it."""
+"""Save Lightning's checkpoint dictionary with the engine's writer, and report the outcome to Lightning."""
 
 from __future__ import annotations
 
@@ -27,18 +27,20 @@ __all__ = ["CheckpointOptions", "Checkpoints", "optimizer_state"]
 
 @dataclass(frozen=True)
 class CheckpointOptions:
-    """How a strategy saves and loads.
+    """Configure how a strategy saves and loads checkpoints.
 
     Args:
-        asynchronous: Write in the background; a step waits until the weights are copied, and no longer. False: until
-            they are on the disk.
+        asynchronous: Write in the background: a training step waits only until the weights are copied. If False, it
+            waits until they are on the disk.
         verify: How a checkpoint is checked before it is loaded: ``"full"`` (sizes and digests of all files),
             ``"size"`` or ``"off"``.
         weights_only: Refuse to load pickled objects other than tensors and plain values, as torch.load does.
-            ``fit(weights_only=...)`` goes before.
-        keep_last: How many of the run's newest checkpoints stay, also of those that no ModelCheckpoint wants any more;
-            older ones go, unless one has them among its best or calls them its last. None: callbacks alone decide.
-        keep_every_n_steps: Checkpoints at a multiple of so many steps stay in any case. None: none does.
+            ``fit(weights_only=...)`` takes precedence.
+        keep_last: Number of the run's newest checkpoints that are kept, even where no ModelCheckpoint wants them any
+            more; older ones are removed, unless a ModelCheckpoint has them among its best ones or as its last one.
+            None: the callbacks alone decide.
+        keep_every_n_steps: Checkpoints at a multiple of this number of optimizer steps are always kept. None: no
+            checkpoint is kept for its step.
     """
 
     asynchronous: bool = True
@@ -54,16 +56,21 @@ class CheckpointOptions:
 
 
 def optimizer_state(optimizer: Optimizer, module: LightningModule) -> dict[str, Any]:
-    """The state of ``optimizer``, Lightning's wrapper or not, parameters by full name."""
+    """Return the state of ``optimizer``, keyed by the parameters' full names.
+
+    Args:
+        optimizer: A torch optimizer, or Lightning's wrapper around one.
+        module: The LightningModule whose parameters it optimizes.
+    """
     return by_name(optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer, module)
 
 
 class Checkpoints:
-    """Saves of a strategy.
+    """Save and remove the checkpoints of a strategy's runs.
 
     Args:
-        options: How.
-        timeout: How long ranks wait for each other within a save.
+        options: How checkpoints are saved and which are kept.
+        timeout: How long ranks wait for each other within a save; None: torch's default.
     """
 
     def __init__(self, options: CheckpointOptions, timeout: timedelta | None) -> None:
@@ -77,21 +84,26 @@ class Checkpoints:
         self._trainer: Trainer | None = None
         self._newest_error: CheckpointError | None = None
         self._num_failed = 0
-        self._failed: list[str] = []  # not taken back yet
+        self._failed: list[str] = []  # saves that the retention has not rolled back yet
 
     def start(self, trainer: Trainer) -> None:
-        """Serve ``trainer`` from now on."""
+        """Save for ``trainer`` from now on."""
         self._trainer = trainer
         self._newest_error = None
         if trainer.state.fn == TrainerFn.FITTING:
             self._bookkeeping.start(trainer)
 
     def save(self, checkpoint: Mapping[str, Any], own: Callable[[], Mapping[str, Any]], path: str) -> None:
-        """Save Lightning's ``checkpoint``, and what ``own`` returns on each rank, at ``path``. A collective.
+        """Save Lightning's ``checkpoint`` and each rank's own state at ``path``. A collective over all processes.
+
+        Args:
+            checkpoint: Lightning's checkpoint dictionary.
+            own: Function that returns this rank's own state.
+            path: Absolute path or URL of the checkpoint.
 
         Raises:
-            CheckpointError: If it could not be written, and it was not asked for in a fit, which would go on and raise
-                at its end.
+            CheckpointError: If it cannot be written outside of a fit. A fit goes on, and :meth:`finish` raises the
+                error if the last save failed.
         """
         start = time.perf_counter()
         self.settle()
@@ -101,7 +113,7 @@ class Checkpoints:
         snapshot: Snapshot | Exception
         try:
             snapshot = take_snapshot(checkpoint, own(), about)
-        except Exception as error:  # of this rank alone, perhaps
+        except Exception as error:  # It may concern this rank alone: the writer then fails the save on all ranks.
             snapshot = error
         save = self._writer.save(path, snapshot, asynchronous)
         self._bookkeeping.asked_to_save(path)
@@ -114,7 +126,7 @@ class Checkpoints:
             self._raise_newest_error()
 
     def is_own(self, path: str) -> bool:
-        """Return whether this process has taken part in writing ``path``, so that what it holds is known."""
+        """Return whether this process has taken part in writing the checkpoint ``path``, and so knows its content."""
         return path in self._saved
 
     @property
@@ -123,13 +135,13 @@ class Checkpoints:
         return state is not None and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
 
     def go_on_from(self, manifest: Manifest) -> None:
-        """The run is that of a checkpoint: those that were saved then are its own."""
+        """Continue the run that saved the checkpoint of ``manifest``, so that the retention covers its checkpoints."""
         self._run = manifest.about.get("run", self._run)
 
     def remove(self, path: str) -> None:
-        """Remove the checkpoint at ``path``, if the save before succeeds and it is not to be kept.
+        """Remove the checkpoint at ``path`` if the previous save succeeds, unless the retention keeps it.
 
-        To be called by all ranks alike.
+        All ranks must call this.
         """
         if not self._retention.keeps(path):
             self._remove(path)
@@ -141,7 +153,7 @@ class Checkpoints:
         self._writer.remove(path)
 
     def _retain(self, path: str, step: int) -> None:
-        """Remove what is too much with the save of ``path``."""
+        """Remove the checkpoints that the options no longer keep once ``path`` is saved at ``step``."""
         if not self._retention.is_on or self._trainer is None:
             return
         folder = os.path.dirname(path)
@@ -157,7 +169,7 @@ class Checkpoints:
             self._remove(surplus)
 
     def _saved_before(self, folder: str) -> dict[str, int]:
-        """The steps of the checkpoints in ``folder`` that are this run's, by path."""
+        """Return the optimizer steps of this run's checkpoints in ``folder``, keyed by absolute path."""
         steps = {}
         for path, manifest in find(folder):
             if isinstance(manifest, Manifest) and manifest.about.get("run") == self._run:
@@ -165,16 +177,16 @@ class Checkpoints:
         return steps
 
     def before_step(self) -> None:
-        """Say what became of saves since; to be called between steps."""
+        """Report the saves that have ended since the last call; call this between steps."""
         for save in self._writer.finished():
             self._report(save)
 
     def before_update(self) -> None:
-        """Wait until the weights may change."""
+        """Wait until the weights are copied, so that the optimizer may change them."""
         self._writer.wait_until_staged()
 
     def settle(self) -> None:
-        """Wait for the last save, and say what became of it. To be called by all ranks alike."""
+        """Wait for the last save, report it, and roll back the saves that failed. All ranks must call this."""
         self._writer.wait()
         self.before_step()
         for path in self._failed:
@@ -184,16 +196,16 @@ class Checkpoints:
             self.remove(absolute(path))
 
     def finish(self) -> None:
-        """At the end of a fit: wait for the last save.
+        """Wait for the last save at the end of a fit.
 
         Raises:
-            CheckpointError: If it failed.
+            CheckpointError: If the last save failed.
         """
         self.settle()
         self._raise_newest_error()
 
     def close(self) -> None:
-        """Wait for what was asked for, and end the writer's thread."""
+        """Wait for the pending saves and removals, and end the writer's thread."""
         self._writer.close()
         self.before_step()
         self._bookkeeping.close()

@@ -1,4 +1,4 @@
-"""What is refused before a run starts, by name, with what to do instead."""
+"""Refuse what a strategy cannot run before the run starts, with errors that say what to use instead."""
 
 from __future__ import annotations
 
@@ -25,10 +25,15 @@ __all__ = ["check_optimizers", "refuse_for_pipeline", "refuse_what_cannot_work"]
 
 
 def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
-    """Look for callbacks and options that shards cannot honour, and for a fit that has nothing to train.
+    """Refuse modules, callbacks and options that do not work with sharded parameters.
+
+    Args:
+        strategy: The strategy of the run.
+        trainer: The Trainer that is about to run.
 
     Raises:
-        MisconfigurationException: If there is one.
+        MisconfigurationException: If a fit has no parameters to train, a parameter is lazy, a callback is
+            StochasticWeightAveraging or ModelPruning, or ``sync_batchnorm`` is set on the CPU.
     """
     module = trainer.lightning_module
     if trainer.state.fn == TrainerFn.FITTING and not any(True for _ in module.parameters()):
@@ -50,8 +55,8 @@ def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
             )
         if isinstance(callback, ModelPruning):
             raise MisconfigurationException(
-                "ModelPruning replaces parameters by others with masks while they are trained, and ranks them by size"
-                f" within each shard: it does not work with {type(strategy).__name__}. Prune the trained model: on"
+                "ModelPruning replaces parameters by masked ones during training, and compares their sizes only within"
+                f" each shard: it does not work with {type(strategy).__name__}. Prune the trained model instead: on"
                 " every rank, enter lightning_dist.full_parameters(module), load its state_dict() into a new module,"
                 " and use torch.nn.utils.prune on that."
             )
@@ -63,10 +68,14 @@ def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
 
 
 def refuse_for_pipeline(module: LightningModule) -> None:
-    """Look for what a pipeline cannot run, which does forward and backward together.
+    """Refuse modules that a pipeline cannot run, because its schedule interleaves the forwards and the backwards.
+
+    Args:
+        module: The user's module.
 
     Raises:
-        MisconfigurationException: If there is any.
+        MisconfigurationException: If the module uses manual optimization, overrides ``backward``, takes
+            ``dataloader_iter`` in its training step, or was compiled by ``module.compile()``.
     """
     name = type(module).__name__
     instead = "use a strategy without stages, such as hybrid_shard or tensor_parallel"
@@ -81,7 +90,8 @@ def refuse_for_pipeline(module: LightningModule) -> None:
             f" it does into the loss, or into on_after_backward, or {instead}."
         )
     for path, part in module.named_modules():
-        if part._compiled_call_impl is not None and parallelized(module) is None:  # else a pipeline has set it
+        # The blocks of a module that is parallel already were compiled by its pipeline.
+        if part._compiled_call_impl is not None and parallelized(module) is None:
             raise MisconfigurationException(
                 f"{path or name} was compiled by module.compile(), which a pipeline would undo: it decides itself which"
                 " modules run. Set compile=True on the strategy, which compiles each block."
@@ -100,13 +110,16 @@ _NO_ZERO_REDUNDANCY = (
 
 
 def _is_zero_redundancy(value: object) -> bool:
-    """Return whether ``value`` is a ZeroRedundancyOptimizer, without importing what it is defined in."""
+    """Return whether ``value`` is a ZeroRedundancyOptimizer, without importing the module that defines it."""
     return any(cls.__name__ == "ZeroRedundancyOptimizer" for cls in type(value).__mro__)
 
 
 @contextmanager
 def explaining_optimizer_errors(strategy_name: str) -> Iterator[None]:
-    """Name the cause where ``configure_optimizers``, which is called inside, makes an optimizer that cannot be made.
+    """Explain errors that a ZeroRedundancyOptimizer raises when ``configure_optimizers`` creates it in this context.
+
+    Args:
+        strategy_name: Name of the strategy, for the message.
 
     Raises:
         MisconfigurationException: If the error comes from a ZeroRedundancyOptimizer.
@@ -120,11 +133,16 @@ def explaining_optimizer_errors(strategy_name: str) -> Iterator[None]:
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, strategy_name: str) -> None:
-    """Check that the optimizers work on shards, and on those of ``module``.
+    """Check that the optimizers support sharded parameters, and that they hold those of ``module``.
+
+    Args:
+        optimizers: The run's optimizers.
+        module: The sharded module.
+        strategy_name: Name of the strategy, for the messages.
 
     Raises:
-        MisconfigurationException: If one cannot work on shards.
-        ValueError: If one holds parameters that are not the module's: it would train nothing.
+        MisconfigurationException: If an optimizer does not support sharded parameters.
+        ValueError: If an optimizer holds parameters that are not the module's, and so would train nothing.
     """
     ours = {id(param) for param in module.parameters()}
     for index, optimizer in enumerate(optimizers):
@@ -152,6 +170,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, s
         if num_foreign:
             raise ValueError(
                 f"Optimizer {index} ({name}) holds {num_foreign} of {len(params)} parameters that are not"
-                f" {type(module).__name__}'s: it would train nothing. It was made before the module was sharded, or of"
-                " another module's parameters. Make it in configure_optimizers, of self.parameters()."
+                f" {type(module).__name__}'s: it would not train them. It was created before the module was sharded, or"
+                " with another module's parameters. Create it in configure_optimizers, from self.parameters()."
             )

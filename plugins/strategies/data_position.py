@@ -1,4 +1,4 @@
-"""Where in the data a run is, so that it goes on there: mid-epoch, and on another number of ranks."""
+"""Save a run's position in its data, so that it resumes there: within an epoch, and on another number of ranks."""
 
 from __future__ import annotations
 
@@ -22,21 +22,22 @@ EPOCH, NUM_SEEN = "epoch", "num_seen"
 
 
 def make_resumable(loader: Any, trainer: Trainer) -> None:
-    """Let ``loader`` save and load where it is, in samples of the whole batch; Lightning asks it to.
+    """Give ``loader`` a ``state_dict`` and ``load_state_dict``, which Lightning calls, for its position in the data.
 
-    That takes an order that can be entered: a ``DistributedSampler``, which Lightning gives every loader of a dataset
-    with indices and no sampler of the user's. Other loaders are left as they are; those with a ``state_dict`` of their
-    own (torchdata's StatefulDataLoader) only learn the epoch before they load it.
+    The position counts the samples of all ranks. It requires a ``DistributedSampler``, whose order can be entered
+    anywhere; Lightning gives one to every loader of a map-style dataset for which the user has set no sampler. Other
+    loaders are unchanged. Loaders with a ``state_dict`` of their own (torchdata's StatefulDataLoader) are only given
+    the shared seed and the epoch before they load it. A collective over all processes.
 
     Args:
-        loader: Of training batches.
-        trainer: In a fit; its loops have been restored, and all ranks are here.
+        loader: Loader of training batches.
+        trainer: A Trainer in a fit whose loops have been restored.
     """
     batches = getattr(loader, "batch_sampler", None)
     sampler = _shared_order(getattr(batches, "sampler", None))
     if not isinstance(loader, DataLoader) or batches is None or sampler is None:
         return
-    sampler.seed = trainer.strategy.broadcast(sampler.seed)  # one order, whatever each rank was seeded with
+    sampler.seed = trainer.strategy.broadcast(sampler.seed)  # The ranks may have been seeded differently.
     sampler.set_epoch(training_progress(trainer).epoch)
     if hasattr(type(loader), "state_dict"):
         batches.sampler = sampler
@@ -49,9 +50,10 @@ def make_resumable(loader: Any, trainer: Trainer) -> None:
 
 
 def _shared_order(sampler: Any) -> DistributedSampler[Any] | None:
-    """The sampler, if all ranks split one order by it.
+    """Return a sampler with which all ranks split one order, or None if ``sampler`` is of another kind.
 
-    Around torchdata's own RandomSampler Lightning puts a wrapper, in which each rank splits an order of its own.
+    Lightning wraps torchdata's RandomSampler in a sampler with which each rank would split an order of its own: for
+    this one, a sampler that splits one order is returned.
     """
     wrapped: Any = getattr(getattr(sampler, "dataset", None), "_sampler", None)
     if type(wrapped).__module__.startswith("torchdata.") and type(wrapped).__name__ == "RandomSampler":
@@ -60,13 +62,19 @@ def _shared_order(sampler: Any) -> DistributedSampler[Any] | None:
 
 
 def with_its_own_seeds(loader: Any) -> None:
-    """Let ``loader`` draw its workers' seeds from a generator of its own instead of the one that training uses."""
+    """Give ``loader`` a generator of its own for its workers' seeds, so that it does not advance training's."""
     if isinstance(loader, DataLoader) and loader.generator is None:
         loader.generator = torch.Generator().manual_seed(torch.initial_seed())
 
 
 class _Position:
-    """Of a loader, from the trainer's count of batches."""
+    """Compute a loader's position in its data from the Trainer's count of batches.
+
+    Args:
+        trainer: The Trainer of the fit.
+        batches: The loader's batch sampler.
+        sampler: The sampler inside ``batches``.
+    """
 
     def __init__(self, trainer: Trainer, batches: BatchSampler, sampler: ResumableSampler) -> None:
         self._trainer = trainer
@@ -76,6 +84,7 @@ class _Position:
         self._given = self._batch
 
     def state_dict(self) -> dict[str, int]:
+        """Return the position, and the sizes of the batch and of the dataset that it refers to."""
         epoch, num_seen, num_batches = self._now()
         return {
             EPOCH: epoch,
@@ -89,10 +98,16 @@ class _Position:
         }
 
     def load_state_dict(self, state: dict[str, int]) -> None:
+        """Resume from a saved position, with the global batch that the checkpoint had.
+
+        Raises:
+            ValueError: If that batch cannot be divided among the ranks of this run.
+        """
         if state["num_samples"] != self._num_samples:
             rank_zero_warn(
-                f"The data had {state['num_samples']} samples when the checkpoint was saved, and have"
-                f" {self._num_samples} now: this epoch leaves out as many as were seen, but not the same."
+                f"The dataset had {state['num_samples']} samples when the checkpoint was saved, and has"
+                f" {self._num_samples} now: the rest of this epoch skips as many samples as were seen, but not the same"
+                " ones."
             )
         self._keep_global_batch(state["step"], Batch(**{field.name: state[field.name] for field in fields(Batch)}))
         num_batches = state["num_batches"] * state["row"] // self._row
@@ -124,11 +139,11 @@ class _Position:
 
     @property
     def _row(self) -> int:
-        """Samples of a batch over all ranks."""
+        """Return the number of samples in one batch of all ranks together."""
         return self._batch.per_rank * self._batch.num_ranks
 
     def _now(self) -> tuple[int, int, int]:
-        """Epoch; samples and batches of it that are done."""
+        """Return the epoch, and the numbers of its samples (of all ranks) and batches (of this rank) that are done."""
         progress = training_progress(self._trainer)
         if not progress.has_begun:
             return progress.epoch, 0, 0
@@ -140,5 +155,5 @@ class _Position:
             num_seen = batches_before = 0
         num_batches = progress.num_batches - progress.in_window
         num_seen += (num_batches - batches_before) * self._row
-        # Of several loaders the shorter ones begin anew within an epoch.
+        # Where an epoch has several loaders, the shorter ones restart within it.
         return epoch, num_seen % (len(self._batches) * self._row), num_batches

@@ -1,4 +1,4 @@
-"""Whether all ranks have as many batches to validate, test or predict on."""
+"""Check that all ranks have the same number of batches to validate, test or predict on."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ __all__ = ["EvaluationBatches", "UnequalBatchesError"]
 
 
 class UnequalBatchesError(RuntimeError):
-    """A rank has batches left to evaluate when another has none."""
+    """Report that one rank has batches left to evaluate while another has none."""
 
 
 class EvaluationBatches:
-    """Compare the ranks' numbers of batches: at once where loaders know their lengths, else before each batch.
+    """Compare the ranks' numbers of batches, at once if the loaders have lengths, and otherwise before each batch.
+
+    Creating an instance is a collective over all processes.
 
     Args:
-        trainer: A Trainer that is about to validate, test or predict. Creating this is a collective.
+        trainer: A Trainer that is about to validate, test or predict.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -32,13 +34,14 @@ class EvaluationBatches:
         self._least, most = self._extremes(numbers)
         self._most = most
         self.are_unequal = self._least != most
-        """Whether a rank has more batches than another."""
+        """Whether some rank has more batches than another, as far as the loaders' lengths tell."""
         self._is_unknown = any(map(math.isinf, most)) and not self.are_unequal
         self._undo: Callable[[], None] | None = None
         if self._is_unknown:
             self._undo = _compat.before_reducing_evaluation(trainer, partial(self._agree, has_batch=False))
 
     def _extremes(self, numbers: list[float]) -> tuple[list[float], list[float]]:
+        """Return the smallest and the largest value over all ranks of each of ``numbers``. A collective."""
         if not dist.is_initialized():
             return numbers, numbers
         extremes = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.float32, device=self._device)
@@ -47,26 +50,27 @@ class EvaluationBatches:
         return [-value for value in values[len(numbers) :]], values[: len(numbers)]
 
     def end(self) -> None:
-        """Compare no more."""
+        """Stop comparing the numbers of batches."""
         if self._undo is not None:
             self._undo()
 
     def before_step(self) -> None:
-        """Compare whether all ranks have a batch, where their numbers are not known. A collective there.
+        """Check that all ranks have a batch, if the numbers of batches are unknown. A collective in that case.
 
         Raises:
-            UnequalBatchesError: On all ranks, if one has none.
+            UnequalBatchesError: On all ranks, if some rank has no batch.
         """
         if self._is_unknown:
             self._agree(has_batch=True)
 
     def _agree(self, has_batch: bool) -> None:
+        """Raise on all ranks unless either all or none of them have a batch. A collective over all processes."""
         least, most = self._extremes([float(has_batch)])
         if least != most:
             raise UnequalBatchesError(
                 f"This rank has {'a batch' if has_batch else 'no batch'} left to evaluate, and another has"
-                f" {'none' if has_batch else 'one'}: the loaders give the ranks unequal numbers of batches, and do not"
-                " say how many. Give the dataset a length, or let every rank's part have as many batches."
+                f" {'none' if has_batch else 'one'}: the loaders give the ranks unequal numbers of batches, and have no"
+                " lengths. Give the dataset a length, or give every rank the same number of batches."
             )
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What makes the run after a resume the same as one that was never interrupted, bit by bit."""
+"""Make a resumed run bitwise equal to one that was never interrupted."""
 
 from __future__ import annotations
 
@@ -18,58 +18,67 @@ from lightning_dist.randomness import rng_state, set_rng_state
 __all__ = ["MODELS", "ExactResume"]
 
 MODELS = ("current_model_state", "state_dict")
-"""Where a checkpoint has the weights that are trained: the first, where WeightAveraging has put its average in the
-second."""
+"""Keys under which a checkpoint may hold the trained weights.
+
+WeightAveraging stores its average under the second key and then stores the trained weights under the first."""
 
 
 class ExactResume:
-    """What each rank alone has: its random numbers, its place in the data, its buffers.
+    """Save and restore what differs between ranks: random generator states, positions in the data, and buffers.
 
-    Lightning saves rank 0's place in the data only, and no random numbers.
+    Lightning saves only rank 0's position in the data, and no states of random generators.
     """
 
     def __init__(self) -> None:
-        self._rng: dict[str, Any] | None = None  # to be set when training starts
+        self._rng: dict[str, Any] | None = None  # set when training starts
         self._rng_before_validation: dict[str, Any] | None = None
-        self._positions: list[Any] = []  # of the loaders to come
-        # As of the last optimizer step, where more than one batch is accumulated for a step:
+        self._positions: list[Any] = []  # of the loaders that are yet to be created
+        # These are the values after the last optimizer step, kept only if steps accumulate more than one batch.
         self._rng_at_update: dict[str, Any] | None = None
         self._buffers_at_update: dict[str, torch.Tensor] = {}
 
     def process_loader(self, loader: Any, trainer: Trainer) -> None:
-        """Prepare a loader that Lightning is about to use."""
+        """Prepare a loader that Lightning is about to use, and resume its position if it is a training loader."""
         if trainer.training:
             make_resumable(loader, trainer)
             if self._positions and hasattr(loader, "load_state_dict"):
                 position = self._positions.pop(0)
-                # Lightning loads it too, but not where the checkpoint was saved at an epoch's end.
+                # Lightning loads the position as well, but not if the checkpoint was saved at an epoch's end.
                 if NUM_SEEN in position:
                     loader.load_state_dict(position)
         elif trainer.state.fn == TrainerFn.FITTING:
             with_its_own_seeds(loader)
 
     def after_update(self, trainer: Trainer) -> None:
-        """Keep what the next batches change, if a save among them has to go back to here."""
+        """Keep the random state and the buffers, to which a save within the next accumulation has to go back."""
         if trainer.accumulate_grad_batches == 1 and not _compat.changes_accumulation(trainer):
             return
         self._rng_at_update = rng_state()
-        # All of them: BatchNorm's kernels change theirs without counting up the tensor's version.
+        # All buffers are copied, because BatchNorm's kernels change theirs without increasing the tensor's version.
         buffers = trainer.lightning_module.named_buffers()
         self._buffers_at_update = {name: buffer.detach().clone() for name, buffer in buffers if not buffer.is_meta}
 
     def before_validation(self, trainer: Trainer) -> None:
-        """Keep the random numbers for training: it goes on the same, whatever validation draws."""
+        """Keep the random state, so that training continues with it whatever validation draws."""
         if trainer.state.fn == TrainerFn.FITTING:
             self._rng_before_validation = rng_state()
 
     def after_validation(self) -> None:
-        """Go on with the random numbers of training."""
+        """Restore the random state that training had before validation."""
         if self._rng_before_validation is not None:
             set_rng_state(self._rng_before_validation)
             self._rng_before_validation = None
 
     def rank_state(self, checkpoint: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
-        """This rank's own, of the ``checkpoint`` dictionary that it has made, and which is set to what is resumed."""
+        """Return this rank's own state for ``checkpoint``; empty outside of a fit.
+
+        Also change ``checkpoint`` to the point that a resume starts from: its loops, and after a save within an
+        accumulation its buffers, which are set back to the last optimizer step.
+
+        Args:
+            checkpoint: The checkpoint dictionary that this rank has made.
+            trainer: The Trainer that saves it.
+        """
         if trainer.state.fn != TrainerFn.FITTING:
             return {}
         rng = self._rng_before_validation or rng_state()
@@ -88,12 +97,13 @@ class ExactResume:
         """Put what :meth:`rank_state` returned into the ``checkpoint`` that Lightning is about to load.
 
         Args:
-            checkpoint: As it was read.
-            own: This rank's, or empty.
-            has_as_many_ranks: As the run that saved it.
+            checkpoint: The checkpoint dictionary as it was read.
+            own: What :meth:`rank_state` returned on this rank when the checkpoint was saved, or an empty mapping.
+            has_as_many_ranks: Whether this run has as many ranks as the one that saved the checkpoint.
 
         Raises:
-            CheckpointError: If it is in the middle of the data of a loader whose place only as many ranks can take.
+            CheckpointError: If the number of ranks differs and a data loader's position can be resumed only on the
+                number of ranks that saved it.
         """
         states = _loader_states(checkpoint)
         if has_as_many_ranks and own:
@@ -102,15 +112,16 @@ class ExactResume:
                 checkpoint[key].update(buffers)
         elif any(NUM_SEEN not in state for state in states):
             raise CheckpointError(
-                "The checkpoint was saved by another number of ranks, each with the place of its own stateful data"
-                " loader, which cannot be split otherwise. Resume on as many ranks, or use a torch DataLoader of a"
-                " dataset with indices: its place is kept for all ranks together."
+                "The checkpoint was saved by another number of ranks, and holds for each of them the position of its"
+                " own stateful data loader, which cannot be divided among other ranks. Resume on the same number of"
+                " ranks, or use a torch DataLoader of a map-style dataset, whose position is kept for all ranks"
+                " together."
             )
         self._rng = own.get("rng")
         self._positions = list(states)
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Go on with the random numbers of the checkpoint, now that all that is made at a start has drawn its own."""
+        """Restore the checkpoint's random state, after everything that is created at the start has drawn numbers."""
         if self._rng is not None:
             set_rng_state(self._rng)
             self._rng = None
@@ -120,6 +131,7 @@ class ExactResume:
 
 
 def _buffers(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
+    """Return the tensors of ``state_dict`` that are neither sharded nor on the meta device."""
     return {
         name: value
         for name, value in state_dict.items()

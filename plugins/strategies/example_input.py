@@ -1,4 +1,4 @@
-"""A model that is cut into stages, run on its ``example_input_array``: for the sizes in Lightning's summary."""
+"""Run a model that is split into stages on its ``example_input_array``, for the sizes in Lightning's summary."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ __all__ = ["run_example"]
 
 
 def run_example(module: LightningModule, run: Callable[[], None]) -> None:
-    """Call ``run``, which calls ``module``; where that is cut into stages, on tensors without values.
+    """Call ``run``, on fake tensors if ``module`` is split into stages.
 
-    No rank has the whole model, and sizes are all that is asked for.
+    No rank has the whole model in that case, and the summary needs only sizes.
 
     Args:
         module: The user's module.
-        run: Runs it on its example.
+        run: Function that runs the module on its ``example_input_array``.
     """
     parallel = parallelized(module)
     pipeline = None if parallel is None else parallel.get(Pipeline)
@@ -32,13 +32,13 @@ def run_example(module: LightningModule, run: Callable[[], None]) -> None:
         run()
         return
     with pipeline.original_module.again():
-        why_not = run_on_fakes(module, lambda fake: run(), module.device, _Nobody())
+        why_not = run_on_fakes(module, lambda fake: run(), module.device, _NoObserver())
     if why_not:
         rank_zero_warn(f"The model could not be run on its example_input_array for the summary: {why_not}")
 
 
-class _Nobody:
-    """Observes nothing."""
+class _NoObserver:
+    """Ignore everything that a run on fakes reports."""
 
     def __init__(self) -> None:
         self.functions = BaseTorchFunctionMode()

@@ -1,4 +1,4 @@
-"""A step of a module on a batch of its own data, to be run on fake tensors before the module is split."""
+"""Build the step that is run on fake tensors before a module is split, with a batch of the run's own data."""
 
 from __future__ import annotations
 
@@ -25,16 +25,21 @@ from lightning_dist.plugins import _compat
 __all__ = ["FakeStep", "example_args", "example_step", "fake_step", "parameters_unchanged", "without_updates"]
 
 FakeStep = Callable[..., Any]
-"""Runs a step on what its first argument makes of each tensor; what is logged goes to its second, if it is given."""
+"""Function that runs a step on fakes.
+
+Its first argument makes a fake of a tensor; its second, optional one is called with everything that the step logs."""
 
 
 def example_step(module: LightningModule, trainer: Trainer, is_in_run: bool = False) -> tuple[FakeStep | None, str]:
-    """Return the step that ``trainer`` is about to run, with a batch as its loader gives; or None, and why not.
+    """Return the step that ``trainer`` is about to run, with a batch from its loader. A collective over all processes.
 
     Args:
         module: The user's module.
-        trainer: Its Trainer.
-        is_in_run: As of :func:`fake_step`.
+        trainer: The module's Trainer.
+        is_in_run: Whether the module's hooks that precede the step run first, as in :func:`fake_step`.
+
+    Returns:
+        The step and an empty string, or None and the reason why no batch could be made.
     """
     args, why_not = example_args(trainer)
     if why_not:
@@ -43,31 +48,31 @@ def example_step(module: LightningModule, trainer: Trainer, is_in_run: bool = Fa
 
 
 def example_args(trainer: Trainer) -> tuple[tuple[Any, ...], str]:
-    """Return the arguments of the first step of the run that begins; or why no batch could be made.
+    """Return the arguments of the first step of the run that begins. A collective over all processes.
 
-    The loader is made for this alone. No worker is started, and random numbers are as before. The batch is rank 0's on
-    all ranks, and has gone through the hooks that Lightning gives each batch to.
+    No worker is started, and random states are unchanged. All ranks use rank 0's batch, which has gone through
+    Lightning's hooks for batches.
 
     Args:
         trainer: The Trainer whose run begins.
 
     Returns:
-        The batch, the batch's index and, where the step is given it, the loader's index; empty if there is none. Then
-        the reason, empty if there is a batch.
+        A tuple with the batch, the batch's index and, if the step takes it, the loader's index; it is empty if no
+        batch could be made. Then the reason for that, which is empty if there is a batch.
     """
     args: tuple[Any, ...] = ()
     why_not = ""
     try:
         with isolate_rng():
             args = apply_to_collection(_first_args(trainer), Tensor, Tensor.cpu)
-    except Exception as error:  # whatever the user's data raise, they will raise again where it is expected
+    except Exception as error:  # An error of the user's data will be raised again when the run fetches its batches.
         text = str(error).strip().split("\n")[0]
         why_not = f"no batch could be made: {type(error).__name__}: {text}"
-    # All ranks must come to the same plan.
+    # All ranks must use the same batch, because all must derive the same plan from it.
     args, why_not = trainer.strategy.broadcast((args, why_not))
     if why_not:
         return (), why_not
-    batch, *indices = apply_to_collection(args, Tensor, Tensor.clone)  # a hook may change what belongs to the dataset
+    batch, *indices = apply_to_collection(args, Tensor, Tensor.clone)  # A hook may change it in place.
     with isolate_rng():
         return (_compat.transferred(trainer, batch, *indices[1:]), *indices), ""
 
@@ -89,16 +94,16 @@ def fake_step(
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
     is_in_run: bool = False,
 ) -> FakeStep:
-    """Return the step ``name`` of ``module``, to be run on fakes of the tensors in ``args`` and ``kwargs``.
+    """Return a function that runs the step ``name`` of ``module`` on fakes of the tensors in ``args`` and ``kwargs``.
 
     Args:
         module: The user's module.
-        trainer: Its Trainer.
+        trainer: The module's Trainer.
         name: The name of the step.
         args: Positional arguments of the step, the batch first.
         kwargs: Keyword arguments of the step.
-        around: Makes a context to run the step in.
-        is_in_run: Whether the hooks of the module that come before the step run first: they may set what it reads.
+        around: Function that makes a context in which the step runs.
+        is_in_run: Whether the module's hooks that precede the step run first, since they may set what the step reads.
     """
 
     def step(fake: Callable[[Tensor], Tensor], on_log: Callable[..., None] | None = None) -> Any:
@@ -121,12 +126,12 @@ def fake_step(
 
 @contextmanager
 def _as_in_a_run(module: LightningModule, name: str, args: tuple[Any, ...]) -> Iterator[None]:
-    """Let the module's own hooks that come before the step ``name`` run, and let it have optimizers.
+    """Run the module's own hooks that precede the step ``name``, and give the module optimizers.
 
     Args:
-        module: The module, on fakes.
+        module: The module, whose tensors are fakes.
         name: The name of the step.
-        args: Of the step.
+        args: Positional arguments of the step.
     """
     kind = name.removesuffix("_step").replace("training", "train")
     before = ["on_fit_start"] if kind == "train" else []
@@ -149,18 +154,18 @@ def _as_in_a_run(module: LightningModule, name: str, args: tuple[Any, ...]) -> I
 
 @contextmanager
 def parameters_unchanged(module: LightningModule) -> Iterator[None]:
-    """Refuse a step of a pipeline, run on fakes inside, that changes parameters.
+    """Refuse a pipeline's step that changes parameters while it runs on fakes in this context.
 
-    Embeddings with ``max_norm`` do so as well, within the part that they are.
+    Embeddings with ``max_norm`` are exempt: they renormalize their weights within one part of the model.
 
     Raises:
-        TraceError: If one was changed.
+        TraceError: If the step has changed a parameter.
     """
     renormed = {id(p) for part in module.modules() if getattr(part, "max_norm", None) for p in part.parameters()}
     params = {name: param for name, param in module.named_parameters() if id(param) not in renormed}
 
     def state_of(param: Any) -> tuple[int, int]:
-        # A parameter that is gathered where it is used stands for its shards; to ask it itself would gather it.
+        # A parameter that gathers its shards on use would do so if it were asked for its own version.
         with torch._C.DisableTorchFunctionSubclass():
             held = getattr(param, "_sharded", param)
             return held._version, held.untyped_storage()._cdata
@@ -170,23 +175,23 @@ def parameters_unchanged(module: LightningModule) -> Iterator[None]:
     for name, param in params.items():
         if state_of(param) != before[name]:
             raise TraceError(
-                f"The step changes the parameter {name!r}. Under a pipeline a step runs once a microbatch, and not on"
-                " every rank to its end: change parameters in on_train_batch_start or on_train_batch_end, where every"
-                " rank sees the parameters of all stages."
+                f"The step changes the parameter {name!r}. Under a pipeline, a step runs once per microbatch, and only"
+                " the last stage runs it to its end: change parameters in on_train_batch_start or on_train_batch_end,"
+                " where every rank sees the parameters of all stages."
             )
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Nothing is made of what is logged."""
+    """Ignore what is logged."""
 
 
 @contextmanager
 def without_updates(module: LightningModule, on_log: Callable[..., None] = _ignore) -> Iterator[None]:
-    """Let metrics, inside, only say what they are given: they look at values, of which fakes have none.
+    """Keep metrics from updating in this context, because they read values, and fakes have none.
 
     Args:
-        module: The module whose metrics these are.
-        on_log: Is told what a metric is given.
+        module: The module that has the metrics.
+        on_log: Function that is called with ``"metric"`` and the arguments of each update.
     """
     metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
     collections = [found for found in module.modules() if isinstance(found, MetricCollection)]
@@ -213,7 +218,7 @@ def without_updates(module: LightningModule, on_log: Callable[..., None] = _igno
 
 
 def _batch(loaders: Any) -> Any:
-    """The first batch of a loader, or one of each of several in the form in which they are given."""
+    """Return the first batch of a loader, or of each loader of a container, in a container of the same form."""
     if isinstance(loaders, Mapping):
         return {key: _batch(loader) for key, loader in loaders.items()}
     if isinstance(loaders, list | tuple):
@@ -233,7 +238,7 @@ def _batch(loaders: Any) -> Any:
 
 @contextmanager
 def _generators_unchanged(loader: DataLoader[Any]) -> Iterator[None]:
-    """Put back, afterwards, the states of the generators of ``loader`` and of its samplers."""
+    """Restore the states of the generators of ``loader`` and of its samplers when the context ends."""
     samplers = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
     found = (getattr(sampler, "generator", None) for sampler in samplers)
     generators = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
@@ -246,7 +251,11 @@ def _generators_unchanged(loader: DataLoader[Any]) -> Iterator[None]:
 
 
 def _fresh(data: Any) -> Iterator[Any]:
-    """An iterator that takes nothing away from the next one."""
+    """Return an iterator over ``data`` that does not consume it.
+
+    Raises:
+        TypeError: If ``data`` can be iterated only once.
+    """
     iterator = iter(data)
     if iterator is data:
         raise TypeError(f"{type(data).__name__} can be iterated only once")

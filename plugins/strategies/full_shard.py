@@ -1,4 +1,4 @@
-"""``strategy="full_shard"``."""
+"""Provide ``strategy="full_shard"``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ __all__ = ["FullShardStrategy"]
 
 
 class FullShardStrategy(MeshStrategy):
-    """Shards parameters, gradients and optimizer states over all processes (FSDP2, ZeRO-3).
+    """Shard parameters, gradients and optimizer states over all processes (FSDP2, ZeRO-3).
 
     Args:
-        dp_shard_size: Number of processes to shard over: all of them, which is what None and -1 mean.
-        kwargs: As of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
+        dp_shard_size: Number of processes to shard over, which must be all of them; None and -1 mean all.
+        kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
     """
 
     strategy_name = "full_shard"

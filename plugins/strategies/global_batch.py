@@ -1,4 +1,4 @@
-"""The same global batch on another number of ranks: what an optimizer step means does not change with them."""
+"""Keep the global batch of an optimizer step when a run is resumed on another number of ranks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ __all__ = ["Batch", "rescale_batch"]
 
 @dataclass(frozen=True)
 class Batch:
-    """What an optimizer step takes.
+    """Describe the global batch of an optimizer step.
 
     Args:
-        per_rank: Samples of a rank's batch.
-        accumulate: Batches a step.
-        num_ranks: That have batches of their own.
+        per_rank: Number of samples in one batch of one rank.
+        accumulate: Number of batches that are accumulated for one optimizer step.
+        num_ranks: Number of ranks that have batches of their own.
     """
 
     per_rank: int
@@ -23,24 +23,26 @@ class Batch:
 
     @property
     def total(self) -> int:
-        """Samples of a step."""
+        """Return the number of samples in one optimizer step."""
         return self.per_rank * self.accumulate * self.num_ranks
 
 
 def rescale_batch(total: int, configured: Batch, given: Batch, can_accumulate: bool = True) -> Batch:
-    """The batch of a run that is resumed with the sizes ``given`` for each rank.
+    """Return the batch of a resumed run, so that its optimizer step has the checkpoint's number of samples.
 
-    Where these are not what the run was ``configured`` with before, another step is meant, and taken. The same sizes on
-    another number of ranks would change the step; instead it is divided anew, into batches that are no larger.
+    If the sizes per rank differ from those that the saving run was ``configured`` with, the user wants another global
+    batch, and ``given`` is returned. If only the number of ranks differs, the global batch is divided anew, into
+    batches per rank that are no larger than the given ones unless ``can_accumulate`` is False.
 
     Args:
-        total: Samples of the checkpoint's step.
-        configured: What the run that saved it was given, and the number of its ranks.
-        given: What this one is given.
+        total: Number of samples in an optimizer step of the checkpoint.
+        configured: Sizes with which the run that saved the checkpoint was configured, and its number of ranks.
+        given: Sizes with which this run is configured, and its number of ranks.
         can_accumulate: Whether the number of accumulated batches may change.
 
     Raises:
-        ValueError: If a step cannot be divided by the number of ranks.
+        ValueError: If ``total`` cannot be divided among the ranks, or among the accumulated batches of a rank where
+            their number may not change.
     """
     has_other_sizes = (given.per_rank, given.accumulate) != (configured.per_rank, configured.accumulate)
     if given.total == total or has_other_sizes:

@@ -1,7 +1,8 @@
-"""When the last step's gradients are freed, and their norms.
+"""Free the previous step's gradients before the forward, and compute gradient norms of sharded modules.
 
-Lightning runs ``training_step``, ``zero_grad`` and ``backward`` in this order, so that during the forward the last
-step's gradients are in memory with the activations: as much as all the weights again, where nothing shards them.
+Lightning runs ``training_step``, ``zero_grad`` and ``backward`` in this order, so that the previous step's gradients
+are in memory together with the activations of the forward. Unless they are sharded, they take as much memory as all
+the weights.
 """
 
 from __future__ import annotations
@@ -21,7 +22,11 @@ __all__ = ["are_free_before_forward", "free_gradients", "gradient_norms"]
 
 
 def are_free_before_forward(module: LightningModule, trainer: Trainer) -> bool:
-    """Whether nobody can tell: no hook of the module or of a callback looks at gradients, or clears them itself."""
+    """Return whether gradients can be freed before the forward without a difference to the user's code.
+
+    They can if optimization is automatic and no hook of the module or of a callback reads the gradients before
+    ``zero_grad`` or overrides it.
+    """
     return (
         module.automatic_optimization
         and not is_overridden("optimizer_zero_grad", module)
@@ -33,7 +38,7 @@ def are_free_before_forward(module: LightningModule, trainer: Trainer) -> bool:
 
 
 def free_gradients(trainer: Trainer) -> None:
-    """Free what the optimizers hold, if a new optimizer step begins, as Lightning's ``zero_grad`` will."""
+    """Free the optimizers' gradients if the batch begins a new optimizer step, as Lightning's ``zero_grad`` will."""
     if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()
@@ -45,7 +50,10 @@ def gradient_norms(module: torch.nn.Module, norm_type: float | int | str, group_
     Args:
         module: A module, or a part of one.
         norm_type: The order of the norms; ``"inf"`` for the largest absolute value.
-        group_separator: What stands before a parameter's name.
+        group_separator: Text between ``grad_<order>_norm`` and the parameter's name in the keys.
+
+    Raises:
+        ValueError: If the order is not positive.
     """
     order = float(norm_type)
     if order <= 0:
@@ -70,8 +78,9 @@ def gradient_norms(module: torch.nn.Module, norm_type: float | int | str, group_
 
 
 def _norms(module: torch.nn.Module, order: float) -> dict[str, torch.Tensor]:
-    """Return the norms of the gradients that this rank has, by parameter."""
-    here = ((name, param) for name, param in module.named_parameters() if not param.is_meta)  # else another stage's
+    """Return the norms of the gradients of the parameters on this rank, by name. A collective for sharded ones."""
+    # Parameters of other stages are on the meta device.
+    here = ((name, param) for name, param in module.named_parameters() if not param.is_meta)
     return {name: _norm(param.grad, order) for name, param in here if param.grad is not None}
 
 

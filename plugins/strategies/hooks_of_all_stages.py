@@ -1,4 +1,4 @@
-"""Hooks of the module and of callbacks under a pipeline: they see the parameters of all stages."""
+"""Let hooks of the module and of callbacks see the parameters of all stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ __all__ = ["hooks_of_all_stages"]
 
 
 def hooks_of_all_stages(module: LightningModule, all_stages: AllStages) -> WrappedHooks:
-    """Let hooks that a user has written look at, and change, the parameters of all stages.
+    """Return wrapped hooks, in which the user's code can read and change the parameters of all stages.
 
     Args:
         module: The user's module.
-        all_stages: What runs code on the parameters of all stages.
+        all_stages: The object that runs code on the parameters of all stages.
     """
     shards = ShardsInHooks()
 
@@ -34,7 +34,7 @@ def hooks_of_all_stages(module: LightningModule, all_stages: AllStages) -> Wrapp
 
 @contextmanager
 def _logging_whole(module: LightningModule, all_stages: AllStages) -> Iterator[None]:
-    """Let ``self.log`` be given values that all ranks have."""
+    """Make ``self.log`` fetch values that only another stage has, so that all ranks log the same."""
     if "log" in vars(module):
         yield
         return

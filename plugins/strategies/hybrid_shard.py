@@ -1,4 +1,4 @@
-"""``strategy="hybrid_shard"``."""
+"""Provide ``strategy="hybrid_shard"``."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ __all__ = ["HybridShardStrategy"]
 
 
 class HybridShardStrategy(MeshStrategy):
-    """Shards the model inside a node and replicates it between nodes (HSDP on FSDP2).
+    """Shard the model inside a node and replicate it between nodes (HSDP on FSDP2).
 
-    Gathers and reduce-scatters stay inside a replica; between replicas only each rank's shard of the gradients is
-    all-reduced, once a step.
+    All-gathers and reduce-scatters stay inside a replica; between replicas only each rank's shard of the gradients is
+    all-reduced, once per optimizer step.
 
     Args:
-        dp_replicate_size: Number of replicas. None: the number of nodes, or what ``dp_shard_size`` leaves.
-        dp_shard_size: Number of processes that one replica is sharded over. None: the devices of a node, or what
-            ``dp_replicate_size`` leaves. At most one of the two may be -1, "what is left".
-        kwargs: As of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
+        dp_replicate_size: Number of replicas. None: the number of nodes, or the number of processes divided by
+            ``dp_shard_size`` if that is given.
+        dp_shard_size: Number of processes that one replica is sharded over. None: the number of devices of a node, or
+            the number of processes divided by ``dp_replicate_size`` if that is given. At most one of the two may be
+            -1, which stands for this quotient.
+        kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
     """
 
     strategy_name = "hybrid_shard"

@@ -1,4 +1,4 @@
-"""Loading: from the engine's checkpoints, or a single file, to what Lightning restores."""
+"""Load checkpoint directories and single files into the dictionary that Lightning restores from."""
 
 from __future__ import annotations
 
@@ -32,16 +32,17 @@ def load(
     Live weights are not touched: tensors are read into new ones, placed as this run's parameters are.
 
     Args:
-        path: A directory of any layout, or a file that any strategy of Lightning saved.
+        path: A checkpoint directory, saved with any layout, or a file that any strategy of Lightning saved.
         module: The sharded module.
-        with_optimizers: Whether the optimizers' states are read, too.
+        with_optimizers: Whether the optimizers' states are read as well.
         weights_only: Refuse pickled objects other than tensors and plain values.
         verify: How a directory is checked; every rank checks its part of the files.
-        go_on: Called with what was read of a directory, for what training goes on with; its errors are raised as well.
+        go_on: Function that is called with the checkpoint that was read from a directory, before this returns; its
+            errors are raised on all ranks.
 
     Raises:
         CheckpointError: If ``path`` is missing, of another kind, damaged, or incomplete.
-        OtherRankError: On the ranks that could read it, if another could not.
+        OtherRankError: On the ranks that could read the checkpoint, if another rank could not.
     """
     with raise_on_all_ranks(f"reading the checkpoint {path}"):
         if Path(path).is_file():
@@ -53,7 +54,7 @@ def load(
             if info.path[0] == "optimizer_states":
                 if not with_optimizers:
                     return None
-                # optimizer_states / index / "state" / full name / which state
+                # The path is ("optimizer_states", index, "state", full name of the parameter, name of the state).
                 return _empty_like(params.get(str(info.path[3])), info)
             return _empty_like(targets.get(str(info.path[-1])), info)
 
@@ -65,14 +66,27 @@ def load(
 
 
 def load_weights(checkpoint: Mapping[str, Any], module: LightningModule, strict: bool) -> None:
-    """Load ``checkpoint["state_dict"]`` into the sharded ``module``; on an error its weights are unchanged."""
+    """Load ``checkpoint["state_dict"]`` into the sharded ``module``; on an error its weights are unchanged.
+
+    Args:
+        checkpoint: The checkpoint dictionary.
+        module: The sharded module.
+        strict: Whether the names in the checkpoint must be exactly the module's.
+
+    Raises:
+        CheckpointError: If the checkpoint has no ``"state_dict"``, or one that does not fit the module.
+    """
     if "state_dict" not in checkpoint:
         raise CheckpointError(f"The checkpoint has no 'state_dict', only {', '.join(map(str, checkpoint))}.")
     load_model(module, checkpoint["state_dict"], strict)
 
 
 def load_optimizers(checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], module: LightningModule) -> None:
-    """Load ``checkpoint["optimizer_states"]``, one an optimizer."""
+    """Load ``checkpoint["optimizer_states"]``, which has one entry for each optimizer.
+
+    Raises:
+        CheckpointError: If the number of states is not the number of optimizers, or a state does not fit its optimizer.
+    """
     states = checkpoint["optimizer_states"]
     if len(states) != len(optimizers):
         raise CheckpointError(
@@ -95,12 +109,14 @@ def _load_file(path: Path, weights_only: bool) -> dict[str, Any]:
 
 
 def _empty_like(target: torch.Tensor | None, info: TensorInfo) -> torch.Tensor | None:
+    """Return an empty tensor for ``info``, placed as ``target`` where the shape allows it; None for other stages'."""
     if target is not None and target.is_meta:
-        return None  # another stage's
+        return None  # The parameter belongs to another stage.
     if isinstance(target, DTensor):
         if target.shape == info.shape:
             return torch.empty_like(target, dtype=info.dtype)
-        # An optimizer's factored statistics (Adafactor's rows and columns): split like the parameter where they can be.
+        # An optimizer's factored statistics (Adafactor's rows and columns) have fewer dimensions than the parameter,
+        # and are sharded like it along those that they have.
         whole = torch.empty(info.shape, dtype=info.dtype, device=target.device)
         if info.path[0] == "optimizer_states":
             can_be = [

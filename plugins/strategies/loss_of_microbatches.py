@@ -1,4 +1,4 @@
-"""Whether the mean of the microbatches' losses is the loss of the batch: tried on made-up outputs of the model."""
+"""Check, with random outputs of the model, that the mean of the microbatches' losses is the loss of the batch."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ __all__ = ["warn_of_other_losses"]
 def warn_of_other_losses(
     pipeline: Pipeline, follow: Callable[[Any], StepGraph], step: Callable[[Any], Any], microbatch: Any, name: str
 ) -> None:
-    """Warn where a loss is no mean over samples, so that under a pipeline it is another than in one process.
+    """Warn if the loss is not a mean over samples, because it then differs from the loss in one process.
 
-    The code after the model runs on made-up outputs of the model: once with a microbatch, and once with each of its
-    samples twice. A mean over samples stays the same; a sum is doubled, and what compares samples with each other
-    changes. Nothing is said where it cannot be tried, as in a step that draws random numbers after the model.
+    The code after the model runs on random outputs of the model: once with a microbatch, and once with each of its
+    samples twice. A mean over samples stays the same; a sum is doubled, and a loss that compares samples with each
+    other changes. There is no warning where the code cannot be run this way, or draws random numbers after the model.
 
     Args:
         pipeline: The pipeline, on a rank that has the last stage.
-        follow: Follows the step on a microbatch.
-        step: Runs the user's step on a microbatch, with nothing logged.
+        follow: Function that traces the step on a microbatch.
+        step: Function that runs the user's step on a microbatch, with nothing logged.
         microbatch: A microbatch of the training data.
-        name: The name of the user's class.
+        name: The name of the user's class, for the warning.
     """
     doubled = map_leaves(microbatch, _twice)
     try:
@@ -38,14 +38,14 @@ def warn_of_other_losses(
         if any(graph.end.draws for graph in graphs):
             return
         with isolate_rng(), torch.no_grad():
-            outputs = [_made_up(leaf) for leaf in pipeline.values_at_end(graphs[0])]
+            outputs = [_random_output(leaf) for leaf in pipeline.values_at_end(graphs[0])]
             with pipeline.nothing_left(graphs[0]):
                 once = _number(pipeline.run_end(graphs[0], outputs, lambda: step(microbatch)))
             wanted = pipeline.values_at_end(graphs[1])
             outputs = [_like(output, leaf) for output, leaf in zip(outputs, wanted, strict=True)]
             with pipeline.nothing_left(graphs[1]):
                 twice = _number(pipeline.run_end(graphs[1], outputs, lambda: step(doubled)))
-    except Exception:  # made-up outputs may be none that the loss can take
+    except Exception:  # The loss may not accept random outputs.
         return
     if not (math.isfinite(once) and math.isfinite(twice)) or math.isclose(once, twice, rel_tol=1e-3, abs_tol=1e-6):
         return
@@ -61,20 +61,25 @@ def warn_of_other_losses(
 
 
 def _twice(path: str, value: Any) -> Any:
+    """Return ``value`` with each sample twice; scalars and values without samples are unchanged."""
     if isinstance(value, Tensor):
         return torch.cat([value, value]) if value.ndim else value
     return type(value)([*value, *value]) if isinstance(value, list | tuple) else value
 
 
-def _made_up(leaf: Leaf) -> Tensor:
-    """Return numbers between 0 and 1, which may be probabilities as well as logits; zeros for whole numbers."""
+def _random_output(leaf: Leaf) -> Tensor:
+    """Return values between 0 and 1, which are valid as probabilities and as logits; zeros for integer dtypes."""
     if leaf.dtype.is_floating_point:
         return torch.rand(leaf.shape, dtype=leaf.dtype)
     return torch.zeros(leaf.shape, dtype=leaf.dtype)
 
 
 def _like(output: Tensor, leaf: Leaf) -> Tensor:
-    """Return ``output`` for a batch that has each sample twice."""
+    """Return ``output`` in the shape of ``leaf``, with each sample twice.
+
+    Raises:
+        ValueError: If the shape of ``leaf`` is neither that of ``output`` nor that with twice the samples.
+    """
     if output.shape == leaf.shape:
         return output
     doubled = torch.cat([output, output])

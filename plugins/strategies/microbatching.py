@@ -1,4 +1,4 @@
-"""How a rank's batch is split into microbatches: by the module's own hook, or along dimension 0."""
+"""Split a rank's batch into microbatches, by the module's own hook or along dimension 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["BatchSplitter"]
 
 
 class BatchSplitter:
-    """Splits the batches of ``module``.
+    """Split the batches of ``module`` into microbatches.
 
     A module may define ``split_batch(batch, num_microbatches)``, which returns a list of microbatches, for batches
     whose samples are not along dimension 0 of every tensor.
@@ -26,16 +26,16 @@ class BatchSplitter:
     def __init__(self, module: LightningModule) -> None:
         self._name = type(module).__name__
         self._hook: Callable[[Any, int], Sequence[Any]] | None = getattr(module, "split_batch", None)
-        # In training, BatchNorm has no statistics of a single sample.
+        # In training, BatchNorm needs at least two samples for its statistics.
         self._least = 2 if any(isinstance(part, _BatchNorm) and part.training for part in module.modules()) else 1
 
     def choose_number(self, batch: Any, wanted: int | None, most: int) -> int:
-        """Return into how many microbatches a full batch is split.
+        """Return the number of microbatches into which a full batch is split.
 
         Args:
-            batch: The batch that a rank has.
-            wanted: The number that was asked for; None: none was.
-            most: The greatest number that is chosen where none was asked for.
+            batch: A full batch of this rank.
+            wanted: The number that the user has set; None: the user has set none.
+            most: The largest number that is chosen if the user has set none.
 
         Raises:
             ValueError: If the batch cannot be split, or not into ``wanted`` microbatches.
@@ -49,10 +49,10 @@ class BatchSplitter:
         return wanted
 
     def split(self, batch: Any, wanted: int) -> list[Any]:
-        """Return ``batch`` as microbatches: ``wanted``, or fewer where an epoch's smaller last batch has no more.
+        """Split ``batch`` into ``wanted`` microbatches, or fewer if it is too small, as an epoch's last batch may be.
 
         Raises:
-            ValueError: If the batch cannot be split.
+            ValueError: If the batch cannot be split, or the module's hook returns none or too many microbatches.
         """
         if self._hook is not None:
             parts = list(self._hook(batch, wanted))
@@ -66,13 +66,14 @@ class BatchSplitter:
         return split_batch(batch, num_microbatches_for(size, max(min(wanted, size // self._least), 1)))
 
     def num_samples(self, microbatch: Any) -> int:
-        """Return the number of samples of a microbatch, by which what is logged is weighted."""
+        """Return the number of samples of a microbatch, which is the weight of its logged values."""
         try:
             return batch_size_of(microbatch) or 1
-        except ValueError:  # one that only the module's hook can split
+        except ValueError:  # Only the module's hook can split such a batch, so its number of samples is unknown.
             return 1
 
     def _size(self, batch: Any) -> int:
+        """Return the number of samples of ``batch``, and raise ValueError if there are none."""
         size = batch_size_of(batch)
         if size == 0:
             raise ValueError(

@@ -1,4 +1,4 @@
-"""``strategy="nd_parallel"``."""
+"""Provide ``strategy="nd_parallel"``."""
 
 from __future__ import annotations
 
@@ -14,27 +14,34 @@ __all__ = ["NDParallelStrategy"]
 
 
 class NDParallelStrategy(PipelineParallelStrategy):
-    """Any sizes of all axes: stages over ``pp``, replicas of them, shards of these, and layers split over ``tp``.
+    """Combine pipeline stages, replicas, sharding and tensor parallelism in one mesh, with any size of each axis.
+
+    The arguments for stages are explained in
+    :class:`~lightning_dist.plugins.strategies.pipeline_parallel.PipelineParallelStrategy`, those for tensor parallelism
+    in :class:`~lightning_dist.plugins.strategies.tensor_parallel.TensorParallelStrategy`.
 
     Args:
-        pp_size: Number of processes that stages are on. None: 1.
+        pp_size: Number of processes that the stages are distributed over. None: 1.
         dp_replicate_size: Number of replicas. None: 1.
-        dp_shard_size: Number of processes that a stage and the batch are sharded over. None: what the others leave.
+        dp_shard_size: Number of processes that a stage and the batch are sharded over. None: the number of processes
+            divided by the other sizes.
         tp_size: Number of processes that a layer is split over. None: 1.
-        cp_size: Not there yet.
-        ep_size: Not there yet.
-        num_microbatches: As of :class:`~lightning_dist.plugins.strategies.pipeline_parallel.PipelineParallelStrategy`.
-        schedule: As above.
-        virtual_stages: As above.
-        split: As above.
-        plan: As of :class:`~lightning_dist.plugins.strategies.tensor_parallel.TensorParallelStrategy`.
-        strict_plan: As above.
-        sequence_parallel: As above; not under a pipeline.
-        loss_parallel: As above.
-        kwargs: As of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
+        cp_size: Not implemented yet.
+        ep_size: Not implemented yet.
+        num_microbatches: Number of microbatches that a rank's part of the batch is split into. None: chosen by the
+            batch size.
+        schedule: Name of the pipeline's schedule.
+        virtual_stages: Number of stages on a process. None: 1, or 2 for a schedule that needs several.
+        split: Names of the modules that each stage but the first begins with. None: balanced by cost.
+        plan: Mapping of module names to the way in which they are split over ``tp``.
+        strict_plan: Raise where no plan can be inferred, or an inferred plan does not compute the same.
+        sequence_parallel: Whether hidden states between split layers are split along the sequence; not supported
+            together with stages.
+        loss_parallel: Whether logits stay split along the vocabulary.
+        kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
 
     Raises:
-        ValueError: If ``sequence_parallel`` is asked for together with stages, or an axis that there is not.
+        ValueError: If ``sequence_parallel`` is set together with stages, or an axis that is not implemented.
     """
 
     strategy_name = "nd_parallel"
@@ -82,7 +89,7 @@ class NDParallelStrategy(PipelineParallelStrategy):
         if self.layout.pp > 1 and self.layout.tp > 1:
             if config.sequence_parallel:
                 raise ValueError(
-                    f"sequence_parallel=True with pp_size={self.layout.pp}: stages hand on whole hidden states. Leave"
-                    " it out, or use pp_size=1."
+                    f"sequence_parallel=True with pp_size={self.layout.pp}: stages send each other whole hidden states."
+                    " Leave sequence_parallel out, or use pp_size=1."
                 )
             self._tensor_parallel = replace(config, sequence_parallel=False)

@@ -1,4 +1,4 @@
-"""Torchmetrics under a pipeline: only the last stage updates them, and every rank has their values."""
+"""Run torchmetrics under a pipeline: only the last stage updates them, and every rank gets their values."""
 
 from __future__ import annotations
 
@@ -19,15 +19,16 @@ from lightning_dist.pipeline import Pipeline
 __all__ = ["SharedMetrics"]
 
 _OWN = "_lightning_dist_own"
+"""Attribute of a replaced method that holds the metric's own method."""
 
 
 class _Observed:
-    """The forward of a metric; that of a copy is the copy's.
+    """Replace the forward of a metric, so that ``shared`` sees its arguments; a deep copy belongs to the metric's copy.
 
     Args:
-        shared: Who sees what the metric is given.
+        shared: The shared metrics of the module.
         metric: The metric.
-        own: Its own forward.
+        own: The metric's own forward.
     """
 
     def __init__(self, shared: SharedMetrics, metric: Metric, own: Callable[..., Any]) -> None:
@@ -46,28 +47,31 @@ class _Observed:
 
 
 class SharedMetrics:
-    """Those of ``module``. Outside of a step, to compute one is a collective, as it is anyway where data is split.
+    """Let all ranks of a pipeline compute the metrics of ``module``, whose states only the last stage has.
+
+    Outside of a step, ``compute`` of a metric is a collective over the pipeline; with data parallelism it is a
+    collective without a pipeline as well.
 
     Args:
         module: The user's module.
-        pipeline: Whose last stage has the metrics' states.
+        pipeline: The pipeline that runs the module.
     """
 
     def __init__(self, module: LightningModule, pipeline: Pipeline) -> None:
         self._module = module
         self._pipeline = pipeline
         self._in_step = False
-        self._of_batch: dict[int, Metric] = {}  # by id: a metric's hash changes with its state
-        self._given: dict[int, tuple[Tensor, Metric, str | None, bool]] = {}
+        self._of_batch: dict[int, Metric] = {}  # keyed by id, because a metric's hash changes with its state
+        self._given: dict[int, tuple[Tensor, Metric, str | None, bool]] = {}  # keyed by the id of the tensor
         self._copies: list[Metric] = []
         inner = {id(part) for metric in self._metrics() for part in metric.modules() if part is not metric}
         for metric in self._metrics():
-            if id(metric) not in inner:  # the one around it computes it
+            if id(metric) not in inner:  # An inner metric is computed by the metric around it.
                 self._share(metric)
 
     def _share(self, metric: Metric) -> None:
         """Let the ranks of the pipeline compute ``metric`` together."""
-        own = getattr(metric.compute, _OWN, metric.compute)  # of a run before
+        own = getattr(metric.compute, _OWN, metric.compute)  # A previous run may have replaced it already.
         vars(metric)["compute"] = self._shared(metric, own)
         setattr(vars(metric)["compute"], _OWN, own)
         own = getattr(metric.forward, _OWN, metric.forward)
@@ -78,7 +82,7 @@ class SharedMetrics:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Inside, only the last stage may compute a metric: its ``forward`` does."""
+        """Let metrics in this context be computed by the last stage alone, because their ``forward`` computes them."""
         before, self._in_step = self._in_step, True
         while self._copies:
             self._share(self._copies.pop())
@@ -91,15 +95,18 @@ class SharedMetrics:
             self._in_step = before
 
     def value_of_batch(self, metric: Metric) -> Any:
-        """Of all microbatches of the step that has run, where ``metric`` was called in it; else None."""
+        """Return the value of ``metric`` over all microbatches of the last step; None if the step has not called it."""
         of_batch = self._of_batch.get(id(metric))
         return None if of_batch is None or not of_batch.update_called else of_batch.compute()
 
     def source_of(self, value: Any) -> Callable[[], Any] | None:
-        """Return what gives the whole batch's value in the place of ``value``; None if no metric returned it in a step.
+        """Return a function that computes the whole batch's value of the metric that returned ``value`` in a step.
 
         Args:
             value: A value that is logged in a step.
+
+        Returns:
+            The function, or None if no metric returned ``value``.
         """
         if not isinstance(value, Tensor) or id(value) not in self._given:
             return None
@@ -109,17 +116,17 @@ class SharedMetrics:
             found = self.value_of_batch(metric)
             return found if key is None else found[key]
 
-        # What compute() returned for the last microbatch is of all that came before it as well.
+        # The value that compute() returned for the last microbatch covers the previous microbatches as well.
         return (lambda: value) if is_computed else of_batch
 
     def _keep(self, metric: Metric, value: Any, is_computed: bool) -> None:
-        """Remember that ``metric`` returned ``value``, by its tensors' identity."""
+        """Remember that ``metric`` returned ``value``, keyed by the identity of its tensors."""
         for key, tensor in value.items() if isinstance(value, Mapping) else ((None, value),):
             if isinstance(tensor, Tensor):
                 self._given[id(tensor)] = (tensor, metric, key, is_computed)
 
     def forward(self, metric: Metric, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run ``metric``, whose forward is ``own``, and in a step let a metric of the whole batch see the same."""
+        """Run ``metric``, whose forward is ``own``; in a step, also update a copy of it that covers the whole batch."""
         if not self._in_step:
             return own(*args, **kwargs)
         if id(metric) not in self._of_batch:
@@ -130,11 +137,11 @@ class SharedMetrics:
         return value
 
     def was_copied(self, copy: Metric) -> None:
-        """Take note of a copy that the user has made of a metric, such as ``metric.clone()``."""
+        """Record a copy that the user has made of a metric, for example by ``metric.clone()``."""
         self._copies.append(copy)
 
     def _copied(self, metric: Metric) -> Metric:
-        """A metric of the same kind, without data, of this rank alone."""
+        """Return a copy of ``metric`` without data, which is computed on this rank alone."""
         ours = {key: vars(metric).pop(key) for key in ("compute", "forward", "process_group")}
         try:
             vars(metric).update(compute=getattr(ours["compute"], _OWN), process_group=None)
@@ -146,6 +153,7 @@ class SharedMetrics:
         return copy
 
     def _shared(self, metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a ``compute`` for ``metric`` that the last stage runs, and whose value it broadcasts to the others."""
         pipeline = self._pipeline
 
         @wraps(compute)
@@ -158,7 +166,7 @@ class SharedMetrics:
             if pipeline.is_last:
                 try:
                     value = apply_to_collection(compute(*args, **kwargs), Tensor, Tensor.cpu)
-                except Exception as raised:  # the others wait for it
+                except Exception as raised:  # The other ranks wait for the broadcast, so they are told of the error.
                     error = raised
             told = [(value, None if error is None else f"{type(error).__name__}: {error}")]
             dist.broadcast_object_list(told, group=pipeline.group, group_src=pipeline.last_rank)

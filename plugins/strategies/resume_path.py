@@ -1,4 +1,4 @@
-"""``ckpt_path="last"`` and ``"auto"``: the newest checkpoint that is good."""
+"""Find the newest good checkpoint for ``ckpt_path="last"`` and ``ckpt_path="auto"``."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ AUTO = "auto"
 
 
 class ResumePath(str):
-    """A path that was not asked for by its name: where it is damaged, the newest good one will do.
+    """Represent a checkpoint path that the user did not name, and that the newest good one can replace if damaged.
 
     Args:
-        path: What is tried first; :data:`AUTO`: the newest.
-        folders: Where others are.
+        path: Path of the checkpoint that is tried first, or :data:`AUTO` for the newest.
+        folders: Folders with the other checkpoints.
     """
 
-    def __new__(cls, path: str, folders: list[str]) -> ResumePath:  # noqa: D102 - as the class
+    def __new__(cls, path: str, folders: list[str]) -> ResumePath:  # noqa: D102 - documented by the class
         self = super().__new__(cls, path)
         self.folders = folders
         return self
@@ -38,15 +38,15 @@ class ResumePath(str):
 
 
 def choose(trainer: Trainer, asked: Any, found: Callable[[], Any]) -> Any:
-    """Turn the ``ckpt_path`` that was asked for into a path, or a :class:`ResumePath`.
+    """Turn the ``ckpt_path`` that the user has given into a path or a :class:`ResumePath`.
 
     Args:
-        trainer: With one of this project's strategies.
-        asked: By the user.
-        found: What Lightning makes of it.
+        trainer: A Trainer with one of this project's strategies.
+        asked: The ``ckpt_path`` that the user has given.
+        found: Function that returns the path that Lightning derives from it.
 
     Raises:
-        MisconfigurationException: If it is :data:`AUTO`, and every start would save to another folder.
+        MisconfigurationException: If it is :data:`AUTO`, and every run would save to another folder.
     """
     if asked == AUTO:
         return ResumePath(AUTO, _folders(trainer))
@@ -58,9 +58,9 @@ def resume(trainer: Trainer, path: Any, load: Callable[[Any], None]) -> None:
     """Call ``load`` with the first good checkpoint. A collective over all processes.
 
     Args:
-        trainer: As of :func:`choose`.
-        path: From :func:`choose`.
-        load: Reads a checkpoint; given None it lets training start afresh.
+        trainer: A Trainer with one of this project's strategies.
+        path: What :func:`choose` returned.
+        load: Function that reads a checkpoint; called with None, it lets training start afresh.
 
     Raises:
         CheckpointError: If there are checkpoints, but none of them can be read.
@@ -90,6 +90,7 @@ def resume(trainer: Trainer, path: Any, load: Callable[[Any], None]) -> None:
 
 
 def _candidates(path: ResumePath) -> list[str]:
+    """Return the checkpoints to try: first ``path`` unless it is AUTO, then those in its folders, the newest first."""
     newest_first = [found for folder in path.folders for found in find(folder)]
     newest_first.sort(key=lambda found: getattr(found[1], "saved_at", 0.0), reverse=True)
     first = [] if path == AUTO else [absolute(path)]
@@ -97,6 +98,7 @@ def _candidates(path: ResumePath) -> list[str]:
 
 
 def _folders(trainer: Trainer) -> list[str]:
+    """Return the folders that ``trainer`` saves checkpoints to, which must be the same at every start."""
     callbacks = [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
     folders = [str(callback.dirpath) for callback in callbacks if callback.dirpath]
     if callbacks and not folders:

@@ -1,4 +1,4 @@
-"""The table that a run begins with: what was decided, and what it means on a rank."""
+"""Format the table that is printed when a run begins: the layout, and what each rank holds and runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _LABELS = {"root": "on the LightningModule itself", "shared": "shared by blocks"
 
 
 def startup_table(strategy: MeshStrategy, module: ParallelModule) -> str:
-    """Layout, units, precision and checks of ``strategy``, as lines of text."""
+    """Return the layout, units, precision and checks of ``strategy`` as lines of text."""
     kinds: dict[str, list[int]] = {}
     for unit, group in zip(module.units, module.groups, strict=True):
         name = type(unit.modules[0]).__name__.removeprefix("FSDP")
@@ -47,7 +47,7 @@ def startup_table(strategy: MeshStrategy, module: ParallelModule) -> str:
 
 
 def _held(module: ParallelModule) -> int:
-    """Number of parameters on a rank, the largest part of each."""
+    """Return the number of elements of the parameters on a rank, taking the largest shard of each parameter."""
     return sum(
         math.prod(-(-size // parts) for size, parts in zip(param.shape, _parts(param), strict=True))
         for param in module.module.parameters()
@@ -56,11 +56,11 @@ def _held(module: ParallelModule) -> int:
 
 
 def _parts(param: torch.Tensor) -> list[int]:
-    """In how many parts each dimension is split."""
+    """Return the number of shards that each dimension of ``param`` is split into."""
     parts = [1] * param.ndim
     if isinstance(param, DTensor):
         for size, placement in zip(param.device_mesh.shape, param.placements, strict=True):
-            dim = getattr(placement, "dim", None)  # of Shard and its variants
+            dim = getattr(placement, "dim", None)  # Shard and its variants have a dim.
             if dim is not None:
                 parts[dim] *= size
     return parts

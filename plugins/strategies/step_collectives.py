@@ -1,4 +1,4 @@
-"""Collectives that a user calls in a step of a pipeline: those that not all of their ranks come by are refused."""
+"""Refuse collectives in a pipeline's step that not all ranks of their group would call."""
 
 from __future__ import annotations
 
@@ -34,16 +34,16 @@ _COLLECTIVES = (
 
 @contextmanager
 def without_foreign_collectives(peers: Collection[int]) -> Iterator[None]:
-    """Refuse, inside, collectives that ranks of other stages would have to call as well.
+    """Refuse collectives in this context whose group has ranks of other stages.
 
-    Ranks with the same stages run the same code of a step in the same order. Those of other stages end the step where
-    the next stage begins: the code after the model runs on the last stage alone.
+    Ranks with the same stages run the same code of a step in the same order. Ranks of other stages leave the step
+    where the next stage begins: the code after the model runs on the last stage alone.
 
     Args:
         peers: The ranks that have the same stages as this one.
 
     Raises:
-        TraceError: From the collective, with the place that calls it.
+        TraceError: From the refused collective; the message names the line that calls it.
     """
 
     def run(name: str, own: Callable[..., Any], group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -55,7 +55,9 @@ def without_foreign_collectives(peers: Collection[int]) -> Iterator[None]:
 
 @contextmanager
 def stand_ins_for_collectives(peers: Collection[int]) -> Iterator[None]:
-    """Let collectives, inside, only make what they return of this rank's tensors: there are no values to send.
+    """Replace collectives in this context by local functions that fill their outputs from this rank's tensors.
+
+    The step runs on fake tensors here, which have no values to send.
 
     Args:
         peers: The ranks that have the same stages as this one.
@@ -80,16 +82,16 @@ def stand_ins_for_collectives(peers: Collection[int]) -> Iterator[None]:
 
 
 _GATHERED = ("tensor_list", "output_tensor", "tensor", "input_tensor")
-"""The first two arguments of gathers: what they write into, and this rank's part."""
+"""Names of the first two arguments of all-gathers: the output, then this rank's part."""
 
 
 _Run = Callable[[str, Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]
-"""Runs a collective: its name, the function, the group that it was given, and the arguments."""
+"""Function that runs a collective, given its name, torch's function, its group, and its arguments."""
 
 
 @contextmanager
 def _replaced(peers: Collection[int], run: _Run) -> Iterator[None]:
-    """Check the group of each collective that this thread calls, where users find them, and let ``run`` run it."""
+    """Replace the functions of ``torch.distributed`` by ones that check the group and call ``run``, on this thread."""
     thread = get_ident()
 
     def replaced(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -97,7 +99,7 @@ def _replaced(peers: Collection[int], run: _Run) -> Iterator[None]:
 
         @wraps(own)
         def collective(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() != thread:  # such as the one that writes a checkpoint
+            if get_ident() != thread:  # Other threads, such as the checkpoint writer's, do not run the step.
                 return own(*args, **kwargs)
             group = kwargs.get("group", args[group_at] if group_at is not None and len(args) > group_at else None)
             _check(name, group, peers)
@@ -133,9 +135,9 @@ def _check(name: str, group: Any, peers: Collection[int]) -> None:
 def _refusal(name: str) -> str:
     return (
         f"The step calls torch.distributed.{name}{_place()}, which waits for other stages of the pipeline. They never"
-        " come by: the code after the model runs on the last stage alone, once a microbatch. In a step, use"
-        " self.all_gather(...) or self.log(..., sync_dist=True), which go over the ranks that have a part of the batch;"
-        " or move the call into a hook that runs on every rank, such as on_train_batch_end."
+        " call it: the code after the model runs on the last stage alone, once per microbatch. In a step, use"
+        " self.all_gather(...) or self.log(..., sync_dist=True), which run over the ranks that have a part of the"
+        " batch; or move the call into a hook that runs on every rank, such as on_train_batch_end."
     )
 
 
@@ -148,7 +150,7 @@ _LIBRARIES = (
 
 
 def _place() -> str:
-    """Return where the user's code calls, and the line; nothing if only libraries have called."""
+    """Return the place and the line of the user's code that calls; empty if only library code is on the stack."""
     frame = inspect.currentframe()
     while frame is not None:
         path = frame.f_code.co_filename
@@ -160,7 +162,7 @@ def _place() -> str:
 
 
 class _NoCollectives(TorchDispatchMode):
-    """Refuses the operations under collectives, which come from functions that were imported by themselves."""
+    """Refuse ``c10d`` operations, which catches collectives that the user's module has imported by name."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":

@@ -1,4 +1,4 @@
-"""``strategy="tensor_parallel"``."""
+"""Provide ``strategy="tensor_parallel"``."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ __all__ = ["TensorParallelStrategy"]
 
 
 class TensorParallelStrategy(MeshStrategy):
-    """Splits single layers over the devices of a node, and shards what a device has over the rest (TP with FSDP2).
+    """Split single layers over the devices of a node, and shard each device's part over the rest (TP with FSDP2).
 
-    The ranks of one ``tp`` have the same part of the batch.
+    The ranks of one ``tp`` group have the same part of the batch.
 
     Args:
-        tp_size: Number of processes that a layer is split over. None: the devices of a node, or what the other sizes
-            leave.
-        dp_shard_size: Number of processes that parameters and batch are sharded over. None: what is left.
+        tp_size: Number of processes that a layer is split over. None: the number of devices of a node, or, if
+            ``dp_shard_size`` is given, the number of processes divided by the other sizes.
+        dp_shard_size: Number of processes that parameters and batch are sharded over. None: the number of processes
+            divided by the other sizes.
         dp_replicate_size: Number of replicas. None: 1.
-        plan: Module names to how they are split (``colwise``, ``rowwise``, ``colwise_gather_output``,
-            ``embedding_rowwise``, ``replicate``, ``replicated_with_grad_allreduce``). In a name ``*`` stands for one
-            part between dots; the beginning may be left out. None: ``tensor_parallel_plan()`` of the LightningModule,
-            where it has one. A Hugging Face model's own plan is used for what is not named. What both leave out is
-            inferred from a step; name a module with ``replicate`` to keep it whole.
-        strict_plan: Raise where no plan can be inferred, or what was inferred does not compute the same as the whole
-            model; else such modules are replicated.
-        sequence_parallel: Whether hidden states between split layers are split along the sequence. None: where that
-            computes the same.
-        loss_parallel: Whether logits stay split along the vocabulary, for ``F.cross_entropy``. None: unless a step
-            needs the whole of them.
-        kwargs: As of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
+        plan: Mapping of module names to the way in which they are split (``colwise``, ``rowwise``,
+            ``colwise_gather_output``, ``embedding_rowwise``, ``replicate``, ``replicated_with_grad_allreduce``). In a
+            name, ``*`` stands for one part between dots, and the first parts may be left out. None:
+            ``tensor_parallel_plan()`` of the LightningModule, if it defines this method. A Hugging Face model's own
+            plan is used for modules that are not named. For modules that neither names, the plan is inferred from a
+            step; name a module with ``replicate`` to keep it whole.
+        strict_plan: Raise where no plan can be inferred, or where an inferred plan does not compute the same as the
+            whole model. If False, such modules are replicated.
+        sequence_parallel: Whether hidden states between split layers are split along the sequence. None: they are
+            where this computes the same.
+        loss_parallel: Whether logits stay split along the vocabulary, for ``F.cross_entropy``. None: they do unless a
+            step needs whole logits.
+        kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
     """
 
     strategy_name = "tensor_parallel"

@@ -1,6 +1,6 @@
-"""The exact weighted mean of losses that are means over unequal numbers of tokens.
+"""Compute the exact weighted mean of losses that are means over unequal numbers of tokens.
 
-Averaging the means of the ranks, as DDP does, counts a token more where its rank has few. A step that returns
+DDP averages the means of the ranks, so that a token counts more on a rank that has few of them. A step that returns
 ``{"loss": l, "weight": n}``, where ``l`` is a mean over ``n`` tokens, gets the gradient of ``sum(n * l) / sum(n)`` over
 all ranks and all microbatches of an optimizer step instead.
 """
@@ -18,7 +18,7 @@ __all__ = ["LossWeights"]
 
 
 class LossWeights:
-    """Adds up weights between optimizer steps: losses are multiplied by theirs, gradients divided by their sum."""
+    """Multiply each loss by its weight, and divide the gradients of an optimizer step by the sum of the weights."""
 
     def __init__(self) -> None:
         self._current: Tensor | None = None
@@ -44,24 +44,24 @@ class LossWeights:
         self._current = weight
 
     def add(self, weight: Tensor) -> None:
-        """Count the weight of a loss that another rank has scaled."""
+        """Add the weight of a loss that another rank has scaled."""
         self._total = weight if self._total is None else self._total + weight
 
     def scale(self, loss: Tensor) -> Tensor:
-        """``loss`` times its weight."""
+        """Return ``loss`` times the weight that :meth:`read` has taken, and add the weight to the sum."""
         if self._current is None:
             return loss
         self._total = self._current if self._total is None else self._total + self._current
-        # Without tokens the mean is NaN, and stays it when multiplied by zero.
+        # A mean over no tokens is NaN, and would stay NaN when multiplied by zero.
         return torch.where(self._current > 0, loss, 0.0) * self._current.to(loss.dtype)
 
     def normalize(self, params: Iterable[nn.Parameter], num_microbatches: int) -> None:
-        """Divide the reduced gradients by the sum of all ranks' weights. A collective, where there are weights.
+        """Divide the reduced gradients by the sum of all ranks' weights. A collective if steps return weights.
 
         Args:
-            params: Whose gradients are the mean over ranks of the sum over microbatches, each divided by
-                ``num_microbatches``.
-            num_microbatches: Microbatches of an optimizer step.
+            params: Parameters whose gradients are means over ranks of sums over microbatches, each of which was divided
+                by ``num_microbatches``.
+            num_microbatches: Number of microbatches of an optimizer step.
         """
         if self._total is None:
             return

@@ -181,7 +181,7 @@ def test_stateful_loaders_go_on_at_their_place(pool: WorkerPool, tmp_path: Path)
 
 def test_a_stateful_loader_takes_as_many_ranks(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(indices, 2, tmp_path)
-    with pytest.raises(RankFailed, match="cannot be split otherwise"):
+    with pytest.raises(RankFailed, match="cannot be divided among other ranks"):
         pool.run(indices_resumed, 1, tmp_path / "batch=6.ckpt")
 
 
