@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, TypeVar
@@ -342,6 +342,16 @@ class ParallelModule:
         """
         norms = (total_norm(gradients, order) for total_norm in self._total_norm)
         return next((norm for norm in norms if norm is not None), None)
+
+    def state(self) -> dict[str, dict[str, Any]]:
+        """Return what a checkpoint keeps of the techniques for this rank, by the names of their classes."""
+        return {type(technique).__name__: state for technique in self.techniques if (state := technique.state())}
+
+    def load_state(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Take up what :meth:`state` returned when the checkpoint was saved, by as many ranks."""
+        for technique in self.techniques:
+            if (state := states.get(type(technique).__name__)) is not None:
+                technique.load_state(state)
 
     # Microbatches of a pipeline
 

@@ -647,7 +647,10 @@ class MeshStrategy(ProcessStrategy):
 
     def _rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """What only this rank will read of ``checkpoint``, which is made ready to be written."""
-        return self._exact_resume.rank_state(checkpoint, self._trainer)
+        own = self._exact_resume.rank_state(checkpoint, self._trainer)
+        if own and self._sharded is not None:
+            own["techniques"] = self._sharded.state()
+        return own
 
     def on_exception(self, exception: BaseException) -> None:
         """Let the other ranks know that the run has failed on this one, for what comes after it."""
@@ -688,7 +691,10 @@ class MeshStrategy(ProcessStrategy):
         )
 
     def _go_on_from(self, part: LoadedCheckpoint) -> None:
-        self._exact_resume.restore(part.state, part.own, part.manifest.world_size == self.world_size)
+        has_as_many_ranks = part.manifest.world_size == self.world_size
+        self._exact_resume.restore(part.state, part.own, has_as_many_ranks)
+        if self._sharded is not None and has_as_many_ranks:
+            self._sharded.load_state(part.own.get("techniques", {}))
         self._checkpoints.go_on_from(part.manifest)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -45,10 +45,10 @@ def write_table(path: Path, cases: Sequence[Case], results: Mapping[str, Mapping
         f"{len(results)} cases: {in_all} under {len(columns)} strategies, the others under one or two each, in turn."
         f" {equal} of {total} cells equal the reference. `python -m tests.behaviour --all` runs the empty cells too."
     ]
-    said = ["", "### Notes", "", *(f"{number}. {text}" for text, number in notes.items())] if notes else []
+    noted = ["", "### Notes", "", *(f"{number}. {text}" for text, number in notes.items())] if notes else []
     text = path.read_text() if path.exists() else "# Compatibility\n\n" + f"{BEGIN}\n{END}\n"
     if BEGIN not in text:
         text += f"\n{BEGIN}\n{END}\n"
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    path.write_text("\n".join([before + BEGIN, "", *head, *lines, *said, "", END]) + after)
+    path.write_text("\n".join([before + BEGIN, "## Ordinary Lightning code", "", *head, *lines, *noted, "", END]) + after)

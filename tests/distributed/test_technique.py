@@ -1,0 +1,128 @@
+"""A technique that is nowhere else but here: one class, and one entry in the list."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import lightning.pytorch as pl
+import pytest
+from torch import nn
+
+from lightning_dist import (
+    FullShardStrategy,
+    HybridShardStrategy,
+    NDParallelStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+    parallelize,
+)
+from lightning_dist.parallel_module import parallelized
+from lightning_dist.parameter_group import ParameterGroup
+from lightning_dist.plugins.strategies.startup_table import startup_table
+from lightning_dist.technique import Parallel, Rows, Technique
+from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
+from tests.models import build
+from tests.pool import WorkerPool
+
+STRATEGIES: dict[str, tuple[int, Callable[[], Any]]] = {
+    "full_shard": (2, FullShardStrategy),
+    "hybrid_shard": (2, lambda: HybridShardStrategy(2, 1)),
+    "tensor_parallel": (2, TensorParallelStrategy),
+    "pipeline_parallel": (2, lambda: PipelineParallelStrategy(num_microbatches=2)),
+    "nd_parallel": (4, lambda: NDParallelStrategy(2, tp_size=2, num_microbatches=2)),
+}
+
+
+class Doubling(Technique):
+    """Count how often units are gathered, and double the reduced gradients."""
+
+    def __init__(self) -> None:
+        self.num_gathers = 0
+        self.num_doubled = 0
+
+    def attach(self, parallel: Parallel) -> None:
+        self.parallel = parallel
+
+    def on_gather(self, group: ParameterGroup, running: Collection[nn.Module]) -> None:
+        assert group.is_gathered
+        self.num_gathers += 1
+
+    def after_backward(self, reduces: bool) -> None:
+        if not reduces:
+            return
+        self.num_doubled += 1
+        for group in self.parallel.groups:
+            for param in group.params:
+                if param.grad is not None:
+                    param.grad *= 2
+
+    after_microbatches = after_backward
+
+    def state(self) -> dict[str, Any]:
+        return {"num_doubled": self.num_doubled}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.num_doubled = state["num_doubled"]
+
+    def table_rows(self) -> Rows:
+        yield "doubling", "all gradients"
+
+
+def doubled(name: str, folder: Path, resumes: bool) -> tuple[Weights, int, int, str]:
+    """Train two optimizer steps, after the two of a run that was saved if ``resumes``."""
+    own = parallelize._techniques
+    with patch.object(parallelize, "_techniques", lambda *args: [Doubling(), *own(*args)]):
+        model = build("gpt", optimizer="plain_sgd")
+        trainer = make_trainer(
+            "auto", strategy=STRATEGIES[name][1](), max_steps=4 if resumes else 2, accumulate_grad_batches=2,
+            precision="64-true", default_root_dir=folder,
+        )  # fmt: skip
+        path = folder / "two_steps.ckpt"
+        trainer.fit(model, ckpt_path=path if resumes else None)
+        if not resumes:
+            trainer.save_checkpoint(path)
+            trainer.strategy.wait_for_checkpoints()
+    parallel = parallelized(model)
+    assert parallel is not None
+    technique = parallel.get(Doubling)
+    assert technique is not None
+    table = startup_table(trainer.strategy, parallel)
+    return weights_of(model), technique.num_gathers, technique.num_doubled, table
+
+
+def in_one_process() -> Weights:
+    """Train with twice the learning rate."""
+
+    class TwiceAsFast(pl.Callback):
+        def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            for group in trainer.optimizers[0].param_groups:
+                group["lr"] *= 2
+
+    model = build("gpt", optimizer="plain_sgd")
+    trainer = make_trainer(
+        "auto", max_steps=4, accumulate_grad_batches=2, precision="64-true", callbacks=[TwiceAsFast()]
+    )
+    trainer.fit(model)
+    return weights_of(model)
+
+
+@pytest.fixture(scope="module")
+def expected(pool: WorkerPool) -> Weights:
+    return pool.run(in_one_process, 1)[0]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_technique_is_one_class_and_one_entry(pool: WorkerPool, name: str, expected: Weights, tmp_path: Path) -> None:
+    num_ranks = STRATEGIES[name][0]
+    for _, num_gathers, num_doubled, table in pool.run(doubled, num_ranks, name, tmp_path, False):
+        assert num_gathers > 0
+        assert num_doubled == 2
+        assert "  doubling    all gradients" in table.splitlines()
+    weights: Weights = {}
+    for own, _, num_doubled, _ in pool.run(doubled, num_ranks, name, tmp_path, True):
+        assert num_doubled == 4
+        weights |= own
+    assert_same(weights, expected)
