@@ -51,4 +51,6 @@ def write_table(path: Path, cases: Sequence[Case], results: Mapping[str, Mapping
         text += f"\n{BEGIN}\n{END}\n"
     before, _, rest = text.partition(BEGIN)
     after = rest.partition(END)[2]
-    path.write_text("\n".join([before + BEGIN, "## Ordinary Lightning code", "", *head, *lines, *noted, "", END]) + after)
+    path.write_text(
+        "\n".join([before + BEGIN, "## Ordinary Lightning code", "", *head, *lines, *noted, "", END]) + after
+    )

@@ -10,6 +10,7 @@ from unittest.mock import patch
 import lightning.pytorch as pl
 import pytest
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_dist import (
     FullShardStrategy,
@@ -78,10 +79,14 @@ def doubled(name: str, folder: Path, resumes: bool) -> tuple[Weights, int, int, 
         model = build("gpt", optimizer="plain_sgd")
         trainer = make_trainer(
             "auto", strategy=STRATEGIES[name][1](), max_steps=4 if resumes else 2, accumulate_grad_batches=2,
-            precision="64-true", default_root_dir=folder,
+            precision="64-true",
         )  # fmt: skip
         path = folder / "two_steps.ckpt"
-        trainer.fit(model, ckpt_path=path if resumes else None)
+        parts = trainer.distributed_sampler_kwargs
+        data = TensorDataset(*model.data())
+        sampler = DistributedSampler(data, shuffle=False, **parts)
+        loader = DataLoader(data, 8 // parts["num_replicas"], sampler=sampler)
+        trainer.fit(model, loader, ckpt_path=path if resumes else None)
         if not resumes:
             trainer.save_checkpoint(path)
             trainer.strategy.wait_for_checkpoints()
@@ -105,7 +110,7 @@ def in_one_process() -> Weights:
     trainer = make_trainer(
         "auto", max_steps=4, accumulate_grad_batches=2, precision="64-true", callbacks=[TwiceAsFast()]
     )
-    trainer.fit(model)
+    trainer.fit(model, DataLoader(TensorDataset(*model.data()), 8))
     return weights_of(model)
 
 
