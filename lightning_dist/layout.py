@@ -1,34 +1,56 @@
-"""How ranks are laid out: the sizes of the mesh's axes. The only module that knows.
+"""The layout of ranks: the axes of the device mesh, their sizes and their roles. The only module that knows them.
 
-Axes, outermost first (ranks that differ only in the innermost axis are neighbours, on one node where that fits):
-
-==============  =====================================================================================
-``pp``            pipeline parallel: stages of the model follow each other over it, and hand on activations
-``dp_replicate``  data parallel, weights replicated: gradients are all-reduced over it (between nodes)
-``dp_shard``      data parallel, weights sharded: all-gather and reduce-scatter over it (inside a node)
-``tp``            tensor parallel: single layers are split over it, and exchange activations (neighbours)
-==============  =====================================================================================
-
-Every rank of ``dp_replicate x dp_shard`` has a part of the batch of its own; those that differ only in ``pp`` or ``tp``
-have the same.
+Every axis is a row of :data:`AXES`, outermost first: ranks that differ only in the innermost axis are neighbours, on
+one node where that fits. What ranks have in common follows from the roles: ranks that differ only in axes which split the
+batch have different parts of it, and ranks that differ only in axes which share it have the same part.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-__all__ = ["REMAINING", "STAGE_TO_STAGE", "ParallelLayout"]
+__all__ = ["AXES", "REMAINING", "STAGE_TO_STAGE", "Axis", "ParallelLayout"]
 
 STAGE_TO_STAGE = "stage to stage"
 """The description of process groups that have sends and receives only, of which ranks have different numbers."""
 
 REMAINING = -1
 """As an axis's size: whatever is left of the world. At most one axis may have it."""
+
+
+@dataclass(frozen=True)
+class Axis:
+    """Describe an axis of the device mesh.
+
+    Args:
+        name: The name of the axis; the argument of a strategy for its size is ``<name>_size``.
+        splits_batch: Whether ranks along the axis have different parts of the batch. Gradients are reduced over such an
+            axis, which is in the mesh also where its size is 1.
+        shards_parameters: Whether ranks along the axis have different parts of a parameter.
+    """
+
+    name: str
+    splits_batch: bool
+    shards_parameters: bool
+
+
+AXES = (
+    # Pipeline parallel: stages of the model follow each other over it, and send activations to their neighbours.
+    Axis("pp", splits_batch=False, shards_parameters=False),
+    # Data parallel with replicated weights: gradients are all-reduced over it, between nodes.
+    Axis("dp_replicate", splits_batch=True, shards_parameters=False),
+    # Data parallel with sharded weights: all-gathers and reduce-scatters run over it, inside a node.
+    Axis("dp_shard", splits_batch=True, shards_parameters=True),
+    # Tensor parallel: single layers are split over it, and exchange activations between neighbours.
+    Axis("tp", splits_batch=False, shards_parameters=True),
+)
+"""The axes of the device mesh, outermost first."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +79,7 @@ class ParallelLayout:
 
     @classmethod
     def resolve(cls, world_size: int, **requested: int) -> ParallelLayout:
-        """The layout for ``world_size`` processes in which at most one axis takes what is left.
+        """Return the layout for ``world_size`` processes, in which at most one axis takes what is left.
 
         Args:
             world_size: Number of processes.
@@ -105,7 +127,7 @@ class ParallelLayout:
     @property
     def sizes(self) -> dict[str, int]:
         """Axis name to size, outermost first."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return {axis.name: getattr(self, axis.name) for axis in AXES}
 
     @property
     def world_size(self) -> int:
@@ -115,81 +137,115 @@ class ParallelLayout:
     @property
     def num_data_parallel(self) -> int:
         """Number of ranks that have a part of the batch of their own."""
-        return self.dp_replicate * self.dp_shard
+        return math.prod(self.sizes[axis.name] for axis in AXES if axis.splits_batch)
+
+    def coordinates(self, global_rank: int) -> dict[str, int]:
+        """Return the index of ``global_rank`` along each axis."""
+        indices = torch.unravel_index(torch.tensor(global_rank), tuple(self.sizes.values()))
+        return {axis: int(index) for axis, index in zip(self.sizes, indices, strict=True)}
 
     def data_parallel_rank(self, global_rank: int) -> int:
-        """Which part of the batch ``global_rank`` has, in ``[0, num_data_parallel)``."""
-        return global_rank % (self.world_size // self.pp) // self.tp
+        """Return which part of the batch ``global_rank`` has, in ``[0, num_data_parallel)``."""
+        coordinates, part = self.coordinates(global_rank), 0
+        for axis in AXES:
+            if axis.splits_batch:
+                part = part * self.sizes[axis.name] + coordinates[axis.name]
+        return part
 
-    def pipeline_rank(self, global_rank: int) -> int:
-        """The place of ``global_rank`` along ``pp``, in ``[0, pp)``."""
-        return global_rank // (self.world_size // self.pp)
+    def ranks_over(self, axes: Collection[str]) -> list[list[int]]:
+        """Return the groups of global ranks that differ only in their indices along ``axes``."""
+        names = list(self.sizes)
+        others = [dim for dim, name in enumerate(names) if name not in axes]
+        inner = [dim for dim, name in enumerate(names) if name in axes]
+        ranks = torch.arange(self.world_size).view(tuple(self.sizes.values())).permute(*others, *inner)
+        size = math.prod(self.sizes[names[dim]] for dim in inner)
+        groups: list[list[int]] = ranks.reshape(-1, size).tolist()
+        return groups
 
     @property
     def shares_batches(self) -> bool:
         """Whether several ranks have the same part of the batch."""
-        return self.pp * self.tp > 1
+        return self.num_data_parallel < self.world_size
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
-        """The device mesh over all processes, one dimension an axis. Needs an initialised process group.
+        """Build the device mesh over all processes, one dimension an axis. Needs an initialised process group.
 
         Args:
             device_type: ``"cpu"``, ``"cuda"``, ...
         """
-        sizes = {axis: size for axis, size in self.sizes.items() if size > 1 or axis.startswith("dp_")}
+        sizes = {axis.name: self.sizes[axis.name] for axis in AXES
+                 if axis.splits_batch or self.sizes[axis.name] > 1}  # fmt: skip
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
+    def get_mesh(self, mesh: DeviceMesh, axis: str) -> DeviceMesh:
+        """Return the one-dimensional mesh of ``axis``.
+
+        Args:
+            mesh: The mesh from :meth:`build_mesh`.
+            axis: The name of an axis.
+
+        Raises:
+            ValueError: If the layout has a single rank along ``axis``, or there is no such axis.
+        """
+        if axis not in (mesh.mesh_dim_names or ()):
+            raise ValueError(
+                f"The layout {self} has no mesh of the axis {axis!r}: set {axis}_size to more than 1."
+                if axis in self.sizes
+                else f"There is no axis {axis!r}; the axes are {', '.join(self.sizes)}."
+            )
+        return mesh[axis]
+
     def build_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that, with this one, have the parts of a batch; None: all processes. A collective over these."""
-        if not self.shares_batches:
-            return None
-        stage = self.world_size // self.pp
-        ranks = [range(first + rank, first + stage, self.tp) for first in range(0, self.world_size, stage)
-                 for rank in range(self.tp)]  # fmt: skip
-        return _own_group(ranks, "data parallel")
+        """Create the group of ranks that have the parts of one batch; None if these are all processes. A collective."""
+        return self._own_group([axis.name for axis in AXES if axis.splits_batch], "data parallel")
 
     def build_same_batch_group(self) -> dist.ProcessGroup | None:
-        """The ranks that, with this one, have the same part of a batch; None: it alone. A collective over all."""
+        """Create the group of ranks with the same part of the batch; None if each rank has its own. A collective."""
         if not self.shares_batches:
             return None
-        ranks = [[rank for rank in range(self.world_size) if self.data_parallel_rank(rank) == part]
-                 for part in range(self.num_data_parallel)]  # fmt: skip
-        return _own_group(ranks, "same batch")
+        return self._own_group([axis.name for axis in AXES if not axis.splits_batch], "same batch", may_be_all=True)
+
+    def build_same_stage_group(self) -> dist.ProcessGroup | None:
+        """Create the group of ranks with the same parameters or shards of them; None: all processes. A collective."""
+        return self._own_group(
+            [axis.name for axis in AXES if axis.splits_batch or axis.shards_parameters], "same stage"
+        )
 
     def build_stage_to_stage_group(self) -> dist.ProcessGroup | None:
-        """Return a second group of this rank's ``pp``, for sends between stages; None without pipelines.
+        """Create a second group of this rank's ``pp``, for sends between stages; None without stages. A collective.
 
-        A collective over all processes. Stages in the middle send and receive more often than the outer ones. In the
-        group of the collectives, that would let the ranks' numbers of operations differ: ``TORCH_DISTRIBUTED_DEBUG``
-        takes this for a mismatch.
+        Stages in the middle send and receive more often than the outer ones. In the group of the collectives, that
+        would let the ranks' numbers of operations differ: ``TORCH_DISTRIBUTED_DEBUG`` takes this for a mismatch.
         """
         if self.pp == 1:
             return None
-        step = self.world_size // self.pp
-        return _own_group([range(first, self.world_size, step) for first in range(step)], STAGE_TO_STAGE)
+        return self._own_group(["pp"], STAGE_TO_STAGE, may_be_all=True)
+
+    def _own_group(self, axes: Collection[str], description: str, may_be_all: bool = False) -> dist.ProcessGroup | None:
+        """Create a process group for each of :meth:`ranks_over`, and return the one that this rank is in."""
+        members = self.ranks_over(axes)
+        if len(members) == 1 and not may_be_all:
+            return None
+        group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+            members, group_desc=description
+        )[0]
+        return group
 
     def sharding_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """What FSDP2 works on: ``(dp_replicate, dp_shard)``, or ``(dp_shard,)`` where there is one replica."""
+        """Return the mesh that FSDP2 works on: ``(dp_replicate, dp_shard)``, or ``(dp_shard,)`` with one replica."""
         return mesh["dp_replicate", "dp_shard"] if self.dp_replicate > 1 else mesh["dp_shard"]
 
     def parameter_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Over what parameters are DTensors: the sharding mesh and ``tp``."""
+        """Return the mesh over which parameters are DTensors: the sharding mesh and ``tp``."""
         if self.tp == 1:
             return self.sharding_mesh(mesh)
         return mesh["dp_replicate", "dp_shard", "tp"] if self.dp_replicate > 1 else mesh["dp_shard", "tp"]
 
     def describe(self) -> dict[str, int]:
-        """What a log says of the layout: ``<axis>_size`` of every axis."""
+        """Return what a log says of the layout: ``<axis>_size`` of every axis."""
         return {f"{axis}_size": size for axis, size in self.sizes.items()}
 
     def __str__(self) -> str:
-        shown = {axis: size for axis, size in self.sizes.items() if size > 1 or axis.startswith("dp_")}
+        shown = {axis.name: self.sizes[axis.name] for axis in AXES
+                 if axis.splits_batch or self.sizes[axis.name] > 1}  # fmt: skip
         return " x ".join(f"{axis} {size}" for axis, size in shown.items())
-
-
-def _own_group(members: Sequence[Sequence[int]], description: str) -> dist.ProcessGroup:
-    """Create a process group for each list of ranks, and return the one that this rank is in."""
-    group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-        [list(ranks) for ranks in members], group_desc=description
-    )[0]
-    return group

@@ -109,7 +109,7 @@ def _techniques(
     if config.pipeline is not None and stage_to_stage is not None:
         device, part = torch.device(mesh.device_type), layout.data_parallel_rank(dist.get_rank())
         splits_backward = layout.tp == 1 and not config.activation_checkpointing
-        group = mesh["pp"].get_group()
+        group = layout.get_mesh(mesh, "pp").get_group()
         pipeline = Pipeline(module, config.pipeline, units, group, stage_to_stage, device, part, splits_backward)
         techniques.append(pipeline)
     techniques.append(Scalars(layout.parameter_mesh(mesh)))
@@ -117,8 +117,8 @@ def _techniques(
     if config.activation_checkpointing:
         techniques.append(ActivationCheckpointing())
     if layout.tp > 1:
-        plan = find_plan(module, units, config.tensor_parallel, mesh["tp"], layout.dp_shard)
-        techniques.append(TensorParallel(module, plan, mesh["tp"], layout.dp_shard))
+        plan = find_plan(module, units, config.tensor_parallel, layout.get_mesh(mesh, "tp"), layout.dp_shard)
+        techniques.append(TensorParallel(module, plan, layout.get_mesh(mesh, "tp"), layout.dp_shard))
     elif config.tensor_parallel.plan is not None:
         resolve_plan(module, config.tensor_parallel.plan)  # a name that matches nothing is wrong on one device, too
     if config.compile_backend is not None:

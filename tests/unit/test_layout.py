@@ -40,3 +40,23 @@ def test_sizes(world_size: int, requested: dict[str, int], sizes: tuple[int, int
 def test_errors_name_argument_value_and_fix(world_size: int, requested: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ParallelLayout.resolve(world_size, **requested)
+
+
+def test_groups_follow_from_the_roles_of_the_axes() -> None:
+    layout = ParallelLayout(pp=2, dp_replicate=2, dp_shard=2, tp=2)
+    assert layout.coordinates(13) == {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "tp": 1}
+    assert [layout.data_parallel_rank(rank) for rank in range(16)] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
+    assert layout.ranks_over(["pp"]) == [[rank, rank + 8] for rank in range(8)]
+    assert layout.ranks_over(["dp_replicate", "dp_shard"])[:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert layout.ranks_over(["pp", "tp"])[0] == [0, 1, 8, 9]
+    assert layout.ranks_over(["dp_replicate", "dp_shard", "tp"]) == [list(range(8)), list(range(8, 16))]
+
+
+def test_a_mesh_that_is_not_there_names_the_argument() -> None:
+    class OneAxis:
+        mesh_dim_names = ("dp_shard",)
+
+    with pytest.raises(ValueError, match="has no mesh of the axis 'tp': set tp_size to more than 1"):
+        ParallelLayout(dp_shard=2).get_mesh(OneAxis(), "tp")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="There is no axis 'xp'; the axes are pp, dp_replicate, dp_shard, tp"):
+        ParallelLayout(dp_shard=2).get_mesh(OneAxis(), "xp")  # type: ignore[arg-type]
