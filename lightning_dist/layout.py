@@ -1,8 +1,8 @@
 """The layout of ranks: the axes of the device mesh, their sizes and their roles. The only module that knows them.
 
 Every axis is a row of :data:`AXES`, outermost first: ranks that differ only in the innermost axis are neighbours, on
-one node where that fits. What ranks have in common follows from the roles: ranks that differ only in axes which split the
-batch have different parts of it, and ranks that differ only in axes which share it have the same part.
+one node where that fits. What ranks have in common follows from the roles: ranks that differ only in axes which split
+the batch have different parts of it, and ranks that differ only in axes which share it have the same part.
 """
 
 from __future__ import annotations

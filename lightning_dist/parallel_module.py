@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist.consensus import timed_barrier
-from lightning_dist.initialization import materialize, refuse_meta_attributes
+from lightning_dist.initialization import broadcast_weights, materialize, refuse_meta_attributes
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.technique import Technique, bound
 from lightning_dist.units import Unit
@@ -136,6 +137,10 @@ class ParallelModule:
         self._without_hook_views = bound(techniques, "without_hook_views")
         self._whole = bound(techniques, "whole", inside_out=True)
         self._total_norm = bound(techniques, "total_norm")
+        self._agree_on_buffers = bound(techniques, "agree_on_buffers")
+        self._state_to_write = bound(techniques, "state_to_write")
+        self._add_remote_state = bound(techniques, "add_remote_state")
+        self._whole_optimizer_state = bound(techniques, "whole_optimizer_state")
 
     def _build(self, device: torch.device) -> tuple[ParameterGroup, ...]:
         """Give every unit its group. A collective over all processes."""
@@ -300,14 +305,15 @@ class ParallelModule:
                 around.enter_context(around_backward())
             with self.running():
                 yield
-        reduces = self._reduces_gradients
+        reduces = self.reduces_gradients
         for after_backward in self._after_backward:
             after_backward(reduces)
         for group in self._outer:
             group.free()
 
     @property
-    def _reduces_gradients(self) -> bool:
+    def reduces_gradients(self) -> bool:
+        """Whether a backward reduces gradients over the ranks, or each rank adds up its own (accumulation)."""
         return all(group.syncs_gradients for group in self.groups)
 
     def set_gradient_sync(self, enabled: bool) -> None:
@@ -342,6 +348,44 @@ class ParallelModule:
         """
         norms = (total_norm(gradients, order) for total_norm in self._total_norm)
         return next((norm for norm in norms if norm is not None), None)
+
+    # Checkpoints
+
+    @property
+    def has_remote_parameters(self) -> bool:
+        """Whether other ranks have parameters that this rank has no part in, so that states are completed by them."""
+        return bool(self._whole_optimizer_state)
+
+    def agree_on_buffers(self, group: dist.ProcessGroup | None) -> None:
+        """Give all ranks the same buffers. A collective over all processes.
+
+        Args:
+            group: The ranks with the same parameters as this one, of which the first one's buffers count; None: all.
+        """
+        broadcast_weights(self.module, buffers_only=True, group=group)
+        for agree_on_buffers in self._agree_on_buffers:
+            agree_on_buffers()
+
+    def state_to_write(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict of the module with the tensors in it that this rank writes into a checkpoint."""
+        for state_to_write in self._state_to_write:
+            state = state_to_write(state)
+        return state
+
+    def add_remote_state(self, state: dict[str, Any]) -> None:
+        """Add to a state dict that was read what only other ranks have, on the meta device."""
+        for add_remote_state in self._add_remote_state:
+            add_remote_state(state)
+
+    def whole_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's state, by the names of parameters, with that which only other ranks have. A collective.
+
+        Args:
+            state: The state of the parameters that this rank has.
+        """
+        for whole_optimizer_state in self._whole_optimizer_state:
+            state = whole_optimizer_state(state)
+        return state
 
     def state(self) -> dict[str, dict[str, Any]]:
         """Return what a checkpoint keeps of the techniques for this rank, by the names of their classes."""
@@ -394,7 +438,7 @@ class ParallelModule:
 
     def after_microbatches(self) -> None:
         """Reduce the gradients of microbatches, if gradients are reduced now, and free the units. A collective then."""
-        reduces = self._reduces_gradients
+        reduces = self.reduces_gradients
         for reduce_microbatches in self._reduce_microbatches:
             reduce_microbatches(reduces)
         self.free()

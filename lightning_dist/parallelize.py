@@ -107,10 +107,10 @@ def _techniques(
         SameBuffers(layout.sharding_mesh(mesh)),
     ]
     if config.pipeline is not None and stage_to_stage is not None:
-        device, part = torch.device(mesh.device_type), layout.data_parallel_rank(dist.get_rank())
         splits_backward = layout.tp == 1 and not config.activation_checkpointing
-        group = layout.get_mesh(mesh, "pp").get_group()
-        pipeline = Pipeline(module, config.pipeline, units, group, stage_to_stage, device, part, splits_backward)
+        group, same_stage = layout.get_mesh(mesh, "pp").get_group(), layout.parameter_mesh(mesh)
+        part = layout.data_parallel_rank(dist.get_rank())
+        pipeline = Pipeline(module, config.pipeline, units, group, stage_to_stage, same_stage, part, splits_backward)
         techniques.append(pipeline)
     techniques.append(Scalars(layout.parameter_mesh(mesh)))
     techniques.append(Sharding(layout.sharding_mesh(mesh), config.sharding))

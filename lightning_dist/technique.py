@@ -230,6 +230,29 @@ class Technique:
             order: The order of the norm: positive, and possibly infinite.
         """
 
+    def agree_on_buffers(self) -> None:
+        """Give all ranks the same buffers, given that ranks with the same parameters have the same. A collective."""
+
+    def state_to_write(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict of the module with the tensors in it that this rank writes into a checkpoint.
+
+        Args:
+            state: A state dict of the module, or of a copy of it.
+        """
+        return state
+
+    def add_remote_state(self, state: dict[str, Any]) -> None:
+        """Add to a state dict that was read what only other ranks have, on the meta device."""
+
+    def whole_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's state with that of parameters which only other ranks have. A collective.
+
+        Args:
+            state: The state by the full names of parameters, as :func:`lightning_dist.checkpoint.state.by_name` has it.
+                Tensors that other ranks have are added on the meta device.
+        """
+        return state
+
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this technique for this rank; tensors, and what torch.load may read."""
         return {}

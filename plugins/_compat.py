@@ -539,14 +539,17 @@ def silence_predictions(trainer: Trainer) -> list[Callback]:
 
 
 @contextmanager
-def total_norms(total_norm: Callable[[Sequence[torch.Tensor], float], torch.Tensor]) -> Generator[None, None, None]:
+def total_norms(
+    total_norm: Callable[[Sequence[torch.Tensor], float], torch.Tensor | None],
+) -> Generator[None, None, None]:
     """Make torch's ``clip_grad_norm_`` and ``get_total_norm`` use ``total_norm`` in this context.
 
     Lightning's gradient clipping calls them, and so may users' own. Replaceable by a hook of the strategy for the norm,
     such as Fabric's ``clip_gradients_norm``.
 
     Args:
-        total_norm: Function that returns the norm of all ranks' gradients, from this rank's gradients and the order.
+        total_norm: Function that returns the norm of all ranks' gradients, from this rank's gradients and the order;
+            None where torch's own function returns it.
     """
     own = clip_grad._get_total_norm
 
@@ -556,7 +559,11 @@ def total_norms(total_norm: Callable[[Sequence[torch.Tensor], float], torch.Tens
         error_if_nonfinite: bool = False,
         foreach: bool | None = None,
     ) -> torch.Tensor:
-        norm = total_norm([tensors] if isinstance(tensors, torch.Tensor) else list(tensors), float(norm_type))
+        gradients = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+        norm = total_norm(gradients, float(norm_type))
+        if norm is None:
+            whole: torch.Tensor = own(gradients, norm_type, error_if_nonfinite, foreach)
+            return whole
         if error_if_nonfinite and not norm.isfinite():
             raise RuntimeError(
                 f"The total norm of order {norm_type} of the gradients is {float(norm)}: they cannot be clipped. Set"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
@@ -30,6 +31,7 @@ from lightning_dist.pipeline.simulation import order_of
 from lightning_dist.pipeline.stages import PipelineConfig, drop_remote, find_stages, own_units
 from lightning_dist.pipeline.timeline import Order, Recorder, TimedStage, Timeline
 from lightning_dist.pipeline.whole_model import whole_model
+from lightning_dist.pipeline.whole_state import optimizer_state_of_all, written_by_stage
 from lightning_dist.technique import Rows, Technique
 from lightning_dist.units import Unit
 
@@ -110,7 +112,7 @@ class Pipeline(Technique):
         units: The module's units.
         group: The process group of the ranks of one ``pp``, for collectives.
         stage_to_stage: A process group of the same ranks, for sends and receives.
-        device: The device of this rank's tensors.
+        parameter_mesh: The mesh of the ranks that have the same stages.
         data_parallel_rank: The index of the part of the batch that this rank has.
         splits_backward: Whether a schedule may run the gradients of weights later than those of inputs. torch finds the
             weights among the leaves of the graph, and runs what lies between twice: it must know the first, and the
@@ -129,10 +131,11 @@ class Pipeline(Technique):
         units: Sequence[Unit],
         group: dist.ProcessGroup,
         stage_to_stage: dist.ProcessGroup,
-        device: torch.device,
+        parameter_mesh: DeviceMesh,
         data_parallel_rank: int,
         splits_backward: bool = True,
     ) -> None:
+        device = torch.device(parameter_mesh.device_type)
         self.original_module = OriginalModule(root)
         blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
         with raise_on_all_ranks("cutting the model into stages"):
@@ -147,6 +150,7 @@ class Pipeline(Technique):
         self._splits_backward = splits_backward
         self._root = root
         self._device = device
+        self._mesh = parameter_mesh
         self._data_parallel_rank = data_parallel_rank
         self.readable: Readable = {}
         """Besides modules, what a step's path may depend on."""
@@ -322,6 +326,21 @@ class Pipeline(Technique):
     def timeline(self) -> Timeline | None:
         """When what ran in the latest step with a backward; None: there was none. A collective over ``pp``."""
         return self._recorder.timeline(self.order, self.group) if self.order else None
+
+    def state_to_write(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict with the tensors of other stages, and the buffers that are theirs, on the meta device."""
+        return written_by_stage(state, self._mesh, self.buffers_of_others)
+
+    def add_remote_state(self, state: dict[str, Any]) -> None:
+        """Add the weights of other stages to a state dict that was read, as the module has them."""
+        with self.all_stages.switched_off():
+            for name, value in self._root.state_dict().items():
+                if isinstance(value, Tensor) and value.is_meta:
+                    state.setdefault(name, value)
+
+    def whole_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's state with that of other stages. A collective over ``pp``."""
+        return optimizer_state_of_all(state, self.group, self._mesh)
 
     def agree_on_buffers(self) -> None:
         """Give every stage the last one's buffers that are in no part, where the code between parts may change them."""

@@ -28,7 +28,7 @@ class PipelineConfig:
         pp_size: Number of ranks that stages are on.
         schedule: One of :data:`~lightning_dist.pipeline.schedules.SCHEDULES`.
         virtual_stages: Number of stages on a rank; None: the schedule's.
-        num_microbatches: Into how many parts a batch is split.
+        num_microbatches: Number of microbatches that a rank's part of the batch is split into; 0 until it is chosen.
         split: The parts that each stage but the first begins with; None: balanced by cost.
         step: A step of the module on a microbatch, for :func:`~lightning_dist.pipeline.follow.trace_step`; None: none
             is known, and ``why_no_step`` says why.

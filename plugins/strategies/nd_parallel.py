@@ -69,7 +69,8 @@ class NDParallelStrategy(PipelineParallelStrategy):
         )
         self._tp_size = tp_size
         self._absent = {"cp": cp_size, "ep": ep_size}
-        self._tensor_parallel = TensorParallelConfig(plan, strict_plan, sequence_parallel, loss_parallel)
+        splitting = TensorParallelConfig(plan, strict_plan, sequence_parallel, loss_parallel)
+        self._config = replace(self._config, tensor_parallel=splitting)
 
     def _requested_sizes(self) -> dict[str, int]:
         asked = {
@@ -85,11 +86,12 @@ class NDParallelStrategy(PipelineParallelStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        config = self._tensor_parallel
+        splitting = self._config.tensor_parallel
         if self.layout.pp > 1 and self.layout.tp > 1:
-            if config.sequence_parallel:
+            if splitting.sequence_parallel:
                 raise ValueError(
                     f"sequence_parallel=True with pp_size={self.layout.pp}: stages send each other whole hidden states."
                     " Leave sequence_parallel out, or use pp_size=1."
                 )
-            self._tensor_parallel = replace(config, sequence_parallel=False)
+            splitting = replace(splitting, sequence_parallel=False)
+            self._config = replace(self._config, tensor_parallel=splitting)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from lightning_dist.layout import REMAINING
@@ -55,7 +56,8 @@ class TensorParallelStrategy(MeshStrategy):
         self._tp_size = tp_size
         self._dp_shard_size = dp_shard_size
         self._dp_replicate_size = dp_replicate_size
-        self._tensor_parallel = TensorParallelConfig(plan, strict_plan, sequence_parallel, loss_parallel)
+        splitting = TensorParallelConfig(plan, strict_plan, sequence_parallel, loss_parallel)
+        self._config = replace(self._config, tensor_parallel=splitting)
 
     def _requested_sizes(self) -> dict[str, int]:
         tp, shard = self._tp_size, self._dp_shard_size

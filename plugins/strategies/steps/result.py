@@ -23,8 +23,8 @@ from lightning_dist.consensus import OtherRankError
 from lightning_dist.pipeline import BuffersOfStep, Leaf, Pipeline, Ran, StepGraph, refuse_stand_ins
 from lightning_dist.pipeline.attributes import keep, restore
 from lightning_dist.plugins import _compat
-from lightning_dist.plugins.strategies.example_step import without_updates
-from lightning_dist.plugins.strategies.pipelined_metrics import SharedMetrics
+from lightning_dist.plugins.strategies.steps.example_step import without_updates
+from lightning_dist.plugins.strategies.steps.metrics import SharedMetrics
 
 __all__ = ["StepResult", "joined", "merged_outputs"]
 

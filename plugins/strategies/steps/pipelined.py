@@ -1,9 +1,9 @@
-"""Steps of a LightningModule under a pipeline: what Lightning is told of them, on every rank."""
+"""Steps that run on the stages of a pipeline, and what Lightning sees of them on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -11,15 +11,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 
 from lightning_dist.collectives import BytesBroadcast
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.pipeline import (
+    AllStages,
     Failure,
     Pipeline,
     Ran,
@@ -31,13 +35,15 @@ from lightning_dist.pipeline import (
     trace_step,
 )
 from lightning_dist.plugins import _compat
-from lightning_dist.plugins.strategies.example_step import fake_step, without_updates
-from lightning_dist.plugins.strategies.loss_of_microbatches import warn_of_other_losses
-from lightning_dist.plugins.strategies.microbatching import BatchSplitter
-from lightning_dist.plugins.strategies.pipelined_metrics import SharedMetrics
-from lightning_dist.plugins.strategies.step_collectives import without_foreign_collectives
-from lightning_dist.plugins.strategies.step_result import StepResult, joined, merged_outputs
-from lightning_dist.plugins.strategies.weighting import LossWeights
+from lightning_dist.plugins.strategies.steps.base import Steps, begins_accumulation
+from lightning_dist.plugins.strategies.steps.collectives import without_foreign_collectives
+from lightning_dist.plugins.strategies.steps.example_step import fake_step, without_updates
+from lightning_dist.plugins.strategies.steps.loss_of_microbatches import warn_of_other_losses
+from lightning_dist.plugins.strategies.steps.metrics import SharedMetrics
+from lightning_dist.plugins.strategies.steps.microbatching import BatchSplitter
+from lightning_dist.plugins.strategies.steps.result import StepResult, joined, merged_outputs
+from lightning_dist.plugins.strategies.steps.tracing import StepTracing
+from lightning_dist.shards_in_hooks import ShardsInHooks
 
 __all__ = ["PipelinedSteps"]
 
@@ -48,41 +54,29 @@ _READABLE = (
 """Properties of the Trainer that are plain and cheap to read, and that a step may decide by."""
 
 
-class PipelinedSteps:
-    """Runs steps of ``module`` over a pipeline.
+class PipelinedSteps(Steps):
+    """Run steps on the stages of a pipeline, in microbatches.
 
     Args:
         module: The user's module, cut into stages.
-        spread: What it was made into.
-        step_context: Around each microbatch's forward, by the name of the step.
-        scale: What a loss is to become before its backward.
-        around_following: Makes a context for a step that runs on fake tensors.
-        peers: The ranks that have the same stages as this one.
+        parallel: The module as it runs in parallel.
+        precision: Lightning's precision plugin.
+        tracing: Stands in for collectives while a step is traced.
     """
 
     def __init__(
-        self,
-        module: LightningModule,
-        spread: ParallelModule,
-        step_context: Callable[[str], Any],
-        scale: Callable[[Tensor], Tensor],
-        around_following: Callable[[], AbstractContextManager[None]],
-        peers: Collection[int],
+        self, module: LightningModule, parallel: ParallelModule, precision: Precision, tracing: StepTracing
     ) -> None:
-        pipeline = spread.get(Pipeline)
+        super().__init__(module, parallel, precision)
+        pipeline = parallel.get(Pipeline)
         assert pipeline is not None
-        self._module = module
         self._modules = list(module.modules())
-        self.parameters = list(module.parameters())
-        """Of the module, sharded; to ask it in each step takes long."""
-        self._spread = spread
+        self._parameters = list(module.parameters())  # of the sharded module; to list them in each step takes long
         self._pipeline = pipeline
-        self.all_stages = pipeline.all_stages
         self._pipeline.readable = {Trainer: _READABLE}
-        self._step_context = step_context
-        self._scale = scale
-        self._around_following = around_following
-        self._peers = peers
+        self._tracing = tracing
+        self._shards = ShardsInHooks()
+        self._gradients: list[tuple[Tensor, Tensor]] = []
         self._splitter = BatchSplitter(module)
         self._of_metrics = {
             name for name, part in module.named_modules() if isinstance(part, Metric | MetricCollection)
@@ -91,15 +85,12 @@ class PipelinedSteps:
         self._has_tried_loss = False
         self._broadcast = BytesBroadcast(pipeline.group, pipeline.last_rank, module.device)
 
-    def train(self, weights: LossWeights, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run ``training_step`` and its backward, and return what it returned, without a graph.
-
-        Args:
-            weights: Of losses that are means over unequal numbers.
-            args: Of the step, the batch first.
-            kwargs: Of the step.
-        """
-        accumulate = self._module.trainer.accumulate_grad_batches
+    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
+        """Run ``training_step`` and its backward, and return what it returned, without a graph. A collective."""
+        if begins_accumulation(self._module.trainer):
+            for param in self._parameters:
+                param.grad = None
+        weights, accumulate = self._weights, self._module.trainer.accumulate_grad_batches
         losses: list[Tensor] = []
 
         def loss_of(number: int, result: Any) -> Tensor:
@@ -116,17 +107,41 @@ class PipelinedSteps:
             return self._scale(loss / (number * accumulate))
 
         result, ran = self._run("training_step", args, kwargs, None, loss_of)
-        self._spread.after_microbatches()
+        self._parallel.after_microbatches()
         merge = partial(merged_outputs, ran.results, losses)
         output = result.broadcast_results(merge, self._pipeline, self._broadcast, ran.buffers)
         if not self._pipeline.is_last and isinstance(output, Mapping) and output.get("weight") is not None:
             weights.add(torch.as_tensor(output["weight"], dtype=torch.float64, device=self._module.device))
+        # Lightning clears gradients next, before it asks for the backward: they are set aside, and handed back there.
+        self._gradients = [(param, param.grad) for param in self._parameters if param.grad is not None]
+        for updated, _ in self._gradients:
+            updated.grad = None
         return output
 
-    def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a step without a backward, and return what it returned."""
+    def backward(self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+        """Hand back the gradients that the step has computed. A collective if losses have weights."""
+        loss = self._precision.pre_backward(loss, self._module)
+        for param, gradient in self._gradients:
+            param.grad = gradient
+        self._gradients = []
+        self._normalize_gradients()
+        return self._precision.post_backward(loss, self._module)
+
+    @contextmanager
+    def around_hook(self, name: str) -> Iterator[None]:
+        """Let a hook read and change the parameters of all stages, and log values that only another stage has."""
+        all_stages = self._pipeline.all_stages
+        with self._shards.around(name), all_stages.around(name), _logging_whole(self._module, all_stages):
+            yield
+
+    def _scale(self, loss: Tensor) -> Tensor:
+        scaler = getattr(self._precision, "scaler", None)
+        return loss if scaler is None else scaler.scale(loss)
+
+    def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
+        """Run a step without a backward, and return what it returned. A collective over the pipeline."""
         # Replicas may have other numbers of batches; shards of one may not.
-        gathers = not self._spread.holds_whole_model and not self._spread.stays_gathered
+        gathers = not self._parallel.holds_whole_model and not self._parallel.stays_gathered
         group = None if gathers else self._pipeline.group
         result, ran = self._run(name, args, kwargs, group)
         return result.broadcast_results(partial(joined, ran.results), self._pipeline, self._broadcast, ran.buffers)
@@ -138,7 +153,7 @@ class PipelinedSteps:
             number,
             signature((batch, kwargs)),
             tuple(part.training for part in self._modules),
-            tuple(param.requires_grad for param in self.parameters),
+            tuple(param.requires_grad for param in self._parameters),
         )
 
     def _follow_both(
@@ -169,7 +184,9 @@ class PipelinedSteps:
     ) -> StepGraph:
         """Follow the step on a microbatch."""
         module, stages = self._module, self._pipeline.stages
-        fake = fake_step(module, module.trainer, name, (batch, *arguments), kwargs, self._around_following)
+        fake = fake_step(
+            module, module.trainer, name, (batch, *arguments), kwargs, partial(self._tracing.around, self._module)
+        )
         with self._pipeline.original_module.again():
             graph = trace_step(module, fake, module.device, stages.parts, stages.blocks, has_backward)
         # Metrics keep what all microbatches have given them.
@@ -235,13 +252,13 @@ class PipelinedSteps:
             raise_together(failure, pipeline.group, device)
         elif failure is not None:
             raise failure.error
-        with self._spread.microbatches(with_backward=loss_of is not None) as run_root:
+        with self._parallel.microbatches(with_backward=loss_of is not None) as run_root:
             if loss_of is not None and not self._has_tried_loss:
                 self._has_tried_loss = True
                 with suppress(Exception):  # the step itself will raise it, with the other ranks taking part
                     self._try_loss(microbatches[0], args[1:], kwargs)
             if result is not None:
-                with self._metrics.in_step(), without_foreign_collectives(self._peers):
+                with self._metrics.in_step(), without_foreign_collectives(self._tracing.peers):
                     with result.logging():
                         ran = self._pipeline.run(
                             prepared, steps, run_root, None if loss_of is None else partial(loss_of, len(steps))
@@ -270,7 +287,7 @@ class PipelinedSteps:
     def _write_back(self) -> Failure | None:
         """Keep what the microbatches have changed in parameters; return the error."""
         try:
-            self._spread.write_back()
+            self._parallel.write_back()
         except Exception as error:
             return Failure.now(error, "the microbatches")
         return None
@@ -283,7 +300,7 @@ class PipelinedSteps:
 
         def step(batch: Any) -> Any:
             copied = apply_to_collection(batch, Tensor, Tensor.clone)
-            with _compat.logging_to(self._module), without_updates(self._module), self._around_following():
+            with _compat.logging_to(self._module), without_updates(self._module), self._tracing.around(self._module):
                 return self._module.training_step(copied, *others, **kwargs)
 
         def follow(batch: Any) -> StepGraph:
@@ -298,8 +315,25 @@ class PipelinedSteps:
         if result.graph.changes_batch:  # which is run on by every stage of this rank
             batch = apply_to_collection(batch, Tensor, Tensor.clone)
         result.microbatch = index
-        with self._step_context(name):
+        with self._context(name):
             return getattr(self._module, name)(batch, *others[0], **others[1])
+
+
+@contextmanager
+def _logging_whole(module: LightningModule, all_stages: AllStages) -> Iterator[None]:
+    """Make ``self.log`` fetch values that only another stage has, so that all ranks log the same."""
+    if "log" in vars(module):
+        yield
+        return
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        type(module).log(module, name, all_stages.whole(value), *args, **kwargs)
+
+    vars(module)["log"] = log
+    try:
+        yield
+    finally:
+        vars(module).pop("log", None)
 
 
 def _refuse_leaves(batch: Any) -> None:

@@ -1,0 +1,228 @@
+"""What a strategy does because several ranks may have the same part of the batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torchmetrics import Metric
+from typing_extensions import override
+
+from lightning_dist.consensus import go_on
+from lightning_dist.layout import ParallelLayout
+from lightning_dist.parallel_module import ParallelModule
+from lightning_dist.plugins import _compat
+from lightning_dist.plugins.strategies.evaluation_batches import EvaluationBatches
+from lightning_dist.plugins.strategies.processes import ProcessStrategy
+from lightning_dist.plugins.strategies.steps.tracing import StepTracing
+from lightning_dist.randomness import agree_on_random_numbers
+from lightning_dist.tensor_parallel import SameBatch
+
+__all__ = ["SharedBatchStrategy"]
+
+
+class SharedBatchStrategy(ProcessStrategy):
+    """Split the batch over the ranks that have a part of their own, and let the others have the same part.
+
+    Ranks with the same part draw the same random numbers. Metrics count each sample once.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._layout: ParallelLayout | None = None
+        self._mesh: DeviceMesh | None = None
+        self._parallel: ParallelModule | None = None
+        self._data_parallel_group: dist.ProcessGroup | None = None
+        self._same_stage_group: dist.ProcessGroup | None = None
+        self._stage_to_stage_group: dist.ProcessGroup | None = None
+        self._same_batch_group: dist.ProcessGroup | None = None
+        self._same_batch: SameBatch | None = None
+        self._tracing: StepTracing | None = None
+        self._evaluation: EvaluationBatches | None = None
+        self._silenced: list[Callback] = []
+
+    def _requested_sizes(self) -> dict[str, int]:
+        """Return the size that was asked for of each axis, at most one of them -1. The named strategies give it."""
+        raise NotImplementedError(f"{type(self).__name__} chooses no mesh; use one of the named strategies.")
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        # Here sizes that do not fit are found before any process is launched.
+        self._layout = ParallelLayout.resolve(self.num_nodes * self.num_processes, **self._requested_sizes())
+
+    @property
+    def layout(self) -> ParallelLayout:
+        """The sizes of the mesh's axes."""
+        if self._layout is None:
+            raise RuntimeError("The layout is known once the Trainer has been made.")
+        return self._layout
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The device mesh, with one dimension for each axis of the layout."""
+        if self._mesh is None:
+            raise RuntimeError("The mesh is there once the processes have been launched.")
+        return self._mesh
+
+    @property
+    def _trainer(self) -> Trainer:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    @property
+    def parallel(self) -> ParallelModule:
+        """The module as it runs in parallel; it is there once the strategy is set up."""
+        assert self._parallel is not None
+        return self._parallel
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """How the data is split: over the ranks that have a part of the batch of their own."""
+        return {
+            "num_replicas": self.layout.num_data_parallel,
+            "rank": self.layout.data_parallel_rank(self.global_rank),
+        }
+
+    @override
+    def setup_environment(self) -> None:
+        """Start the process group, and build the mesh and the groups of ranks."""
+        super().setup_environment()
+        assert self.lightning_module is not None
+        self._mesh = self.layout.build_mesh(self.root_device.type)
+        _compat.set_device_mesh(self.lightning_module, self._mesh)
+        self._data_parallel_group = self.layout.build_data_parallel_group()
+        self._same_batch_group = self.layout.build_same_batch_group()
+        self._same_stage_group = self.layout.build_same_stage_group()
+        self._stage_to_stage_group = self.layout.build_stage_to_stage_group()
+        _compat.set_timeout(self._timeout)
+        peers = dist.get_process_group_ranks(self._same_stage_group)
+        self._tracing = StepTracing(self.layout.num_data_parallel, peers)
+        if self._same_batch_group is not None:
+            self._same_batch = SameBatch(self._same_batch_group, self.root_device)
+
+    def _give_metrics_their_group(self, module: LightningModule) -> None:
+        """Let torchmetrics gather over the ranks that have a part of the batch, and count each sample once."""
+        _compat.let_groups_be_copied()
+        for metric in module.modules():
+            if isinstance(metric, Metric) and metric.process_group is None:
+                metric.process_group = self._data_parallel_group
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """Reduce a metric over the ranks that have a part of the batch."""
+        if self._tracing is not None and self._tracing.is_active:
+            return self._tracing.reduce(tensor)
+        return super().reduce(tensor, self._data_parallel_group if group is None else group, reduce_op)
+
+    @override
+    def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
+        """Stack the tensors of the ranks that have a part of the batch, each part once.
+
+        Args:
+            tensor: This rank's tensor, of the same shape on all ranks.
+            group: Other ranks to gather over. All processes, which is what ``LightningModule.all_gather`` gives where
+                nothing is asked for, are those that have a part of the batch.
+            sync_grads: Whether the gradient of what is returned flows back to every rank's ``tensor``.
+
+        Returns:
+            The tensors of all ranks, stacked along a new first dimension.
+        """
+        if self._tracing is not None and self._tracing.is_active:
+            return self._tracing.all_gather(tensor, sync_grads)
+        of_batch = group is None or group is dist.group.WORLD
+        return super().all_gather(tensor, self._data_parallel_group if of_batch else group, sync_grads)
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let the workers of ranks with the same part of the batch draw the same random numbers."""
+        if self.layout.shares_batches:
+            _compat.seed_workers_by(dataloader, self.layout.data_parallel_rank(self.global_rank))
+        return dataloader
+
+    def _check_batch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Compare the batch of the step ``name`` over the ranks that must have the same, in the background."""
+        if self._evaluation is not None and name != "training_step":
+            self._evaluation.before_step()
+        if self._same_batch is not None:
+            self._same_batch.check((args, kwargs), f"the batch of a {name}")
+
+    def _finish_comparing(self) -> None:
+        if self._same_batch is not None:
+            self._same_batch.finish()
+
+    def _agree_on_random_numbers(self) -> None:
+        """Let ranks with the same part of the batch augment and drop the same of it."""
+        if self._same_batch_group is not None:
+            agree_on_random_numbers(self._same_batch_group)
+
+    @override
+    def on_train_start(self) -> None:
+        """Let ranks with the same part of the batch draw the same random numbers."""
+        self._agree_on_random_numbers()
+
+    @override
+    def on_train_end(self) -> None:
+        """Check that the last batch was the same on ranks that must have the same."""
+        go_on()
+        self._finish_comparing()
+
+    @override
+    def on_validation_start(self) -> None:
+        """Give every rank the same buffers, as DDP does, so that all evaluate the same model."""
+        go_on()
+        self._begin_evaluation(agrees_on_buffers=not self._trainer.sanity_checking)  # which would change a resumed run
+
+    @override
+    def on_validation_end(self) -> None:
+        """Check the last batch, and free what the evaluation has gathered."""
+        self._end_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        """Give every rank the same buffers."""
+        self._begin_evaluation()
+
+    @override
+    def on_test_end(self) -> None:
+        """Check the last batch, and free what the evaluation has gathered."""
+        self._end_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        """Give every rank the same buffers, and let one rank of those with the same samples return predictions."""
+        self._begin_evaluation()
+        if self._same_batch_group is not None and dist.get_rank(self._same_batch_group) > 0:
+            self._silenced = _compat.silence_predictions(self._trainer)
+
+    @override
+    def on_predict_end(self) -> None:
+        """Give the callbacks back that :meth:`on_predict_start` took away."""
+        self._end_evaluation()
+        self._trainer.callbacks += self._silenced  # type: ignore[attr-defined]
+        self._silenced = []
+
+    def _begin_evaluation(self, agrees_on_buffers: bool = True) -> None:
+        """Let ranks evaluate the same model, and unequal numbers of batches, as DDP does. A collective."""
+        self._agree_on_random_numbers()
+        if agrees_on_buffers:
+            self.parallel.agree_on_buffers(self._same_stage_group)
+        self._evaluation = EvaluationBatches(self._trainer)
+        if self._evaluation.are_unequal and not self.parallel.holds_whole_model:
+            rank_zero_warn(
+                f"Ranks have unequal numbers of batches to evaluate ({self._evaluation}). Every rank holds the whole"
+                " model until the evaluation ends, since ranks could not gather it together for each batch. Give all"
+                " ranks as many batches, by a DistributedSampler, if the model does not fit."
+            )
+            self.parallel.stay_gathered()
+
+    def _end_evaluation(self) -> None:
+        self._finish_comparing()
+        self.parallel.stop_staying_gathered()
+        if self._evaluation is not None:
+            self._evaluation.end()
+            self._evaluation = None

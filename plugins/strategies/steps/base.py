@@ -1,0 +1,95 @@
+"""What all kinds of steps have: the interface between Lightning's loops and the engine."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dist.parallel_module import ParallelModule
+from lightning_dist.plugins.strategies.steps.weighting import LossWeights
+
+__all__ = ["Steps", "begins_accumulation"]
+
+
+def begins_accumulation(trainer: Trainer) -> bool:
+    """Return whether the training step that begins is the first of those whose gradients are reduced together."""
+    return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
+
+
+class Steps(ABC):
+    """Run the steps of a LightningModule.
+
+    Args:
+        module: The user's module.
+        parallel: The module as it runs in parallel.
+        precision: Lightning's precision plugin.
+    """
+
+    def __init__(self, module: LightningModule, parallel: ParallelModule, precision: Precision) -> None:
+        self._module = module
+        self._parallel = parallel
+        self._precision = precision
+        self._weights = LossWeights()
+
+    @abstractmethod
+    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
+        """Run ``training_step``, and return what it returned. A collective.
+
+        Args:
+            args: Positional arguments of the step, the batch first.
+            kwargs: Keyword arguments of the step.
+        """
+
+    @abstractmethod
+    def backward(self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+        """Leave the gradients of ``loss`` on the parameters, reduced if they are reduced now. A collective then.
+
+        Args:
+            loss: The loss, divided by the number of batches that are accumulated.
+            optimizer: The optimizer; None in manual optimization.
+            args: Further positional arguments of the module's ``backward``.
+            kwargs: Keyword arguments of it.
+
+        Returns:
+            The loss for Lightning to log.
+        """
+
+    @abstractmethod
+    def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
+        """Run a step without a backward, and return what it returned. A collective.
+
+        Args:
+            name: The name of the step, such as ``"validation_step"``.
+            args: Positional arguments of the step, the batch first.
+            kwargs: Keyword arguments of the step.
+        """
+
+    @abstractmethod
+    def around_hook(self, name: str) -> AbstractContextManager[None]:
+        """Return a context for a hook of the module or of a callback, in which it may use and change parameters.
+
+        Args:
+            name: The hook's name, such as ``Model.on_fit_start``.
+        """
+
+    def _context(self, name: str) -> AbstractContextManager[None]:
+        """Return the precision plugin's context for the step ``name``."""
+        contexts = {
+            "training_step": self._precision.train_step_context,
+            "validation_step": self._precision.val_step_context,
+            "test_step": self._precision.test_step_context,
+            "predict_step": self._precision.predict_step_context,
+        }
+        return contexts[name]()
+
+    def _normalize_gradients(self) -> None:
+        """Divide gradients by the sum of the losses' weights, if they are reduced now. A collective then."""
+        if self._parallel.reduces_gradients:
+            self._weights.normalize(self._module.parameters(), self._module.trainer.accumulate_grad_batches)

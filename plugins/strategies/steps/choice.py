@@ -1,0 +1,148 @@
+"""Which steps a module runs, and what of the configuration follows from its first step."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+
+from lightning_dist.layout import ParallelLayout
+from lightning_dist.parallel_module import ParallelModule
+from lightning_dist.parallelize import ParallelConfig
+from lightning_dist.pipeline import SCHEDULES, Pipeline, PipelineConfig
+from lightning_dist.plugins import _compat
+from lightning_dist.plugins.strategies.checks import refuse_for_pipeline
+from lightning_dist.plugins.strategies.steps.base import Steps
+from lightning_dist.plugins.strategies.steps.example_step import example_args, example_step, fake_step
+from lightning_dist.plugins.strategies.steps.microbatching import BatchSplitter
+from lightning_dist.plugins.strategies.steps.pipelined import PipelinedSteps
+from lightning_dist.plugins.strategies.steps.tracing import StepTracing
+from lightning_dist.plugins.strategies.steps.whole import WholeSteps
+from lightning_dist.tensor_parallel import TensorParallel, TensorParallelConfig
+
+__all__ = ["complete_config", "make_steps", "refuse_other_config"]
+
+
+def make_steps(module: LightningModule, parallel: ParallelModule, precision: Precision, tracing: StepTracing) -> Steps:
+    """Return what runs the steps of ``module``.
+
+    Args:
+        module: The user's module.
+        parallel: The module as it runs in parallel.
+        precision: Lightning's precision plugin.
+        tracing: Stands in for collectives while a step is traced.
+    """
+    if parallel.get(Pipeline) is not None:
+        return PipelinedSteps(module, parallel, precision, tracing)
+    return WholeSteps(module, parallel, precision)
+
+
+def complete_config(
+    config: ParallelConfig,
+    layout: ParallelLayout,
+    module: LightningModule,
+    trainer: Trainer,
+    tracing: StepTracing,
+    copied: ParallelModule | None,
+) -> ParallelConfig:
+    """Add to ``config`` what techniques need to know of the first step. A collective over all processes.
+
+    Args:
+        config: What the user has asked for.
+        layout: The sizes of the mesh's axes.
+        module: The user's module, or a copy of it.
+        trainer: The Trainer whose run begins.
+        tracing: Stands in for collectives while a step is traced.
+        copied: What was made of the module that ``module`` is a copy of.
+    """
+    return replace(
+        config,
+        tensor_parallel=_tensor_parallel(config.tensor_parallel, layout, module, trainer, copied),
+        pipeline=None if config.pipeline is None else _pipeline(config.pipeline, layout, module, trainer, tracing),
+    )
+
+
+def _tensor_parallel(
+    config: TensorParallelConfig,
+    layout: ParallelLayout,
+    module: LightningModule,
+    trainer: Trainer,
+    copied: ParallelModule | None,
+) -> TensorParallelConfig:
+    """Return ``config`` with the plan of the module that ``module`` is a copy of, or with a step to find one by."""
+    split = None if copied is None else copied.get(TensorParallel)
+    if split is not None:
+        return replace(config, planned=split.plan)
+    if layout.tp == 1:
+        return config
+    step, why_not = example_step(module, trainer)
+    return replace(config, step=step, why_no_step=why_not)
+
+
+def _pipeline(
+    config: PipelineConfig, layout: ParallelLayout, module: LightningModule, trainer: Trainer, tracing: StepTracing
+) -> PipelineConfig | None:
+    """Return ``config`` with the number of microbatches and a step on one; None where there is nothing to cut.
+
+    Raises:
+        MisconfigurationException: If the module does something that a pipeline cannot.
+        ValueError: If the number of microbatches does not fit the schedule.
+    """
+    if layout.pp == 1:
+        if config.num_microbatches or config.virtual_stages or config.split:
+            rank_zero_warn(
+                f"{type(trainer.strategy).__name__} has pp_size=1, so there are no stages: num_microbatches,"
+                " virtual_stages, split and schedule have no effect. Use accumulate_grad_batches for smaller batches."
+            )
+        return None
+    if not any(True for _ in module.parameters()):
+        return None
+    refuse_for_pipeline(module)
+    wanted = config.num_microbatches or None
+    config = replace(config, pp_size=layout.pp, num_microbatches=wanted or 1)
+    args, why_not = example_args(trainer)
+    if why_not:
+        return replace(config, why_no_step=why_not)
+    splitter = BatchSplitter(module)
+    number = splitter.choose_number(args[0], wanted, 4 * config.num_stages)
+    config = replace(config, num_microbatches=number)
+    if not SCHEDULES[config.schedule].fits(number, config.pp_size, config.num_stages):
+        raise ValueError(
+            f"num_microbatches={number} is too few for schedule={config.schedule!r} with {config.num_stages}"
+            f" stages, or no multiple of what it takes at a time: use a multiple of {config.num_stages}, with a"
+            f" batch size that it divides, or schedule={SCHEDULES[config.schedule].for_few!r}."
+        )
+    part = splitter.split(args[0], number)[0]
+    name = _compat.step_name(trainer)
+    make = partial(fake_step, module, trainer, name, (part, *args[1:]), {}, partial(tracing.around, module))
+    return replace(config, step=make(), step_in_run=make(is_in_run=True), has_loss=name == "training_step")
+
+
+def refuse_other_config(existing: ParallelModule, config: ParallelConfig, layout: ParallelLayout) -> None:
+    """Refuse to use a module otherwise than an earlier Trainer has made it parallel.
+
+    Args:
+        existing: The module as it runs in parallel.
+        config: What the user has asked for now.
+        layout: The sizes of the mesh's axes.
+
+    Raises:
+        MisconfigurationException: If the module is cut into other stages.
+    """
+    pipeline = existing.get(Pipeline)
+    was = None if pipeline is None else pipeline.config
+    is_cut = layout.pp > 1 and any(True for _ in existing.module.parameters())
+    now = replace(config.pipeline, pp_size=layout.pp) if is_cut and config.pipeline is not None else None
+    wanted = None if now is None else (now.pp_size, now.schedule, now.stages_per_rank)
+    found = None if was is None else (was.pp_size, was.schedule, was.stages_per_rank)
+    other_number = was is not None and now is not None and now.num_microbatches not in (0, was.num_microbatches)
+    if wanted != found or other_number:
+        raise MisconfigurationException(
+            f"This {type(existing.module).__name__} is cut into stages by an earlier Trainer, with {found} as pp_size,"
+            f" schedule and virtual_stages, and cannot be cut as {wanted} as well. Make a new one, and load the"
+            " weights from a checkpoint."
+        )

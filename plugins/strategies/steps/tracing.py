@@ -1,0 +1,54 @@
+"""A step that is traced on tensors without values: what it gathers and reduces is made of this rank's tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor
+
+from lightning_dist.pipeline import note_exchange
+from lightning_dist.plugins.strategies.steps.collectives import stand_ins_for_collectives
+from lightning_dist.plugins.strategies.steps.example_step import parameters_unchanged
+
+__all__ = ["StepTracing"]
+
+
+class StepTracing:
+    """Stand in for collectives while a step is traced, which ranks may do at different times.
+
+    Args:
+        num_parts: The number of ranks that have a part of the batch.
+        peers: The ranks that have the same stages as this one.
+    """
+
+    def __init__(self, num_parts: int, peers: Collection[int]) -> None:
+        self._num_parts = num_parts
+        self.peers = peers
+        self.is_active = False
+        """Whether a step is traced now."""
+
+    @contextmanager
+    def around(self, module: LightningModule) -> Iterator[None]:
+        """Inside, run a step of ``module`` on tensors without values."""
+        before, self.is_active = self.is_active, True
+        try:
+            with stand_ins_for_collectives(self.peers), parameters_unchanged(module):
+                yield
+        finally:
+            self.is_active = before
+
+    def all_gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
+        """Return what gathering ``tensor`` from all parts of the batch looks like."""
+        note_exchange(tensor)
+        return torch.stack([tensor if sync_grads else tensor.detach()] * self._num_parts)
+
+    def reduce(self, tensor: Any) -> Any:
+        """Return what reducing ``tensor`` over all parts of the batch looks like."""
+        if not isinstance(tensor, Tensor):
+            return tensor
+        note_exchange(tensor)
+        return tensor.clone()

@@ -1,0 +1,63 @@
+"""Steps that run on the whole module."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_dist.parallel_module import ParallelModule
+from lightning_dist.plugins.strategies.gradients import are_free_before_forward, free_gradients
+from lightning_dist.plugins.strategies.steps.base import Steps
+from lightning_dist.shards_in_hooks import ShardsInHooks
+
+__all__ = ["WholeSteps"]
+
+
+class WholeSteps(Steps):
+    """Run steps as forwards of the whole module, each followed by the backward that Lightning asks for."""
+
+    def __init__(self, module: LightningModule, parallel: ParallelModule, precision: Precision) -> None:
+        super().__init__(module, parallel, precision)
+        self._shards = ShardsInHooks()
+        self._frees_gradients_first: bool | None = None
+
+    def train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
+        """Run ``training_step``. A collective."""
+        automatic = self._module.automatic_optimization
+        if self._frees_gradients_first is None:
+            self._frees_gradients_first = are_free_before_forward(self._module, self._module.trainer)
+        if self._frees_gradients_first:
+            free_gradients(self._module.trainer)
+        with self._context("training_step"):
+            output = self._parallel.step(partial(self._module.training_step, *args, **kwargs), automatic)
+        if automatic:
+            self._weights.read(output, self._module.device)
+        return output
+
+    def backward(self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: Any) -> Tensor:
+        """Run the backward, in automatic and in manual optimization. A collective where gradients are reduced."""
+        loss = self._precision.pre_backward(self._weights.scale(loss), self._module)
+        with self._parallel.backward():
+            self._precision.backward(loss, self._module, optimizer, *args, **kwargs)
+        # All gradients are reduced before on_after_backward, which Lightning's own method calls inside.
+        self._normalize_gradients()
+        return self._precision.post_backward(loss, self._module)
+
+    def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
+        """Run a step without a backward. A collective where parameters are sharded."""
+        with self._context(name):
+            return self._parallel.step(partial(getattr(self._module, name), *args, **kwargs), backward_follows=False)
+
+    def around_hook(self, name: str) -> AbstractContextManager[None]:
+        """Let a hook use and change parameters as in one process, also where torch cannot do so with shards."""
+        # Between a forward and its backward some parameters are gathered and others sharded.
+        if name.endswith((".on_before_zero_grad", ".on_before_backward")):
+            return self._parallel.between_forward_and_backward()
+        return self._shards.around(name)
