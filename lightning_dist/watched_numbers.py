@@ -16,8 +16,7 @@ from typing import Any
 __all__ = ["Answer", "ask_for_value", "watched"]
 
 Answer = Callable[[Callable[[], Any], Any], Any]
-"""A function that is given a question, as a function that asks it again, and its answer now; returns the answer to use.
-"""
+"""A function that is given a question (as a function that asks it again) and its answer; returns the answer to use."""
 
 _BINARY = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
