@@ -238,13 +238,17 @@ class FirstStepAudit(Technique):
         dist.all_reduce(highest, dist.ReduceOp.MAX, group)
         dist.all_reduce(lowest, dist.ReduceOp.MIN, group)
         difference, largest = float((highest - lowest).abs().max()), float(highest.abs().max())
-        text = f"The parameter {name!r} differs between ranks of {axis}, which hold it alike, by up to {difference:.1e}"
+        text = f"The parameter {name!r} differs between ranks of {axis}, which replicate it, by up to {difference:.1e}"
         if local.is_floating_point() and difference <= _ROUNDING * torch.finfo(local.dtype).eps * largest:
-            warnings.warn(f"{text}: kernels that add in any order. It grows slowly over a run.", stacklevel=2)
+            warnings.warn(
+                f"{text}: these are rounding errors of kernels without a fixed order of summation. The difference grows"
+                " slowly over a run.",
+                stacklevel=2,
+            )
             return
         raise AuditError(
-            f"{text} after the optimizer step. Its gradient was not reduced, or code under `if rank == 0`, or what"
-            " depends on a rank's own data, has changed it."
+            f"{text} after the optimizer step. Its gradient was not reduced, or the parameter was changed by code under"
+            " `if rank == 0`, or by a value that depends on a rank's own data."
         )
 
 

@@ -194,7 +194,9 @@ class ShardsInHooks(TorchFunctionMode):
 
     def _write(self, target: DTensor, whole: Tensor) -> None:
         if target.shape != whole.shape:
-            raise RuntimeError(f"{self._what} puts a tensor of shape {[*whole.shape]} in a place of {[*target.shape]}.")
+            raise RuntimeError(
+                f"{self._what} writes a tensor of shape {[*whole.shape]} into one of shape {[*target.shape]}."
+            )
         self._check_alike(target, whole)
         write_whole(target, whole)
 
@@ -204,9 +206,9 @@ class ShardsInHooks(TorchFunctionMode):
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         if differ(bit_sums(whole.detach())[None], groups).any():
             raise RuntimeError(
-                f"{self._what} writes into a sharded tensor what is not the same on all ranks: each has computed it"
-                " from its own part of the batch, or has drawn other random numbers. Average it over the ranks by"
-                " self.all_gather(x).mean(0), or give all ranks that of the first by"
+                f"{self._what} writes values into a sharded tensor that are not the same on all ranks: each rank has"
+                " computed them from its own part of the batch, or has drawn other random numbers. Average them over"
+                " the ranks by self.all_gather(x).mean(0), or send those of the first rank to all by"
                 " self.trainer.strategy.broadcast(x)."
             )
 

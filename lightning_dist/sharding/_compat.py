@@ -273,7 +273,7 @@ class ShardedGroup(ParameterGroup):
         self._waits_for_end = True
 
     def inside_backward(self) -> None:
-        """Reduce the gradients when those of the modules' inputs are known, unless that must wait for the end."""
+        """Reduce the gradients once those of the modules' inputs are known, unless the end must be waited for."""
         if torch.is_grad_enabled():  # Under create_graph=True, a second backward reads the parameters before any hook.
             self._is_kept = True
         if not self._waits_for_end and not self._is_kept:

@@ -88,7 +88,7 @@ class Trial:
         """
         holder = nn.ModuleDict({BLOCK: copy.deepcopy(self._block)})
         if untouched := self._untouched(plan):
-            return f"the trial cannot tell, in which {untouched} changes nothing"
+            return f"the trial shows nothing about {untouched}, whose weight gets no gradient in it"
         plan = replace(plan, draws_random=False, splits_logits=False)
         parallel = TensorParallel(holder, plan, self._mesh, self._num_shards)
         parallel.split(list(holder.parameters()), list(holder.modules()))

@@ -74,7 +74,7 @@ class SequenceFinder:
                     why = f"{name} runs more than once in a step"
                     break
                 if name in self._sharing:
-                    why = f"{name} shares parameters with what is outside of it"
+                    why = f"{name} shares parameters with modules outside of it"
                     break
                 if any(getattr(module, "gradient_checkpointing", False) for module in self._blocks[name].modules()):
                     why = "the model checkpoints by itself; use activation_checkpointing=True of the strategy"
@@ -126,7 +126,7 @@ class SequenceFinder:
         call = self._calls[name]
         kind, stream = type(self._blocks[name]).__name__, _stream(call)
         if stream is None:
-            return None, f"{kind} is given no hidden states of the shape that it returns"
+            return None, f"{kind} has no floating-point argument of the shape of its output"
         hidden = _argument(call, stream)
         of_block = {key: entry for key, entry in entries.items() if key.startswith(f"{name}.")}
         rows = [key for key, entry in of_block.items() if entry.style == "rowwise"]

@@ -229,7 +229,10 @@ def with_tied(
         elif linear_layer(module) is not None and first.style == "embedding_rowwise":
             style = "colwise_gather_output"
         elif first.source == "user":
-            raise PlanError(f"plan: {name} is tied to {tied[0]}, and would have to be split as well: {first.style}.")
+            raise PlanError(
+                f"plan: {name} is tied to {tied[0]}, which is split as {first.style}, and cannot be split itself: use"
+                f" replicate for {tied[0]}."
+            )
         else:
             alike = _sharing(root, entries, tied[0])
             why = f"tied to {name}, which cannot be split"

@@ -255,7 +255,7 @@ class _Planner:
         entries = {name: entries[name] for name, _ in self._root.named_modules() if name in entries}
         sizes = self._kept.sizes
         sequence: SplitSequence | None = None
-        why_not = "not asked for"
+        why_not = "sequence_parallel=False"
         if splits_sequence is not False:
             sequence, why_not = self._split_sequence(entries, sizes)
         if sequence is None and splits_sequence:
@@ -270,7 +270,7 @@ class _Planner:
         if splits_logits and not heads:
             raise PlanError("loss_parallel=True: no head is split along the vocabulary; give a plan that does.")
         if heads:
-            why = f" (given to {', '.join(needs)})" if needs else " (not asked for)" if not keeps else ""
+            why = f" (used by {', '.join(needs)})" if needs else " (loss_parallel=False)" if not keeps else ""
             self._notes.append(f"logits are {'split along the vocabulary' if keeps else 'gathered'}{why}")
         self._notes += reasons_for_whole(self._root, entries, self._kept.parameters, provenance)
         return Plan(
@@ -304,7 +304,7 @@ class _Planner:
                 kept.append(group)
             for name in group.names if whole else ():
                 if tied[name].is_split or not tied[name].why:
-                    tied[name] = tied[name].replicated(f"it works with {whole[0]}, which is whole")
+                    tied[name] = tied[name].replicated(f"it can only be split with {whole[0]}, which is not split")
         in_groups = {name for group in kept for name in group.names}
         return {name: entry for name, entry in tied.items() if name not in in_groups}, kept
 
@@ -316,7 +316,7 @@ class _Planner:
         split = {key for key, param in self._root.named_parameters() if param in params}
         tied = {key for key, module in self._root.named_modules() if params & set(module.parameters(recurse=False))}
         others = {reader for param in split for reader in readers.get(param, ()) if reader} - tied
-        return entry.replicated(f"{min(others)} uses its weight itself") if others else entry
+        return entry.replicated(f"the code of {min(others)} reads its weight") if others else entry
 
     def _with_units_of(self, groups: Sequence[Group]) -> dict[str, nn.Module]:
         """Return the modules to try: the blocks, and the innermost called module around each group outside of them."""
@@ -359,7 +359,7 @@ class _Planner:
     ) -> tuple[SplitSequence | None, str]:
         provenance = self._seen.provenance
         if provenance is None or not provenance.calls:
-            return None, f"no step was seen: {self._seen.why_not}"
+            return None, f"no step could be run on fake tensors: {self._seen.why_not}"
         num_ranks, sharing = self._mesh.size(), self._sharing_blocks()
         return SequenceFinder(self._blocks, provenance, num_ranks, sharing, self.difference).find(entries, sizes)
 
@@ -378,7 +378,7 @@ class _Planner:
     def _note_shared_heads(self, name: str, entry: Entry) -> Entry:
         """Note in an entry of a key or value layer that several ranks hold the same head."""
         heads = shared_heads(self._root, name, self._mesh.size()) if entry.style == "colwise" else None
-        return entry if heads is None else replace(entry, why=f"each of its {heads} heads on several ranks")
+        return entry if heads is None else replace(entry, why=f"each of its {heads} heads is on several ranks")
 
     def _complain(self, text: str) -> None:
         if self._is_strict:
@@ -450,7 +450,7 @@ class _Planner:
         if source == "user" and error in self._impossible:
             raise PlanError(f"plan: {error}")
         if source == "user":
-            raise PlanError(f"plan: split so, {name} ({kind}) does not compute what it does whole: {error}")
+            raise PlanError(f"plan: split as given, {name} ({kind}) does not compute the same as the whole: {error}")
         if self._is_strict:
             raise PlanError(f"strict_plan=True: split as {source}, {name} ({kind}) does not compute the same: {error}")
         kept = _Split({})

@@ -110,8 +110,8 @@ class SplitLogits(Tensor):
         is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         if func is Tensor.backward or is_in_place or "out" in kwargs:
             raise RuntimeError(
-                f"{name} of logits that are split over tp would change a copy that the ranks gather: compute new ones"
-                " (torch.where, masked_fill), or set loss_parallel=False."
+                f"{name} of logits that are split over tp would change a copy that the ranks gather, not the logits:"
+                " compute new ones (torch.where, masked_fill), or set loss_parallel=False."
             )
         whole = {}
 

@@ -67,15 +67,15 @@ def _reason(
     if param.ndim < 2:
         return "norms, biases and other vectors are small"
     if provenance is None:
-        return "no step was seen"
+        return "no step could be run on fake tensors"
     if not provenance.readers.get(name):
-        return "the step did not use them as far as it was seen"
+        return "the recorded part of the step did not use them"
     if isinstance(module, nn.Embedding):
-        return "an embedding is split where a head has as many outputs as it has rows"
+        return "an embedding is split only if a head has as many outputs as the embedding has rows"
     if isinstance(module, _CONVOLUTIONS):
         return "convolutions are not split"
     if linear_layer(module) is not None:
-        return "linear layers are split where the output of a pair of them is added to the hidden states"
+        return "linear layers are split only in pairs whose output is added to the hidden states"
     if param.ndim > 2:
         return "experts are not split yet"
     return "only linear layers and embeddings are split"
