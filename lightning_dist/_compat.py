@@ -1,4 +1,8 @@
-"""Every private name of torch that the engine uses, each with what would replace it. Checked with torch 2.13."""
+"""Wrap every private name of torch that this package uses. Checked with torch 2.13.
+
+Those of FSDP2 are in ``lightning_dist.sharding._compat``. "Replaced by" says which public feature of torch would make
+a function here unnecessary.
+"""
 
 from __future__ import annotations
 
@@ -54,9 +58,11 @@ __all__ = [
 
 
 def put_parameter(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
-    """Let ``module`` hold ``tensor``, which need not be a parameter; recurrent layers keep a list of their own.
+    """Let ``module`` hold ``tensor`` as its parameter ``key``; it may be any tensor.
 
-    Replaced by: a public way to swap the tensors that a module computes with, as ``functional_call`` does in private.
+    Recurrent layers also keep their parameters in a list (``_flat_weights``), where it is replaced as well.
+
+    Replaced by: a public way to swap the tensors that a module computes with, as ``functional_call`` does internally.
     """
     module._parameters[key] = tensor  # type: ignore[assignment]
     names = vars(module).get("_flat_weights_names", ())
@@ -65,27 +71,38 @@ def put_parameter(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of ``tensor``, without a node of autograd; replaced by: such an accessor of DTensor."""
+    """Return this rank's part of ``tensor``, without a node in autograd's graph.
+
+    Replaced by: a public accessor of DTensor that does so.
+    """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 @torch.no_grad()
 def overwrite(memory: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy ``values`` into ``memory``, unseen by autograd: what was computed has used them, and not what was there.
+    """Copy ``values`` into ``memory`` without counting it as an in-place change, which autograd would refuse later.
 
-    Replaced by: a public way not to count a write.
+    Use it only where the graph was computed with ``values``, and not with what is in ``memory`` so far.
+
+    Replaced by: a public way to write without increasing a tensor's version counter.
     """
     with torch.autograd._unsafe_preserve_version_counter(memory):
         memory.copy_(values)
 
 
 def replace_local(tensor: DTensor, local: torch.Tensor) -> None:
-    """Let ``tensor`` be of another local tensor from now on; replaced by a setter of ``data`` that DTensor heeds."""
+    """Replace the local tensor of ``tensor`` by ``local``.
+
+    Replaced by: an assignment to ``tensor.data``, which DTensor ignores today.
+    """
     tensor._local_tensor = local
 
 
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Let ``target`` have the tensor hooks of ``source``, also those that come and go later."""
+    """Let both tensors share one dictionary of tensor hooks, with those of both, also as hooks come and go later.
+
+    Nothing changes while ``source`` has no hooks.
+    """
     if source._backward_hooks and target._backward_hooks is not source._backward_hooks:
         if target._backward_hooks:
             source._backward_hooks.update(target._backward_hooks)
@@ -93,7 +110,7 @@ def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Let ``target`` have the hooks of ``source``; handles that were given out for them go on working.
+    """Give ``target`` the tensor hooks and post-accumulate-grad hooks of ``source``. Their handles stay valid.
 
     Replaced by: a public way to list a tensor's hooks.
     """
@@ -104,15 +121,18 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 
 
 def call_post_accumulate_hooks(param: torch.Tensor) -> None:
-    """Call the post-accumulate-grad hooks of ``param``, whose gradient autograd has not set itself."""
+    """Call the post-accumulate-grad hooks of ``param``, for a gradient that autograd has not set itself."""
     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(param)
 
 
 def call_gradient_hooks(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-    """Call the tensor hooks of ``param``, whose gradient autograd does not compute itself; return what they make of it.
+    """Call the tensor hooks of ``param`` on a gradient that autograd has not computed itself.
 
-    Replaced by: as for :func:`move_hooks`.
+    Replaced by: the same as for :func:`move_hooks`.
+
+    Returns:
+        The gradient that the last hook returned.
     """
     for hook in list((param._backward_hooks or {}).values()):
         changed = hook(gradient)
@@ -122,14 +142,16 @@ def call_gradient_hooks(param: torch.Tensor, gradient: torch.Tensor) -> torch.Te
 
 @contextmanager
 def without_forward_hooks(modules: Iterable[nn.Module], origins: tuple[str, ...]) -> Iterator[None]:
-    """Inside, calls of ``modules`` do not come by the forward hooks that Python modules of ``origins`` have put there.
+    """Disable those forward and forward-pre hooks of ``modules`` that were defined in certain Python modules.
 
-    A call with hooks takes as long as a small layer. The others stay in their order; hooks may come and go meanwhile.
-    Replaced by: a way to disable a hook.
+    Calling the hooks of a module takes as long as a small layer. Other hooks keep their order, and hooks may be added
+    and removed meanwhile.
+
+    Replaced by: a public way to disable a hook.
 
     Args:
-        modules: Whose hooks.
-        origins: How the names of the Python modules begin.
+        modules: Modules whose hooks are disabled.
+        origins: Prefixes of the names of the Python modules whose hooks are disabled.
     """
     before: list[tuple[dict[int, Any], dict[int, Any], set[int]]] = []
     for module in modules:
@@ -153,14 +175,17 @@ _OURS = ("torch.distributed", "lightning_dist")
 
 
 def leave_out_hooks(module: nn.Module) -> None:
-    """Give ``module`` dictionaries of hooks without those of torch.distributed and of this package, in new ones."""
+    """Remove the hooks of torch.distributed and of this package from ``module``.
+
+    The dictionaries of hooks are replaced by new ones, so that the caller can put the old ones back later.
+    """
     for key in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
         hooks = vars(module)[key].items()
         vars(module)[key] = OrderedDict((number, hook) for number, hook in hooks if not _origin(hook).startswith(_OURS))
 
 
 def _origin(hook: Any) -> str:
-    """The Python module that a hook is written in; empty if it does not say."""
+    """Return the name of the Python module that a hook is defined in; empty if the hook has none."""
     while isinstance(hook, partial):
         hook = hook.func
     return getattr(hook, "__module__", None) or ""
@@ -171,23 +196,27 @@ ROUTE = "_compiled_call_impl"
 
 
 def route_calls(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Let ``function`` be called in the place of ``module``, hooks and all; :func:`call` calls the module itself.
+    """Call ``function`` instead of ``module`` and its hooks, whenever ``module`` is called.
 
-    It is what ``nn.Module.compile`` uses. Replaced by: a hook that can give a module's output without running it.
+    :func:`call` still calls the module itself. ``nn.Module.compile`` uses the same attribute.
+
+    Replaced by: a hook that can return a module's output without running the module.
     """
     setattr(module, ROUTE, function)
 
 
 def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call a module whose calls are routed elsewhere."""
+    """Call a module itself, with its hooks, although :func:`route_calls` has routed its calls elsewhere."""
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Call the forward hooks that users and libraries have put on ``module``, for what they do besides.
+    """Call the forward hooks that users and libraries have put on ``module``, for their side effects only.
 
-    They are given a copy of ``output``, which is what they have made of it where the module ran. Those of
-    torch.distributed and of this package are left out. Replaced by: as for :func:`route_calls`.
+    The rank on which the module ran has applied them to ``output`` already, so they are given a copy here, and what the
+    last of them returns is dropped. The hooks of torch.distributed and of this package are not called.
+
+    Replaced by: the same as for :func:`route_calls`.
     """
     hooks = [(key, hook) for key, hook in module._forward_hooks.items() if not _origin(hook).startswith(_OURS)]
     if hooks:
@@ -199,49 +228,62 @@ def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 GROUPED_MM = torch.ops.aten._grouped_mm.default
-"""The operation behind ``torch.nn.functional.grouped_mm``; its rule for fakes takes bfloat16 alone (torch 2.13)."""
+"""The operation behind ``torch.nn.functional.grouped_mm``. Its rule for fakes takes only bfloat16 (torch 2.13)."""
 
 
 def without_torch_functions() -> AbstractContextManager[None]:
-    """Inside, tensors' ``__torch_function__`` is not called; torch's guide to extending it names this private class."""
+    """Return a context in which no tensor's ``__torch_function__`` is called.
+
+    The class is private, but torch's guide to extending torch names it.
+    """
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def is_in_backward() -> bool:
-    """Whether autograd is running a backward in this thread; replaced by a public question to it."""
+    """Return whether autograd is running a backward in this thread.
+
+    Replaced by: a public function that says so.
+    """
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def packed_shard(dim: int, num_packed: int) -> Placement:
-    """A part of each of ``num_packed`` equal parts along ``dim``; replaced by a public placement that can say so."""
+    """Return the placement that gives each rank a part of each of ``num_packed`` equal parts along ``dim``.
+
+    Replaced by: a public placement that does so.
+    """
     return _StridedShard(dim, split_factor=num_packed)
 
 
 def num_packed(placement: Placement) -> int:
-    """Of how many parts a :func:`packed_shard` is; 0 for other placements."""
+    """Return the ``num_packed`` of a :func:`packed_shard`; 0 for other placements."""
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else 0
 
 
 def accept_sequential_redistribution() -> None:
-    """Keep torch from warning, on each rank, that a norm over two axes of a mesh takes two all-reduces.
+    """Keep torch from warning, on each rank, that a norm over two mesh axes takes two all-reduces.
 
-    Replaced by: a public way to flatten axes, which it asks for.
+    Replaced by: a public way to flatten mesh axes, which the warning asks for.
     """
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
 
 
 def prepend_step_post_hook(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None]) -> RemovableHandle:
-    """As ``register_step_post_hook``, before the hooks that are there; replaced by its ``prepend``, once it has one."""
+    """Register a step post-hook that runs before those that are registered already.
+
+    Replaced by: an argument ``prepend`` of ``Optimizer.register_step_post_hook``.
+    """
     handle = optimizer.register_step_post_hook(hook)
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
     return handle
 
 
 def on_scalar_read(function: Callable[[DTensor], int | float | bool | complex]) -> None:
-    """Let ``function`` make the number that ``item()``, ``float()``, a comparison or a format reads from a DTensor.
+    """Let ``function`` compute the number that ``item()``, ``float()``, a comparison or a format reads from a DTensor.
 
-    torch gives this rank's part of a sum or a norm that is still to be reduced, without a word, and refuses to format
-    one. Replaced by: an ``item()`` of DTensor that reduces.
+    For a sum or norm that is still to be reduced, torch silently returns this rank's part, and it cannot format one.
+
+    Replaced by: an ``item()`` of DTensor that reduces.
     """
 
     def read(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> int | float | bool | complex:
@@ -257,10 +299,11 @@ def on_scalar_read(function: Callable[[DTensor], int | float | bool | complex]) 
 
 
 def on_equal(function: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
-    """Let ``function`` answer ``torch.equal`` of tensors of which at least one is a DTensor.
+    """Let ``function`` compute ``torch.equal`` of two tensors of which at least one is a DTensor.
 
-    torch shards the second as the first is, which fails where it has fewer dimensions. Replaced by: a ``torch.equal``
-    that says False of DTensors of other shapes.
+    torch shards the second tensor like the first, which fails if it has fewer dimensions.
+
+    Replaced by: a ``torch.equal`` that returns False for DTensors of different shapes.
     """
 
     def equal(op_call: Any, args: tuple[Any, ...], kwargs: dict[str, object]) -> bool:
@@ -270,18 +313,25 @@ def on_equal(function: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
 
 
 def process_groups() -> list[dist.ProcessGroup]:
-    """All process groups that this rank is in; torch tells only of the default one."""
+    """Return all process groups that this rank is in; torch's public functions return only the default one."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
 def num_collectives(group: dist.ProcessGroup) -> int:
-    """How many collectives of ``group`` this rank has entered; RuntimeError for a backend that does not count."""
+    """Return how many collectives of ``group`` this rank has entered.
+
+    Raises:
+        RuntimeError: If the backend does not count them.
+    """
     number: int = group._get_sequence_number_for_group()  # type: ignore[attr-defined]  # the stub leaves it out
     return number
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
-    """What the flight recorder has; CUDA builds have a second one, for NCCL. Only its pickled dump is documented."""
+    """Return the entries of torch's flight recorder, and of the one for NCCL that CUDA builds have besides.
+
+    Replaced by: a documented dump as JSON; only the pickled one is documented.
+    """
     entries: list[dict[str, Any]] = []
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         if dump := getattr(torch._C._distributed_c10d, name, None):
@@ -290,9 +340,9 @@ def recorded_collectives() -> list[dict[str, Any]]:
 
 
 def move_without_meta_tensors(root: nn.Module) -> None:
-    """Let ``root.to``, ``cpu`` and the like leave tensors on the meta device alone, which have no values to move.
+    """Make ``root.to``, ``root.cpu`` and the like skip tensors on the meta device, which have no values to move.
 
-    Replaced by: an argument of ``nn.Module._apply`` for it.
+    Replaced by: an argument of ``nn.Module.to`` that does so.
     """
 
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -304,10 +354,12 @@ def move_without_meta_tensors(root: nn.Module) -> None:
 
 @contextmanager
 def averages_grouped_by_dtype(device: torch.device) -> Iterator[None]:
-    """Let torch's AveragedModel take all tensors inside for ones on ``device``, and group them by their dtype alone.
+    """Inside, make torch's AveragedModel treat all tensors as being on ``device``, and group them only by dtype.
 
-    It groups them in C++, where tensors of other ranks are on the meta device, so that ranks would differ in the order.
-    Replaced by: a group function that modes see.
+    torch groups them in C++ by device and dtype. Tensors of other ranks are on the meta device there, so that ranks
+    would run collectives in different orders.
+
+    Replaced by: a grouping function that torch function modes can intercept.
     """
     own = swa_utils._group_tensors_by_device_and_dtype
 

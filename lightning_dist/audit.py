@@ -1,12 +1,12 @@
-"""The first-step audit: what would train silently wrong raises, with the name of the parameter.
+"""The first-step audit: raise an error that names the parameter where a step would silently train it wrongly.
 
-Once in a fit, and again when parameters, their hooks or ``requires_grad`` change, a step is checked:
+The first step of a fit is checked, and again the next step after parameters, their hooks or ``requires_grad`` change:
 
-- every parameter is in exactly one parameter group, so that it is sharded or known to be whole and reduced;
-- what the step changed in gathered parameters is in the shards, and ranks changed it alike;
-- hooks that users put on parameters are on the tensors that autograd gives gradients to;
-- no gradient is left on a gathered copy after a backward that reduces gradients, and one that arrived was reduced;
-- parameters that several ranks hold alike are equal after the optimizer step.
+- Every parameter is in exactly one parameter group, so that it is sharded or replicated, and its gradient is reduced.
+- The step's in-place changes of gathered parameters are in the shards, and are the same on all ranks.
+- Hooks that users put on parameters are on the tensors that autograd computes gradients for.
+- After a backward that reduces gradients, no gradient is left on a gathered copy, and each that arrived was reduced.
+- Replicated parameters are equal on all ranks after the optimizer step.
 """
 
 from __future__ import annotations
@@ -31,15 +31,16 @@ from lightning_dist.technique import Parallel, Technique
 __all__ = ["AuditError", "FirstStepAudit"]
 
 _ROUNDING = 64
-"""Parameters that differ by less than so many roundings come from kernels that add up in any order."""
+"""The largest difference between ranks, in units of the dtype's rounding error, that kernels without a fixed order of
+summation may cause."""
 
 
 class AuditError(RuntimeError):
-    """A step would have trained a parameter wrongly; the text names it."""
+    """Report that a step would have trained a parameter wrongly; the text names the parameter."""
 
 
 class FirstStepAudit(Technique):
-    """Check the first step, and the next one when parameters, their hooks or ``requires_grad`` change."""
+    """Check the first step, and the next step after parameters, their hooks or ``requires_grad`` change."""
 
     def __init__(self) -> None:
         self._seen: object = None
@@ -52,7 +53,7 @@ class FirstStepAudit(Technique):
         weakref.finalize(self, handle.remove)
 
     def attach(self, parallel: Parallel) -> None:
-        """Note the hooks that parameters have before they get their groups."""
+        """Record the hooks that parameters have before they get their groups."""
         self._parallel = parallel
         self._module = parallel.module
         self._hooks: dict[str, Mapping[int, Any]] = {
@@ -64,11 +65,11 @@ class FirstStepAudit(Technique):
         return self._parallel.groups
 
     def parameter_registered(self) -> None:
-        """Look again for parameters that are in no group."""
+        """Check before the next step that every parameter is in a group, because a module registered a new one."""
         self._has_new = True
 
     def before_training_step(self, begins_accumulation: bool) -> None:
-        """Find out whether the step that begins is to be checked, and whether every parameter has its group.
+        """Decide whether this step is checked, and check the parameters' groups and hooks if anything has changed.
 
         Raises:
             AuditError: If a parameter is in no group, or in several, or a hook on it would not be called.
@@ -110,7 +111,7 @@ class FirstStepAudit(Technique):
                     raise AuditError(f"A hook that was put on the parameter {name!r} before it was sharded is lost.")
 
     def write_back(self) -> None:
-        """Check what the step has done to gathered parameters. A collective where it has changed one.
+        """Check the step's in-place changes of gathered parameters. A collective over a group if one was changed.
 
         Raises:
             AuditError: If a change is not in the shards, ranks changed a parameter differently, or a hook would not be
@@ -136,11 +137,11 @@ class FirstStepAudit(Technique):
                 )
 
     def _compare_changes(self, group: ParameterGroup, names: Sequence[str]) -> None:
-        """Compare what ranks have written into parameters of ``group``, each into its own shards. A collective.
+        """Compare the gathered parameters of ``group`` between ranks, if the step changed any. A collective then.
 
         Args:
             group: A group that is gathered.
-            names: The parameters that this rank's step changed.
+            names: Names of the parameters that this rank's step changed.
 
         Raises:
             AuditError: If ranks changed a parameter differently.
@@ -165,7 +166,7 @@ class FirstStepAudit(Technique):
         """Check that gradients were reduced, after a backward that reduces them.
 
         Raises:
-            AuditError: If a gradient is left on a gathered copy.
+            AuditError: If a gradient is left on a gathered copy, or was lost in the reduction.
         """
         if not self.is_due or not reduces:
             return
@@ -199,10 +200,10 @@ class FirstStepAudit(Technique):
 
     @torch.no_grad()
     def after_optimizer_step(self) -> None:
-        """Compare parameters that several ranks hold alike. A collective over the axes that they are replicated on.
+        """Compare replicated parameters between ranks. A collective over the mesh axes that they are replicated over.
 
         Raises:
-            AuditError: If one differs.
+            AuditError: If one differs by more than rounding.
         """
         self.is_due = False
         if not self._weights_are_due:
@@ -215,7 +216,11 @@ class FirstStepAudit(Technique):
                     self._raise_unless_rounding(name, local, axis, group)
 
     def _replicated(self) -> dict[tuple[str, dist.ProcessGroup], list[tuple[str, Tensor]]]:
-        """Return, for each axis and its group, the local tensors of the parameters that are replicated over it."""
+        """Return the parameters that are replicated over each mesh axis.
+
+        Returns:
+            Name of a mesh axis and its process group, to names and local tensors.
+        """
         found: dict[tuple[str, dist.ProcessGroup], list[tuple[str, Tensor]]] = defaultdict(list)
         for name, param in self._module.named_parameters():
             if not isinstance(param, DTensor):
@@ -233,18 +238,25 @@ class FirstStepAudit(Technique):
         dist.all_reduce(highest, dist.ReduceOp.MAX, group)
         dist.all_reduce(lowest, dist.ReduceOp.MIN, group)
         difference, largest = float((highest - lowest).abs().max()), float(highest.abs().max())
-        text = f"The parameter {name!r} differs between ranks of {axis}, which hold it alike, by up to {difference:.1e}"
+        text = f"The parameter {name!r} differs between ranks of {axis}, which replicate it, by up to {difference:.1e}"
         if local.is_floating_point() and difference <= _ROUNDING * torch.finfo(local.dtype).eps * largest:
-            warnings.warn(f"{text}: kernels that add in any order. It grows slowly over a run.", stacklevel=2)
+            warnings.warn(
+                f"{text}: these are rounding errors of kernels without a fixed order of summation. The difference grows"
+                " slowly over a run.",
+                stacklevel=2,
+            )
             return
         raise AuditError(
-            f"{text} after the optimizer step. Its gradient was not reduced, or code under `if rank == 0`, or what"
-            " depends on a rank's own data, has changed it."
+            f"{text} after the optimizer step. Its gradient was not reduced, or the parameter was changed by code under"
+            " `if rank == 0`, or by a value that depends on a rank's own data."
         )
 
 
 def _mark(audit: weakref.ref[FirstStepAudit]) -> Callable[[nn.Module, str, Any], None]:
-    """Return a hook that tells the audit, while it lives, of every parameter that any module registers."""
+    """Return a hook that calls ``audit.parameter_registered`` whenever any module registers a parameter.
+
+    It does nothing once the audit has been deleted.
+    """
 
     def on_parameter(module: nn.Module, name: str, param: Any) -> None:
         alive = audit()

@@ -1,4 +1,4 @@
-"""Shapes of results that torch's fake tensors do not know, or know only as symbols that no code can compare."""
+"""Give results on fake tensors where torch's own rules fail, or return symbolic sizes that code cannot compare."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ __all__ = ["FakeRules"]
 
 
 class FakeRules(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Gives results of operations on fake tensors, in the place of torch's own rules.
+    """Give results of operations on fake tensors in place of torch's own rules.
 
     Args:
         makes_up_sizes: Whether a result whose size depends on values (``nonzero``, ``x[mask]``) gets the greatest size
-            that it can have, and a number that C++ reads is made up. Otherwise these are symbols.
+            that it can have, and a number that C++ code reads from a tensor is made up. Otherwise both are symbolic.
     """
 
     def __init__(self, makes_up_sizes: bool) -> None:
@@ -27,7 +27,7 @@ class FakeRules(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._rules: Mapping[Any, Callable[..., Any]] = _RULES | _SIZED if makes_up_sizes else _RULES
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, or give its result."""
+        """Return the result of an operation by its rule here, or else by torch's."""
         rule = self._rules.get(func)
         result = NotImplemented if rule is None else rule(*args, **(kwargs or {}))
         if result is not NotImplemented:
@@ -43,7 +43,7 @@ class FakeRules(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _grouped_mm(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    # torch's rule wants bfloat16 and strides of 16 bytes, which the kernels for float32 and for the CPU do not.
+    # torch's rule demands bfloat16 and strides of 16 bytes, which the kernels for float32 and for the CPU do not need.
     if a.ndim == 2 and b.ndim == 2:
         assert offs is not None
         shape = (offs.shape[0], a.shape[0], b.shape[1])
@@ -53,7 +53,7 @@ def _grouped_mm(
 
 
 def _pointwise(a: Any, b: Any, *others: Any) -> Tensor:
-    # Where the default dtype is float64, torch's rules refuse a float32 and an integer tensor (pytorch 2.13).
+    # If the default dtype is float64, torch's rules refuse a float32 together with an integer tensor (torch 2.13).
     shapes = [x.shape for x in (a, b) if isinstance(x, Tensor)]
     shape = torch.broadcast_shapes(*shapes)  # type: ignore[no-untyped-call]
     maker = a if isinstance(a, Tensor) else b
@@ -96,7 +96,7 @@ def _as_places(indices: Any) -> list[Tensor | None]:
 
 
 def _local_scalar(x: Tensor) -> Any:
-    # What C++ reads by itself, such as an index that is a tensor without dimensions.
+    # C++ code reads a number by this operation, for example from a 0-dimensional tensor that is used as an index.
     return 1.0 if x.is_floating_point() else 0
 
 

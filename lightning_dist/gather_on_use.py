@@ -1,9 +1,9 @@
-"""Sharded parameters that a step uses outside of their unit's forward: gathered where they are used.
+"""Gather a sharded parameter where a step uses it outside of its unit's forward.
 
 A step may call a block's layers one by one, add the norm of all weights to the loss, or update a momentum encoder in
-place. The parameters of a unit that does not run are sharded then. While a step runs, a stand-in takes the place of
-each in its modules: an operation on the stand-in is given the whole parameter, with its gradient, and what changes the
-stand-in in place changes the shards.
+place. The parameters of a unit are sharded while its forward does not run. During a step, the modules hold a stand-in
+for each of them: an operation on the stand-in gathers the whole parameter, through which gradients flow, and an
+in-place change of the stand-in changes the shards.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ def whole_for_step(
     """Gather ``param``, so that its gradient is the mean over the data-parallel ranks. A collective over its mesh.
 
     Args:
-        param: A DTensor.
+        param: The parameter, a DTensor.
         data_parallel_axes: Names of the axes of its mesh whose ranks have different parts of a batch.
-        dtype: What the whole parameter is computed in; None: what it is stored in.
-        split_axis: Name of an axis whose ranks keep their own part; None: there is none.
-        on_gradient: Called when a backward comes by; None: nothing is.
+        dtype: Dtype of the result; None: that of ``param``.
+        split_axis: Name of a mesh axis along which the parameter stays split, each rank keeping its own part; None:
+            there is none.
+        on_gradient: Function that is called when a backward computes the gradient; None: none is called.
     """
     sharded = cast(DTensor, param)
     mesh = sharded.device_mesh
@@ -53,7 +54,10 @@ def whole_for_step(
 
 
 class _DivideGradient(torch.autograd.Function):
-    """Return the input; divide the gradient. Partial placements sum, and the ranks' losses are averaged."""
+    """Return the input, and divide its gradient by the number of data-parallel ranks.
+
+    ``Partial`` gradients are summed over these ranks, whereas the gradient of the mean of their losses is wanted.
+    """
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, number: int, on_gradient: Callable[[], None] | None) -> Tensor:
@@ -69,11 +73,12 @@ class _DivideGradient(torch.autograd.Function):
 
 
 class GatheredOnUse(torch.Tensor):
-    """Stand in a step for a sharded parameter that is not gathered.
+    """Stand in for a sharded parameter during a step, and gather it when it is used.
 
     Args:
         sharded: The parameter, a DTensor.
-        gather: Makes a whole tensor of a DTensor like it.
+        gather: Function that gathers a DTensor with the layout of ``sharded`` into a whole tensor.
+        is_parameter: Whether ``isinstance(self, nn.Parameter)`` is true.
     """
 
     _sharded: DTensor
@@ -92,14 +97,14 @@ class GatheredOnUse(torch.Tensor):
         )
         self._sharded = cast(DTensor, sharded)
         self._gather = gather
-        self._is_param = is_parameter  # what makes it an nn.Parameter to isinstance
+        self._is_param = is_parameter  # isinstance(self, nn.Parameter) looks at this attribute.
         return self
 
     def part(self, axis: str) -> Tensor:
-        """Gather the parameter over all axes of its mesh but ``axis``, whose ranks keep their own part.
+        """Gather the parameter over all axes of its mesh but one. A collective over these axes.
 
         Args:
-            axis: Name of the axis.
+            axis: Name of the mesh axis along which each rank keeps its own part.
         """
         with torch._C.DisableTorchFunctionSubclass():
             return cast(Callable[..., Tensor], self._gather)(self._sharded, split_axis=axis)
@@ -108,7 +113,7 @@ class GatheredOnUse(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` on the whole parameter, on the shards, or on what is known without either."""
+        """Run ``func`` on the shards if it needs no elements, and else on the gathered parameter."""
         kwargs = kwargs or {}
         name, of = func.__name__, args[0] if args else None
         prop = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -137,7 +142,7 @@ class GatheredOnUse(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuse what came past ``__torch_function__``: there is no memory to compute on."""
+        """Refuse an operation that was called past ``__torch_function__``: the stand-in has no memory."""
         raise NotImplementedError(
             f"{func} was called on a sharded parameter in a way that cannot gather it. Read the parameter inside"
             " `with lightning_dist.full_parameters(module):`, outside of the step."
@@ -145,7 +150,7 @@ class GatheredOnUse(torch.Tensor):
 
 
 _VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-"""Properties of a tensor that are made of its elements."""
+"""Properties of a tensor that need its elements."""
 
 _ABOUT_SHARDS = frozenset(
     {
@@ -169,11 +174,11 @@ _ABOUT_SHARDS = frozenset(
         "stride",
     }
 )
-"""Methods that need no elements, or that are about the parameter that the optimizer has."""
+"""Methods that need no elements, or that act on the sharded parameter, which the optimizer updates."""
 
 
 def is_in_place(name: str) -> bool:
-    """Return whether a function of torch of this name changes its first argument."""
+    """Return whether a torch function of this name changes its first argument in place."""
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
     return name.endswith("_")
@@ -201,6 +206,6 @@ def _whole(value: Any, detached: bool = False) -> Any:
 
 @torch.no_grad()
 def write_whole(sharded: DTensor, whole: Tensor) -> None:
-    """Give the shards the elements of ``whole``, which is the same on all ranks."""
+    """Copy this rank's part of ``whole``, which is the same on all ranks, into its shard. No communication."""
     value = distribute_tensor(whole.to(sharded.dtype), sharded.device_mesh, sharded.placements, src_data_rank=None)
     sharded.to_local().copy_(value.to_local())

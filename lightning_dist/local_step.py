@@ -1,8 +1,8 @@
-"""Optimizer steps on what a rank has: its shards as plain tensors, and no parameters of other stages.
+"""Run optimizer steps on a rank's own shards as plain tensors, and without the parameters of other stages.
 
-An elementwise optimizer does to a shard what it does to the whole parameter: DTensor has nothing to decide, but takes
-its time with every operation on every parameter. Here the optimizer sees the shards' own memory while it updates;
-before and after, everybody sees DTensors. The numbers are the same, bit for bit.
+An elementwise optimizer does the same to a shard as to the whole parameter, so DTensor dispatch decides nothing, but
+adds overhead to every operation on every parameter. While it updates, the optimizer is therefore given the shards' own
+memory as plain tensors; before and after, all code sees DTensors. The results are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -35,24 +35,28 @@ ELEMENTWISE = frozenset(
         optim.SGD,
     }
 )
-"""torch's optimizers whose update of an element depends on no other element. Not their subclasses, which may differ."""
+"""torch's optimizers whose update of an element depends on no other element. Subclasses are not among them: they may
+update differently."""
 
 
-_COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})  # of a state: one number a parameter, never sharded
+_COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Keys of an optimizer state whose value is one number for each parameter, which is never sharded."""
 
 
 class LocalStep:
-    """Let ``optimizer`` update this rank's parameters alone, as plain tensors where it is one of :data:`ELEMENTWISE`.
+    """Make ``optimizer`` update only this rank's parameters, as plain tensors if it is one of :data:`ELEMENTWISE`.
 
     Args:
-        optimizer: Of sharded parameters. Its parameter groups and states hold DTensors but during the update itself:
-            closures and hooks see nothing else.
+        optimizer: Optimizer of sharded parameters. Its parameter groups and states hold DTensors except during the
+            update itself; closures and other hooks see only DTensors.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []  # whose params are plain tensors now, and theirs
-        self._shards: list[tuple[DTensor, Tensor, dict[str, DTensor]]] = []  # param, its shard, its state as it was
+        # Parameter groups whose params are replaced now, each with its own list of params.
+        self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []
+        # Each parameter that is replaced now, its shard, and the DTensors in its state.
+        self._shards: list[tuple[DTensor, Tensor, dict[str, DTensor]]] = []
         self._handles: list[RemovableHandle] = []
         self._unwraps = type(optimizer) in ELEMENTWISE
         self._has_others = any(param.is_meta for group in optimizer.param_groups for param in group["params"])
@@ -63,13 +67,13 @@ class LocalStep:
             ]
 
     def remove(self) -> None:
-        """Leave the optimizer as it was."""
+        """Remove the hooks from the optimizer."""
         for handle in self._handles:
             handle.remove()
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put DTensors back; nothing to do after a step that succeeded."""
+        """Put the DTensors back into the optimizer. After a step that succeeded, this was done already."""
         state = self._optimizer.state
         for group, params in self._groups:
             group["params"] = params
@@ -83,7 +87,8 @@ class LocalStep:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        if self._has_others and not isinstance(optimizer.state, _OwnStates):  # a new one after a checkpoint was loaded
+        # Loading a checkpoint gives the optimizer a new state, so this is checked before each step.
+        if self._has_others and not isinstance(optimizer.state, _OwnStates):
             optimizer.state = _OwnStates(dict, optimizer.state)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
@@ -103,12 +108,12 @@ class LocalStep:
     @torch.no_grad()
     def _unwrap_all(self) -> None:
         if self._groups:
-            return  # a step that calls the one of its base class has two closures
+            return  # A step() that calls that of its base class wraps the closure twice.
         state = self._optimizer.state
         for group in self._optimizer.param_groups:
             params = group["params"]
             self._groups.append((group, params))
-            own = [param for param in params if not param.is_meta]  # else it is on another stage of a pipeline
+            own = [param for param in params if not param.is_meta]  # Parameters of other stages are on the meta device.
             group["params"] = [_unwrap(param) for param in own] if self._unwraps else own
             for param, shard in zip(own, group["params"], strict=True):
                 if shard is param:
@@ -121,10 +126,11 @@ class LocalStep:
 
 
 class _OwnStates(defaultdict[Any, Any]):
-    """The states of this rank's parameters; those of other stages are said to be elsewhere."""
+    """Hold the states of this rank's parameters, and explain a look-up of a state that is on another stage."""
 
     def __missing__(self, param: Any) -> Any:
-        with torch._C.DisableTorchFunction():  # a mode may let it look like one that is here
+        # An active mode may report a parameter of another stage as one of this rank.
+        with torch._C.DisableTorchFunction():
             if isinstance(param, Tensor) and param.is_meta:
                 return _StateOfOtherStage()
         return super().__missing__(param)
@@ -139,12 +145,20 @@ class _StateOfOtherStage(dict[str, Any]):
 
 
 def _unwrap(value: Any) -> Any:
-    # Without gradients: the shard's own memory, not a node of autograd's graph.
+    # The callers run under no_grad, so to_local returns the shard's own memory without a node in autograd's graph.
     return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _wrap(key: str, value: Any, param: DTensor, before: DTensor | None) -> Any:
-    """``value``, of the state of a shard of ``param``, as a DTensor: the one that it was ``before``, if it was one."""
+    """Return a value of the state of a shard of ``param`` as a DTensor.
+
+    Args:
+        key: Name of the value in the state.
+        value: The value; it is returned as it is if it is no tensor, or ``key`` is one of :data:`_COUNTERS`.
+        param: The sharded parameter.
+        before: The DTensor whose local tensor ``value`` was before the step, which is reused if it still is; None if
+            there was none.
+    """
     if before is not None and before.to_local() is value:
         return before
     if not isinstance(value, Tensor) or key in _COUNTERS:

@@ -1,7 +1,7 @@
-"""Parameters without dimensions (a temperature, CLIP's logit scale), which FSDP2 does not take.
+"""Replicate 0-dimensional parameters (a temperature, CLIP's logit scale), which FSDP2 does not support.
 
-They are replicated on every rank, as DTensors like all others, so that optimizers, clipping and checkpoints see one
-kind of parameter; in a step their modules hold plain tensors of the same memory.
+They are replicated DTensors outside of steps, so that optimizers, clipping and checkpoints see one kind of parameter.
+In a step their modules hold plain tensors that share the DTensors' memory.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ __all__ = ["Scalars"]
 
 
 class Scalars(Technique):
-    """Replicate the parameters without dimensions on every rank.
+    """Replicate the 0-dimensional parameters on every rank.
 
     Args:
-        mesh: The mesh of the ranks that have a part of the batch, and of those that split layers.
+        mesh: The mesh of all data-parallel ranks and of the ranks that split layers.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -34,11 +34,11 @@ class Scalars(Technique):
         self._groups: list[ScalarGroup] = []
 
     def attach(self, parallel: Parallel) -> None:
-        """Take the module."""
+        """Keep the module."""
         self._module = parallel.module
 
     def manage_unit(self, unit: Unit) -> ParameterGroup | None:
-        """Take charge of the unit of scalars."""
+        """Return a group for the unit of 0-dimensional parameters, and None for any other."""
         if unit.kind != "scalars":
             return None
         self._groups.append(ScalarGroup(self._module, unit.params, self._mesh))
@@ -56,9 +56,9 @@ class ScalarGroup(ParameterGroup):
     """Manage the 0-dimensional parameters of a module.
 
     Args:
-        module: The model; the parameters are replaced in it, wherever they hang.
+        module: The model; each of its modules that holds one of the parameters gets the replicated one instead.
         params: Full name to parameter.
-        mesh: All ranks that have a part of the batch.
+        mesh: The mesh that the parameters are replicated over; gradients are averaged over all of its ranks.
     """
 
     def __init__(self, module: nn.Module, params: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
@@ -87,25 +87,25 @@ class ScalarGroup(ParameterGroup):
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the modules hold plain tensors now."""
+        """Return whether the modules hold plain tensors now."""
         return self._is_gathered
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh that the parameters are replicated over."""
+        """Return the mesh that the parameters are replicated over."""
         return self._mesh
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The replicated parameters, DTensors."""
+        """Return the replicated parameters, which are DTensors."""
         return list(self._replicated)
 
     def holds(self, param: torch.Tensor) -> bool:
-        """Whether ``param`` is one of the plain parameters."""
+        """Return whether ``param`` is one of the plain tensors that the modules hold in a step."""
         return any(own is param for own in self._whole)
 
     def gather(self) -> None:
-        """Put plain tensors into the modules. No communication."""
+        """Put the plain tensors into the modules. No communication."""
         if not self._is_gathered:
             self._put(self._whole)
             self._is_gathered = True
@@ -118,26 +118,26 @@ class ScalarGroup(ParameterGroup):
             self._is_gathered = False
 
     def copy_requires_grad(self) -> None:
-        """Let the plain tensors require gradients as the DTensors do."""
+        """Copy ``requires_grad`` and the tensor hooks from the DTensors to the plain tensors."""
         for whole, replicated in zip(self._whole, self._replicated, strict=True):
             whole.requires_grad_(replicated.requires_grad)
             share_hooks(replicated, whole)
 
     @property
     def syncs_gradients(self) -> bool:
-        """Whether :meth:`reduce` does anything, or gradients add up."""
+        """Return whether :meth:`reduce` reduces gradients; otherwise they accumulate on the plain tensors."""
         return self._sync
 
     def set_gradient_sync(self, enabled: bool) -> None:
-        """Choose whether :meth:`reduce` does anything, or gradients add up."""
+        """Choose whether :meth:`reduce` reduces gradients, or lets them accumulate on the plain tensors."""
         self._sync = enabled
 
     def reduce(self) -> None:
-        """Average the gradients of the backwards since the last call, and add them to the DTensors'. A collective."""
+        """Average the accumulated gradients over the mesh, and add them to those of the DTensors. A collective."""
         if not self._sync or not any(param.requires_grad for param in self._whole):
             return
         first = self._whole[0]
-        # A parameter may have a gradient on some ranks only; what no rank has stays None.
+        # A parameter may have a gradient on some ranks only. Where no rank has one, it stays None.
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._whole]
         sent = torch.stack([*grads, *(torch.ones_like(first) * (p.grad is not None) for p in self._whole)])
         for axis in range(self._mesh.ndim):

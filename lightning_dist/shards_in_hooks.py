@@ -1,9 +1,10 @@
-"""Code outside of steps that treats shards as the whole tensors that they are parts of.
+"""Let hooks, which run outside of steps, use sharded parameters and gradients as if they were whole tensors.
 
-Hooks look at and change parameters and gradients, which are DTensors there. torch runs most functions on DTensors, but
-refuses to mix them with plain tensors, such as buffers, has no rule for some functions, and changes nothing at all
-where one process changes a view of a part (``weight.data[0].zero_()``) or assigns to ``weight.data``. Inside
-:class:`ShardsInHooks` such a function is given whole tensors, and what it changes is written into the shards.
+Hooks read and change parameters and gradients, which are DTensors there. torch runs most functions on DTensors, but it
+refuses to mix them with plain tensors such as buffers, has no sharding rule for some functions, and silently changes
+nothing where code for one process would change a view of a part (``weight.data[0].zero_()``) or assign to
+``weight.data``. Inside :class:`ShardsInHooks` such a function is given whole tensors, and its changes are written into
+the shards.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from lightning_dist.scalar_reads import arrive_at_place
 __all__ = ["ShardsInHooks"]
 
 _UNABLE = ("got mixed torch.Tensor and DTensor", "does not have a sharding strategy registered", "Sharding propagation")
-"""What torch says of functions that it cannot run on shards, before it runs any of them."""
+"""Parts of the errors that torch raises, before it computes anything, for functions that it cannot run on DTensors."""
 
 _VIEWS = frozenset(
     {
@@ -38,32 +39,32 @@ _VIEWS = frozenset(
         "unsqueeze", "view", "view_as", "vsplit",
     }
 )  # fmt: skip
-"""Functions whose results are the memory of their first argument."""
+"""Names of the functions whose results are views of their first argument."""
 
 _Part = tuple[Tensor, Callable[[Tensor], Tensor]]
-"""A tensor, and what makes a part of its whole."""
+"""A tensor, and the function that takes a part of it, given the whole of it."""
 
-_TENSOR: Any = Tensor  # its attributes are descriptors on the class, which stubs do not say
+_TENSOR: Any = Tensor  # Its attributes are descriptors on the class, which torch's stubs do not declare.
 _DATA_GET, _DATA_SET = _TENSOR.data.__get__, _TENSOR.data.__set__
 _GRAD_SET = _TENSOR.grad.__set__
 
 
 class ShardsInHooks(TorchFunctionMode):
-    """Lets hooks treat shards as whole tensors. All ranks must run them alike."""
+    """Let hooks treat shards as whole tensors. All ranks must run the same code, because it may be a collective."""
 
     def __init__(self) -> None:
         super().__init__()
         self._what = "a hook"
         self._is_on = False
-        self._parts = WeakTensorKeyDictionary()  # copies of a part of a tensor: the tensor, and what makes the part
-        self._aliases: dict[int, list[weakref.ref[DTensor]]] = {}  # by the memory: what code got as param.data
+        self._parts = WeakTensorKeyDictionary()  # copy of a part of a tensor -> _Part
+        self._aliases: dict[int, list[weakref.ref[DTensor]]] = {}  # address of the memory -> param.data, detach()
 
     @contextmanager
     def around(self, what: str) -> Iterator[None]:
-        """Treat shards as whole tensors inside; nested calls are one.
+        """Treat shards as whole tensors inside. A nested call has no effect.
 
         Args:
-            what: What runs, for messages.
+            what: Description, for error texts, of the code that runs.
         """
         if self._is_on:
             yield
@@ -114,7 +115,7 @@ class ShardsInHooks(TorchFunctionMode):
         return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, value)
 
     def _in_place(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not args and isinstance(kwargs.get("tensor"), Tensor):  # as functions of torch.nn.init pass it on
+        if not args and isinstance(kwargs.get("tensor"), Tensor):  # Functions of torch.nn.init pass it by keyword.
             args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
         if not args:
             return func(*args, **kwargs)
@@ -135,7 +136,10 @@ class ShardsInHooks(TorchFunctionMode):
         return target
 
     def _one_by_one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function of lists for each place in the lists, if some of the tensors are whole and others are not."""
+        """Run a function of lists, as ``torch._foreach_add_``, once for each place in the lists.
+
+        It runs once on the lists instead if torch can do that: all of the tensors are sharded, or none is.
+        """
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
         num_shards = len(_shards(tensors))
         if not any(tensor in self._parts for tensor in tensors) and num_shards in (0, len(tensors)):
@@ -157,10 +161,14 @@ class ShardsInHooks(TorchFunctionMode):
         return None
 
     def _change(self, target: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
-        """Let ``change`` change the whole of ``target``, and write that into the shards. A collective.
+        """Call ``change`` on the whole of ``target``, and write the result into the shards. A collective.
+
+        Args:
+            target: A sharded tensor, or a copy of a part of one.
+            change: Function that changes the whole tensor in place.
 
         Returns:
-            The whole of it.
+            The whole of ``target``, changed.
         """
         part: _Part | None = self._parts.get(target)  # type: ignore[no-untyped-call]
         if part is None:
@@ -186,7 +194,9 @@ class ShardsInHooks(TorchFunctionMode):
 
     def _write(self, target: DTensor, whole: Tensor) -> None:
         if target.shape != whole.shape:
-            raise RuntimeError(f"{self._what} puts a tensor of shape {[*whole.shape]} in a place of {[*target.shape]}.")
+            raise RuntimeError(
+                f"{self._what} writes a tensor of shape {[*whole.shape]} into one of shape {[*target.shape]}."
+            )
         self._check_alike(target, whole)
         write_whole(target, whole)
 
@@ -196,14 +206,14 @@ class ShardsInHooks(TorchFunctionMode):
         groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
         if differ(bit_sums(whole.detach())[None], groups).any():
             raise RuntimeError(
-                f"{self._what} writes into a sharded tensor what is not the same on all ranks: each has computed it"
-                " from its own part of the batch, or has drawn other random numbers. Average it over the ranks by"
-                " self.all_gather(x).mean(0), or give all ranks that of the first by"
+                f"{self._what} writes values into a sharded tensor that are not the same on all ranks: each rank has"
+                " computed them from its own part of the batch, or has drawn other random numbers. Average them over"
+                " the ranks by self.all_gather(x).mean(0), or send those of the first rank to all by"
                 " self.trainer.strategy.broadcast(x)."
             )
 
     def _remember_parts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Note which results are copies of a part of a sharded tensor, of which one process makes views."""
+        """Record results that are copies of a part of a sharded tensor, and would be views of it in one process."""
         source = args[0] if args else None
         if not isinstance(source, Tensor) or (source not in self._parts and not isinstance(source, DTensor)):
             return
@@ -221,7 +231,11 @@ class ShardsInHooks(TorchFunctionMode):
 
     @torch.no_grad()
     def _set_data(self, target: Tensor, value: Tensor) -> None:
-        """Assign to ``target.data``, of which DTensor takes no notice."""
+        """Assign ``value`` to ``target.data``; DTensor by itself ignores such an assignment.
+
+        Raises:
+            RuntimeError: If the shapes differ, or if a whole ``value`` is not the same on all ranks.
+        """
         if not isinstance(target, DTensor):
             _DATA_SET(target, self._whole(value))
             return
@@ -241,7 +255,8 @@ class ShardsInHooks(TorchFunctionMode):
         if not isinstance(target, nn.Parameter):
             _compat.replace_local(target, local)
             return
-        # The memory of a parameter is what is gathered: it gets other values, and what has shared it keeps its own.
+        # Gathering reads the parameter's own memory, so that memory gets the new values. Tensors that code took from
+        # param.data before share the memory, and must keep their values: they get copies.
         memory = target.to_local()
         for reference in self._aliases.pop(memory.data_ptr(), ()):
             alias = reference()
@@ -273,7 +288,7 @@ def _is_basic(index: Any) -> bool:
 
 
 def _is_spread_like(part: Tensor, source: Tensor) -> bool:
-    """Return whether the shards of ``part`` are in those of ``source``, and it is no copy."""
+    """Return whether the shards of ``part`` are views of those of ``source``, rather than copies."""
     if not isinstance(part, DTensor) or not isinstance(source, DTensor):
         return False
     pairs = zip(part.placements, source.placements, strict=True)

@@ -1,4 +1,4 @@
-"""The places where a model holds its parameters and buffers, so that another tensor can be put there."""
+"""Find the places where a model holds its parameters and buffers, so that other tensors can be put there."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 __all__ = ["Place", "put", "tensor_places"]
 
 Place = tuple[Any, Any]
-"""A dictionary or a list, and the key or the index of a tensor in it."""
+"""A dictionary or a list, and the key or index of a tensor in it."""
 
 _REGISTERED = ("_parameters", "_buffers")
 
@@ -18,14 +18,15 @@ _REGISTERED = ("_parameters", "_buffers")
 def tensor_places(root: nn.Module) -> dict[int, list[Place]]:
     """Find every place in which ``root`` holds one of its parameters or buffers.
 
-    These are the modules' registers, and the lists and dictionaries among their attributes: torch's recurrent layers
-    compute with such a list (``_flat_weights``), not with their registered parameters.
+    The places are in the modules' ``_parameters`` and ``_buffers``, and in the lists and dictionaries among their
+    attributes: torch's recurrent layers compute with such a list (``_flat_weights``), not with their registered
+    parameters.
 
     Args:
         root: The model.
 
     Returns:
-        The ``id`` of each registered tensor, and its places, registers first.
+        The ``id`` of each parameter or buffer to its places, with those in ``_parameters`` and ``_buffers`` first.
     """
     places: dict[int, list[Place]] = {}
     for module in root.modules():

@@ -1,8 +1,8 @@
-"""Values that a step reads from tensors while it runs on fakes, which have none: made up, and noted where they decide.
+"""Make up the values that a step reads from fake tensors, and record the decisions that depend on them.
 
-``loss.item()``, ``f"{loss:.3f}"``, ``if torch.isnan(loss)``: most such reads print or check something. A fake answers
-them with a made-up value, and every decision that such a value makes (an ``if``, an ``assert``) is noted, so that the
-step can be run again with the decision taken the other way.
+Fakes have no values for reads such as ``loss.item()``, ``f"{loss:.3f}"`` or ``if torch.isnan(loss)``, most of which
+only print or check something. Such a read returns a made-up value. Every decision that depends on one (an ``if``, an
+``assert``) is recorded, so that the step can be run again with the other outcome.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ READS = frozenset({
     "item", "tolist", "numpy", "__float__", "__int__", "__index__", "__bool__", "__complex__", "__array__",
     "__contains__", "is_nonzero", "equal", "allclose",
 })  # fmt: skip
-"""Functions that give the values of a tensor as something else."""
+"""Names of the functions that return values of a tensor as something other than a tensor."""
 
 TEXTS = frozenset({"__repr__", "__str__", "__format__"})
-"""Methods that give the values of a tensor as text."""
+"""Names of the methods that return the values of a tensor as text."""
 
 _DECISIONS = frozenset({"__bool__", "__contains__", "is_nonzero", "equal", "allclose"})
 _CONVERSIONS = {"__float__": float, "__int__": int, "__index__": int, "__complex__": complex}
@@ -35,11 +35,11 @@ _CONVERSIONS = {"__float__": float, "__int__": int, "__index__": int, "__complex
 
 @dataclass(frozen=True)
 class Script:
-    """What fakes answer.
+    """Represent the values that reads of fake tensors return.
 
     Args:
-        decisions: The outcomes of the first decisions; those after them are False.
-        number: The value of every element that is read as a number.
+        decisions: Outcomes of the first decisions of a step; all later ones are False.
+        number: Value of every element that is read as a number.
     """
 
     decisions: tuple[bool, ...] = ()
@@ -47,10 +47,10 @@ class Script:
 
 
 class MadeUpValues(TorchFunctionMode):
-    """Answers reads of fake tensors.
+    """Return made-up values where code reads fake tensors, and record the decisions that depend on them.
 
     Args:
-        script: The answers.
+        script: The values to return.
     """
 
     def __init__(self, script: Script) -> None:
@@ -59,10 +59,10 @@ class MadeUpValues(TorchFunctionMode):
         self.decisions: list[bool] = []
         self.has_read_numbers = False
         self.may_decide: Callable[[], bool] = lambda: True
-        """Whether what is decided now may matter: others are not noted, and are False."""
+        """Returns whether a decision may matter now; if not, it is not recorded, and its outcome is False."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Answer a read, and run any other function."""
+        """Return a made-up value if ``func`` reads a tensor, and run any other function."""
         name = getattr(func, "__name__", "")
         if func is torch.nn.functional.ctc_loss:
             return _ctc_loss(*args, **(kwargs or {}))
@@ -103,7 +103,7 @@ class MadeUpValues(TorchFunctionMode):
 
 
 def _ctc_loss(log_probs: Tensor, *args: Any, reduction: str = "mean", **kwargs: Any) -> Tensor:
-    """Stand for ``torch.nn.functional.ctc_loss``, which reads the lengths of sequences in C++."""
+    """Stand in for ``torch.nn.functional.ctc_loss``, which reads the lengths of sequences in C++."""
     reduction = args[4] if len(args) > 4 else reduction
     each = log_probs.mean((0, 2)) if log_probs.ndim == 3 else log_probs.mean()
     return each if reduction == "none" else each.mean()

@@ -1,7 +1,7 @@
-"""A step of a model on fake tensors: which module is called with what, and what becomes of it. Nothing is computed.
+"""Run a step of a model on fake tensors, and report to an observer which modules and functions are called with what.
 
-The model may be on any device, the meta device too, and is as it was afterwards: its parameters, its attributes, and
-what the step has put into its lists and dictionaries.
+Nothing is computed. The model may be on any device, also the meta device. Afterwards everything is restored: its
+parameters, its attributes, and the contents of the lists and dictionaries among them.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from lightning_dist.tensor_reads import MadeUpValues
 __all__ = ["Observer", "RefusalError", "WhyNot", "run_on_fakes", "tensors_in"]
 
 _CACHED = type(functools.cache(lambda: None))
-"""The type of functions under ``functools.lru_cache``."""
+"""The type of functions decorated with ``functools.lru_cache``."""
 
 
 class RefusalError(ValueError):
-    """What an observer raises that is not the step's own failure."""
+    """Report an error of an observer, which :func:`run_on_fakes` raises on; it is not a failure of the step."""
 
 
 class WhyNot(str):
-    """Why a step could not run on fakes: the type and the first line of the exception."""
+    """Represent why a step could not run on fakes: the type and the first line of the exception, which it keeps."""
 
     error: Exception
 
     @classmethod
     def of(cls, error: Exception) -> WhyNot:
-        """Describe ``error``."""
+        """Return the text that describes ``error``."""
         text = str(error).strip().split("\n")[0]
         why_not = cls(f"{type(error).__name__}: {text}")
         why_not.error = error
@@ -52,7 +52,10 @@ class WhyNot(str):
 
     @property
     def is_of_the_code(self) -> bool:
-        """Whether the step's own code has raised it, so that it would on real tensors as well; not torch on fakes."""
+        """Return whether the step's own code raised the exception and all that led to it, rather than torch on a fake.
+
+        The step would then fail on real tensors as well.
+        """
         error: BaseException | None = self.error
         while error is not None:
             if not _is_raised_by_code(error):
@@ -62,7 +65,7 @@ class WhyNot(str):
 
 
 def _is_raised_by_code(error: BaseException) -> bool:
-    """Return whether ``error`` is of a ``raise``, or a plain mistake, in code that knows nothing of fakes."""
+    """Return whether ``error`` comes from a ``raise`` statement, or a plain mistake, in code that knows no fakes."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -75,27 +78,27 @@ def _is_raised_by_code(error: BaseException) -> bool:
 
 
 _PLAIN_MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, KeyError, NameError, OSError)
-"""What Python itself raises, and torch does not because a tensor is a fake."""
+"""Exceptions that Python itself raises, and that torch does not raise because a tensor is a fake."""
 
 
 class Observer(Protocol):
-    """What is told of a step as it runs."""
+    """Observe a step as it runs on fakes."""
 
     @property
     def functions(self) -> TorchFunctionMode:
-        """Sees every call of a torch function."""
+        """Return the mode that is active during the step, and sees every call of a torch function."""
 
     def on_input(self, tensor: Tensor) -> None:
-        """A tensor of the batch."""
+        """Handle the fake of a tensor of the batch."""
 
     def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A module is about to run."""
+        """Handle that a module is about to run."""
 
     def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """A module has run."""
+        """Handle that a module has run."""
 
     def on_end(self, result: Any) -> None:
-        """The step has returned; the model's attributes are still those that it has set."""
+        """Handle that the step has returned ``result``; the model still has the attributes that the step has set."""
 
 
 def run_on_fakes(
@@ -110,15 +113,19 @@ def run_on_fakes(
 
     Args:
         root: The model.
-        step: Is given what makes a fake of a tensor, for those of the batch.
-        device: Where the fakes pretend to be.
-        observer: Is told what happens.
-        with_gradients: Whether tensors say whether they require gradients.
-        values: Answers where the step looks at a value; None: the step ends there.
+        step: The step. It is given a function that makes a fake of a tensor, and passes each tensor of the batch
+            through it.
+        device: Device that the fakes pretend to be on.
+        observer: Object whose methods are called as the step runs.
+        with_gradients: Whether gradients are enabled, so that ``requires_grad`` of the results is known.
+        values: Mode that makes up the values that the step reads from tensors; None: the step ends at such a read.
 
     Returns:
-        Empty, or the type and text of the exception that ended it, a :class:`WhyNot`: a step that looks at a value, as
-        ``loss.item()`` in a comparison does, has none to look at.
+        An empty text, or a :class:`WhyNot` of the exception that ended the step. Without ``values``, a step that reads
+        a value, such as by ``loss.item()`` in a comparison, ends with one, because fakes have no values.
+
+    Raises:
+        RefusalError: If the observer raises it.
     """
     mode = FakeTensorMode(
         allow_non_fake_inputs=True,
@@ -135,7 +142,7 @@ def run_on_fakes(
     with _restored(root), _cached_results_forgotten(root), _observed(root, observer), _quietly():
         _swap_in_fakes(root, mode, device)
         try:
-            # Tensors of inference mode count no versions.
+            # Inference mode is off, because its tensors have no version counters.
             with (
                 torch.inference_mode(False),
                 torch.set_grad_enabled(with_gradients),
@@ -147,13 +154,18 @@ def run_on_fakes(
                 observer.on_end(step(fake))
         except RefusalError:
             raise
-        except Exception as error:  # whatever the user's code raises when it is given no numbers
+        except Exception as error:  # The user's code may raise anything when tensors have no values.
             return WhyNot.of(error)
     return ""
 
 
 def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
-    """The tensors in dictionaries, lists, tuples and sets that are nested so deep: some hold themselves."""
+    """Yield the tensors in ``value``, which may be nested mappings, lists, tuples and sets.
+
+    Args:
+        value: Any value.
+        depth: Number of levels of containers to look into, since a container may contain itself.
+    """
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping | list | tuple | set | frozenset) and depth:
@@ -163,7 +175,7 @@ def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Without torch's complaints, as it is asked whether a step can run on fakes, and without what the step prints."""
+    """Suppress torch's warnings about fakes, and what the step prints: failing on fakes is an expected result."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -177,7 +189,7 @@ def _quietly() -> Iterator[None]:
 
 @contextmanager
 def _cached_results_forgotten(root: nn.Module) -> Iterator[None]:
-    """Afterwards, clear the caches of functions of the model's code that were filled inside: they hold fakes."""
+    """On exit, clear the ``lru_cache`` of each function of the model's code that was filled inside; it holds fakes."""
     before = [(cached, cached.cache_info().currsize) for cached in _caches(root)]
     try:
         yield
@@ -188,14 +200,14 @@ def _cached_results_forgotten(root: nn.Module) -> Iterator[None]:
 
 
 def _caches(root: nn.Module) -> list[Any]:
-    """Return the functions under ``functools.lru_cache`` in the classes of modules, and beside them in their files."""
+    """Return the functions decorated with ``lru_cache`` in the classes of the modules and in their Python modules."""
     classes = {cls for module in root.modules() for cls in type(module).__mro__}
     files = {cls.__module__ for cls in classes} - {"builtins"}
     places = [*map(vars, classes), *(vars(sys.modules[name]) for name in files if name in sys.modules)]
     found: dict[int, Any] = {}
     for place in places:
         for value in list(place.values()):
-            function = getattr(value, "__func__", value)  # of a static or class method
+            function = getattr(value, "__func__", value)  # unwraps static and class methods
             cells = getattr(function, "__closure__", None) or ()
             for candidate in (function, *(cell.cell_contents for cell in cells if _is_filled(cell))):
                 if isinstance(candidate, _CACHED):
@@ -205,7 +217,7 @@ def _caches(root: nn.Module) -> list[Any]:
 
 def _is_filled(cell: Any) -> bool:
     try:
-        cell.cell_contents  # noqa: B018 - an empty one raises
+        cell.cell_contents  # noqa: B018 - reading an empty cell raises
     except ValueError:
         return False
     return True
@@ -217,7 +229,7 @@ def _swap_in_fakes(root: nn.Module, mode: FakeTensorMode, device: torch.device) 
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
-    for places in tensor_places(root).values():  # a tied one stays tied
+    for places in tensor_places(root).values():  # All places of a tied parameter get the same fake.
         container, key = places[0]
         put(fake(container[key]), places)
 
@@ -246,7 +258,7 @@ def _observed(root: nn.Module, observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def _restored(root: nn.Module) -> Iterator[None]:
-    """Put back every attribute of every module, and what is in those that are containers."""
+    """On exit, restore every attribute of every module, and the contents of those that are containers."""
     saved = [(module, dict(vars(module))) for module in root.modules()]
     contents: dict[int, tuple[Any, Any]] = {}
     for _, attributes in saved:
@@ -265,7 +277,7 @@ def _restored(root: nn.Module) -> Iterator[None]:
 
 
 def _keep(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
-    """Add ``value`` and the containers in it, with what is in them, by their ids."""
+    """Record the contents of ``value`` and of all containers nested in it in ``contents``, by id."""
     if isinstance(value, list | deque | set) or (isinstance(value, dict) and not isinstance(value, nn.Module)):
         if id(value) in contents:
             return

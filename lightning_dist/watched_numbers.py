@@ -1,9 +1,9 @@
-"""Numbers that report what is asked of them, so that it is known which of a step's decisions depend on them.
+"""Numbers that record how they are used, so that it is known which of a step's decisions depend on them.
 
-A watched number is an ``int`` or a ``float``, and what is computed from it is watched, too. To compare it with
-something is a question with an answer; the same question can be asked again when the number has another value.
-What C code does with such a number (``range``, an index of a list, ``math.exp``) is not seen, but for whole numbers
-that functions of torch are given (see :func:`ask_for_value`).
+A watched number is an ``int`` or a ``float``, and results of arithmetic with it are watched as well. A comparison or
+conversion of it is a question with an answer; the same question can be asked again when the number has another value.
+C code that reads such a number (``range``, an index of a list, ``math.exp``) is not noticed, except for integers that
+are passed to torch functions (see :func:`ask_for_value`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 __all__ = ["Answer", "ask_for_value", "watched"]
 
 Answer = Callable[[Callable[[], Any], Any], Any]
-"""Takes a question, as a function that asks it again, and its present answer; returns the answer to give."""
+"""A function that is given a question (as a function that asks it again) and its answer; returns the answer to use."""
 
 _BINARY = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
@@ -61,12 +61,12 @@ class _WatchedFloat(_Watched, float):
 
 
 def watched(value: Any, evaluate: Callable[[], Any], answer: Answer) -> Any:
-    """Return ``value`` as a number that is watched; anything but an ``int`` or a ``float`` as it is.
+    """Return ``value`` as a watched number; anything but an ``int`` or a ``float`` is returned as it is.
 
     Args:
         value: The number.
-        evaluate: Returns the number again, later.
-        answer: Is given every question that is asked of the number, or of what is computed from it.
+        evaluate: Function that computes the number again, later.
+        answer: Function that is called with every question about the number, or about a result computed from it.
     """
     if type(value) not in (int, float):
         return value
@@ -76,7 +76,7 @@ def watched(value: Any, evaluate: Callable[[], Any], answer: Answer) -> Any:
 
 
 def ask_for_value(value: Any) -> None:
-    """Ask for the value of a watched whole number, also of one in a slice; of other objects nothing."""
+    """Record that the value of ``value`` is used, if it is a watched integer or a slice with such a bound."""
     if isinstance(value, _WatchedInt):
         value._answer(lambda: _later(value), value._value)
     elif isinstance(value, slice):

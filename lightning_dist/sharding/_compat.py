@@ -1,4 +1,7 @@
-"""The private names of FSDP2 that sharding uses, each with what would replace it. Checked with torch 2.13."""
+"""Wrap every private name of FSDP2 that sharding uses. Checked with torch 2.13.
+
+"Replaced by" says which public feature of torch would make the code unnecessary.
+"""
 
 from __future__ import annotations
 
@@ -35,9 +38,12 @@ __all__ = [
 
 
 class ShardedGroup(ParameterGroup):
-    """One unit's parameters as FSDP2 communicates them (``FSDPParamGroup``).
+    """Manage the parameters of a unit that FSDP2 shards together (its ``FSDPParamGroup``).
 
-    Replaced by the public methods of ``FSDPModule`` once a module can be managed without its class being changed.
+    Replaced by: the public methods of ``FSDPModule``, once FSDP2 can manage a module without changing its class.
+
+    Args:
+        group: FSDP2's group of the unit's parameters.
     """
 
     def __init__(self, group: FSDPParamGroup) -> None:
@@ -48,17 +54,19 @@ class ShardedGroup(ParameterGroup):
         self._awaits_agreement = False
         self._used: set[int] = set()
         self._is_reduced = False
-        # FSDP2 reduces and frees a group when the gradients of its modules' inputs are known. Uses of its parameters
-        # outside of those modules come later. Replaced by: a public way to reduce at the end of a backward.
+        # FSDP2 reduces and frees a group when the gradients of its modules' inputs are known. Gradients from uses of
+        # its parameters outside of these modules may come later. Replaced by: a public way to reduce at the end of a
+        # backward.
         self._post_backward = group.post_backward
         group.post_backward = self._after_backward  # type: ignore[method-assign]
         register = FSDPParamGroup._register_post_backward_hook
         inside = _InsideBackward(self)
         group._register_post_backward_hook = partial(register, inside)  # type: ignore[method-assign, arg-type]
-        # FSDP2 has no hooks at which parameters are gathered or freed. Replaced by: such hooks.
+        # FSDP2 has no hooks that run when parameters are gathered or freed. Replaced by: such hooks.
         group._to_unsharded = self._put_whole  # type: ignore[method-assign]
         group._to_sharded = self._put_shards  # type: ignore[method-assign]
-        # After load_state_dict, FSDP2 takes what modules hold for the shards. Replaced by: its asking what it is.
+        # After load_state_dict, FSDP2 takes the parameters that the modules hold to be the shards, without a check.
+        # Replaced by: such a check in FSDP2.
         for index, param in enumerate(group.fsdp_params):
             param.reset_sharded_param = partial(self._take_shards, index)  # type: ignore[method-assign]
         self._stand_ins: list[nn.Parameter] | None = None
@@ -84,7 +92,10 @@ class ShardedGroup(ParameterGroup):
             share_hooks(param.sharded_param, param._unsharded_param)
 
     def _is_own(self, index: int, param: FSDPParam, current: torch.Tensor | None) -> bool:
-        """Whether a module holds a form of the parameter, and not what ``torch.func.functional_call`` has put there."""
+        """Return whether ``current`` is a form of the parameter at ``index``, rather than a tensor of other code.
+
+        ``torch.func.functional_call`` puts such tensors into modules. None, for an empty place, counts as a form.
+        """
         return (
             current is None
             or current is param.sharded_param
@@ -94,7 +105,7 @@ class ShardedGroup(ParameterGroup):
         )
 
     def _put_shards(self) -> None:
-        """Put the sharded parameters into the modules, or what stands in for them, and free the gathered ones."""
+        """Put the sharded parameters or their stand-ins into the modules, and free the gathered ones."""
         if self._is_held:
             return
         if self._group.is_unsharded:
@@ -105,7 +116,7 @@ class ShardedGroup(ParameterGroup):
             self._put_stand_ins()
 
     def _take_shards(self, index: int) -> None:
-        """Take what a module holds for the shards, unless that is the gathered parameter, or stands in for it."""
+        """Take the tensor that a module holds as the new shard, unless it is the gathered parameter or a stand-in."""
         param = self._group.fsdp_params[index]
         _, _, current = next(_held(param))
         is_stand_in = self._stand_ins is not None and current is self._stand_ins[index]
@@ -113,7 +124,7 @@ class ShardedGroup(ParameterGroup):
             FSDPParam.reset_sharded_param(param)  # type: ignore[no-untyped-call]
 
     def _keep_what_numpy_shares(self) -> None:
-        """Do not free gathered parameters that a NumPy array shares: torch does not let their memory go any more."""
+        """Never free gathered parameters whose memory a NumPy array shares, because torch cannot resize it any more."""
         if self._group.device.type != "cpu":
             return
         for param in self._group.fsdp_params:
@@ -129,11 +140,11 @@ class ShardedGroup(ParameterGroup):
     def begin_stand_ins(
         self, make: Callable[[torch.Tensor, torch.dtype | None, Callable[[], None]], torch.Tensor]
     ) -> None:
-        """From now on, let something stand in the modules for a parameter while it is sharded.
+        """From now on, let the modules hold stand-ins while the parameters are sharded.
 
         Args:
-            make: Makes it of a sharded parameter, the dtype that the parameter is computed in, and what is to be called
-                when it gets a gradient.
+            make: Function that makes a stand-in of a sharded parameter, the dtype that it is computed in (None: its
+                own), and a function that must be called when a backward computes its gradient.
         """
         if self._stand_ins is None:
             self._stand_ins = [
@@ -145,18 +156,19 @@ class ShardedGroup(ParameterGroup):
             self._put_stand_ins()
 
     def end_stand_ins(self) -> None:
-        """Put the sharded parameters back into the modules, and let nothing stand in for them."""
+        """Put the sharded parameters back into the modules in place of the stand-ins."""
         self._has_stand_ins = False
         if self._group.is_sharded:
             for param in self._group.fsdp_params:
                 param._setattr_on_modules(param.sharded_param)
 
     def write_back(self, compares: bool = False) -> None:
-        """Write what a step has changed in the gathered parameters into the shards.
+        """Write the step's changes of the gathered parameters into the shards.
 
         Args:
-            compares: Whether to compare values as well. Changes are seen by the version of a tensor, which those
-                through ``param.data`` leave as it is; once such a change is found, values are always compared.
+            compares: Whether to compare values as well. Otherwise a change is noticed by the version counter of the
+                tensor, which a change through ``param.data`` does not increase. Once values had to be compared to find
+                a change, they are always compared.
         """
         self._changed += self._written_back(compares)
 
@@ -167,6 +179,7 @@ class ShardedGroup(ParameterGroup):
 
     @torch.no_grad()
     def _written_back(self, compares: bool) -> list[str]:
+        """Write changes of the gathered parameters into the shards, and return the names of the changed ones."""
         compares = compares or self._writes_through_data
         changed: list[str] = []
         for param in self._group.fsdp_params:
@@ -193,16 +206,16 @@ class ShardedGroup(ParameterGroup):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The sharded parameters."""
+        """Return the sharded parameters."""
         return [param.sharded_param for param in self._group.fsdp_params]
 
     @property
     def names(self) -> list[str]:
-        """Full names of the parameters in the user's module."""
+        """Return the full names of the parameters in the user's module."""
         return [_name(param) for param in self._group.fsdp_params]
 
     def holds(self, param: torch.Tensor) -> bool:
-        """Whether ``param`` is one of the gathered parameters."""
+        """Return whether ``param`` is one of the gathered parameters."""
         return any(getattr(own, "_unsharded_param", None) is param for own in self._group.fsdp_params)
 
     def unwritten(self) -> list[str]:
@@ -215,7 +228,7 @@ class ShardedGroup(ParameterGroup):
         return found
 
     def lost_hooks(self) -> list[str]:
-        """Return the names of parameters with tensor hooks that their gathered ones do not have."""
+        """Return the names of parameters that have tensor hooks which are missing on their gathered copies."""
         return [
             _name(param)
             for param in self._group.fsdp_params
@@ -224,54 +237,58 @@ class ShardedGroup(ParameterGroup):
         ]
 
     def unreduced_names(self) -> list[str]:
-        """Return the names of parameters of which a backward left a gradient on the gathered ones."""
+        """Return the names of parameters whose gradient a backward left on the gathered copies."""
         unreduced = self._unreduced()
         return [name for index, name in enumerate(self.names) if index in unreduced]
 
     def names_without_gradient(self) -> list[str]:
-        """Return the names of parameters that got a gradient in the last backward here, and have no reduced one."""
+        """Return the names of parameters with a gradient from this rank's last backward, but without a reduced one."""
         params = self._group.fsdp_params
         return [_name(params[index]) for index in sorted(self._used) if params[index].sharded_param.grad is None]
 
     @property
     def gathered(self) -> list[torch.Tensor]:
-        """The gathered parameters, plain: this rank's part of those that are split over ``tp``."""
+        """Return the gathered parameters as plain tensors: this rank's part of those that are split over ``tp``."""
         return [local_of(param._unsharded_param.detach()) for param in self._group.fsdp_params]
 
     def take_hooks(self, originals: Mapping[tuple[nn.Module, str], torch.Tensor]) -> None:
-        """Let the parameters have the hooks that were put on them before they were sharded.
+        """Move the hooks that were put on the parameters before they were sharded to the sharded ones.
 
         Args:
-            originals: The parameters as they were, by the module that holds them and the name there.
+            originals: The parameters from before, by the module that holds them and the name there.
         """
         for param in self._group.fsdp_params:
             move_hooks(originals[param._module_info.module, param._module_info.param_name], param.sharded_param)
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh that the parameters are sharded and replicated over."""
+        """Return the mesh that the parameters are sharded and replicated over."""
         return self._group.mesh_info.mesh
 
     def wait_for_end_of_backward(self) -> None:
         """From now on, reduce gradients and free parameters at the end of a backward, and not within it.
 
-        It is for parameters that a step may use through other ways than the forward of the group's modules.
+        This is for parameters that a step may use outside of the forwards of the group's modules.
         """
         self._waits_for_end = True
 
     def inside_backward(self) -> None:
-        """Handle that the gradients of the modules' inputs are known, within a backward."""
-        if torch.is_grad_enabled():  # create_graph=True: a second backward reads the parameters before any hook runs
+        """Reduce the gradients once those of the modules' inputs are known, unless the end must be waited for."""
+        if torch.is_grad_enabled():  # Under create_graph=True, a second backward reads the parameters before any hook.
             self._is_kept = True
         if not self._waits_for_end and not self._is_kept:
             self._reduce()
 
     def _after_backward(self, *unused: Any) -> None:
-        """Handle the end of a backward; with create_graph=True, gradients are not final and parameters are needed."""
+        """Reduce the gradients at the end of a backward, unless they were reduced within it.
+
+        Under ``create_graph=True`` nothing is done: gradients are not final, and a second backward needs the
+        parameters.
+        """
         if is_in_backward() and torch.is_grad_enabled():
             return
         if self._waits_for_end or self._is_kept:
-            # Without gradients it is the end of torch.autograd.grad.
+            # If there are no gradients, this is the end of torch.autograd.grad.
             if self._awaits_agreement or not self.has_unreduced_gradients():
                 return
             self._is_kept = False
@@ -284,7 +301,7 @@ class ShardedGroup(ParameterGroup):
         self._post_backward()
 
     def _unreduced(self) -> set[int]:
-        """Return the indices of the parameters of which backwards left gradients on the gathered ones."""
+        """Return the indices of the parameters whose gradients backwards left on the gathered copies."""
         return {
             index
             for index, param in enumerate(self._group.fsdp_params)
@@ -293,32 +310,33 @@ class ShardedGroup(ParameterGroup):
         }
 
     def forget_used(self) -> None:
-        """Begin anew to note which parameters get gradients here: before a backward."""
+        """Forget which parameters got gradients on this rank; called before a backward."""
         self._used.clear()
 
     def begin_agreement(self) -> list[bool]:
-        """From now on, reduce zeros for a parameter that has no gradient on this rank, as others may have one.
+        """Let ranks agree on which parameters are used: reduce zeros for those that get no gradient on this rank.
 
-        A group that waits for the end of a backward waits for :meth:`end_agreement`.
+        Other ranks may have a gradient for them. A group that waits for the end of a backward reduces its gradients in
+        :meth:`end_agreement`.
 
         Returns:
-            For each parameter, whether it has a reduced gradient already.
+            For each parameter, whether it has a reduced gradient from an earlier backward.
         """
         self._awaits_agreement = self._group.reduce_scatter_unused_params = True
         self._is_reduced = False
         return [param.sharded_param.grad is not None for param in self._group.fsdp_params]
 
     def used(self) -> list[bool]:
-        """Return, for each parameter, whether backwards since :meth:`forget_used` gave it a gradient here."""
+        """Return for each parameter whether a backward since :meth:`forget_used` gave it a gradient on this rank."""
         used = self._used | self._unreduced()
         return [index in used for index in range(len(self._group.fsdp_params))]
 
     def end_agreement(self, used: Sequence[bool], had_gradient: Sequence[bool]) -> None:
-        """Reduce what is left to reduce, and take the zeros of parameters that no rank used away.
+        """Reduce the gradients that are still unreduced, and remove those of parameters that no rank has used.
 
         Args:
             used: For each parameter, whether any rank has a gradient.
-            had_gradient: What :meth:`begin_agreement` returned.
+            had_gradient: The value that :meth:`begin_agreement` returned.
         """
         if any(used) and not self._is_reduced:
             self._is_kept = False
@@ -334,12 +352,15 @@ class ShardedGroup(ParameterGroup):
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the modules hold the whole parameters now."""
+        """Return whether the modules hold the gathered parameters now."""
         return self._group.is_unsharded
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, nothing frees the parameters, such as moving the module to a device, which FSDP2 does with shards."""
+        """Keep the parameters gathered inside.
+
+        Moving the module to another device, for example, would free them, because FSDP2 moves shards.
+        """
         self._is_held = True
         try:
             yield
@@ -348,17 +369,20 @@ class ShardedGroup(ParameterGroup):
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank holds a part of each parameter only."""
+        """Return whether this rank holds only a part of each parameter."""
         return self.mesh.size(self.mesh.ndim - 1) > 1
 
     @property
     def numel(self) -> int:
-        """Number of elements of the whole parameters."""
+        """Return the number of elements of the whole parameters."""
         return sum(param.sharded_param.numel() for param in self._group.fsdp_params)
 
     @contextmanager
     def kept_after_forward(self) -> Iterator[None]:
-        """Inside, do not free the parameters after a forward; ``set_reshard_after_forward`` cannot be undone."""
+        """Keep the parameters gathered after a forward inside.
+
+        Replaced by: ``set_reshard_after_forward``, once it can be undone.
+        """
         before, self._group.post_forward_mesh_info = self._group.post_forward_mesh_info, None
         try:
             yield
@@ -367,9 +391,9 @@ class ShardedGroup(ParameterGroup):
 
     @contextmanager
     def whole_state_dict(self) -> Iterator[None]:
-        """Inside, let ``state_dict()`` take the gathered parameters; FSDP2 puts the shards back into the modules.
+        """Inside, let ``state_dict()`` return the gathered parameters; otherwise FSDP2's hook reshards them first.
 
-        Replaced by: a public way to take the whole parameters of modules that are gathered.
+        Replaced by: a public way to get the state dict of gathered modules with whole parameters.
         """
         taken: list[tuple[dict[int, Any], int, Any]] = []
         for module, handle in self._group._module_to_pre_save_state_dict_hook_handle.items():
@@ -385,19 +409,22 @@ class ShardedGroup(ParameterGroup):
     def gather(self) -> None:
         """All-gather the parameters, if they are sharded now. A collective.
 
-        What is made by the first gather is used for good: it must not be an inference tensor, which cannot be trained.
+        FSDP2 reuses the tensors that the first gather creates. Inference mode is off while they are created, because
+        inference tensors cannot be trained.
         """
         with torch.inference_mode(False):
             self._group.unshard()
             self._group.wait_for_unshard()
 
     def put_into(self, places: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
-        """Put the parameters into modules that ``fully_shard`` was not given, now and whenever they change.
+        """Register further modules that hold the parameters, besides those that ``fully_shard`` was given.
 
-        Replaced by: a ``fully_shard`` of parameters instead of modules.
+        They get the sharded parameters now, and the gathered or sharded ones whenever FSDP2 swaps them.
+
+        Replaced by: a ``fully_shard`` that takes parameters instead of modules.
 
         Args:
-            places: For each parameter, the modules that hold it, and its names there.
+            places: For each parameter, the modules that hold it and its names there.
         """
         for param, modules in zip(self._group.fsdp_params, places, strict=True):
             for module, name in modules:
@@ -406,10 +433,12 @@ class ShardedGroup(ParameterGroup):
             param._setattr_on_modules(param.sharded_param)
 
     def gather_in_place(self) -> None:
-        """From now on, let the whole parameters be the memory of the shards, where no other rank has any of them.
+        """Let the gathered parameters share the memory of the shards, if this rank alone holds the parameters.
 
-        FSDP2 copies them all the same. Replaced by: its not doing so. Not where there are replicas, nor where a forward
-        writes into a parameter: a replica's forwards must not change it, nor any forward what is being saved.
+        FSDP2 copies them even then. Nothing changes if the parameters are replicated, or if a forward writes into a
+        parameter (``max_norm`` of an embedding): a forward must change neither a replica, nor what is being saved.
+
+        Replaced by: an FSDP2 that makes no copy on a mesh of one rank.
         """
         if self._group.mesh_info.mesh.size() > 1:
             return
@@ -430,33 +459,33 @@ class ShardedGroup(ParameterGroup):
         self._group._to_sharded()  # type: ignore[no-untyped-call]
 
     def has_unreduced_gradients(self) -> bool:
-        """Whether backwards left gradients on the gathered parameters, which may have been freed since."""
+        """Return whether backwards left gradients on the gathered parameters, which may have been freed since."""
         return bool(self._unreduced())
 
     def copy_requires_grad(self) -> None:
-        """Let the gathered parameters require gradients as the sharded ones do now. FSDP2 does it only on a gather."""
+        """Copy ``requires_grad`` from the sharded to the gathered parameters, as FSDP2 does only when it gathers."""
         for param in self._group.fsdp_params:
             if param._unsharded_param.requires_grad != param.sharded_param.requires_grad:
                 param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
 
     @property
     def syncs_gradients(self) -> bool:
-        """What :meth:`set_gradient_sync` said last."""
+        """Return whether gradients are reduced after a backward (see :meth:`set_gradient_sync`)."""
         return bool(self._group.reduce_grads)
 
     def set_gradient_sync(self, enabled: bool) -> None:
-        """As ``FSDPModule.set_requires_gradient_sync``."""
+        """Choose whether gradients are reduced after a backward, like ``FSDPModule.set_requires_gradient_sync``."""
         self._group.reduce_grads = enabled
         self._group.all_reduce_grads = enabled
 
     def set_collectives(self, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
-        """As ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter``."""
+        """Set the collectives, like ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter``."""
         self._group._all_gather_comm = all_gather
         self._group._reduce_scatter_comm = reduce_scatter
 
 
 def _held(param: FSDPParam) -> Iterator[tuple[nn.Module, str, torch.Tensor | None]]:
-    """Yield each module that holds ``param``, the name there, and what it holds now."""
+    """Yield each module that holds ``param``, the parameter's name there, and the tensor that it holds now."""
     info = param._module_info
     for module, name in (
         (info.module, info.param_name),
@@ -489,37 +518,44 @@ def _state(module: nn.Module) -> FSDPState:
 
 
 def sharded_group(module: nn.Module) -> ShardedGroup:
-    """The parameters that ``fully_shard(module)`` took charge of."""
+    """Return the group of the parameters that ``fully_shard(module)`` manages."""
     group = _state(module)._fsdp_param_group
     assert group is not None
     return ShardedGroup(group)
 
 
 def initialize_root(root: nn.Module) -> None:
-    """Make ``root`` the FSDP root now. FSDP2 would take whichever module runs first, and refuse the real root then."""
+    """Make ``root`` the FSDP root now.
+
+    FSDP2 would otherwise take the module that runs first as the root, and raise when the real root runs.
+    """
     _state(root)._lazy_init()
 
 
 class _InsideBackward:
-    """Takes the place of a parameter group in the autograd node that tells it of the gradients of its inputs.
+    """Stand in for FSDP2's parameter group in the autograd node that calls ``post_backward`` within a backward.
+
+    FSDP2 registers that node on the inputs of the group's modules; it runs when their gradients are known.
 
     Args:
-        group: The group.
+        group: The group whose :meth:`ShardedGroup.inside_backward` is called.
     """
 
     def __init__(self, group: ShardedGroup) -> None:
         self._group = group
 
     def post_backward(self) -> None:
-        """Tell the group."""
+        """Call :meth:`ShardedGroup.inside_backward`."""
         self._group.inside_backward()
 
 
 def gather_before_views(module: nn.Module) -> None:
-    """Gather the parameters of ``module`` before its backward also where a step changes its output, a view, in place.
+    """Gather the parameters of ``module`` before its backward even if a step changes its output, a view, in place.
 
-    FSDP2 puts its hook on what the module returns, and warns: where a view is changed in place, autograd drops it. A
-    hook on what the view is of stays. Replaced by: FSDP2's doing so.
+    FSDP2 registers its pre-backward hook on the module's output. If the output is a view, FSDP2 warns, because autograd
+    drops the hook when the view is changed in place. A hook on the view's base, as registered here, stays.
+
+    Replaced by: an FSDP2 that registers its hook on the base.
     """
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
 
@@ -536,19 +572,24 @@ def gather_before_views(module: nn.Module) -> None:
 
 
 def flush_gradients(root: nn.Module) -> None:
-    """Reduce what a backward left unreduced: FSDP2's end of backward, which only a module's output starts."""
+    """Reduce the gradients that a backward left unreduced, by FSDP2's callback for the end of a backward.
+
+    FSDP2 itself queues the callback only if the backward goes through the output of one of its modules.
+    """
     with torch.no_grad():
         _state(root)._root_post_backward_final_callback()
 
 
 @contextmanager
 def accumulating(root: nn.Module, groups: Sequence[ShardedGroup]) -> Iterator[bool]:
-    """Inside, backwards leave parameters gathered and gradients unreduced; forwards and backwards come in any order.
+    """Keep parameters gathered and gradients unreduced inside, while forwards and backwards run in any order.
 
-    Replaced by: ``set_reshard_after_backward`` and its like on a root without parameters, undone afterwards.
+    Replaced by: ``set_reshard_after_backward`` and similar methods, once they work on a root without parameters and
+    can be undone.
 
     Yields:
-        Whether FSDP2's hooks would have nothing to do; if not, it casts, and ``root`` must be called.
+        Whether FSDP2's hooks have nothing to do. They do if mixed precision casts tensors; ``root`` itself must be
+        called then.
     """
     before = [(g._group.reshard_after_backward, g._group.reduce_grads, g._group.all_reduce_grads) for g in groups]
     for group in groups:
@@ -578,7 +619,7 @@ def _do_nothing() -> None:
 
 
 def reduce_gradients(root: nn.Module, groups: Sequence[ShardedGroup]) -> None:
-    """Reduce what backwards inside :func:`accumulating` have left; as torch's own pipeline stages do it."""
+    """Reduce the gradients that backwards inside :func:`accumulating` left, as torch's own pipeline stages do."""
     alone = [group for group in groups if group._group.mesh_info.mesh.size() == 1]
     for group in alone:
         _keep_gradients(group._group)
@@ -587,14 +628,14 @@ def reduce_gradients(root: nn.Module, groups: Sequence[ShardedGroup]) -> None:
             group._reduce()
         _state(root)._root_post_backward_final_callback()
         return
-    # What else that callback does, where forwards outside of steps have come by FSDP2's hooks.
+    # The callback also clears these lists, to which FSDP2's hooks append in forwards outside of steps.
     _state(root)._comm_ctx.post_forward_order.clear()
     for group in groups:
         group._group._post_forward_indices.clear()
 
 
 def drop_gradients(groups: Sequence[ShardedGroup]) -> None:
-    """Forget the gradients that backwards have left, of a step that failed."""
+    """Drop the unreduced gradients of a step that failed."""
     for group in groups:
         for param in group._group.fsdp_params:
             param.unsharded_accumulated_grad = None
@@ -603,7 +644,7 @@ def drop_gradients(groups: Sequence[ShardedGroup]) -> None:
 
 
 def _keep_gradients(group: FSDPParamGroup) -> None:
-    """What ``post_backward`` does, where there is nobody to reduce with: it would copy each gradient twice."""
+    """Do what FSDP2's ``post_backward`` does on a mesh of one rank, but without copying each gradient twice."""
     for param in group.fsdp_params:
         if not hasattr(param, "_unsharded_param"):
             continue
@@ -623,7 +664,7 @@ def _keep_gradients(group: FSDPParamGroup) -> None:
 
 
 def reset_after_error(root: nn.Module) -> None:
-    """As ``FSDPModule.reset_iter_state``, which torch has from 2.12 on."""
+    """Reset FSDP2's state after a failed step, like ``FSDPModule.reset_iter_state``; torch has it from 2.12 on."""
     state = _state(root)
     if hasattr(state, "_reset_iter_state"):
         state._reset_iter_state()

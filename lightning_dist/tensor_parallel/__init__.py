@@ -1,12 +1,21 @@
-"""Tensor parallelism: single layers split over the ranks of ``tp``.
+"""Tensor parallelism: single layers are split over the ranks of ``tp``.
 
-- ``plan``: which module is split in which way, and who says so.
-- ``provenance``: what is seen of a step on fake tensors; ``infer``: a plan from it.
-- ``planner``: a plan, whoever gave it, ``confirm``: tried on numbers; ``find_sequence``: where tokens can be split.
-- ``exchanges``: what ranks tell each other, in a forward and in its backward.
-- ``apply``, ``sequence``, ``heads``, ``split_logits``: a plan made true of a model.
-- ``unsplit``: what is whole under a plan, and why.
-- ``same_batch``: that ranks which split layers are given the same batch.
+Finding a plan:
+
+- ``plan``: The plan itself (which module is split in which style), and the plans of the user and of Hugging Face.
+- ``layers``: Which layers can be split, and along which dimension of their weights.
+- ``provenance``: Runs a step on fake tensors and records the data flow between layers.
+- ``infer``: Infers a plan from that record.
+- ``find_sequence``: Finds where hidden states can be split along the sequence (sequence parallelism).
+- ``confirm``: Compares a split block with the whole one on random inputs, outputs and gradients.
+- ``planner``: Combines these into the plan of a model.
+
+Applying it:
+
+- ``apply``, ``sequence``, ``heads``, ``split_logits``: Split a model as its plan says.
+- ``exchanges``: The differentiable collectives between the ranks of ``tp``.
+- ``same_batch``: Checks that the ranks of one ``tp`` group are given the same batch.
+- ``table``, ``unsplit``: Describe the plan in the start-up table: what is split, what is replicated, and why.
 """
 
 from lightning_dist.tensor_parallel.apply import TensorParallel

@@ -1,4 +1,4 @@
-"""Whether a block that is split computes what it does whole: tried on numbers, outputs and gradients."""
+"""Compare a split block with the whole block on random inputs: its outputs and its gradients must be the same."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from lightning_dist.tracing import tensors_in
 __all__ = ["BLOCK", "Trial"]
 
 BLOCK = "block"
-"""What a block is called in the plan of a trial."""
+"""The name of the block in the plan of a trial."""
 
 TOLERANCE = 1e-4
-"""Of a difference, relative to what is compared: rounding in float32 is far below, and a wrong split far above."""
+"""The largest relative difference that passes. Rounding in float32 stays far below it, a wrong split far above."""
 
 
 class Trial:
-    """A copy of a block with random weights, and an input like those that the block is given.
+    """Compare splits of a block with the whole block, with random weights and inputs in float64.
 
     Args:
-        block: Of any device, the meta device too; it is copied.
-        call: A call of it, on fake tensors.
-        mesh: The ranks of ``tp``.
-        num_shards: Over how many ranks FSDP2 shards what a rank then has.
-        used: Those of the tensors that the block returns, by index, that somebody uses; empty: it is not known. The
-            others need not be the same: attention scores that nobody looks at are those of a rank's own heads.
+        block: The block, on any device, also the meta device. It is copied.
+        call: A recorded call of the block on fake tensors; the random inputs have their shapes.
+        mesh: The one-dimensional mesh of the ranks of ``tp``.
+        num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
+        used: Indices of the returned tensors that the model uses; empty: all are compared. The others may differ:
+            attention scores that the model does not use may be those of a rank's own heads.
     """
 
     def __init__(
@@ -56,36 +56,39 @@ class Trial:
             self._error = "it could not be run on another rank"
 
     def _prepare(self, block: nn.Module, call: Call) -> str:
-        """Make the copy, run it whole, and return what went wrong."""
+        """Copy the block, run it whole, and return the error that occurred, or an empty text."""
         try:
             self._block = copy.deepcopy(block)
             self._fill(self._block)
             self._args, self._kwargs = self._real(call.args), self._real(call.kwargs)
-        except Exception as error:  # not every module can be copied
+        except Exception as error:  # Not every module can be copied.
             text = str(error).strip().split("\n")[0]
             return f"{type(error).__name__}: {text}"
         self._block.eval()  # no dropout
-        whole = copy.deepcopy(self._block)  # a step may leave tensors on it that cannot be copied
+        whole = copy.deepcopy(self._block)  # Running a block may leave tensors on it that cannot be copied later.
         self._expected, raised = self._results(whole, dict(whole.named_parameters()))
         return raised
 
     @property
     def error(self) -> str:
-        """Why the block cannot be tried; empty: it can."""
+        """Return the reason why the block cannot be tried; empty: it can."""
         return self._error
 
     def difference(self, plan: Plan) -> str:
-        """How the block that is split as ``plan`` says differs from the whole one; empty: it does not. A collective.
+        """Split a copy of the block as ``plan`` says, and compare it with the whole block. A collective.
 
         Args:
-            plan: With :data:`BLOCK` as the block's name.
+            plan: A plan in which the block's name is :data:`BLOCK`.
+
+        Returns:
+            How the results differ, or the error that the split block raises; empty: they are the same.
 
         Raises:
-            PlanError: If the block cannot be split so at all.
+            PlanError: If the block cannot be split as the plan says.
         """
         holder = nn.ModuleDict({BLOCK: copy.deepcopy(self._block)})
         if untouched := self._untouched(plan):
-            return f"the trial cannot tell, in which {untouched} changes nothing"
+            return f"the trial shows nothing about {untouched}, whose weight gets no gradient in it"
         plan = replace(plan, draws_random=False, splits_logits=False)
         parallel = TensorParallel(holder, plan, self._mesh, self._num_shards)
         parallel.split(list(holder.parameters()), list(holder.modules()))
@@ -95,13 +98,17 @@ class Trial:
         holder.eval()  # no dropout
         actual, raised = self._results(holder[BLOCK], params)
         worst = torch.tensor(math.inf if raised else self._worst(actual), device=self._device)
-        dist.all_reduce(worst, dist.ReduceOp.MAX)  # of the world: all ranks must come to the same plan
+        # The maximum is over all processes, not only those of tp, because all must come to the same plan.
+        dist.all_reduce(worst, dist.ReduceOp.MAX)
         if raised or worst <= TOLERANCE:
             return raised
         return f"its results differ by {float(worst):.1g} of their size"
 
     def _untouched(self, plan: Plan) -> str:
-        """Return an inferred layer whose weight has no gradient in the trial, as behind a mask, or nothing."""
+        """Return the name of an inferred layer whose weight has no gradient in the whole block; empty: there is none.
+
+        The trial says nothing about such a layer, for example where a mask hides its output.
+        """
         largest = max((float(tensor.norm()) for tensor in self._expected.values()), default=0.0)
         inferred = [name for name, entry in plan.entries.items() if entry.source == "inferred" and entry.is_split]
         for name in (name.partition(".")[2] for name in inferred):
@@ -128,11 +135,12 @@ class Trial:
         return torch.randn(shape, generator=self._generator, device=self._device, dtype=torch.float64)
 
     def _real(self, value: Any) -> Any:
-        """Tensors with values in the place of fake ones; nothing in the place of a cache, which holds fake ones."""
+        """Replace fake tensors in ``value`` by random ones, and caches, which hold fake tensors, by None."""
         if isinstance(value, Tensor):
             if value.is_floating_point():
                 return self._draw(value.shape)
-            # Masks may be numbers, and true may mean either: each row has both. As indices, 0 and 1 are safe.
+            # An integer tensor may be a mask, in which 1 may mean kept or hidden, so each row gets both values. It may
+            # also be indices, for which 0 and 1 are in range.
             drawn = torch.randint(2, value.shape, generator=self._generator, device=self._device)
             if value.ndim and value.size(-1) > 1:
                 drawn[..., 0], drawn[..., 1] = 0, 1
@@ -145,7 +153,16 @@ class Trial:
         return None if "Cache" in type(value).__name__ else value
 
     def _results(self, block: nn.Module, params: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], str]:
-        """Outputs, and the gradients of a weighted sum of them by inputs and ``params``; or an error."""
+        """Run ``block`` forward and backward.
+
+        Args:
+            block: The block, whole or split.
+            params: The block's parameters, by name.
+
+        Returns:
+            The outputs, and the gradients of the inputs and ``params`` with respect to a randomly weighted sum of the
+            outputs, by name; and an empty text. If the block raises: nothing, and the error.
+        """
         args, kwargs = copy.deepcopy((self._args, self._kwargs))
         inputs = [
             tensor.requires_grad_()
@@ -163,7 +180,7 @@ class Trial:
                     for out in outputs
                 )
                 cast(Tensor, total).backward()  # type: ignore[no-untyped-call]
-        except Exception as error:  # of the user's code, that meets shapes it does not expect
+        except Exception as error:  # The user's code may raise anything on shapes that it does not expect.
             text = str(error).strip().split("\n")[0]
             return {}, f"it raises {type(error).__name__}: {text}"
         results = {f"output {index}": out.detach() for index, out in enumerate(outputs)}
@@ -175,6 +192,10 @@ class Trial:
         return results, ""
 
     def _worst(self, actual: Mapping[str, Tensor]) -> float:
+        """Return the largest relative difference of ``actual`` from the whole block's results.
+
+        The difference of a tensor is relative to its norm, or to 1% of the largest norm if that is greater.
+        """
         if actual.keys() != self._expected.keys():
             return math.inf
         floor = 1e-2 * max(float(tensor.norm()) for tensor in self._expected.values())
@@ -188,5 +209,5 @@ class Trial:
 
 
 def _listed(value: Any) -> Any:
-    """A model's output as nested lists: it may be an object that counts as a mapping."""
+    """Return the values of ``value`` as a list if it is a mapping, as model outputs of Hugging Face are."""
     return list(value.values()) if isinstance(value, Mapping) else value

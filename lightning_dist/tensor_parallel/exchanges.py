@@ -1,15 +1,16 @@
-"""What tensor-parallel ranks exchange in a forward, each with its counterpart in the backward.
+"""Differentiable collectives between the ranks of ``tp``.
 
-The counterpart of a counterpart is the exchange itself, so that backwards can be differentiated again.
+Each function runs one exchange in the forward and its adjoint in the backward. The adjoint's own backward is the first
+exchange again, so that a backward can be differentiated once more.
 
-After Megatron-LM (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053, section 3; Korthikanti et al., 2022,
-https://arxiv.org/abs/2205.05198, section 4.2, for those that split the sequence):
+They follow Megatron-LM (Shoeybi et al., 2019, https://arxiv.org/abs/1909.08053, section 3; those that split the
+sequence: Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198, section 4.2):
 
 ======================  ======================================  ==========================
 function                forward                                 backward
 ======================  ======================================  ==========================
-:func:`copy_to`         as it is                                sum over the ranks
-:func:`sum_from`        sum over the ranks                      as it is
+:func:`copy_to`         identity                                sum over the ranks
+:func:`sum_from`        sum over the ranks                      identity
 :func:`gather`          all ranks' parts along a dimension      this rank's part
 :func:`split`           this rank's part along a dimension      all ranks' parts
 :func:`gather_to`       all ranks' parts along a dimension      this rank's part of the sum
@@ -30,43 +31,52 @@ from lightning_dist.collectives import direct_all_gather
 
 __all__ = ["copy_all_to", "copy_to", "gather", "gather_to", "scatter_from", "split", "sum_from", "whole"]
 
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name from torch 2.13 on
+# torch 2.13 has new names for both collectives.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 
 
 def copy_to(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Enter a part of the model that is split: the same input on all ranks, whose gradient is the sum of theirs."""
+    """Enter a split part of the model: return ``tensor``, the same on all ranks, and sum its gradient over the ranks.
+
+    Args:
+        tensor: The input of the split layers.
+        group: Process group of the ranks of ``tp``; the other functions of this module take the same.
+    """
     return _exchange(tensor, group, 0, _same, _summed)
 
 
 def copy_all_to(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """As :func:`copy_to` for each, and one exchange for all their gradients."""
+    """Apply :func:`copy_to` to each of ``tensors``, and sum all of their gradients in one all-reduce.
+
+    A tensor that was not used gets no gradient; all ranks must use the same ones.
+    """
     results: tuple[Tensor, ...] = _CopyAll.apply(group, *tensors)  # type: ignore[no-untyped-call]
     return list(results)
 
 
 def sum_from(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Leave a part of the model that is split: each rank has a summand."""
+    """Leave a split part of the model: sum ``tensor``, of which each rank has a summand, over the ranks."""
     return _exchange(tensor, group, 0, _summed, _same)
 
 
 def gather(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """The whole of a tensor of which each rank has a part along ``dim``, for all ranks to go on with alike."""
+    """All-gather ``tensor``, of which each rank has a part along ``dim``; all ranks must use the result alike."""
     return _exchange(tensor, group, dim, whole, _part)
 
 
 def split(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """This rank's part along ``dim`` of a tensor that all have alike, for each rank to go on with its own."""
+    """Return this rank's part along ``dim`` of ``tensor``, which is the same on all ranks."""
     return _exchange(tensor, group, dim, _part, whole)
 
 
 def gather_to(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Enter a part of the model that is split, from tensors of which each rank has a part along ``dim``."""
+    """Enter a split part of the model: all-gather ``tensor`` along ``dim``, and reduce-scatter its gradient."""
     return _exchange(tensor, group, dim, whole, _part_of_sum)
 
 
 def scatter_from(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Leave a part of the model that is split: each rank has a summand, and gets its part of the sum along ``dim``."""
+    """Leave a split part of the model: reduce-scatter ``tensor``, of which each rank has a summand, along ``dim``."""
     return _exchange(tensor, group, dim, _part_of_sum, whole)
 
 
@@ -84,7 +94,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        # The exchange of a gradient has the forward's exchange as its own backward.
+        # The backward of the gradient's exchange is the forward's exchange.
         forward, backward = ctx.exchanges
         return _exchange(gradient, ctx.group, ctx.dim, backward, forward), None, None, None, None
 
@@ -93,7 +103,7 @@ class _CopyAll(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: dist.ProcessGroup, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.group = group
-        ctx.set_materialize_grads(False)  # a tensor that was not used has no gradient, rather than zeros
+        ctx.set_materialize_grads(False)  # The gradient of a tensor that was not used is None, rather than zeros.
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
@@ -121,8 +131,8 @@ def _part(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def whole(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """As :func:`gather`, without a backward."""
-    # Concatenated along the first dimension, which is what the backends do, and put in place afterwards.
+    """All-gather ``tensor`` along ``dim``, as :func:`gather` does, but without a backward."""
+    # Backends concatenate along the first dimension, so dim is moved there and back.
     first = tensor.movedim(dim, 0).contiguous()
     chunks = first.new_empty((group.size(), *first.shape))
     if dist.get_backend(group) == "gloo":
@@ -135,7 +145,7 @@ def whole(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 def _part_of_sum(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     first = tensor.movedim(dim, 0).contiguous()
     chunks = first.view(group.size(), -1, *first.shape[1:])
-    if dist.get_backend(group) == "gloo":  # whose own sends as many bytes as an all-reduce
+    if dist.get_backend(group) == "gloo":  # Gloo's own reduce-scatter sends as many bytes as an all-reduce.
         received = torch.empty_like(chunks)
         dist.all_to_all_single(received, chunks, group=group)
         part = received.sum(0)

@@ -1,4 +1,4 @@
-"""Where hidden states can be split along the sequence: found in what was seen of a step, and tried on numbers."""
+"""Find where hidden states can be split along the sequence: from the record of a step, confirmed by trials."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from lightning_dist.tracing import tensors_in
 __all__ = ["SequenceFinder"]
 
 Difference = Callable[[str, Mapping[str, Entry], Mapping[str, Mapping[str, int]], SplitSequence | None], str]
+"""Tries a block (name, entries, sizes, split sequence), and returns how it differs from the whole; empty: it does not.
+
+In the split sequence the block's name is :data:`~lightning_dist.tensor_parallel.confirm.BLOCK`.
+"""
 
 
 class SequenceFinder:
-    """Looks for blocks that follow upon each other, and for what in them needs all tokens.
+    """Find chains of blocks whose hidden states can be split, and the modules in them that need all tokens.
 
     Args:
         blocks: The model's blocks, by full name.
-        provenance: What was seen of a step.
-        num_ranks: Over how many ranks tokens are split.
-        sharing: Blocks that have a parameter, or run a module, that is used outside of them, too.
-        difference: Tries a block, by its name, with what becomes of its modules, its sizes, and a split sequence in
-            which it is called :data:`~lightning_dist.tensor_parallel.confirm.BLOCK`; returns what is wrong.
+        provenance: The record of a step of the model.
+        num_ranks: Number of ranks that tokens are split over.
+        sharing: Names of the blocks with a parameter that is also held outside of the block.
+        difference: Function that tries a block; see :data:`Difference`.
     """
 
     def __init__(
@@ -50,11 +53,15 @@ class SequenceFinder:
     def find(
         self, entries: Mapping[str, Entry], sizes: Mapping[str, Mapping[str, int]]
     ) -> tuple[SplitSequence | None, str]:
-        """Where hidden states can be split along the sequence, or None, and why not there, or not everywhere.
+        """Find where hidden states can be split along the sequence.
 
         Args:
-            entries: What becomes of the model's modules.
-            sizes: As of :class:`~lightning_dist.tensor_parallel.plan.Plan`.
+            entries: Full module name to entry of the plan.
+            sizes: The ``sizes`` of the :class:`~lightning_dist.tensor_parallel.plan.Plan`.
+
+        Returns:
+            Where they are split, or None if nowhere; and the reasons why other chains of blocks are not, or an empty
+            text.
         """
         provenance = self._provenance
         counts = Counter(call.name for call in provenance.calls if call.name in self._blocks)
@@ -67,7 +74,7 @@ class SequenceFinder:
                     why = f"{name} runs more than once in a step"
                     break
                 if name in self._sharing:
-                    why = f"{name} shares parameters with what is outside of it"
+                    why = f"{name} shares parameters with modules outside of it"
                     break
                 if any(getattr(module, "gradient_checkpointing", False) for module in self._blocks[name].modules()):
                     why = "the model checkpoints by itself; use activation_checkpointing=True of the strategy"
@@ -97,7 +104,7 @@ class SequenceFinder:
         return replace(found, chains=tuple(chains)), why_not
 
     def _chains(self) -> list[list[str]]:
-        """Blocks of which each is given what the one before returned, and nobody else looks at that."""
+        """Return the chains of blocks: each is given the output of the one before, and no other code uses that."""
         chains: list[list[str]] = []
         before: Tensor | None = None
         for call in self._provenance.calls:
@@ -115,10 +122,11 @@ class SequenceFinder:
     def _of_block(
         self, name: str, entries: Mapping[str, Entry], sizes: Mapping[str, Mapping[str, int]]
     ) -> tuple[SplitSequence | None, str]:
+        """Find how hidden states can be split inside one block, and try it; else return None and the reason."""
         call = self._calls[name]
         kind, stream = type(self._blocks[name]).__name__, _stream(call)
         if stream is None:
-            return None, f"{kind} is given no hidden states of the shape that it returns"
+            return None, f"{kind} has no floating-point argument of the shape of its output"
         hidden = _argument(call, stream)
         of_block = {key: entry for key, entry in entries.items() if key.startswith(f"{name}.")}
         rows = [key for key, entry in of_block.items() if entry.style == "rowwise"]
@@ -150,7 +158,7 @@ class SequenceFinder:
 
 
 def _around(names: Sequence[str]) -> str:
-    """The innermost module that all of these are in."""
+    """Return the name of the innermost module that contains, or is, every module of ``names``."""
     parts = [name.split(".") for name in names]
     common = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
     return ".".join(level[0] for level in common)
@@ -166,7 +174,10 @@ def _argument(call: Call, key: int | str) -> Tensor:
 
 
 def _stream(call: Call) -> int | str | None:
-    """The argument that holds the hidden states: the first of the shape of what is returned."""
+    """Return the argument with the hidden states: the first one with the shape of the first returned tensor.
+
+    It is None if there is none, or if that argument has no floating-point dtype.
+    """
     output = next(tensors_in(_values(call.output)), None)
     named: Sequence[tuple[int | str, object]] = [*enumerate(call.args), *call.kwargs.items()]
     for key, value in named:
@@ -176,6 +187,6 @@ def _stream(call: Call) -> int | str | None:
 
 
 def _arguments_like(call: Call, hidden: Tensor) -> tuple[int | str, ...]:
-    """The arguments that were computed from the hidden states, token by token as it seems."""
+    """Return the arguments that seem to be computed from the hidden states token by token (see ``is_stream``)."""
     named: Sequence[tuple[int | str, object]] = [*enumerate(call.args), *call.kwargs.items()]
     return tuple(key for key, value in named if isinstance(value, torch.Tensor) and is_stream(value, hidden))

@@ -1,4 +1,4 @@
-"""Tensors with a dimension of attention heads that enter and leave a module in which each rank has heads of its own."""
+"""Split tensors with a dimension of attention heads on entry to a split module, and gather them on return."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from lightning_dist.tracing import tensors_in
 __all__ = ["add_head_hooks"]
 
 DIM = -3
-"""Heads lie along that dimension of attention scores: ``(..., heads, queries, keys)``."""
+"""The dimension of attention scores that heads lie along: ``(..., heads, queries, keys)``."""
 
 
 def add_head_hooks(module: nn.Module, plan: SplitHeads, group: dist.ProcessGroup, is_off: Callable[[], bool]) -> None:
-    """Give ``module`` this rank's heads of what it is given, and let it return all heads.
+    """Add hooks to ``module`` that split heads of its arguments over the ranks, and gather heads of its outputs.
 
-    A tensor that it returns as it was given, such as a position bias that one block hands on to the next, is not
-    gathered again.
+    An argument that the module returns unchanged, such as a position bias that blocks pass on to each other, is not
+    gathered: the caller gets back the tensor that it passed.
 
     Args:
-        module: The module; its layers are split.
-        plan: Which of its tensors have heads.
-        group: The ranks of ``tp``.
-        is_off: Whether the module has all heads now.
+        module: A module whose layers are split.
+        plan: The arguments and outputs of the module that have a dimension of heads.
+        group: Process group of the ranks of ``tp``.
+        is_off: Function that returns whether the hooks must do nothing, because the module holds whole parameters now.
     """
-    entered: list[tuple[Tensor, Tensor]] = []  # this rank's heads, and all of them
+    entered: list[tuple[Tensor, Tensor]] = []  # pairs of this rank's heads and the argument with all heads
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entered.clear()
@@ -53,14 +53,14 @@ def add_head_hooks(module: nn.Module, plan: SplitHeads, group: dist.ProcessGroup
         entered.clear()
         return result
 
-    # torch.compile would trace into them, and is no faster for it: collectives end a graph.
+    # torch.compile gains nothing by tracing into the hooks, since collectives break the graph.
     disable = cast(Callable[[Any], Any], torch.compiler.disable)
     module.register_forward_pre_hook(disable(enter), with_kwargs=True)
     module.register_forward_hook(disable(leave))
 
 
 def _own_heads(tensor: Tensor, num_heads: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's heads of a tensor, which has all of them once, or for each sample."""
+    """Return this rank's heads of ``tensor``, in which the dimension of heads may repeat all heads for each sample."""
     size = tensor.size(DIM)
     per_sample = tensor.unflatten(DIM, (size // num_heads, num_heads))  # type: ignore[no-untyped-call]
     own = exchanges.split(per_sample, group, DIM) if tensor.requires_grad else _part(per_sample, group)
@@ -74,7 +74,15 @@ def _part(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _with_all_heads(
     output: Any, indices: tuple[int, ...], entered: list[tuple[Tensor, Tensor]], group: dist.ProcessGroup
 ) -> Any:
-    """Return what a module returns, with all heads in the tensors of ``indices``."""
+    """Return ``output`` with all heads in the tensors at ``indices``. A collective for each of them.
+
+    Args:
+        output: The value that the module returned.
+        indices: Indices of the tensors to gather, in the order of :func:`~lightning_dist.tracing.tensors_in`.
+        entered: Pairs of a tensor that the module was given, with this rank's heads, and the same with all heads. A
+            returned tensor that is the first of a pair is replaced by the second.
+        group: Process group of the ranks of ``tp``.
+    """
     number = -1
 
     def change(value: Any) -> Any:

@@ -1,7 +1,8 @@
-"""A plan from what was seen of a step, for what nobody has given one.
+"""Infer a tensor-parallel plan from the recorded data flow of a step.
 
-Layers whose output is added to the hidden states are ``rowwise``, those that feed only them ``colwise``; a head with as
-many outputs as an embedding has rows is split along the vocabulary, and so is the embedding.
+Layers whose output is added to the hidden states become ``rowwise``, and the layers that feed only those become
+``colwise``. A head with as many outputs as an embedding has rows is split along the vocabulary, and so is the
+embedding.
 """
 
 from __future__ import annotations
@@ -25,16 +26,16 @@ _HEADS = re.compile(r"(num|n)_.*heads?$|(num|n)_head$")
 
 @dataclass(frozen=True)
 class Group:
-    """Layers that can be split together: a ``rowwise`` one, and those that feed it.
+    """Represent layers that must be split together: a ``rowwise`` layer and those that feed it.
 
     Args:
         row: Full name of the ``rowwise`` layer.
         cols: Full names of the ``colwise`` layers.
-        between: Full names of the norms of what the ``colwise`` layers return.
-        num_packed: How many layers the only ``colwise`` one seems to be.
-        parameters: Full names of other parameters that what feeds the ``rowwise`` layer is computed with, to the
-            dimension that heads or features lie along.
-        heads: Full name of the module around the group, to its tensors that have a dimension of heads.
+        between: Full names of the modules, such as norms, that the output of the ``colwise`` layers passes through.
+        num_packed: Number of layers that seem to be packed in the group's only ``colwise`` layer; 1 if there are more.
+        parameters: Full names of other parameters that the input of the ``rowwise`` layer is computed with, to the
+            dimension that the heads or features lie along.
+        heads: Full name of the module around the group, to its arguments and outputs with a dimension of heads.
     """
 
     row: str
@@ -46,14 +47,15 @@ class Group:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The full names of all its modules."""
+        """Return the full names of the group's modules."""
         return (*self.cols, *self.between, self.row)
 
     def entries(self, num_packed: int | None = None) -> dict[str, Entry]:
-        """Return what becomes of its modules.
+        """Return the plan's entries of the group's modules.
 
         Args:
-            num_packed: How many layers the only ``colwise`` one is; None: as many as it seems to be.
+            num_packed: Number of layers that are packed in the group's only ``colwise`` layer; None: the group's own
+                ``num_packed``.
         """
         number = self.num_packed if num_packed is None else num_packed
         col = Entry("packed_colwise" if number > 1 else "colwise", "inferred", num_packed=number)
@@ -67,34 +69,42 @@ class Group:
 
 @dataclass(frozen=True)
 class Inferred:
-    """What was inferred of a model.
+    """Represent the plan that was inferred for a model.
 
     Args:
-        groups: Layers that can be split together.
-        vocabulary: Full names of embeddings and heads to what becomes of them.
+        groups: The groups of layers that can be split.
+        vocabulary: Full names of embeddings and output heads to their entries.
     """
 
     groups: Sequence[Group]
     vocabulary: Mapping[str, Entry]
 
     def entries(self) -> dict[str, Entry]:
-        """Return what becomes of all modules."""
+        """Return the entries of all modules, by full name."""
         return {name: entry for group in self.groups for name, entry in group.entries().items()} | dict(self.vocabulary)
 
 
 def inferred(root: nn.Module, provenance: Provenance, num_ranks: int) -> Inferred:
-    """Find what can be split of ``root``; what is not in it is replicated.
+    """Find the modules of ``root`` that can be split; modules that the result does not name are replicated.
 
     Args:
         root: The model.
-        provenance: What was seen of a step of it.
-        num_ranks: Over how many ranks it is split.
+        provenance: The record of a step of the model.
+        num_ranks: Number of ranks that layers are split over.
     """
     return Inferred(list(_groups(root, provenance, num_ranks)), _vocabulary(root, provenance, num_ranks))
 
 
 def innermost_around(names: Iterable[str], among: Mapping[str, object]) -> str:
-    """Return the innermost of the modules ``among`` that all modules of ``names`` are in, or are; empty: none is."""
+    """Return the innermost module that contains, or is, every module of ``names``.
+
+    Args:
+        names: Full names of modules.
+        among: Full names of the modules to choose from, as keys.
+
+    Returns:
+        Its full name; empty if there is none.
+    """
     parts = [name.split(".") for name in names]
     common = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))]
     while common and ".".join(common) not in among:
@@ -136,7 +146,21 @@ def _groups(root: nn.Module, provenance: Provenance, num_ranks: int) -> Iterator
 
 
 def _num_heads(root: nn.Module, around: str, names: Sequence[str], row: LinearLayer, num_ranks: int) -> int | None:
-    """Return how many attention heads the features that enter a layer are, as the modules around it say."""
+    """Return the number of attention heads that the input features of a ``rowwise`` layer consist of.
+
+    It is the largest fitting value of attributes such as ``num_heads``, or derived from ``head_dim``, of the modules
+    in ``around`` that contain the layers.
+
+    Args:
+        root: The model.
+        around: Full name of the module around the group.
+        names: Full names of the group's layers.
+        row: The ``rowwise`` layer.
+        num_ranks: Number of ranks that layers are split over; the number of heads must divide by it.
+
+    Returns:
+        The number of heads; None if no attribute has one that fits.
+    """
     owners = {name[: match.start()] for name in names for match in re.finditer(r"\.", name)}
     modules = [root.get_submodule(owner) for owner in owners if owner == around or owner.startswith(f"{around}.")]
     counts = [
@@ -153,7 +177,15 @@ def _num_heads(root: nn.Module, around: str, names: Sequence[str], row: LinearLa
 def _parameters(
     root: nn.Module, names: Iterable[str], provenance: Provenance, row: LinearLayer, heads: int | None
 ) -> Iterator[tuple[str, int]]:
-    """Find the dimension of heads or features of free parameters, and of those of tables of positions."""
+    """Yield free parameters and position tables with a dimension of heads or features, and that dimension.
+
+    Args:
+        root: The model.
+        names: Full names of free parameters, or of modules that hold parameters.
+        provenance: The record of a step of the model.
+        row: The ``rowwise`` layer of the group.
+        heads: Number of heads; None: it is not known.
+    """
     params = dict(root.named_parameters())
     for name in sorted(names):
         for full_name in [name] if name in params else [key for key in params if key.rpartition(".")[0] == name]:
@@ -163,11 +195,18 @@ def _parameters(
 
 
 def _heads(call: Call, provenance: Provenance, heads: int, into_row: set[str]) -> Iterator[tuple[str, SplitHeads]]:
-    """Find what a module is given, and returns, that is as attention scores are: (..., heads, queries, keys)."""
+    """Find the arguments and outputs of a module that have the shape ``(..., heads, queries, keys)``.
+
+    Args:
+        call: A call of the module around the group.
+        provenance: The record of a step of the model.
+        heads: Number of heads.
+        into_row: Sources of the input of the ``rowwise`` layer. Tensors that come from other layers are left out.
+    """
 
     def has_heads(value: object) -> bool:
         if not isinstance(value, Tensor) or value.ndim < 3 or not isinstance(value.size(-3), int):
-            return False  # the size of what depends on values is not known
+            return False  # A symbolic size depends on values, which fake tensors do not have.
         return value.size(-3) == heads or (value.ndim == 3 and value.size(-3) % heads == 0)
 
     named: list[tuple[int | str, object]] = [*enumerate(call.args), *call.kwargs.items()]
@@ -187,7 +226,7 @@ def _heads(call: Call, provenance: Provenance, heads: int, into_row: set[str]) -
 
 
 def _vocabulary(root: nn.Module, provenance: Provenance, num_ranks: int) -> dict[str, Entry]:
-    """Find the head and the embedding of a language model."""
+    """Return entries for the output head of a language model and the embedding with the same vocabulary."""
     modules = {name: root.get_submodule(name) for name in provenance.called}
     embeddings = {
         name: module

@@ -1,4 +1,4 @@
-"""The layers that can be split, and where their features are."""
+"""Describe the layers that can be split, and along which dimension of their weight their features lie."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ __all__ = ["LinearLayer", "linear_layer", "looks_at_tokens", "num_heads", "share
 
 @dataclass(frozen=True)
 class LinearLayer:
-    """Where the features of a linear layer are in its parameters.
+    """Represent along which dimensions of its weight the features of a linear layer lie.
 
     Args:
-        in_dim: The weight's dimension of the input features.
-        out_dim: That of the output features.
-        in_features: Their number.
-        out_features: Their number.
-        out_size: The attribute that its forward reads the number of output features from, if it does.
+        in_dim: Dimension of the weight that the input features lie along.
+        out_dim: Dimension of the weight that the output features lie along.
+        in_features: Number of input features.
+        out_features: Number of output features.
+        out_size: Name of the attribute from which the layer's forward reads the number of output features; None: it
+            reads none.
     """
 
     in_dim: int
@@ -30,19 +31,19 @@ class LinearLayer:
 
 
 def linear_layer(module: nn.Module) -> LinearLayer | None:
-    """Describe ``module``, if it is a linear layer whose weight is stored, and not computed in its forward."""
+    """Describe ``module``; None if it is no linear layer, or its weight is computed rather than stored."""
     if module._parameters.get("weight") is None:
         return None
     if isinstance(module, nn.Linear):
         return LinearLayer(1, 0, module.in_features, module.out_features)
-    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # Hugging Face's, of GPT-2
+    if type(module).__name__ == "Conv1D" and hasattr(module, "nf"):  # Hugging Face's linear layer of GPT-2
         in_features, out_features = cast(Tensor, module.weight).shape
         return LinearLayer(0, 1, in_features, out_features, "nf")
     return None
 
 
 def why_not_split(embedding: nn.Embedding) -> str:
-    """Return the argument of ``embedding`` that needs the whole table on each rank; empty if there is none."""
+    """Return the options of ``embedding`` that need the whole table on each rank; empty if none of them is set."""
     wanted = {
         "max_norm": embedding.max_norm is not None,
         "scale_grad_by_freq=True": embedding.scale_grad_by_freq,
@@ -52,12 +53,28 @@ def why_not_split(embedding: nn.Embedding) -> str:
 
 
 def looks_at_tokens(embedding: nn.Embedding) -> bool:
-    """Return whether ``embedding`` has a forward of its own, to which a split table would give other tokens."""
+    """Return whether ``embedding`` overrides ``forward``, so that its code may use the token ids itself.
+
+    Splitting the table changes the token ids that ``forward`` is given.
+    """
     return type(embedding).forward is not nn.Embedding.forward
 
 
 def shared_heads(root: nn.Module, name: str, num_ranks: int) -> int | None:
-    """How many heads a layer of keys or values has, if they are so few that several ranks use the same."""
+    """Return how many heads a key or value layer has, if there are fewer of them than ranks.
+
+    Several ranks then use the same head.
+
+    Args:
+        root: The model.
+        name: Full name of the layer.
+        num_ranks: Number of ranks that layers are split over.
+
+    Returns:
+        The number of heads; None if the layer is no such layer: the module around it has no ``head_dim``, there are as
+        many heads as ranks or more, their number does not divide that of the ranks, or no layer beside it has more
+        output features, as the query layer would.
+    """
     parent_name, _, _ = name.rpartition(".")
     parent, layer = root.get_submodule(parent_name), linear_layer(root.get_submodule(name))
     heads = None if layer is None else num_heads(parent, layer.out_features)
@@ -68,6 +85,11 @@ def shared_heads(root: nn.Module, name: str, num_ranks: int) -> int | None:
 
 
 def num_heads(parent: nn.Module | None, features: int) -> int | None:
-    """How many attention heads a layer's features are, where the module that it is in says of how many each is."""
+    """Return how many attention heads ``features`` are, if ``parent`` has a ``head_dim`` that divides them, else None.
+
+    Args:
+        parent: The module that the layer is in.
+        features: Number of input or output features of the layer.
+    """
     head_dim = getattr(parent, "head_dim", None)
     return features // head_dim if isinstance(head_dim, int) and features % head_dim == 0 else None

@@ -1,7 +1,8 @@
-"""Which modules of a model are split over ``tp``, how, and who says so.
+"""Represent a tensor-parallel plan: which modules of a model are split over ``tp``, in which style, and at whose word.
 
-The user (names with wildcards, from the strategy's arguments or the module's ``tensor_parallel_plan()``), then a
-Hugging Face model (``_tp_plan``). What these leave out is inferred (``infer``), or replicated.
+The user's plan (names with wildcards, from the strategy's arguments or the module's ``tensor_parallel_plan()``) goes
+before that of a Hugging Face model (``_tp_plan``). Modules that neither names are split as ``infer`` finds, or
+replicated.
 """
 
 from __future__ import annotations
@@ -29,36 +30,37 @@ __all__ = [
 ]
 
 STYLES: dict[str, str] = {
-    "colwise": "each rank has some of the output features, and they stay apart",
-    "packed_colwise": "several colwise layers in one, one after another: packed_colwise:3 for query, key and value",
+    "colwise": "each rank has some of the output features, and they are not gathered",
+    "packed_colwise": "several colwise layers in one weight: packed_colwise:3 for query, key and value",
     "rowwise": "each rank has some of the input features; the ranks' outputs are summed",
     "colwise_gather_output": "each rank has some of the output features; all of them are gathered",
-    "embedding_rowwise": "each rank has some of the vocabulary; the ranks' outputs are summed",
-    "replicate": "every rank has all of it",
-    "replicated_with_grad_allreduce": "every rank has all of it, uses it on its own features, and gradients are summed",
+    "embedding_rowwise": "each rank has some rows of the vocabulary; the ranks' outputs are summed",
+    "replicate": "every rank has the whole module",
+    "replicated_with_grad_allreduce": "every rank has the whole module and applies it to its own features; gradients"
+    " are summed",
 }
-"""The styles of a plan, by the names that Hugging Face gives them, and what each means."""
+"""The styles of a plan and their meaning, under the names that Hugging Face gives them."""
 
 _ALIASES = {"colwise_rep": "colwise_gather_output", "replicated": "replicate", "embedding": "embedding_rowwise"}
 _NOT_YET = {"packed_rowwise", "rowwise_split_input", "moe_tp_experts"}
-"""Styles of Hugging Face's plans that are answered by replicating."""
+"""Styles of Hugging Face's plans that are not supported: modules with such a style are replicated."""
 
 Source = Literal["user", "Hugging Face", "inferred"]
 
 
 class PlanError(ValueError):
-    """A plan that does not fit the model."""
+    """Report a plan that does not fit the model."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """What becomes of a module.
+    """Represent how a plan treats one module.
 
     Args:
         style: One of :data:`STYLES`.
-        source: Who patterns so.
-        why: What there is to add; empty: nothing.
-        num_packed: How many layers are in a ``packed_colwise`` one.
+        source: Whose plan the entry comes from.
+        why: The reason for the style, or another remark for the start-up table; empty: none.
+        num_packed: Number of layers that are packed in a ``packed_colwise`` one.
     """
 
     style: str
@@ -68,25 +70,30 @@ class Entry:
 
     @property
     def is_split(self) -> bool:
-        """Whether ranks have parts of it."""
+        """Return whether each rank holds a part of the module's parameters."""
         return not self.style.startswith("replicate")
 
     def replicated(self, why: str) -> Entry:
-        """The same module on every rank, because of ``why``."""
+        """Return an entry from the same source that replicates the module.
+
+        Args:
+            why: The reason, for the start-up table.
+        """
         return replace(self, style="replicate", why=why, num_packed=1)
 
 
 @dataclass(frozen=True)
 class SplitSequence:
-    """Where hidden states are split along the sequence, so that each rank has some of the tokens.
+    """Represent where hidden states are split along the sequence, so that each rank has some of the tokens.
 
-    An argument of a module is named by its position, or its keyword.
+    Modules are given by their full names, and arguments of a module by position or keyword.
 
     Args:
-        chains: Blocks that follow upon each other: before the first tokens are split, after the last gathered.
-        streams: The argument of a block that holds the hidden states.
-        regions: Modules inside blocks that need all tokens, and the arguments to gather.
-        layers: ``colwise`` layers that are in no region, and gather their input themselves.
+        chains: Sequences of blocks, each of which is given the output of the one before. Tokens are split before the
+            first block of a chain and gathered after the last.
+        streams: Block to the argument that holds its hidden states.
+        regions: Modules inside blocks that need all tokens, to the arguments that must be gathered for them.
+        layers: ``colwise`` layers outside of all regions; each gathers its own input.
     """
 
     chains: tuple[tuple[str, ...], ...]
@@ -97,14 +104,16 @@ class SplitSequence:
 
 @dataclass(frozen=True)
 class SplitHeads:
-    """Tensors of a module that are as attention scores are: ``(..., heads, queries, keys)``, such as position biases.
+    """Represent which tensors a split module takes and returns with a dimension of attention heads.
 
-    Outside of the module they have all heads; inside, where its layers are split, each rank has its own.
+    These are tensors of shape ``(..., heads, queries, keys)``, such as attention scores and position biases. They have
+    all heads outside of the module. Inside, where its layers are split, each rank has its own heads.
 
     Args:
-        num_heads: The number of all heads. A dimension of several times as many has them for each sample.
-        arguments: The arguments that are such tensors, by position or keyword.
-        outputs: Those of the tensors that it returns, by index, of which somebody needs all heads.
+        num_heads: The number of heads over all ranks. If the dimension is a multiple of it, it holds the heads of each
+            sample in turn.
+        arguments: The module's arguments that are such tensors, by position or keyword.
+        outputs: Index of each returned tensor that is used after the module with all heads.
     """
 
     num_heads: int
@@ -114,17 +123,20 @@ class SplitHeads:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is done to a model.
+    """Represent the tensor-parallel plan of a model.
 
     Args:
-        entries: Full name of a module to what becomes of it.
-        sizes: Full name of a module to those of its attributes that count heads or features, as they are on a rank.
+        entries: Full module name to the entry that says how the module is treated.
+        sizes: Full module name to the new values, on each rank, of its attributes that count heads or features.
         sequence: How hidden states are split along the sequence; None: they are not.
-        draws_random: Whether random numbers may be drawn, so that ranks must agree on them, or differ.
-        splits_logits: Whether the features of a ``colwise_gather_output`` layer stay apart until somebody needs all.
-        notes: What the start-up table is to say besides.
-        parameters: Full name of a parameter that hangs on no split layer to the dimension along which it is split.
-        heads: Full name of a module to its tensors that have a dimension of attention heads.
+        draws_random: Whether the model may draw random numbers; ranks must then draw the same ones where activations
+            are replicated, and different ones where they are split.
+        splits_logits: Whether the output of a ``colwise_gather_output`` layer stays split until a function needs the
+            whole of it.
+        notes: Further lines of the start-up table.
+        parameters: Full name of each split parameter that belongs to no split layer, to the dimension that it is split
+            along.
+        heads: Full module name to the tensors that the module takes or returns with a dimension of attention heads.
     """
 
     entries: Mapping[str, Entry]
@@ -137,24 +149,27 @@ class Plan:
     heads: Mapping[str, SplitHeads] = field(default_factory=dict)
 
     def outline(self) -> str:
-        """All that ranks must agree on: not why, which may have a device's name in it."""
+        """Return a text of all that ranks must agree on. It has no reasons, as they may name a rank's own device."""
         styles = {name: (entry.style, entry.num_packed) for name, entry in self.entries.items()}
         others = (self.sizes, self.sequence, self.draws_random, self.splits_logits, self.parameters, self.heads)
         return repr((styles, *others))
 
 
 def resolve_plan(root: nn.Module, user: Mapping[str, str] | None = None) -> dict[str, Entry]:
-    """What the user and Hugging Face say of ``root``, by full name of the module, in the order of definition.
+    """Merge the plans of the user and of Hugging Face for ``root``; the user's entries override the others.
 
     Args:
         root: The model.
-        user: Name to style. In a name ``*`` stands for one part between dots and ``**`` for any; it may leave out the
-            beginning (``layers.*.mlp.up`` for ``model.layers.0.mlp.up``). None: ``root.tensor_parallel_plan()`` where
-            it has that method.
+        user: Module name to style. In a name, ``*`` stands for one part between dots and ``**`` for one or more parts,
+            and the beginning may be left out (``layers.*.mlp.up`` for ``model.layers.0.mlp.up``). None:
+            ``root.tensor_parallel_plan()`` where it has that method.
+
+    Returns:
+        Full module name to entry, in the order in which the model defines its modules.
 
     Raises:
-        PlanError: If a name matches no module, or two match the same one, or a style is unknown. The text has the
-            nearest that would do.
+        PlanError: If a name matches no module, or two names match the same one, or a style is unknown. The text
+            suggests the nearest valid names.
     """
     if user is None:
         method = getattr(root, "tensor_parallel_plan", None)
@@ -178,18 +193,22 @@ def resolve_plan(root: nn.Module, user: Mapping[str, str] | None = None) -> dict
 def with_tied(
     root: nn.Module, entries: Mapping[str, Entry], readers: Mapping[str, Collection[str]] | None = None
 ) -> dict[str, Entry]:
-    """Add the modules that share a split parameter with one that is named.
+    """Add entries for the modules that share a split parameter with a module in ``entries``.
 
-    Where one of them cannot be split, all of them are replicated.
+    Where one of the modules that share a parameter cannot be split, all of them are replicated.
 
     Args:
         root: The model.
-        entries: Full name of a module to what becomes of it.
-        readers: Full name of a parameter to the modules whose code uses it: one on which it hangs without being used
-            there need not be split. None: it is not known.
+        entries: Full module name to entry.
+        readers: Full parameter name to the names of the modules whose code uses it. A module that holds the parameter
+            without using it needs no entry. None: it is not known which modules use a parameter, and each that holds
+            it needs one.
+
+    Returns:
+        Full module name to entry, in the order in which the model defines its modules.
 
     Raises:
-        PlanError: If the user has asked for the split.
+        PlanError: If a module that cannot be split is tied to one that the user wants split.
     """
     split = {
         param: name
@@ -210,7 +229,10 @@ def with_tied(
         elif linear_layer(module) is not None and first.style == "embedding_rowwise":
             style = "colwise_gather_output"
         elif first.source == "user":
-            raise PlanError(f"plan: {name} is tied to {tied[0]}, and would have to be split as well: {first.style}.")
+            raise PlanError(
+                f"plan: {name} is tied to {tied[0]}, which is split as {first.style}, and cannot be split itself: use"
+                f" replicate for {tied[0]}."
+            )
         else:
             alike = _sharing(root, entries, tied[0])
             why = f"tied to {name}, which cannot be split"
@@ -220,7 +242,10 @@ def with_tied(
 
 
 def _sharing(root: nn.Module, entries: Mapping[str, Entry], name: str) -> set[str]:
-    """Those of ``entries`` that share a parameter with ``name``, itself, or with one that does."""
+    """Return the names in ``entries`` that share parameters with ``name``, directly or through other entries.
+
+    ``name`` itself is among them.
+    """
     params = {key: set(root.get_submodule(key).parameters(recurse=False)) for key in entries}
     found, shared = {name}, params[name]
     while more := {key for key, own in params.items() if key not in found and own & shared}:
@@ -230,7 +255,7 @@ def _sharing(root: nn.Module, entries: Mapping[str, Entry], name: str) -> set[st
 
 
 def _hugging_face(root: nn.Module) -> Iterator[tuple[str, Entry]]:
-    """What the outermost Hugging Face models in ``root`` say of their modules."""
+    """Yield module names and entries from the ``_tp_plan`` of the outermost Hugging Face models in ``root``."""
     inside: set[nn.Module] = set()
     for prefix, model in root.named_modules():
         plan = getattr(model, "_tp_plan", None)
@@ -252,7 +277,7 @@ def _hugging_face(root: nn.Module) -> Iterator[tuple[str, Entry]]:
 
 
 def _parse(pattern: str, text: str) -> tuple[str, int]:
-    """A style as it is written, and how many layers are packed in one."""
+    """Split the text of a style, such as ``packed_colwise:3``, into the style and the number of packed layers."""
     style, _, number = text.partition(":")
     known = [*STYLES, *_ALIASES]
     if style not in known:

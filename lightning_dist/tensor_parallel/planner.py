@@ -1,6 +1,8 @@
-"""What is done to a model: what the user and Hugging Face say, or what is inferred, and tried on numbers in any case.
+"""Find the tensor-parallel plan of a model.
 
-What does not compute the same as the whole block is refused if the user has asked for it, and replicated otherwise.
+The plans of the user and of Hugging Face come first; the rest is inferred from a step on fake tensors. Each block is
+then split and compared with the whole block on random inputs (``confirm``). If the results differ, a split that the
+user has asked for is refused, and any other is replaced by replicating the modules.
 """
 
 from __future__ import annotations
@@ -40,17 +42,18 @@ __all__ = ["StepTrace", "TensorParallelConfig", "find_plan", "make_plan"]
 
 @dataclass(frozen=True)
 class TensorParallelConfig:
-    """Say how layers are split over ``tp``.
+    """Configure how layers are split over ``tp``.
 
     Args:
-        plan: See :func:`~lightning_dist.tensor_parallel.resolve_plan`.
-        is_strict: Whether to raise where no plan can be inferred, or one that was inferred does not compute the same.
-        sequence_parallel: Whether hidden states are split along the sequence; None: where that computes the same.
-        loss_parallel: Whether logits stay split along the vocabulary; None: unless a step needs the whole of them.
-        step: Runs a step of the module on a batch, which is made of what its argument makes of each tensor; None: no
-            step is known, and ``why_no_step`` says why.
-        why_no_step: See ``step``.
-        planned: The plan of a module of which this one is a copy; None: a plan is to be found.
+        plan: The user's plan, module name to style; see :func:`~lightning_dist.tensor_parallel.resolve_plan`.
+        is_strict: Whether to raise an error if no plan can be inferred, or if a block that is split as inferred does
+            not compute the same as the whole block.
+        sequence_parallel: Whether hidden states are split along the sequence; None: wherever that computes the same.
+        loss_parallel: Whether logits stay split along the vocabulary; None: unless the step needs whole logits.
+        step: Runs one step of the module. It is given a function that makes a fake tensor of a real one, and passes
+            each tensor of the batch through it. None: no step can be run, for the reason in ``why_no_step``.
+        why_no_step: The reason why ``step`` is None.
+        planned: The plan of the module that this one is a copy of; None: find a plan.
     """
 
     plan: Mapping[str, str] | None = None
@@ -65,17 +68,18 @@ class TensorParallelConfig:
 def find_plan(
     root: nn.Module, units: Sequence[Unit], config: TensorParallelConfig, mesh: DeviceMesh, num_shards: int
 ) -> Plan:
-    """Return the plan by which ``root`` is split. A collective over all processes.
+    """Find the plan by which ``root`` is split. A collective over all processes.
 
     Args:
-        root: The model, whole.
+        root: The model, not split yet.
         units: The model's units.
         config: How layers are split.
-        mesh: The mesh of the ranks of ``tp``.
-        num_shards: The number of ranks over which FSDP2 shards what a rank then has.
+        mesh: The one-dimensional mesh of the ranks of ``tp``.
+        num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
 
     Raises:
-        PlanError: If the plan of the user matches no module, or does not compute the same.
+        PlanError: If a name in the user's plan matches no module, or a block that is split as the user says does not
+            compute the same as the whole block.
         OtherRankError: If ranks have found different plans.
     """
     if config.planned is not None:
@@ -104,11 +108,11 @@ def find_plan(
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What is known of a model from one step on fake tensors.
+    """Represent the record of one step of a model on fake tensors.
 
     Args:
-        provenance: What was observed; None: nothing could be.
-        why_not: Why it ended early, or could not begin; empty: it ran to its end.
+        provenance: The recorded data flow; None: no step could be run.
+        why_not: Why the step ended early or could not begin; empty: it ran to its end.
     """
 
     provenance: Provenance | None
@@ -127,32 +131,37 @@ def make_plan(
     splits_sequence: bool | None = None,
     splits_logits: bool | None = None,
 ) -> Plan:
-    """What is done to ``root``. A collective over all ranks.
+    """Make the plan of ``root``, and try it block by block. A collective over all ranks.
 
     Args:
         root: The model.
-        blocks: Its repeated blocks, by full name.
-        explicit: What the user and Hugging Face say of its modules; empty: a plan is inferred.
-        seen: What is known of its steps.
-        mesh: The ranks of ``tp``.
-        num_shards: Over how many ranks FSDP2 shards what a rank then has.
-        is_strict: Raise where an inferred plan does not compute the same, or none can be inferred.
-        splits_sequence: Whether hidden states are split along the sequence; None: where that computes the same.
-        splits_logits: Whether logits stay split; None: unless the step was seen to need the whole.
+        blocks: The model's repeated blocks, by full name.
+        explicit: The entries that the user and Hugging Face give, by full module name; what they leave out is inferred.
+        seen: The record of a step of the model.
+        mesh: The one-dimensional mesh of the ranks of ``tp``.
+        num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
+        is_strict: Whether to raise an error if no plan can be inferred, or if a block that is split as inferred does
+            not compute the same as the whole block.
+        splits_sequence: Whether hidden states are split along the sequence; None: wherever that computes the same.
+        splits_logits: Whether logits stay split; None: unless the recorded step needs whole logits.
 
     Raises:
-        PlanError: If what the user says does not compute the same, or what he asks for cannot be done.
+        PlanError: If a block that is split as the user says does not compute the same as the whole block, or if
+            ``splits_sequence`` or ``splits_logits`` is True and cannot be fulfilled.
     """
     planner = _Planner(root, blocks, seen, mesh, num_shards, is_strict)
     plan = planner.plan(dict(explicit), splits_sequence, splits_logits)
     del planner
-    gc.collect()  # the copies of blocks: modules and their hooks refer to each other
+    gc.collect()  # The trials hold copies of blocks, whose modules and hooks are in reference cycles.
     return plan
 
 
 @dataclass(frozen=True)
 class _Split:
-    """What is done to a unit, or to all of them; as of :class:`~lightning_dist.tensor_parallel.plan.Plan`."""
+    """Represent the part of a plan that concerns one unit, or several of them.
+
+    The fields mean the same as those of :class:`~lightning_dist.tensor_parallel.plan.Plan`.
+    """
 
     entries: Mapping[str, Entry]
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
@@ -160,7 +169,7 @@ class _Split:
     heads: Mapping[str, SplitHeads] = field(default_factory=dict)
 
     def joined(self, *others: _Split) -> _Split:
-        """Return this and others together."""
+        """Merge this part of a plan with ``others``; later ones override earlier ones."""
         result = self
         for other in others:
             result = _Split(
@@ -172,7 +181,7 @@ class _Split:
         return result
 
     def inside(self, name: str) -> _Split:
-        """Return what is done to a module and to what is in it."""
+        """Return the part of this that concerns the module ``name`` and its submodules."""
         return _Split(
             {key: value for key, value in self.entries.items() if _is_inside(key, name)},
             {key: value for key, value in self.sizes.items() if _is_inside(key, name)},
@@ -186,7 +195,7 @@ def _is_inside(name: str, module: str) -> bool:
 
 
 def _candidates(group: Group) -> Iterator[_Split]:
-    """Ways to split a group, the likeliest first."""
+    """Yield the ways to split a group that are worth a trial, the likeliest first."""
     for num_packed in dict.fromkeys((group.num_packed, 1)):
         yield _Split(group.entries(num_packed), {}, group.parameters, group.heads)
         if group.parameters or group.heads:
@@ -214,7 +223,7 @@ class _Planner:
         self._calls: dict[str, Call] = {}
         if seen.provenance is not None:
             self._calls = {call.name: call for call in reversed(seen.provenance.calls)}
-        self._impossible: set[str] = set()  # errors of what cannot be split at all
+        self._impossible: set[str] = set()  # errors of splits that cannot even be tried
         self._notes: list[str] = []
         self._units: dict[str, nn.Module] = {}
         self._kept = _Split({})
@@ -241,17 +250,17 @@ class _Planner:
                 entries |= tried.entries
                 self._kept = self._kept.joined(tried)
                 groups = [group for group in groups if group not in its_groups]
-        for group in groups:  # those that are in no module that is called
+        for group in groups:  # The remaining groups are in no module whose call was recorded.
             entries |= self._untried(group)
         entries = {name: entries[name] for name, _ in self._root.named_modules() if name in entries}
         sizes = self._kept.sizes
         sequence: SplitSequence | None = None
-        why_not = "not asked for"
+        why_not = "sequence_parallel=False"
         if splits_sequence is not False:
             sequence, why_not = self._split_sequence(entries, sizes)
         if sequence is None and splits_sequence:
             raise PlanError(f"sequence_parallel=True: {why_not}")
-        entries = {name: self._said_of_keys(name, entry) for name, entry in entries.items()}
+        entries = {name: self._note_shared_heads(name, entry) for name, entry in entries.items()}
         self._notes.append(f"hidden states are {'' if sequence else 'not '}split along the sequence" +
                            (f" ({why_not})" if why_not else ""))  # fmt: skip
         heads = [name for name, entry in entries.items() if entry.style == "colwise_gather_output"]
@@ -261,7 +270,7 @@ class _Planner:
         if splits_logits and not heads:
             raise PlanError("loss_parallel=True: no head is split along the vocabulary; give a plan that does.")
         if heads:
-            why = f" (given to {', '.join(needs)})" if needs else " (not asked for)" if not keeps else ""
+            why = f" (used by {', '.join(needs)})" if needs else " (loss_parallel=False)" if not keeps else ""
             self._notes.append(f"logits are {'split along the vocabulary' if keeps else 'gathered'}{why}")
         self._notes += reasons_for_whole(self._root, entries, self._kept.parameters, provenance)
         return Plan(
@@ -276,7 +285,11 @@ class _Planner:
         )
 
     def _with_tied(self, entries: Mapping[str, Entry], groups: list[Group]) -> tuple[dict[str, Entry], list[Group]]:
-        """Add what is tied to something that is split, and leave groups out that are tied to what cannot be."""
+        """Add entries for modules tied to split ones, and drop groups that are tied to a module that cannot be split.
+
+        Returns:
+            The entries of all modules that are in no remaining group, and the remaining groups.
+        """
         provenance = self._seen.provenance
         is_whole_step = provenance is not None and not self._seen.why_not
         readers = provenance.readers if provenance is not None and is_whole_step else None
@@ -291,22 +304,22 @@ class _Planner:
                 kept.append(group)
             for name in group.names if whole else ():
                 if tied[name].is_split or not tied[name].why:
-                    tied[name] = tied[name].replicated(f"it works with {whole[0]}, which is whole")
+                    tied[name] = tied[name].replicated(f"it can only be split with {whole[0]}, which is not split")
         in_groups = {name for group in kept for name in group.names}
         return {name: entry for name, entry in tied.items() if name not in in_groups}, kept
 
     def _unless_read_elsewhere(self, name: str, entry: Entry, readers: Mapping[str, Collection[str]]) -> Entry:
-        """Replicate a module that was inferred to be split if other code than its own uses its parameters."""
+        """Replicate a module that was inferred to be split if the code of another module reads its parameters."""
         if entry.source != "inferred" or not entry.is_split:
             return entry
         params = set(self._root.get_submodule(name).parameters(recurse=False))
         split = {key for key, param in self._root.named_parameters() if param in params}
         tied = {key for key, module in self._root.named_modules() if params & set(module.parameters(recurse=False))}
         others = {reader for param in split for reader in readers.get(param, ()) if reader} - tied
-        return entry.replicated(f"{min(others)} uses its weight itself") if others else entry
+        return entry.replicated(f"the code of {min(others)} reads its weight") if others else entry
 
     def _with_units_of(self, groups: Sequence[Group]) -> dict[str, nn.Module]:
-        """Return the blocks, and for groups outside of blocks the innermost modules that can be tried instead."""
+        """Return the modules to try: the blocks, and the innermost called module around each group outside of them."""
         around = {innermost_around(group.names, self._calls) for group in groups} - {""}
         found = {name for name in around if not any(_is_inside(name, block) for block in self._blocks)}
         outermost = {name for name in found if not any(_is_inside(name, other) for other in found - {name})}
@@ -314,14 +327,18 @@ class _Planner:
         return {**self._blocks, **{name: self._root.get_submodule(name) for name in sorted(free)}}
 
     def _untried(self, group: Group) -> dict[str, Entry]:
-        """Split a feed-forward layer even where no module around it can be tried; more than that must be tried."""
+        """Return the entries of a group that no trial can confirm.
+
+        A plain feed-forward group (at most two ``colwise`` layers, not packed, without heads or other parameters) is
+        split all the same; any other group is replicated.
+        """
         if len(group.cols) <= 2 and group.num_packed == 1 and not group.parameters and not group.heads:
             return group.entries()
         why = "no module around it can be tried"
         return {name: entry.replicated(why) for name, entry in group.entries().items()}
 
     def _without_shared(self, entries: dict[str, Entry]) -> dict[str, Entry]:
-        """Replicate modules that several blocks have: blocks are tried one by one, and may not be split alike."""
+        """Replicate modules that several blocks share: each block is tried alone, and may get a different split."""
         names: dict[nn.Module, list[str]] = defaultdict(list)
         for name, module in self._root.named_modules(remove_duplicate=False):
             names[module].append(name)
@@ -342,12 +359,12 @@ class _Planner:
     ) -> tuple[SplitSequence | None, str]:
         provenance = self._seen.provenance
         if provenance is None or not provenance.calls:
-            return None, f"no step was seen: {self._seen.why_not}"
+            return None, f"no step could be run on fake tensors: {self._seen.why_not}"
         num_ranks, sharing = self._mesh.size(), self._sharing_blocks()
         return SequenceFinder(self._blocks, provenance, num_ranks, sharing, self.difference).find(entries, sizes)
 
     def _sharing_blocks(self) -> set[str]:
-        """Blocks that have a parameter which is elsewhere, too."""
+        """Return the names of blocks with a parameter that is also held outside of the block."""
         names: dict[nn.Parameter, list[str]] = defaultdict(list)
         for name, param in self._root.named_parameters(remove_duplicate=False):
             names[param].append(name)
@@ -358,10 +375,10 @@ class _Planner:
             if 0 < sum(name.startswith(f"{block}.") for name in its_names) < len(its_names)
         }
 
-    def _said_of_keys(self, name: str, entry: Entry) -> Entry:
-        """Say where several ranks have the same head of the keys or values."""
+    def _note_shared_heads(self, name: str, entry: Entry) -> Entry:
+        """Note in an entry of a key or value layer that several ranks hold the same head."""
         heads = shared_heads(self._root, name, self._mesh.size()) if entry.style == "colwise" else None
-        return entry if heads is None else replace(entry, why=f"each of its {heads} heads on several ranks")
+        return entry if heads is None else replace(entry, why=f"each of its {heads} heads is on several ranks")
 
     def _complain(self, text: str) -> None:
         if self._is_strict:
@@ -373,12 +390,18 @@ class _Planner:
         return provenance is None or bool(self._seen.why_not) or provenance.draws_random
 
     def _tried(self, name: str, given: _Split, groups: Sequence[Group]) -> _Split:
-        """Return what becomes of a unit's modules.
+        """Try a unit as planned, and replicate the inferred groups with which it does not compute the same.
 
         Args:
             name: Full name of the unit.
-            given: What the user and Hugging Face say of them.
-            groups: What was inferred of the others.
+            given: The part of the plan that the user, Hugging Face and the vocabulary give for the unit.
+            groups: The inferred groups inside the unit.
+
+        Returns:
+            The part of the plan that passed.
+
+        Raises:
+            PlanError: If it is the user's entries that change the results, or any entries under ``strict_plan=True``.
         """
         kind = type(self._units[name]).__name__
         everything = given.joined(*(next(_candidates(group)) for group in groups))
@@ -409,7 +432,14 @@ class _Planner:
         return kept
 
     def _tried_of_given(self, name: str, given: _Split) -> _Split:
-        """Return what becomes of the modules of a unit that the user and Hugging Face name."""
+        """Try a unit without its inferred groups.
+
+        Where the given entries do not come from the user, those with which the unit does not compute the same are
+        replicated.
+
+        Raises:
+            PlanError: If it is the user's entries that change the results, or any entries under ``strict_plan=True``.
+        """
         if not any(entry.is_split for entry in given.entries.values()):
             return given
         tried, error = self._try_sizes(name, given)
@@ -420,7 +450,7 @@ class _Planner:
         if source == "user" and error in self._impossible:
             raise PlanError(f"plan: {error}")
         if source == "user":
-            raise PlanError(f"plan: split so, {name} ({kind}) does not compute what it does whole: {error}")
+            raise PlanError(f"plan: split as given, {name} ({kind}) does not compute the same as the whole: {error}")
         if self._is_strict:
             raise PlanError(f"strict_plan=True: split as {source}, {name} ({kind}) does not compute the same: {error}")
         kept = _Split({})
@@ -431,7 +461,7 @@ class _Planner:
         return kept
 
     def _parts(self, entries: Mapping[str, Entry]) -> list[dict[str, Entry]]:
-        """Entries of a block by the rowwise layer that they feed."""
+        """Partition a block's entries by the ``rowwise`` layer that they feed; those that feed none come last."""
         provenance = self._seen.provenance
         assert provenance is not None
         rows = [name for name, entry in entries.items() if entry.style == "rowwise"]
@@ -449,7 +479,11 @@ class _Planner:
         return [*parts, *([rest] if rest else [])]
 
     def _try_sizes(self, name: str, split: _Split) -> tuple[_Split, str]:
-        """Return a split unit with the sizes with which it computes the same, or why it does not with any."""
+        """Find the attribute sizes with which a split unit computes the same as the whole one.
+
+        Returns:
+            The split with these sizes, and an empty text; or the split as it is, and the error of the first try.
+        """
         first = ""
         for sizes in self._candidate_sizes(name, split.entries):
             tried = replace(split, sizes=sizes)
@@ -460,7 +494,10 @@ class _Planner:
         return split, first
 
     def _candidate_sizes(self, name: str, entries: Mapping[str, Entry]) -> Iterator[dict[str, dict[str, int]]]:
-        """None; those that count heads; and those that count the features of a split layer, too."""
+        """Yield the attributes to divide: none, those that count heads, those that count features, and both.
+
+        ``num_key_value_groups`` is adapted in each of them.
+        """
         size = self._mesh.size()
         yield self._sizes(name, entries, size, heads=False, features=False)
         yield self._sizes(name, entries, size, heads=True, features=False)
@@ -494,7 +531,11 @@ class _Planner:
         return changed
 
     def _groups_of_keys(self, module: nn.Module, groups: int, size: int) -> int:
-        """How many query heads share a key's, where ranks have copies of the same key head."""
+        """Return how many query heads share a key head on one rank.
+
+        It is ``groups`` as in the whole model, unless there are fewer key heads than ranks (``size``), so that ranks
+        have copies of the same key head.
+        """
         head_dim, key = getattr(module, "head_dim", None), getattr(module, "k_proj", None)
         layer = linear_layer(key) if isinstance(key, nn.Module) else None
         if layer is None or not isinstance(head_dim, int):
@@ -509,17 +550,20 @@ class _Planner:
         sizes: Mapping[str, Mapping[str, int]],
         sequence: SplitSequence | None,
     ) -> str:
-        """Try a unit with what is kept of its parameters and heads; see :meth:`_difference`."""
+        """Try a unit with the parameters and heads that its plan splits already; see :meth:`_difference`."""
         return self._difference(name, replace(self._kept.inside(name), entries=entries, sizes=sizes), sequence)
 
     def _difference(self, name: str, split: _Split, sequence: SplitSequence | None) -> str:
-        """What :meth:`Trial.difference` says of a unit; the same for units of the same kind."""
+        """Return how a split unit differs from the whole one (see :meth:`Trial.difference`); empty: it does not.
+
+        Units of the same class, shapes and inputs share one trial and its answers.
+        """
         unit = self._units[name]
 
         def inside(key: str) -> str:
             return BLOCK + key[len(name) :]
 
-        # In one order: whether something was tried already must be the same on all ranks.
+        # The entries are sorted, because ranks must agree on whether a plan was tried already: a trial is a collective.
         plan = Plan(
             {inside(key): entry for key, entry in sorted(split.entries.items())},
             {inside(key): dict(sorted(value.items())) for key, value in sorted(split.sizes.items())},
@@ -550,5 +594,5 @@ class _Planner:
 
 
 def _shapes(call: Call) -> object:
-    # As text: a size that depends on values can be neither compared nor hashed.
+    # Shapes are compared as text, because a symbolic size, which depends on values, can be neither compared nor hashed.
     return tuple((str(tuple(tensor.shape)), tensor.dtype) for tensor in tensors_in((call.args, call.kwargs)))

@@ -1,11 +1,11 @@
-"""Which linear layers reach which, with no other one between: found in one step on fake tensors.
+"""Record the data flow between the layers of a model, in one step on fake tensors.
 
-A tensor's *sources* are the layers (linear, convolution, embedding) that it was computed from with no other layer
-between; its *ancestors* are all that it was computed from. A *residual* sum adds to a tensor what layers have made of
-that tensor: the sources of the first are among the ancestors of the second.
+A tensor's *sources* are the layers (linear, convolution, embedding) that it was computed from with no other layer in
+between. Its *ancestors* are all layers that it was computed from. A *residual* sum adds to a tensor what layers have
+computed from that tensor: the sources of the first summand are among the ancestors of the second.
 
-A *free* parameter is one that the code of a module with layers in it uses by itself, such as a bias that is added to
-the queries. It is a source too, by its full name. So is the batch.
+A *free* parameter is one that a module with submodules uses in its own code, such as a bias that is added to the
+queries. It is a source too, under its full name. So is the batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_dist.tracing import tensors_in
 __all__ = ["BATCH", "Call", "Provenance", "is_learned", "is_stream", "is_used_outside", "sources"]
 
 BATCH = frozenset({"<the batch>"})
-"""The source of what the step is given."""
+"""The sources of the tensors of the batch."""
 
 _NONE: frozenset[str] = frozenset()
 _SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
@@ -57,13 +57,13 @@ _RANDOM = [
 
 @dataclass(frozen=True)
 class Call:
-    """A call of one of the modules whose calls are kept.
+    """Represent one recorded call of a module.
 
     Args:
-        name: The module's.
-        args: What it was given.
-        kwargs: What it was given by keyword.
-        output: What it returned.
+        name: Full name of the module.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        output: Value that the call returned.
     """
 
     name: str
@@ -74,44 +74,44 @@ class Call:
 
 @dataclass
 class Provenance:
-    """Observes a step (see :func:`lightning_dist.tracing.run_on_fakes`).
+    """Record the data flow between layers, as the observer of a step (:func:`lightning_dist.tracing.run_on_fakes`).
 
     Args:
-        blocks: Names of the model's blocks.
-        root: The model; its parameters are known by their full names, tied ones by the first.
+        blocks: Full names of the model's blocks.
+        root: The model. Parameters are recorded by their full names, tied ones by the first of their names.
     """
 
     blocks: frozenset[str]
     root: nn.Module
     calls: list[Call] = field(default_factory=list)
-    """Of all modules, in the order in which they returned."""
+    """The calls of all modules, in the order in which they returned."""
     called: set[str] = field(default_factory=set)
-    """Layers that have run."""
+    """Names of the layers (modules with a parameter of two or more dimensions) that have run."""
     into: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """A module with parameters to the sources of its inputs."""
+    """Name of each module that holds parameters, to the sources of its inputs."""
     residual: set[str] = field(default_factory=set)
-    """Layers that are the second of a residual sum."""
+    """Names of the layers whose output is the second summand of a residual sum."""
     draws_random: bool = False
-    """Whether a function was called that draws random numbers."""
+    """Whether the step called a function that draws random numbers."""
     uses: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """A layer to the functions of its output that cannot work on parts of its features."""
+    """Name of a layer to the functions called on its output that need all of its features on each rank."""
     readers: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """A parameter to the modules whose own code gives it to a function; the model itself is ``""``."""
+    """Name of a parameter to the modules whose own code passes it to a function; the model itself is ``""``."""
     used_later: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """A module to those of the tensors it returns, by their index, that a function is given after it has returned."""
+    """Name of a module to the indices of its returned tensors that are passed to a function after it has returned."""
 
     def __post_init__(self) -> None:
         self.functions = _Functions(self)
         self._num_blocks_running = 0
         self._running: list[str] = []
-        self._parameters: dict[int, str] = {}  # the fakes that stand in for them during the step
+        self._parameters: dict[int, str] = {}  # id of the fake of a parameter during the step -> the parameter's name
 
     def on_input(self, tensor: Tensor) -> None:
-        """A tensor of the batch is a source of its own."""
+        """Mark a tensor of the batch with :data:`BATCH` as its source."""
         _mark(tensor, BATCH, BATCH)
 
     def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Note what reaches a module."""
+        """Record the sources of a module's inputs."""
         self._num_blocks_running += name in self.blocks
         self._running.append(name)
         if any(True for _ in module.parameters(recurse=False)):
@@ -119,9 +119,9 @@ class Provenance:
                 self.into[name] |= sources(tensor)
 
     def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """A layer is the only source of what it returns."""
+        """Record a module's call, and mark a layer as the only source of the tensors that it returns."""
         self._num_blocks_running -= name in self.blocks
-        while self._running and self._running.pop() != name:  # those that have raised do not return
+        while self._running and self._running.pop() != name:  # Modules that raised are on the stack, but never return.
             pass
         self.calls.append(Call(name, args, kwargs, out))
         for index, tensor in enumerate(tensors_in(out)):
@@ -134,16 +134,16 @@ class Provenance:
                 tensor.__dict__["_features_of"] = name
 
     def on_end(self, result: Any) -> None:
-        """Nothing is looked at that the step has left."""
+        """Do nothing: the record is complete."""
 
     def _returns_features_in(self, name: str, tensor: Tensor) -> bool:
-        """Return whether a layer's features can be a dimension of ``tensor``: not where it is attention scores."""
+        """Return whether a layer's output features can be a dimension of ``tensor``; attention scores have none."""
         layer = linear_layer(self.root.get_submodule(name)) if name in self.called else None
-        sizes = [size for size in tensor.shape if isinstance(size, int)]  # others depend on values
+        sizes = [size for size in tensor.shape if isinstance(size, int)]  # Symbolic sizes depend on values.
         return layer is None or layer.out_features in sizes or len(sizes) < tensor.ndim
 
     def _note_reader(self, param: nn.Parameter) -> None:
-        """Note which module uses a parameter, and let a free one be a source."""
+        """Record which module uses a parameter, and mark a free parameter as a source."""
         if not self._parameters:
             self._parameters = {id(param): name for name, param in self.root.named_parameters()}
         name = self._parameters.get(id(param))
@@ -155,13 +155,13 @@ class Provenance:
             _mark(param, frozenset({name}), frozenset({name}))
 
     def on_function(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
-        """What a function returns has the sources of all that it was given."""
+        """Record a call of a torch function, and mark its results with the sources of all of its inputs."""
         name = getattr(function, "__name__", "")
         is_attention = name == "scaled_dot_product_attention" and kwargs.get("dropout_p")
         self.draws_random |= bool(name in _RANDOM or is_attention)
         inputs = list(tensors_in((args, kwargs)))
         outputs = list(tensors_in(out))
-        for tensor in inputs if outputs else ():  # what returns no tensor has asked for a shape or a dtype
+        for tensor in inputs if outputs else ():  # A function that returns no tensor only asks for a shape or a dtype.
             if isinstance(tensor, nn.Parameter):
                 self._note_reader(tensor)
             for module, index in tensor.__dict__.get("_returned_by", ()):
@@ -170,7 +170,7 @@ class Provenance:
         if function in _SUMS and len(inputs) == 2:
             for stream, added in (inputs, reversed(inputs)):
                 of_stream, of_added = sources(stream) - BATCH, sources(added) - BATCH
-                # Attention scores are sums too, of terms that share the queries or the keys.
+                # Attention scores can be sums too, but of terms that have the queries or the keys as common source.
                 is_residual = of_stream and of_stream <= _ancestors(added) and of_stream.isdisjoint(of_added)
                 if is_residual and not of_added <= _ancestors(stream):
                     self.residual |= {name for name in of_added if self._returns_features_in(name, added)}
@@ -205,17 +205,17 @@ class _Functions(TorchFunctionMode):
 
 
 def is_stream(tensor: Tensor, hidden: Tensor) -> bool:
-    """Whether ``tensor`` is ``hidden`` or what became of it between layers: normed, or with something added."""
+    """Return whether ``tensor`` is ``hidden``, or computed from it by norms and sums without a layer in between."""
     return tensor.shape == hidden.shape and sources(tensor) >= sources(hidden)
 
 
 def is_used_outside(tensor: Tensor) -> bool:
-    """Whether a function outside of the blocks was given ``tensor``."""
+    """Return whether code outside of the blocks passed ``tensor`` to a function."""
     return "_is_used_outside" in tensor.__dict__
 
 
 def is_learned(tensor: Tensor) -> bool:
-    """Whether a layer had part in ``tensor``, so that it needs a gradient."""
+    """Return whether ``tensor`` was computed from layers or free parameters, so that it needs a gradient."""
     return bool(_ancestors(tensor) - BATCH)
 
 
@@ -224,7 +224,10 @@ def _mark(tensor: Tensor, its_sources: frozenset[str], ancestors: frozenset[str]
 
 
 def sources(tensor: Tensor) -> frozenset[str]:
-    """Return the names of the layers and free parameters that ``tensor`` comes from with no other layer between."""
+    """Return the names of the layers and free parameters that ``tensor`` was computed from directly.
+
+    No other layer is in between. Tensors computed from the batch have :data:`BATCH` among their sources.
+    """
     found: frozenset[str] = tensor.__dict__.get("_sources", _NONE)
     return found
 

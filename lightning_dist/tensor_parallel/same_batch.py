@@ -1,4 +1,4 @@
-"""Ranks that split layers between them must be given the same batch: what they compute would be nobody's otherwise."""
+"""Check that all ranks of a tensor-parallel group are given the same batch, as their results would mix otherwise."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ __all__ = ["DifferentBatchError", "SameBatch"]
 
 
 class DifferentBatchError(RuntimeError):
-    """Ranks of one tensor-parallel group were given different batches."""
+    """Report that ranks of one tensor-parallel group were given different batches."""
 
 
 class SameBatch:
-    """Compares batches in the background: a difference is raised with the next batch, on all ranks of the group.
+    """Compare batches between ranks in the background; a difference raises with the next batch, on all ranks.
 
     Args:
-        group: The ranks of one ``tp``.
-        device: What they communicate on.
+        group: Process group of one ``tp``.
+        device: Device of the tensors that the ranks exchange; under Gloo it is the CPU instead.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -31,27 +31,27 @@ class SameBatch:
         self._pending: tuple[dist.Work, torch.Tensor, str] | None = None
 
     def check(self, batch: Any, what: str) -> None:
-        """Compare ``batch`` over the group, and raise if the last one was not the same.
+        """Start to compare ``batch`` over the group, and finish the last comparison. A collective over the group.
 
         Args:
-            batch: Tensors, and containers of them.
-            what: Which batch it is, for the message.
+            batch: Tensors, in nested mappings, lists, tuples and dataclasses.
+            what: Description of the batch for the error text, such as "the batch of a training_step".
 
         Raises:
-            DifferentBatchError: If the batch of the call before differed between the ranks.
+            DifferentBatchError: If the batch of the previous call differed between the ranks.
         """
         self.finish()
         digest = _digest(list(_tensors(batch))).to(self._device, non_blocking=True)
-        extremes = torch.stack((digest, ~digest))  # the greatest, and the complement of the least
+        extremes = torch.stack((digest, ~digest))  # Its maximum has the greatest digest, and ~ of the least one.
         work = dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group, async_op=True)
         assert work is not None
         self._pending = work, extremes, what
 
     def finish(self) -> None:
-        """Wait for the last comparison.
+        """Wait for the last comparison, if there is one.
 
         Raises:
-            DifferentBatchError: As of :meth:`check`.
+            DifferentBatchError: If the batch of the last :meth:`check` differed between the ranks.
         """
         if self._pending is None:
             return
@@ -61,9 +61,9 @@ class SameBatch:
         if greatest != ~complement:
             ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
             raise DifferentBatchError(
-                f"The ranks {ranks} split layers between them, and were given different data as {what}. Split data by"
-                " trainer.distributed_sampler_kwargs['rank'], not by the global rank, and seed what is random in it by"
-                " that number."
+                f"The ranks {ranks} split layers between them, and were given different data as {what}. Shard the data"
+                " by trainer.distributed_sampler_kwargs['rank'], not by the global rank, and use that number as well"
+                " to seed what is random in the data."
             )
 
 
@@ -82,7 +82,7 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
 
 
 def _digest(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """Of the tensors' shapes and bytes: an int64 on their device, which nobody waits for."""
+    """Hash the tensors' shapes, dtypes and bytes into one int64, on their device and without synchronizing with it."""
     on_host = xxhash.xxh3_64()
     on_device = []
     for tensor in tensors:
@@ -103,12 +103,14 @@ _GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, odd: Knuth's multiplicati
 
 
 def hash_of_elements(tensor: torch.Tensor) -> torch.Tensor:
-    """A number for the elements of ``tensor`` and their order, on its device: an int64 without dimensions.
+    """Hash the elements of ``tensor`` and their order into a 0-dimensional int64 on its device.
 
-    A sum of bits, each element's with a weight of its own, modulo 2**64. (``torch.hash_tensor`` is a XOR of elements.)
+    It is the sum modulo 2**64 of each element's bits times a weight that depends on the position.
+    (``torch.hash_tensor`` is a XOR of the elements, which does not depend on their order.)
     """
     elements = torch.view_as_real(tensor) if tensor.is_complex() else tensor
     bits = elements.contiguous().view(-1).view(_BITS[elements.element_size()]).to(torch.int64)
     places = torch.arange(1, bits.numel() + 1, device=tensor.device) * _GOLDEN
-    weights = (places ^ (places >> 29)) * _GOLDEN | 1  # mixed: such as differ by the same would cancel in a swap
+    # The weights are mixed further, because with equally spaced weights some swaps of elements would cancel out.
+    weights = (places ^ (places >> 29)) * _GOLDEN | 1
     return (bits * weights).sum()

@@ -1,9 +1,9 @@
-"""Hidden states split along the sequence between blocks: each rank norms, drops and adds some of the tokens.
+"""Sequence parallelism: split hidden states between layers along the sequence, so that each rank has some tokens.
 
-After Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198. Inside a block, attention and feed-forward layer are
-given all tokens (an all-gather) and return some (a reduce-scatter, in the place of an all-reduce). Tokens are what
-lies along the last dimension but one. Where their number does not divide by the number of ranks, that call is not
-split.
+This follows Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198. Norms, dropouts and residual sums are computed
+on each rank's own tokens. Attention and feed-forward layers are given all tokens (an all-gather) and return some of
+them (a reduce-scatter, in place of an all-reduce). Tokens lie along the second last dimension. If the number of tokens
+does not divide by the number of ranks, hidden states are not split in that call.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from lightning_dist.tensor_parallel.plan import Entry, SplitSequence
 __all__ = ["SequenceParallel"]
 
 DIM = -2
+"""The dimension of hidden states that tokens lie along."""
 
 
 class SequenceParallel:
-    """Splits hidden states where ``plan`` says.
+    """Split hidden states along the sequence as ``plan`` says, by hooks on the model's modules.
 
     Args:
         root: The model.
-        plan: Where.
-        entries: What becomes of the model's modules.
-        group: The ranks.
-        random: What lets ranks draw numbers of their own; None: nothing is drawn.
+        plan: Where hidden states are split.
+        entries: Full module name to entry of the tensor-parallel plan.
+        group: Process group of the ranks of ``tp``.
+        random: Object that lets ranks draw different random numbers while tokens are split; None: the model draws no
+            random numbers.
     """
 
     def __init__(
@@ -79,11 +81,12 @@ class SequenceParallel:
             if not self._is_active[index]:
                 return None
             if self._random is not None and module.training:
-                self._random.forget()  # a recomputed first block, whose last did not follow
+                # If the first block was recomputed and the last one was not, leave() was never called.
+                self._random.forget()
                 self._random.enter()
             return _replaced(args, kwargs, key, lambda tensor: exchanges.split(tensor, self._group, DIM))
 
-        # Before what asks whether a parameter's gradient is of a rank's own tokens.
+        # This hook must run before the hooks that call sees_own_tokens.
         block.register_forward_pre_hook(split, with_kwargs=True, prepend=True)
 
     def _add_last_hook(self, block: nn.Module, index: int) -> None:
@@ -123,30 +126,39 @@ class SequenceParallel:
         region.register_forward_hook(leave, always_call=True)
 
     def is_active_in(self, module: nn.Module) -> bool:
-        """Whether ``module`` is in a block whose hidden states are split now."""
+        """Return whether ``module`` is in a block whose hidden states are split now."""
         index = self._chain_of.get(module)
         return not self.is_off and index is not None and self._is_active[index]
 
     def sees_own_tokens(self, owner: nn.Module, key: str) -> bool:
-        """Whether a parameter is used on a rank's own tokens now, so that its gradient is a part of the whole."""
+        """Return whether a parameter is applied to this rank's own tokens now, so that its gradient must be summed.
+
+        Args:
+            owner: The module that holds the parameter.
+            key: Name of the parameter in ``owner``.
+        """
         return (owner, key) in self.own_tokens and self.is_active_in(owner)
 
     def has_gathered(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is what a region was given: gathered, and its gradients are summed."""
+        """Return whether ``tensor`` was gathered for the region that runs, so that its gradient is summed already."""
         return any(tensor is gathered for gathered in self._gathered)
 
     def gathers(self, layer: nn.Module) -> bool:
-        """Whether ``layer`` is given some of the tokens and needs all."""
+        """Return whether ``layer`` is given only this rank's tokens now, and must gather all of them."""
         return layer in self._layers and self.is_active_in(layer)
 
     @property
     def activity(self) -> tuple[bool, ...]:
-        """Of each chain, whether its hidden states are split now."""
+        """Return for each chain whether its hidden states are split now."""
         return tuple(self._is_active)
 
     @contextmanager
     def as_it_was(self, activity: tuple[bool, ...]) -> Iterator[None]:
-        """Inside, hidden states are split where they were: for a block that is run again in a backward."""
+        """Restore where hidden states were split, while a backward recomputes a block.
+
+        Args:
+            activity: The value of :attr:`activity` when the block ran first.
+        """
         now = self.activity
         self._is_active[:] = activity
         try:
@@ -155,7 +167,7 @@ class SequenceParallel:
             self._is_active[:] = now
 
     def forget(self) -> None:
-        """Forget what an error has left."""
+        """Reset the state that a failed step left behind."""
         self._gathered.clear()
         self._is_active[:] = [False] * len(self._is_active)
 
@@ -167,5 +179,5 @@ def _replaced(args: tuple[Any, ...], kwargs: dict[str, Any], key: int | str, cha
 
 
 def _inside(root: nn.Module, name: str) -> list[str]:
-    """The full names of a module and of all that is in it."""
+    """Return the full names of the module ``name`` and of all its submodules."""
     return [".".join(filter(None, (name, inner))) for inner, _ in root.get_submodule(name).named_modules()]

@@ -1,8 +1,8 @@
-"""Logits of which each rank has those of its part of the vocabulary, and which pass for whole ones.
+"""Logits that are split along the vocabulary, in a tensor subclass that behaves like the whole logits.
 
-``F.cross_entropy`` works on the parts, so that the whole is never in memory (Shoeybi et al., 2019, section 3, and
-Megatron-LM's vocabulary-parallel cross entropy); so do views, casts, and scaling by a number. Any other function is
-given the whole, which the ranks gather then: all of them must call it.
+``F.cross_entropy`` works on each rank's part, so that no rank ever has the whole in memory (Shoeybi et al., 2019,
+section 3, and Megatron-LM's vocabulary-parallel cross entropy). So do views, casts, and scaling by a number. For any
+other function the ranks gather the whole logits, so that all of them must call it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["SplitLogits", "whole_logits", "works_on_parts"]
 
 
 def _functions(names: str) -> set[Any]:
-    """The functions and methods of these names."""
+    """Return the functions of torch and the methods of Tensor with these names, which are separated by spaces."""
     return {
         getattr(owner, name)
         for name in names.split()
@@ -43,12 +43,12 @@ _PROPERTIES_WITH_DATA = ("data", "grad", "T", "H", "mT", "mH", "real", "imag")
 
 
 class SplitLogits(Tensor):
-    """A tensor of which this rank has a part along one dimension.
+    """Represent a tensor of which this rank has a part along one dimension.
 
     Args:
-        local: The part.
-        group: The ranks, with equal parts, in their order.
-        dim: The dimension.
+        local: This rank's part.
+        group: Process group of the ranks; their parts are equally large, and in the order of the ranks.
+        dim: The dimension that the tensor is split along.
     """
 
     local: Tensor
@@ -67,28 +67,28 @@ class SplitLogits(Tensor):
         return wrapper
 
     def __init__(self, local: Tensor, group: dist.ProcessGroup, dim: int = -1) -> None:
-        """All is done in ``__new__``."""
+        """Do nothing, as ``__new__`` has done everything."""
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Without values: to show them would be a collective."""
+        """Return a text without the values, because to show them would be a collective."""
         part = f"{self.group.rank() + 1} of {self.group.size()} parts of the vocabulary"
         return f"SplitLogits(shape={tuple(self.shape)}, dtype={self.dtype}, {part})"
 
     def whole(self, function: str) -> Tensor:
-        """All of it, on every rank. A collective.
+        """Gather the whole tensor on every rank. A collective over the group.
 
         Args:
-            function: What needs it, for the message.
+            function: Name of the function that needs the whole tensor, for the error text.
 
         Raises:
-            OtherRankError: If another rank does not need it.
+            OtherRankError: If another rank does not call this within 60 s.
         """
         timed_barrier(f"{function} of logits that are split over tp", 60.0, dist.get_process_group_ranks(self.group))
         return exchanges.gather(self.local, self.group, self.split_dim)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Work on the parts where that is exact, else on the whole."""
+        """Run ``func`` on this rank's part where that gives the same result, else on the gathered whole."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
@@ -110,8 +110,8 @@ class SplitLogits(Tensor):
         is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         if func is Tensor.backward or is_in_place or "out" in kwargs:
             raise RuntimeError(
-                f"{name} of logits that are split over tp would change a copy that the ranks gather: compute new ones"
-                " (torch.where, masked_fill), or set loss_parallel=False."
+                f"{name} of logits that are split over tp would change a copy that the ranks gather, not the logits:"
+                " compute new ones (torch.where, masked_fill), or set loss_parallel=False."
             )
         whole = {}
 
@@ -132,7 +132,7 @@ class SplitLogits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub has it as an instance's
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """What comes here passed the functions of Python by."""
+        """Detach the part, or refuse any other operation that was called past ``__torch_function__``."""
         if func is torch.ops.aten.detach.default:
             return SplitLogits(args[0].local.detach(), args[0].group, args[0].split_dim)
         raise RuntimeError(
@@ -142,7 +142,14 @@ class SplitLogits(Tensor):
 
 
 def whole_logits(value: Any) -> Any:
-    """``value``, with the whole of what is split in it, for those who may look at it on one rank alone."""
+    """Gather all split logits in ``value``, so that code may use it on one rank alone. A collective if there are any.
+
+    Args:
+        value: Any value; split logits are found in nested mappings, lists, tuples and in fields of a dataclass.
+
+    Returns:
+        ``value`` with whole logits; mutable mappings are changed in place.
+    """
     if isinstance(value, SplitLogits):
         return exchanges.gather(value.local, value.group, value.split_dim)
     if isinstance(value, MutableMapping):
@@ -160,7 +167,14 @@ def whole_logits(value: Any) -> Any:
 
 
 def works_on_parts(func: Any, logits: Tensor, args: Any, kwargs: Any) -> bool:
-    """Whether a function of logits needs no more than each rank's part of them, as far as can be said beforehand."""
+    """Return whether a function of split logits can work on each rank's part, as far as can be told beforehand.
+
+    Args:
+        func: The torch function.
+        logits: The logits among its arguments.
+        args: All positional arguments of the function, with the logits.
+        kwargs: All keyword arguments of the function.
+    """
     if func is functional.cross_entropy:
         target = args[1] if len(args) > 1 else kwargs.get("target")
         is_plain = not kwargs.get("label_smoothing") and kwargs.get("weight") is None and len(args) < 3
@@ -192,7 +206,7 @@ def _cast(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> SplitLogits
     if args and isinstance(args[0], SplitLogits):
         args = (args[0].local, *args[1:])
     result = func(logits.local, *args, **kwargs)
-    if result.device != logits.local.device:  # where the group may not be able to gather it
+    if result.device != logits.local.device:  # The group may not be able to communicate on the other device.
         return None
     return SplitLogits(result, logits.group, logits.split_dim)
 
@@ -205,7 +219,7 @@ def _scaled(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> SplitLogi
 
     if kwargs or not all(map(is_scalar, args)):
         return None
-    # Each rank's part of the gradient of what it is scaled by.
+    # Each rank computes a part of the gradient of the scale, so the gradient is summed over the ranks.
     args = [
         exchanges.copy_to(value, logits.group) if isinstance(value, Tensor) and value.requires_grad else value
         for value in args
@@ -214,7 +228,7 @@ def _scaled(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> SplitLogi
 
 
 def _selected(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> SplitLogits | None:
-    """Some of the samples or positions, but all of the vocabulary."""
+    """Select samples or positions, if the index leaves the dimension of the vocabulary whole."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     if any(isinstance(part, Tensor) for part in index) or logits.split_dim != logits.ndim - 1:
         return None
@@ -255,7 +269,7 @@ def _cross_entropy(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> Te
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Of each target; what ranks exchange is as large as the targets."""
+    """Compute the cross entropy of each target. The ranks exchange only tensors of the targets' size."""
 
     @staticmethod
     def forward(ctx: Any, local: Tensor, target: Tensor, group: dist.ProcessGroup, ignore_index: int) -> Tensor:
@@ -280,10 +294,11 @@ class _CrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         local, log_sum, own, is_own, is_ignored = ctx.saved_tensors
         scale = gradient.masked_fill(is_ignored, 0.0).to(log_sum.dtype)
-        if torch.is_grad_enabled():  # create_graph=True: in differentiable functions
+        if torch.is_grad_enabled():  # Under create_graph=True the gradient must be differentiable itself.
             scale = exchanges.copy_to(scale, ctx.group)
             logits = local.to(log_sum.dtype)
-            total = exchanges.sum_from((logits - log_sum.unsqueeze(-1)).exp().sum(-1), ctx.group)  # 1, with a gradient
+            # The value of total is 1, but it has a gradient.
+            total = exchanges.sum_from((logits - log_sum.unsqueeze(-1)).exp().sum(-1), ctx.group)
             log_total = exchanges.copy_to(total.log(), ctx.group) + log_sum
             result = (logits - log_total.unsqueeze(-1)).exp() * scale.unsqueeze(-1)
             return result.scatter_add(-1, own, -(scale * is_own).unsqueeze(-1)).to(local.dtype), None, None, None

@@ -1,4 +1,4 @@
-"""What the table at the start of a run says of a plan."""
+"""Describe a tensor-parallel plan in the table that is printed at the start of a run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["rows_of"]
 
 
 def rows_of(plan: Plan, fraction: float) -> Iterator[tuple[str, str]]:
-    """Yield the rows of ``plan``, a label and a text each.
+    """Yield the rows that describe ``plan``, each a label and a text. Only the first row has a label.
 
     Args:
         plan: The plan of a model.
-        fraction: The fraction of the model's parameters of which each rank has a part.
+        fraction: Fraction of the model's parameters that are split, between 0 and 1.
     """
     texts = [
         f"{fraction:.0%} of the parameters",
@@ -29,7 +29,7 @@ def rows_of(plan: Plan, fraction: float) -> Iterator[tuple[str, str]]:
 
 
 def _modules(entries: Mapping[str, Entry]) -> Iterator[str]:
-    """Yield a text for each way of splitting: which modules are split so, and where the plan comes from."""
+    """Yield a text for each style, source and reason that occurs, with the modules that have it."""
     lines: dict[tuple[str, str, str], Counter[str]] = {}
     for name, entry in entries.items():
         lines.setdefault((entry.style, entry.source, entry.why), Counter())[_short(name)] += 1
@@ -38,7 +38,7 @@ def _modules(entries: Mapping[str, Entry]) -> Iterator[str]:
 
 
 def _parameters(parameters: Mapping[str, int]) -> Iterator[str]:
-    """Yield a text for the parameters that are split with the heads of the attention around them."""
+    """Yield a text for the parameters that belong to no split layer and are split with the attention heads."""
     if parameters:
         yield f"with the heads (inferred): {_counted(Counter(map(_short, parameters)))}"
 

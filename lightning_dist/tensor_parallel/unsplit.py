@@ -1,4 +1,4 @@
-"""Which parameters every rank has whole under a plan, and why."""
+"""Explain which parameters a plan does not split, so that every rank of ``tp`` has them whole, and why."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["reasons_for_whole"]
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 _SMALL = 0.01
-"""Parameters that are whole for the same reason are named from that part of the model on."""
+"""A reason is left out if it concerns less than this fraction of the model's parameters."""
 
 
 def reasons_for_whole(
@@ -26,13 +26,13 @@ def reasons_for_whole(
     parameters: Mapping[str, int],
     provenance: Provenance | None,
 ) -> Iterator[str]:
-    """Return a line for each reason why parameters are whole, the most parameters first.
+    """Yield a line for each reason why parameters are not split, with the reason that concerns most of them first.
 
     Args:
         root: The model.
-        entries: Full name of a module to what becomes of it.
-        parameters: Full names of other parameters that are split.
-        provenance: What was seen of a step; None: nothing.
+        entries: Full module name to entry of the plan.
+        parameters: Full names of split parameters that belong to no split layer, to the dimension of the split.
+        provenance: The record of a step; None: no step could be run.
     """
     split = {param for name, param in root.named_parameters() if name in parameters}
     for name, entry in entries.items():
@@ -67,15 +67,15 @@ def _reason(
     if param.ndim < 2:
         return "norms, biases and other vectors are small"
     if provenance is None:
-        return "no step was seen"
+        return "no step could be run on fake tensors"
     if not provenance.readers.get(name):
-        return "the step did not use them as far as it was seen"
+        return "the recorded part of the step did not use them"
     if isinstance(module, nn.Embedding):
-        return "an embedding is split where a head has as many outputs as it has rows"
+        return "an embedding is split only if a head has as many outputs as the embedding has rows"
     if isinstance(module, _CONVOLUTIONS):
         return "convolutions are not split"
     if linear_layer(module) is not None:
-        return "linear layers are split where the output of a pair of them is added to the hidden states"
+        return "linear layers are split only in pairs whose output is added to the hidden states"
     if param.ndim > 2:
         return "experts are not split yet"
     return "only linear layers and embeddings are split"

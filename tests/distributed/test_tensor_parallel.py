@@ -268,7 +268,7 @@ def test_what_cannot_be_split_is_refused_with_the_numbers(pool: WorkerPool) -> N
         assert "blocks.0.qkv is a Linear, and embedding_rowwise splits nn.Embedding only" in embedding
         assert "model.head.weight is tied to a parameter that is split otherwise" in tied
         assert "tp_size must be one of 1, 2, 4" in size
-        assert "split so, model.blocks.0 (Block) does not compute what it does whole" in wrong
+        assert "split as given, model.blocks.0 (Block) does not compute the same as the whole" in wrong
         assert "dp_replicate_size=0 must be a positive number" in zero
         assert "'no.such' matches no module" in unused
 

@@ -143,7 +143,7 @@ def parts_of_gradients(run: Run) -> None:
 @case(
     "on_train_batch_end adds this rank's mean of the batch to a weight",
     reference="ddp",
-    refused=dict.fromkeys(("full", "hybrid", "nd"), "writes into a sharded tensor what is not the same on all ranks"),
+    refused=dict.fromkeys(("full", "hybrid", "nd"), "writes values into a sharded tensor that are not the same on all"),
 )
 def own_values_into_weights(run: Run) -> None:
     class Adds(Classifier):
