@@ -369,7 +369,7 @@ class _GraphObserver:
         for name, module in self._root.named_modules():
             if not any(name == part or name.startswith(f"{part}.") for part in self._parts):
                 for key, value in vars(module).items():
-                    if key not in _OF_TORCH:
+                    if key not in _TORCH_ATTRIBUTES:
                         yield name, key, value
 
     def on_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -432,7 +432,6 @@ class _GraphObserver:
         for tensor in [*outputs, *changed, *bases]:
             tensor.__dict__["_marks"] = marks | _marks(tensor)
             tensor.__dict__["_history"] = history
-
 
     def _marks_of(self, tensor: Tensor) -> _Marks:
         name = tensor.__dict__.get("_param_name")
@@ -568,7 +567,7 @@ def _num_hooks(module: nn.Module) -> int:
     return len(module._forward_hooks) + len(module._forward_pre_hooks)
 
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of every module that are torch's own, such as the registers of hooks."""
 
 

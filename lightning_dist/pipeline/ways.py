@@ -17,7 +17,7 @@ from lightning_dist.tracing import WhyNot
 
 __all__ = ["Way", "follow_ways"]
 
-_MOST_DECISIONS = 12
+_MAX_DECISIONS = 12
 """Number of decisions whose both outcomes are traced; of later decisions, one outcome is traced."""
 
 _NUMBERS = (1e30, -1e30)
@@ -75,7 +75,7 @@ def follow_ways(
         )
     first, values = found
     yield Way(first)
-    decisions = values.decisions[:_MOST_DECISIONS]
+    decisions = values.decisions[:_MAX_DECISIONS]
     for index, decision in enumerate(decisions):
         other = _without_exception(make, run, Script((*decisions[:index], not decision)))
         if not isinstance(other, str):  # Otherwise the decision is a check in the user's code, which raises.
@@ -99,7 +99,7 @@ def _without_exception(
         if all runs raise.
     """
     num_fixed, why_not = len(script.decisions), ""
-    for _ in range(_MOST_DECISIONS):
+    for _ in range(_MAX_DECISIONS):
         observer, values = make(), MadeUpValues(script)
         reason = run(observer, values)
         if not reason:
