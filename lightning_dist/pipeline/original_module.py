@@ -1,4 +1,4 @@
-"""Restore a module, for the time of a context, to its state before it was spread, so that a step can be traced again."""
+"""Restore a module to its state before it was spread, for the time of a context, to trace a step again."""
 
 from __future__ import annotations
 
