@@ -410,16 +410,16 @@ class Replay:
         """
         if not tensor.requires_grad:
             return tensor
-        handed_on = tensor.view_as(tensor)
+        view = tensor.view_as(tensor)
 
         def register_hook(hook: Callable[[Tensor], Any]) -> Any:
             first = max(run.plan.stages[: run.num_calls])
             if run.is_inside or run.plan.stage == first:
-                return Tensor.register_hook(handed_on, hook)  # type: ignore[no-untyped-call]
+                return Tensor.register_hook(view, hook)  # type: ignore[no-untyped-call]
             return RemovableHandle(OrderedDict())
 
-        vars(handed_on)["register_hook"] = register_hook
-        return handed_on
+        vars(view)["register_hook"] = register_hook
+        return view
 
 
 def _like(param: Tensor) -> Leaf:

@@ -68,7 +68,7 @@ def follow_ways(
         why_not = found or why_not
         looks = any(name in why_not for name in _ABOUT_VALUES)
         raise NotFollowedError(
-            f"The step could not be followed on tensors without values ({why_not}): before a pipeline splits a model,"
+            f"The step could not be traced on tensors without values ({why_not}): before a pipeline splits a model,"
             " it must know which tensors the blocks pass to each other."
             + (" The step reads values of tensors; do that in a callback, or after the model has run." if looks else "")
             + " If sizes in the step depend on values, as those of packed sequences do, use a strategy without stages."
