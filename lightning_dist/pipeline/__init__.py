@@ -1,13 +1,22 @@
-"""Pipeline parallelism: a model cut into stages, its step left as it is.
+"""Pipeline parallelism: a model is cut into stages, and the user's step runs on them unchanged.
 
-In the order in which they build on each other: ``graph`` (what graphs between a model's parts in a step), ``draws`` and
-``of_batch`` (what in it draws random numbers, and what the batch goes into), ``checkpointing`` (of the user's own),
-``ways``, ``path`` and ``follow`` (how it is found, and when anew), ``balance`` (which parts are which stage),
-``schedules``, ``stages`` (where each parameter is), ``replay`` (a step on one stage), ``microbatches``,
-``simulation`` and ``timeline`` (when what runs), ``shared`` (parameters of several stages), ``failures`` (errors that
-all ranks raise), ``attributes`` (what a step leaves), ``original_module`` and ``whole_model`` (the module as it was,
-and whole), ``outside_of_steps`` (hooks that see all stages), ``whole_state`` (a checkpoint of all stages), ``runner``
-(a step on all of them).
+The modules, in the order in which they build on each other:
+
+- ``graph``: which tensors the parts of a model pass to each other in a step;
+- ``draws``, ``of_batch``: which parts draw random numbers, and which buffers depend on the batch;
+- ``checkpointing``: activation checkpointing in the user's model;
+- ``ways``, ``path``, ``follow``: how a step is traced, and when it is traced again;
+- ``balance``, ``schedules``, ``stages``: which parts and parameters are on which stage, and which rank has the stage;
+- ``replay``: how a step runs on one stage;
+- ``microbatches``: how a batch is split;
+- ``simulation``, ``timeline``: when each forward and backward runs;
+- ``shared``: parameters that several stages use;
+- ``failures``: errors of one rank that all ranks raise;
+- ``attributes``: what a step leaves in the module's attributes;
+- ``original_module``, ``whole_model``: the module before it was spread, and the module with all stages' parameters;
+- ``outside_of_steps``: hooks that work on the parameters of all stages;
+- ``whole_state``: a checkpoint of all stages;
+- ``runner``: how a step runs on all stages.
 """
 
 from lightning_dist.pipeline.failures import Failure, agreed_path, raise_together

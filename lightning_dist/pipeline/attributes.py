@@ -1,4 +1,7 @@
-"""What a step leaves in a module's attributes: of the last stage, on every rank."""
+"""Save and restore attributes of modules that a step changes.
+
+What a step leaves in attributes is taken from the last stage on every rank, so other runs of the step are undone.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,32 @@ from torch import nn
 __all__ = ["keep", "restore", "unchanged"]
 
 Names = Sequence[tuple[str, str]]
-"""Of attributes: the module's name, and the attribute's."""
+"""Names of attributes, each as the module's name and the attribute's name."""
 
 
 class _Absent:
-    """The attribute does not exist."""
+    """Mark an attribute that does not exist."""
 
 
 def keep(root: nn.Module, names: Names) -> list[tuple[Any, Any]]:
-    """The values of attributes, and what is in them where they are containers."""
+    """Return the values of attributes, each with a shallow copy of it if it is a container.
+
+    Args:
+        root: The user's module.
+        names: The names of the attributes.
+    """
     values = [vars(root.get_submodule(module)).get(key, _Absent) for module, key in names]
     return [(value, copy(value) if isinstance(value, list | dict | set | deque) else None) for value in values]
 
 
 def restore(root: nn.Module, names: Names, kept: Sequence[tuple[Any, Any]]) -> None:
-    """Put back what :func:`keep` returned."""
+    """Restore attributes, and the items of their containers, to what :func:`keep` returned.
+
+    Args:
+        root: The user's module.
+        names: The names of the attributes, as for :func:`keep`.
+        kept: The result of :func:`keep`.
+    """
     for (module, key), (value, content) in zip(names, kept, strict=True):
         attributes = vars(root.get_submodule(module))
         if value is _Absent:
@@ -41,7 +55,12 @@ def restore(root: nn.Module, names: Names, kept: Sequence[tuple[Any, Any]]) -> N
 
 @contextmanager
 def unchanged(root: nn.Module, names: Names) -> Iterator[None]:
-    """Whatever is done to the attributes inside is undone."""
+    """Undo at the end of this context what is done to attributes in it.
+
+    Args:
+        root: The user's module.
+        names: The names of the attributes.
+    """
     kept = keep(root, names)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Which parts of a model are which stage: contiguous in the order of calls, the slowest stage as fast as can be."""
+"""Assign the calls of a model's parts to stages, contiguously, so that the slowest stage is as fast as possible."""
 
 from __future__ import annotations
 
@@ -12,13 +12,22 @@ from lightning_dist.pipeline.graph import StepGraph, TraceError
 __all__ = ["balanced", "costs", "split_by_hand"]
 
 _BACKWARD = 2
-"""A backward costs so many forwards: a product for the input's gradient, one for the weight's."""
+"""Cost of a backward in forwards: one matrix product for the gradient of the input, and one for that of the weight."""
 _UPDATE = 30
-"""A parameter costs as many floating-point operations in an optimizer step: gradient, two moments, weight."""
+"""Cost of updating one parameter in an optimizer step (gradient, two moments, weight), in floating-point operations."""
 
 
 def costs(graph: StepGraph, root: nn.Module, num_microbatches: int) -> list[float]:
-    """The time of each call in a step, in floating-point operations; the loss counts with the last."""
+    """Estimate the time of each call for one microbatch of a step, in floating-point operations.
+
+    The time is that of the forward, the backward and the call's share of the optimizer step. The time of the code
+    between parts, with the loss, is added to the last call.
+
+    Args:
+        graph: The graph of the step.
+        root: The user's module.
+        num_microbatches: The number of microbatches, over which the time of the optimizer step is spread.
+    """
     params = dict(root.named_parameters(remove_duplicate=False))
     modules = dict(root.named_modules())
     found = []
@@ -31,12 +40,14 @@ def costs(graph: StepGraph, root: nn.Module, num_microbatches: int) -> list[floa
 
 
 def balanced(costs: Sequence[float], is_block: Sequence[bool], num_stages: int) -> list[int]:
-    """The stage of each call: contiguous runs whose greatest sum is least; a stage has a block, where there are any.
+    """Assign calls to stages that are contiguous runs of calls, so that the cost of the slowest stage is least.
+
+    In a model with blocks, each stage has at least one block. The stage of each call is returned.
 
     Args:
-        costs: Of each call.
-        is_block: Whether it is one of a repeated block.
-        num_stages: How many stages there are.
+        costs: The cost of each call.
+        is_block: For each call, whether it is a call of a repeated block.
+        num_stages: The number of stages.
 
     Raises:
         TraceError: If there are fewer blocks (or calls, in a model without blocks) than stages.
@@ -53,7 +64,8 @@ def balanced(costs: Sequence[float], is_block: Sequence[bool], num_stages: int) 
     for cost, counted in zip(costs, counts, strict=True):
         sums.append(sums[-1] + cost)
         blocks.append(blocks[-1] + counted)
-    # best[s][i]: the least greatest sum of the first i calls on s stages; a painter's partition by dynamic programming.
+    # This is the painter's partition problem, solved by dynamic programming. best[s][i] is the least possible cost of
+    # the slowest stage if the first i calls are on s stages.
     infinite = float("inf")
     best = [[infinite] * (num + 1) for _ in range(num_stages + 1)]
     cut = [[0] * (num + 1) for _ in range(num_stages + 1)]
@@ -76,37 +88,38 @@ def balanced(costs: Sequence[float], is_block: Sequence[bool], num_stages: int) 
 
 
 def split_by_hand(names: Sequence[str], split: Sequence[str], num_stages: int, all_names: Collection[str]) -> list[int]:
-    """The stage of each call, where ``split`` names the part that each stage but the first begins with.
+    """Return the stage of each call, where ``split`` names the parts with which the stages after the first begin.
 
     Args:
-        names: Of the parts, in the order of calls.
-        split: Names of parts; the beginning of a name may be left out.
-        num_stages: How many stages there are.
-        all_names: Of all modules, for the message.
+        names: The name of the part of each call, in the order of the calls.
+        split: The names of parts; the beginning of a name may be left out.
+        num_stages: The number of stages.
+        all_names: The names of all modules, for the error.
 
     Raises:
-        ValueError: If a name matches no part or several, or they are too many, too few or out of order.
+        ValueError: If a name matches no part or several, or the names are too many, too few or out of order.
     """
     if len(split) != num_stages - 1:
         raise ValueError(
-            f"split={list(split)!r} names {len(split)} beginnings of stages, and there are {num_stages} stages: name"
-            f" {num_stages - 1}, one for each stage but the first."
+            f"split={list(split)!r} names the first parts of {len(split)} stages, and there are {num_stages} stages:"
+            f" name {num_stages - 1}, one for each stage but the first."
         )
     starts = []
     for wanted in split:
         found = [index for index, name in enumerate(names) if name == wanted or name.endswith(f".{wanted}")]
         if not found:
             close = difflib.get_close_matches(wanted, names, n=3, cutoff=0.4)
-            hint = f" Did you mean {' or '.join(close)}?" if close else f" They are {', '.join(names)}."
-            inside = " It is inside of one, and" if any(name.endswith(wanted) for name in all_names) else " It"
-            raise ValueError(f"split={list(split)!r}: {wanted!r} is no part of the model.{inside} cannot be cut.{hint}")
+            hint = f" Did you mean {' or '.join(close)}?" if close else f" Parts are {', '.join(names)}."
+            is_module = any(name.endswith(wanted) for name in all_names)
+            what = "is a module, but no part with which a stage can begin" if is_module else "is no part of the model"
+            raise ValueError(f"split={list(split)!r}: {wanted!r} {what}.{hint}")
         if len({names[index] for index in found}) > 1:
             both = " and ".join(names[index] for index in found[:2])
-            raise ValueError(f"split={list(split)!r}: {wanted!r} is {both}; write the whole name.")
+            raise ValueError(f"split={list(split)!r}: {wanted!r} matches {both}; write the whole name.")
         starts.append(found[0])
     if any(later <= earlier for earlier, later in zip([0, *starts], starts, strict=False)):
         raise ValueError(
-            f"split={list(split)!r} must be in the order in which the parts are called, after the first:"
+            f"split={list(split)!r} must name parts after the first, in the order in which they are called:"
             f" {', '.join(names)}."
         )
     return [sum(index >= start for start in starts) for index in range(len(names))]

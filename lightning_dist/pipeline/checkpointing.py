@@ -1,4 +1,4 @@
-"""Activation checkpointing of the user's own around parts of a model."""
+"""Support activation checkpointing in the user's model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["checkpointing_without_reentry"]
 
 @contextmanager
 def checkpointing_without_reentry() -> Iterator[None]:
-    """Let ``torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`` do as with ``use_reentrant=False`` inside.
+    """Run ``torch.utils.checkpoint.checkpoint(..., use_reentrant=True)`` in this context as ``use_reentrant=False``.
 
-    Values and gradients are the same. But the reentrant variant runs a part without gradients and keeps its graph to
-    itself, so that what a stage hands on to the next would not be what the part's gradient comes back to.
+    Values and gradients are the same. The reentrant variant runs the function without gradients and hides its autograd
+    graph, so that gradients would not reach the tensors that a stage sends from inside a checkpointed function.
     """
     own = checkpoint.CheckpointFunction
     checkpoint.CheckpointFunction = _WithoutReentry  # type: ignore[assignment, misc]
@@ -27,9 +27,15 @@ def checkpointing_without_reentry() -> Iterator[None]:
 
 
 class _WithoutReentry:
-    """Stand in for the autograd function of the reentrant variant."""
+    """Replace the autograd function of the reentrant variant."""
 
     @staticmethod
     def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        """Run ``function`` on ``args``; it is run again in the backward."""
+        """Run ``function`` on ``args`` without the reentrant variant; it is recomputed in the backward.
+
+        Args:
+            function: The checkpointed function.
+            preserve_rng_state: Whether the recomputation draws the same random numbers.
+            *args: The arguments of the function.
+        """
         return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)

@@ -1,4 +1,4 @@
-"""Random numbers that a step draws, noticed while it runs on fake tensors."""
+"""Find out from which random number generators a step draws, while it runs on fake tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ __all__ = ["Draws"]
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notices what draws random numbers: torch's operations, on which fakes leave no trace, Python's and NumPy's."""
+    """Observe which random number generators are used: torch's, Python's and NumPy's.
+
+    torch's is observed by its operations, because operations on fake tensors do not change the generator's state.
+
+    Args:
+        is_between: Function that returns whether code between parts runs now.
+    """
 
     def __init__(self, is_between: Callable[[], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -30,14 +36,14 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if generator is not None and generator is not torch.default_generator and self.is_between():
             raise TraceError(
                 "The step draws numbers from a torch.Generator of its own between the model's parts. That code runs on"
-                " every stage, where the generators would soon differ: leave `generator` out. torch's own is seeded for"
-                " each microbatch, alike on all stages."
+                " every stage, and the generators of the stages would soon differ: leave `generator` out. torch's"
+                " default generator is seeded for each microbatch, equally on all stages."
             )
         self._by_torch |= _draws(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def were_drawn(self) -> frozenset[str]:
-        """Of which generators any were since the last call."""
+        """Return the kinds of generators from which random numbers were drawn since the last call."""
         states: dict[str, object] = {"python": random.getstate(), "numpy": pickle.dumps(np.random.get_state())}
         drawn = {kind for kind, state in states.items() if state != self._states.get(kind)}
         if self._by_torch:
@@ -47,7 +53,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _draws(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether an operation draws random numbers; of those that are not torch's own, nothing is known."""
+    """Return whether an operation draws random numbers; assume it of operations that are not torch's own."""
     if operation.namespace not in ("aten", "prim", "prims"):
         return True
     if torch.Tag.nondeterministic_seeded not in operation.tags:

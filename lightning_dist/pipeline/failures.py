@@ -1,4 +1,7 @@
-"""Errors of a step on some ranks, raised by all: the schedule runs to its end first, so that no rank waits in vain."""
+"""Raise an error that a step has raised on some ranks on all ranks.
+
+The schedule runs to its end first, so that no rank waits for a message that is never sent.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +20,12 @@ __all__ = ["Failure", "raise_together"]
 
 @dataclass(frozen=True)
 class Failure:
-    """An error that a step has raised on this rank.
+    """Represent an error that a step has raised on this rank.
 
     Args:
         error: The error.
-        where: What this rank did, for the message: ``"stage 1, microbatch 0"``.
-        time: When it was raised, in seconds since the epoch.
+        where: The stage and the microbatch, for the message: ``"stage 1, microbatch 0"``; or the name of a hook.
+        time: The time at which the error was raised, in seconds since the epoch.
     """
 
     error: BaseException
@@ -31,23 +34,29 @@ class Failure:
 
     @classmethod
     def now(cls, error: BaseException, where: str) -> Failure:
-        """Return the failure that ``error`` is, raised at this moment."""
+        """Return a failure that was raised at this moment.
+
+        Args:
+            error: The error.
+            where: The stage and the microbatch, or the name of a hook, for the message.
+        """
         return cls(error, where, time.time())
 
 
 def agreed_path(path: int, failure: Failure | None, group: dist.ProcessGroup, device: torch.device) -> int:
-    """Return the path of a step on which all ranks agree; -1: they do not, and follow it. A collective over ``group``.
+    """Return the number of a step's path if all ranks have the same one, else -1. A collective over ``group``.
 
-    A rank alone may see that its step takes another path, by an attribute that only its own part of the model changes.
+    If the result is -1, all ranks must trace the step. One rank alone may see that its step takes another path, by an
+    attribute that only its own part of the model changes.
 
     Args:
         path: The number of the path on this rank; -1: it is not known.
-        failure: This rank's error before.
-        group: The ranks of a pipeline.
-        device: Where their tensors are.
+        failure: The error that this rank has raised so far, or None.
+        group: Process group of the pipeline's ranks.
+        device: The device on which the backend of the group takes tensors.
 
     Raises:
-        Exception: On all ranks, if one has failed.
+        Exception: On all ranks, if one of them has failed.
     """
     known = torch.tensor([int(failure is not None), path, -path], device=device)
     dist.all_reduce(known, dist.ReduceOp.MAX, group=group)
@@ -58,18 +67,18 @@ def agreed_path(path: int, failure: Failure | None, group: dist.ProcessGroup, de
 
 
 def raise_together(failure: Failure | None, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Raise on all ranks if any has failed. A collective over ``group``, of one number where none has.
+    """Raise an error on all ranks if any rank has failed. A collective over ``group``.
 
-    Ranks that did not fail first raise an error of the same type as the first, so that an ``except`` around a fit
-    catches it on every rank alike.
+    If no rank has failed, one number is reduced. Otherwise, all other ranks raise a copy of the error that was raised
+    first, so that an ``except`` around a fit catches it on every rank.
 
     Args:
         failure: The error of this rank; None: it has none.
-        group: The ranks; None: all processes.
-        device: Where the group's backend takes tensors.
+        group: Process group of the ranks; None: all processes.
+        device: The device on which the backend of the group takes tensors.
 
     Raises:
-        OtherRankError: On ranks that did not fail first, where the first error cannot be sent to them.
+        OtherRankError: On the other ranks, if the first error cannot be pickled or unpickled.
     """
     failed = torch.tensor([failure is not None], dtype=torch.int32, device=device)
     if dist.is_initialized():
@@ -91,7 +100,7 @@ def _packed(failure: Failure | None) -> tuple[float, int, str, str, bytes] | Non
     text = f"{type(failure.error).__name__}: {failure.error}"
     try:
         content = pickle.dumps(failure.error)
-    except Exception:  # an error may hold what cannot be sent
+    except Exception:  # The error may hold an object that cannot be pickled.
         content = b""
     return failure.time, dist.get_rank(), failure.where, text, content
 
@@ -99,6 +108,6 @@ def _packed(failure: Failure | None) -> tuple[float, int, str, str, bytes] | Non
 def _unpacked(content: bytes) -> BaseException | None:
     try:
         error = pickle.loads(content) if content else None
-    except Exception:  # an error whose __init__ takes other arguments than it keeps
+    except Exception:  # The __init__ of the error's class may take other arguments than the error keeps.
         return None
     return error if isinstance(error, BaseException) else None

@@ -1,4 +1,7 @@
-"""Following a step on fake tensors, to see what graphs between the parts of a model before it is split into stages."""
+"""Trace a step on fake tensors, to find which tensors the parts of a model pass to each other.
+
+This happens before the model is split into stages.
+"""
 
 from __future__ import annotations
 
@@ -28,11 +31,11 @@ from lightning_dist.watched_numbers import ask_for_value
 
 __all__ = ["find_parts", "note_exchange", "trace_step"]
 
-_MEMORY = 30
-"""An element that is written costs as much time as so many floating-point operations of a matrix product."""
+_FLOPS_PER_ELEMENT = 30
+"""Cost of writing one element of a tensor, in floating-point operations of a matrix product that take the same time."""
 
 
-_BASE = Tensor._base.__get__  # type: ignore[union-attr]  # a descriptor, on the class
+_BASE = Tensor._base.__get__  # type: ignore[union-attr]  # On the class, _base is a descriptor.
 
 
 def find_parts(
@@ -42,13 +45,21 @@ def find_parts(
     blocks: Mapping[str, nn.Module],
     num_wanted: int,
 ) -> list[str]:
-    """The names of the parts of ``root``, in the order of their first calls.
+    """Return the names of the parts of ``root``, in the order of their first calls.
 
-    The blocks, and outside of them the outermost modules with parameters and without blocks. ``nn.Sequential`` is
-    taken apart, and where there are fewer parts than are wanted, so are the largest that are no blocks.
+    The parts are the blocks, and outside of them the outermost modules that have parameters and contain no blocks. An
+    ``nn.Sequential`` is replaced by its children. While there are fewer parts than wanted, the largest part that is
+    no block, and has several children with parameters, is replaced by these.
+
+    Args:
+        root: The user's module.
+        step: Function that runs the step, as for :func:`trace_step`.
+        device: The device of the fake tensors.
+        blocks: The repeated blocks of the model, by name.
+        num_wanted: The number of parts that are wanted.
 
     Raises:
-        TraceError: If the step does not run on fake tensors, or calls no module.
+        TraceError: If the step does not run on fake tensors, or calls no module with parameters.
     """
     tree = next(follow_ways(_CallTree, partial(_run, root, step, device))).observer
     modules = dict(root.named_modules())
@@ -96,39 +107,41 @@ def trace_step(
     blocks: Mapping[str, nn.Module],
     has_loss: bool = True,
 ) -> StepGraph:
-    """Follow one step.
+    """Trace one step on fake tensors, and return its graph.
 
     Args:
-        root: The model.
-        step: Is given what makes a fake of a tensor, and what to call with what is logged.
-        device: Where the fakes pretend to be.
-        parts: Names of the parts.
-        blocks: Those of them that are blocks.
-        has_loss: Whether the step must return a loss that depends on what the model returns.
+        root: The user's module.
+        step: Function that runs the step. It is given a function that returns a fake tensor for a tensor of the batch,
+            and, as ``on_log``, a function to call with the arguments of ``self.log``.
+        device: The device of the fake tensors.
+        parts: The names of the parts.
+        blocks: The parts that are repeated blocks, by name.
+        has_loss: Whether the step must return a loss that depends on the model's output.
 
     Raises:
-        TraceError: If it does not run on fake tensors, or cannot be split into stages.
+        TraceError: If the step does not run on fake tensors, or cannot be split into stages.
     """
 
-    def make() -> _FlowObserver:
-        return _FlowObserver(root, frozenset(parts), blocks)
+    def make() -> _GraphObserver:
+        return _GraphObserver(root, frozenset(parts), blocks)
 
     first, *others = follow_ways(make, partial(_run, root, step, device))
     graph: StepGraph = first.observer.graph(has_loss)
     for other in others:
-        if other.observer.has_loss:  # else the step returns none there, and is refused when it does
+        if other.observer.has_loss:  # A step that returns no loss on this way is refused when it takes the way.
             first.observer.check_same_loss(other.observer, other.by_number)
             graph = graph.merged_with(other.observer.graph(has_loss))
     return graph
 
 
 def note_exchange(tensor: Tensor) -> None:
-    """Note, in a step that is followed, that the step combines ``tensor`` with those of other ranks.
+    """Record, while a step is traced, that the step combines ``tensor`` with tensors of other ranks by a collective.
 
-    What is logged of that is seldom a mean over samples: the largest loss of all ranks is not.
+    Values that are logged afterwards are then not taken for means over samples, because few are: the largest loss of
+    all ranks, for example, is not. Outside of a trace, this does nothing.
 
     Args:
-        tensor: This rank's part.
+        tensor: This rank's tensor in the collective.
     """
     if has_torch_function((tensor,)):
         handle_torch_function(note_exchange, (tensor,), tensor)
@@ -138,7 +151,7 @@ def _run(
     root: nn.Module,
     step: Callable[..., Any],
     device: torch.device,
-    observer: _CallTree | _FlowObserver,
+    observer: _CallTree | _GraphObserver,
     values: MadeUpValues | None,
 ) -> str:
     if values is not None:
@@ -157,18 +170,18 @@ def _check_function(function: Any) -> None:
     """Refuse functions that a step of a pipeline cannot call between parts.
 
     Raises:
-        TraceError: If ``function`` is one.
+        TraceError: If ``function`` is one of them.
     """
     if function in (torch.autograd.grad, torch.autograd.backward, Tensor.backward):
         raise TraceError(
             f"The step calls {'torch.autograd.' * (function is not Tensor.backward)}{function.__name__} itself, as"
             " penalties on gradients and adversarial perturbations do: under a pipeline the backward runs stage by"
-            " stage after the step. Call it inside of one block, or use a strategy without stages."
+            " stage after the step. Call it inside one block, or use a strategy without stages."
         )
 
 
 class _CallTree:
-    """Which modules are called within which."""
+    """Observe a step, and record which modules each module calls."""
 
     def __init__(self) -> None:
         self.functions: TorchFunctionMode = BaseTorchFunctionMode()
@@ -176,7 +189,7 @@ class _CallTree:
         self._running = [""]
 
     def is_between(self) -> bool:
-        """Return whether decisions matter: all do, as it is not known yet what the parts are."""
+        """Return True: the outcome of any decision may matter, because the parts are not known yet."""
         return True
 
     def on_input(self, tensor: Tensor) -> None:
@@ -197,13 +210,13 @@ class _CallTree:
         pass
 
 
-class _FlowObserver:
-    """Marks tensors by the values and parameters that they are made of."""
+class _GraphObserver:
+    """Observe a step, and mark each tensor with the values and parameters from which it was computed."""
 
     def __init__(self, root: nn.Module, parts: frozenset[str], blocks: Mapping[str, nn.Module]) -> None:
-        self._numbers = Draws(self.is_between)
+        self._draws = Draws(self.is_between)
         self._of_batch = BatchMarks()
-        self.functions = _Functions(self, self._numbers, self._of_batch)
+        self.functions = _Functions(self, self._draws, self._of_batch)
         self._root = root
         self._parts = parts
         self._blocks = blocks
@@ -222,30 +235,30 @@ class _FlowObserver:
         self._inputs: list[tuple[Tensor, int]] = []
         self._outputs: list[tuple[Value, Tensor, int]] = []
         self._num_hooks: dict[str, int] = {}
-        self._given = 0
+        self._input_history = 0
         self._changed_buffers: dict[str, bool] = {}
         self._logs_otherwise = False
         self._plain_numbers: list[float] = []
         self._loss_history: tuple[int, int] | None = None
 
     def is_between(self) -> bool:
-        """Return whether the code between parts runs."""
+        """Return whether code between parts runs now."""
         return self._active is None
 
     @property
     def has_loss(self) -> bool:
-        """Whether the step has returned a tensor."""
+        """Return whether the step has returned a tensor."""
         return self._loss_history is not None
 
-    def check_same_loss(self, other: _FlowObserver, by_number: bool) -> None:
-        """Check that a step's decision by a value changes nothing of its parts and its loss.
+    def check_same_loss(self, other: _GraphObserver, by_number: bool) -> None:
+        """Check that a decision by a tensor's value changes neither the parts that the step calls nor its loss.
 
         Args:
-            other: What has seen the step decide otherwise.
-            by_number: Whether numbers differ, too, that the step computes with.
+            other: The observer of a run of the step in which the decision has the other outcome.
+            by_number: Whether the runs also differ in made-up numbers, which are then not compared.
 
         Raises:
-            TraceError: If it does.
+            TraceError: If the decision changes one of them.
         """
         assert self._loss_history is not None
         assert other._loss_history is not None
@@ -256,12 +269,12 @@ class _FlowObserver:
             raise TraceError(
                 "The step decides by a value of a tensor (`if loss > ...`, `.item()` in a comparison)"
                 f" {'how its loss is computed' if same_calls else 'which parts of the model it calls'}: a pipeline runs"
-                " the step on microbatches, and each would decide for itself. Decide for each sample with torch.where,"
-                " or by a number that is no tensor, or use a strategy without stages."
+                " the step on microbatches, and the decision could differ between them. Decide for each sample with"
+                " torch.where, or by a number that is no tensor, or use a strategy without stages."
             )
 
     def on_start(self) -> None:
-        """The model's tensors are fakes now."""
+        """Prepare for the step, after the model's tensors have been replaced by fake tensors."""
         for name, param in self._root.named_parameters():
             param.__dict__["_param_name"] = name
         self._before = {(name, key): _content(value) for name, key, value in self._attributes()}
@@ -272,7 +285,7 @@ class _FlowObserver:
             if not name or isinstance(content[0], Mapping | list | deque | set)
         }
         self._num_hooks = {name: _num_hooks(module) for name, module in self._root.named_modules()}
-        self._numbers.were_drawn()
+        self._draws.were_drawn()
         self._of_batch.begin(self._root)
 
     def on_input(self, tensor: Tensor) -> None:
@@ -287,13 +300,13 @@ class _FlowObserver:
             return
         self._look_for_changes()
         self._inner_args, self._inner_calls = {}, Counter()
-        self._end.draws |= self._numbers.were_drawn()
+        self._end.draws |= self._draws.were_drawn()
         self._active = PartCall(name)
         self._flops_before = self.functions.flops()
         given = list(tensors_in((args, kwargs)))
         for tensor in given:
             self._use(self._active, tensor)
-        self._given = hash(tuple(map(_history, given)))
+        self._input_history = hash(tuple(map(_history, given)))
 
     def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         call = self._active
@@ -314,17 +327,17 @@ class _FlowObserver:
                 leaf.__dict__.pop("_made_in", None)
                 leaf.__dict__.pop("_made_by", None)
                 leaf.__dict__["_marks"] = _Marks(frozenset({(index, place)}))
-                leaf.__dict__["_history"] = 2 * (hash((name, place, self._given)),)
+                leaf.__dict__["_history"] = 2 * (hash((name, place, self._input_history)),)
                 self._outputs.append(((index, place), leaf, leaf._version))
         call.cost += self.functions.flops() - self._flops_before
-        call.draws = self._numbers.were_drawn()
+        call.draws = self._draws.were_drawn()
         self._calls.append(call)
         self._active = None
 
     def on_end(self, result: Any) -> None:
         self._changed_buffers = self._of_batch.changed(self._root)
         self._note_result(result)
-        self._end.draws |= self._numbers.were_drawn()
+        self._end.draws |= self._draws.were_drawn()
         returned = list(tensors_in(result))
         for tensor in returned:
             self._use(self._end, tensor)
@@ -336,27 +349,31 @@ class _FlowObserver:
             for tensor in tensors_in(value):
                 self._use(self._end, tensor)
             before = self._before.get((name, key))
-            # The hooks that a step puts on parts stay, on every stage, and so does what says that they are there.
-            says_hooked = value is True and any(not name or f"{hook}.".startswith(f"{name}.") for hook in hooked)
-            if not says_hooked and (before is None or not _is_same(_content(value), before)):
+            # Forward hooks that a step registers on parts remain on every stage, so an attribute that was set to True
+            # to say that they are registered must remain on every stage as well.
+            is_hook_flag = value is True and any(not name or f"{hook}.".startswith(f"{name}.") for hook in hooked)
+            if not is_hook_flag and (before is None or not _is_same(_content(value), before)):
                 self._changed.append((name, key))
 
     def _look_for_changes(self) -> None:
-        """Note attributes that are not as before: a stage ends here, and what the step does later is not done on it."""
+        """Record attributes that differ from their values before the step.
+
+        A stage may end at this call, so that code of the step that restores an attribute later does not run on it.
+        """
         for (name, key), (attributes, before) in self._watched.items():
             if not _is_same(_content(attributes.get(key, _ABSENT)), before):
                 self._changed_inside.setdefault((name, key))
 
     def _attributes(self) -> Iterator[tuple[str, str, Any]]:
-        """Of modules outside of parts: module's name, attribute, value."""
+        """Return the attributes of modules outside of parts, as module name, attribute name and value."""
         for name, module in self._root.named_modules():
             if not any(name == part or name.startswith(f"{part}.") for part in self._parts):
                 for key, value in vars(module).items():
-                    if key not in _OF_TORCH:
+                    if key not in _TORCH_ATTRIBUTES:
                         yield name, key, value
 
     def on_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """A value is logged."""
+        """Record a call of ``self.log``: the tensors or the number logged, and whether it is reduced by a mean."""
         for tensor in tensors_in(value):
             self._use(self._end, tensor)
         reduce = kwargs.get("reduce_fx", args[4] if len(args) > 4 else "mean")
@@ -366,7 +383,7 @@ class _FlowObserver:
             self._plain_numbers.append(float(value))
 
     def _note_result(self, result: Any) -> None:
-        """Note what a step returns besides its loss, as far as it is no tensor with a dimension for samples."""
+        """Record the numbers that a step returns besides its loss, and whether any of them cannot be a mean."""
         others = {k: v for k, v in result.items() if k != "loss"} if isinstance(result, Mapping) else result
         if isinstance(others, Tensor):
             return
@@ -377,34 +394,34 @@ class _FlowObserver:
                 self._plain_numbers.append(float(leaf))
 
     def on_function(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Of a torch function."""
+        """Record a call of a torch function: which values and parameters its result depends on, and its cost."""
         if function == _BASE:
-            return  # asked for here
+            return  # This class itself reads _base.
         if function is note_exchange:
             self._logs_otherwise |= self._active is None
             return
         name = getattr(function, "__name__", "")
         inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
         if name in READS | TEXTS and self._active is None:
-            for tensor in inputs:  # the number may go anywhere
+            for tensor in inputs:  # The step may return, log or keep the number.
                 self._use(self._end, tensor)
         if name == "register_hook" and self._active is None and not _is_called_by_torch():
             self._hooked += [(_marks(tensor).values, len(self._calls)) for tensor in inputs]
         if not outputs and name != "__setitem__":
-            return  # shapes and the like
+            return  # The function only reads metadata such as the shape.
         written = sum(tensor.numel() for tensor in outputs if not _is_view(tensor, inputs))
         if self._active is not None:
-            self._active.cost += _MEMORY * written
+            self._active.cost += _FLOPS_PER_ELEMENT * written
             for tensor in inputs:
                 self._use(self._active, tensor)
             for tensor in outputs:
                 if all(tensor is not given for given in inputs):
                     tensor.__dict__["_made_in"] = self._active.name
             return
-        self._end.cost += _MEMORY * written
+        self._end.cost += _FLOPS_PER_ELEMENT * written
         marks = _Marks()
         for tensor in inputs:
-            self._let_out(tensor, function)
+            self._note_escape(tensor, function)
             marks |= self._marks_of(tensor)
         before = tuple(map(_history, inputs))
         structure = hash((name, *(history[0] for history in before)))
@@ -416,8 +433,6 @@ class _FlowObserver:
             tensor.__dict__["_marks"] = marks | _marks(tensor)
             tensor.__dict__["_history"] = history
 
-    # ---
-
     def _marks_of(self, tensor: Tensor) -> _Marks:
         name = tensor.__dict__.get("_param_name")
         if name is None:
@@ -426,8 +441,8 @@ class _FlowObserver:
         if block is not None:
             raise TraceError(
                 f"The step uses the parameter {name!r} outside of {block}, the block that it belongs to. A stage has"
-                " the parameters of its own blocks only. A penalty on weights belongs into the optimizer"
-                " (weight_decay), and what swaps or averages weights into hooks such as on_validation_start."
+                " the parameters of its own blocks only. Put a penalty on weights into the optimizer (weight_decay),"
+                " and what swaps or averages weights into hooks such as on_validation_start."
             )
         self._params_between.add(name)
         return _Marks(params=frozenset({name}))
@@ -438,25 +453,32 @@ class _FlowObserver:
             call.params.add(name)
             return
         if call is self._end:
-            self._let_out(tensor, None)
+            self._note_escape(tensor, None)
         marks = _marks(tensor)
         call.uses |= marks.values
         call.params |= marks.params
 
-    def _let_out(self, tensor: Tensor, function: Any) -> None:
+    def _note_escape(self, tensor: Tensor, function: Any) -> None:
         made_in = tensor.__dict__.get("_made_in")
         made_by = tensor.__dict__.get("_made_by")
         if made_in is not None and made_by is not None:
-            self._carry(tensor, *made_by)
+            self._take_from_part(tensor, *made_by)
         elif made_in is not None:
             where = f"given to {function.__name__}" if function is not None else "kept, logged or returned"
             raise TraceError(
                 f"A tensor that is made inside {made_in} is {where} outside of it, and {made_in} does not return it:"
-                " on a stage that does not run this block it would be missing. Let the block return it."
+                " the tensor would be missing on a stage that does not run this part. Let the part return it."
             )
 
-    def _carry(self, tensor: Tensor, call: PartCall, inner: InnerCall, leaf: int) -> None:
-        """A hook has taken what a module inside a part returned: it is a value like those that the part returns."""
+    def _take_from_part(self, tensor: Tensor, call: PartCall, inner: InnerCall, leaf: int) -> None:
+        """Make a tensor that a hook takes from a module inside a part a value, like those that the part returns.
+
+        Args:
+            tensor: The tensor.
+            call: The call of the part.
+            inner: The call of the module that returned the tensor.
+            leaf: The index of the tensor among the leaves of that module's output.
+        """
         index = next((index for index, known in enumerate(self._calls) if known is call), len(self._calls))
         if inner not in call.inner:
             call.inner.append(inner)
@@ -468,10 +490,13 @@ class _FlowObserver:
         tensor.__dict__["_marks"] = _Marks(frozenset({(index, inner.places[leaf])}))
 
     def graph(self, has_loss: bool = True) -> StepGraph:
-        """What was seen.
+        """Return the graph of the step that was observed.
+
+        Args:
+            has_loss: Whether the step must return a loss that depends on the model's output.
 
         Raises:
-            TraceError: If the step cannot be split.
+            TraceError: If the step cannot be split into stages.
         """
         for (index, place), tensor, version in self._outputs:
             if tensor._version != version:
@@ -483,7 +508,7 @@ class _FlowObserver:
             if names.count(block) > 1:
                 raise TraceError(
                     f"The step calls {block} {names.count(block)} times: a pipeline runs a model's blocks once a"
-                    " microbatch. Put what the calls are for into one batch, or use another strategy."
+                    " microbatch. Concatenate the inputs of the calls into one batch, or use another strategy."
                 )
         if not self._calls:
             raise TraceError("The step calls none of the model's parts, so there is nothing to split into stages.")
@@ -495,7 +520,7 @@ class _FlowObserver:
         changes_batch = any(tensor._version != version for tensor, version in self._inputs)
         params, prefixes = frozenset(self._params_between), tuple(f"{part}." for part in self._parts)
         inside = {name: by_batch for name, by_batch in self._changed_buffers.items() if name.startswith(prefixes)}
-        # Where a part has both, such as a queue and the place in it, the one may follow from the other.
+        # In a part that has both kinds, such as a queue and the position in it, one buffer may depend on the other.
         by_batch = {next(p for p in prefixes if name.startswith(p)) for name, by_batch in inside.items() if by_batch}
         return StepGraph(
             self._calls,
@@ -525,13 +550,13 @@ _NOTHING = _Marks()
 
 
 def _marks(tensor: Tensor) -> _Marks:
-    """Those of ``tensor``, and of what it is a view of, which may have been changed through another view."""
+    """Return the marks of ``tensor``, and those of its base, which may have been changed through another view."""
     marks: _Marks = tensor.__dict__.get("_marks", _NOTHING)
     return marks if tensor._base is None else marks | tensor._base.__dict__.get("_marks", _NOTHING)
 
 
 def _history(tensor: Tensor) -> tuple[int, int]:
-    """Say by which operations ``tensor`` was made, without and with the numbers among their arguments."""
+    """Return two hashes of the operations that computed ``tensor``: without and with the numbers in their arguments."""
     name = tensor.__dict__.get("_param_name")
     made: tuple[int, int] = tensor.__dict__.get("_history", (0, 0))
     base = (0, 0) if tensor._base is None else tensor._base.__dict__.get("_history", (0, 0))
@@ -542,7 +567,7 @@ def _num_hooks(module: nn.Module) -> int:
     return len(module._forward_hooks) + len(module._forward_pre_hooks)
 
 
-_OF_TORCH = frozenset(vars(nn.Module())) - {"training"}
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 """Attributes of every module that are torch's own, such as the registers of hooks."""
 
 
@@ -550,7 +575,7 @@ _ABSENT = object()
 
 
 class _Functions(TorchFunctionMode):
-    def __init__(self, observer: _FlowObserver, *operations: TorchDispatchMode) -> None:
+    def __init__(self, observer: _GraphObserver, *operations: TorchDispatchMode) -> None:
         super().__init__()
         self._observer = observer
         self._operations = operations
@@ -576,14 +601,14 @@ class _Functions(TorchFunctionMode):
         if self._observer.is_between():
             _check_function(func)
         for leaf in tree_leaves((args, kwargs)):
-            ask_for_value(leaf)  # which may be the size of something
+            ask_for_value(leaf)  # A watched number may be used as a size.
         out = func(*args, **(kwargs or {}))
         self._observer.on_function(func, args, kwargs or {}, out)
         return out
 
 
 def _content(value: Any) -> list[Any]:
-    """An attribute's value, and what is in it where it is a container."""
+    """Return a list of an attribute's value and, if the value is a container, its items."""
     if isinstance(value, Mapping):
         return [value, *value.items()]
     if isinstance(value, list | deque | set):
@@ -599,7 +624,7 @@ def _is_same(content: list[Any], other: list[Any]) -> bool:
 
 
 def _is_called_by_torch() -> bool:
-    """Return whether the function that is seen was called by torch itself, as FSDP2 puts hooks on tensors."""
+    """Return whether torch itself called the observed function, as FSDP2 does when it registers hooks on tensors."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_globals["__name__"] in (__name__, "torch.overrides", "torch._tensor"):
         frame = frame.f_back
@@ -610,4 +635,4 @@ def _is_view(tensor: Tensor, inputs: list[Tensor]) -> bool:
     return tensor._base is not None and any(tensor._base is given or tensor._base is given._base for given in inputs)
 
 
-_: type[Observer] = _FlowObserver
+_: type[Observer] = _GraphObserver

@@ -1,12 +1,12 @@
-"""What graphs between the parts of a model in one step.
+"""Describe which tensors the parts of a model pass to each other in one step.
 
 A *part* is a module whose calls run on one stage only: a repeated block, or a module with parameters outside of the
-blocks. All code between parts runs on every stage. So what a stage must be given is what parts of earlier stages
-returned, as far as a part of this stage, or of a later one, or the end of the step makes something of it. A *value* is
-a tensor that a part returned: the number of the call, and the tensor's place in the output.
+blocks. All code between parts runs on every stage. A stage must therefore receive those tensors from parts of earlier
+stages that a part of this stage, a part of a later stage, or the end of the step uses. A *value* is a tensor that a
+part returned. It is identified by the index of the part's call and the index of the tensor among the output's leaves.
 
-Code between the parts may use parameters as well (a positional embedding that is added): these are needed wherever the
-result is.
+Code between the parts may use parameters as well, such as a positional embedding that it adds. These are needed on
+every stage that uses the result.
 """
 
 from __future__ import annotations
@@ -25,36 +25,42 @@ from lightning_dist.tracing import RefusalError
 __all__ = ["InnerCall", "Leaf", "NotFollowedError", "Output", "PartCall", "StepGraph", "TraceError", "Value"]
 
 Value = tuple[int, int]
-"""A tensor that a part returned: which call, which leaf of its output."""
+"""A tensor that a part returned: the index of the part's call, and the index of the leaf in its output."""
 
 
 class TraceError(RefusalError):
-    """A step cannot be split into stages; the text says why, and what to do."""
+    """Report that a step cannot be split into stages; the message says why, and what to do."""
 
 
 class NotFollowedError(TraceError):
-    """A step does not run to its end on tensors without values."""
+    """Report that a step cannot be traced, because it does not run to its end on fake tensors."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor that a part returns."""
+    """Describe a tensor that a part returns.
+
+    Args:
+        shape: The shape of the tensor.
+        dtype: The dtype of the tensor.
+        requires_grad: Whether the tensor requires gradients.
+        is_changed: Whether code after the part changes the tensor in place.
+    """
 
     shape: torch.Size
     dtype: torch.dtype
     requires_grad: bool
     is_changed: bool = False
-    """Whether code after the part changes it in place."""
 
 
 @dataclass
 class Output:
-    """What a module returns.
+    """Describe the output of a module as a flattened pytree.
 
     Args:
-        leaves: The tensors; None for what is no tensor.
-        constants: What there is besides tensors, in their places.
-        structure: How they are nested.
+        leaves: For each leaf, the description of the tensor; None if the leaf is no tensor.
+        constants: For each leaf, the leaf itself if it is no tensor; else None.
+        structure: The tree from which the leaves were flattened.
     """
 
     leaves: list[Leaf | None] = field(default_factory=list)
@@ -63,7 +69,7 @@ class Output:
 
     @classmethod
     def of(cls, value: Any) -> Output:
-        """What is to be known of ``value``."""
+        """Describe ``value``, which a module has returned or is called with."""
         leaves, structure = tree_flatten(value)
         known = [Leaf(t.shape, t.dtype, t.requires_grad) if isinstance(t, Tensor) else None for t in leaves]
         return cls(known, [None if isinstance(leaf, Tensor) else leaf for leaf in leaves], structure)
@@ -71,14 +77,14 @@ class Output:
 
 @dataclass
 class InnerCall:
-    """A call of a module inside a part, of whose output a hook has taken something.
+    """Describe a call of a module inside a part, from whose output a forward hook takes tensors out of the part.
 
     Args:
-        name: The module's.
-        occurrence: Which of its calls within the part's.
-        args: What it is called with.
-        output: What it returns.
-        places: Of tensors that are taken: leaf of ``output`` to leaf of the part's.
+        name: The name of the module.
+        occurrence: The index of this call among the module's calls within one call of the part.
+        args: The positional arguments of the call.
+        output: The output of the call.
+        places: For each tensor that is taken, its index in ``output`` to its index in the leaves of the part's call.
     """
 
     name: str
@@ -90,17 +96,20 @@ class InnerCall:
 
 @dataclass
 class PartCall:
-    """A call of a part.
+    """Describe a call of a part.
 
     Args:
-        name: The part's.
-        uses: Values that it makes something of.
-        params: Parameters that run in it or in what is made of the values on the way to it, by name.
-        leaves: The tensors that it returns, None for what is no tensor; then those that hooks take from inside.
-        output: What it returns.
-        inner: Where hooks take something.
-        cost: Time of its forward, in floating-point operations.
-        draws: Of which generators it draws random numbers (see :class:`~lightning_dist.randomness.RngGenerators`).
+        name: The name of the part.
+        uses: The values that the call uses, directly or through tensors that code between parts computed from them.
+        params: The names of the parameters that the call uses, directly or through tensors that code between parts
+            computed from them.
+        leaves: The leaves of the output, None for a leaf that is no tensor; then the tensors that hooks take from
+            modules inside the part.
+        output: The output of the call.
+        inner: The calls of modules inside the part from which hooks take tensors.
+        cost: The estimated time of the forward, in floating-point operations.
+        draws: The kinds of random number generators that the call draws from (see
+            :class:`~lightning_dist.randomness.RngGenerators`).
     """
 
     name: str
@@ -115,24 +124,25 @@ class PartCall:
 
 @dataclass
 class StepGraph:
-    """One step.
+    """Describe one step.
 
     Args:
-        calls: Of the parts, in order.
-        end: What the loss, what is logged and what is kept is made of, as a call after the last; it draws what the code
-            between the parts does.
+        calls: The calls of the parts, in order.
+        end: The end of the step, as a call after the last: it uses the values from which the loss, the logged tensors
+            and the tensors in attributes are computed. Its ``draws`` and ``cost`` are those of all code between parts.
         changes_batch: Whether the step changes tensors of the batch in place.
-        params_between: Parameters that the code between parts uses, by name.
-        changed: Attributes outside of parts that the step sets, or containers in them that it adds to: the module's
-            name, and the attribute's.
-        changed_inside: Attributes that the step changes and has changed back at its end.
-        steady_buffers: Names of buffers in parts that the step changes, and not by what is in the batch.
-        buffers_between: Names of buffers outside of parts that the step changes.
-        logs_otherwise: Whether the step logs or returns what is no mean over samples.
-        numbers: Plain numbers that the step logs or returns, in order.
-        hooked: Tensors whose gradients the code between parts puts a hook on: the values that one is made of, and how
-            many calls there are before that.
-        of_whole_batch: The step on the batch that is not split, where what it leaves must be made of that.
+        params_between: The names of the parameters that the code between parts uses.
+        changed: The attributes of modules outside of parts that the step sets, or whose containers it changes, each
+            as the module's name and the attribute's name.
+        changed_inside: The attributes that the step changes and has restored at its end, named likewise.
+        steady_buffers: The names of the buffers in parts that the step changes to values independent of the batch.
+        buffers_between: The names of the buffers outside of parts that the step changes.
+        logs_otherwise: Whether the step logs or returns a value that is no mean over samples.
+        numbers: The Python numbers that the step logs or returns, in order.
+        hooked: The tensors on which the code between parts registers a gradient hook, each as the values from which it
+            is computed and the number of calls before the hook is registered.
+        of_whole_batch: The same step on the whole batch, if the attributes, buffers or logged values that it leaves
+            must be computed from the whole batch; else None.
     """
 
     calls: list[PartCall]
@@ -150,26 +160,36 @@ class StepGraph:
 
     @cached_property
     def draws(self) -> frozenset[str]:
-        """Of which generators anything in the step draws random numbers."""
+        """Return the kinds of random number generators that the step draws from, in parts or between them."""
         return self.end.draws.union(*(call.draws for call in self.calls))
 
     def uses_param(self, name: str) -> bool:
-        """Return whether the step uses the parameter ``name``, between parts or in one of those that it calls."""
+        """Return whether the step uses the parameter ``name``, between parts or in a part that it calls."""
         return any(name in call.params or name.startswith(f"{call.name}.") for call in (*self.calls, self.end))
 
     @property
     def may_leave_more(self) -> bool:
-        """Whether the whole batch may leave something else than its microbatches one after another."""
+        """Return whether a step on the whole batch may leave or log something else than steps on its microbatches."""
         return bool(self.changed or self.buffers_between or self.logs_otherwise or self.numbers)
 
     def with_whole_batch(self, whole: StepGraph) -> StepGraph:
-        """Return this step, and beside it that on the whole batch, where what it leaves must be made of that."""
+        """Return this step with ``of_whole_batch`` set to ``whole``, if what it leaves must come from the whole batch.
+
+        The step is returned unchanged if this is not necessary, or if ``whole`` calls other parts.
+
+        Args:
+            whole: The same step, traced on the whole batch.
+        """
         is_like = [call.name for call in whole.calls] == [call.name for call in self.calls]
         is_due = self.changed or self.buffers_between or self.logs_otherwise or self.numbers != whole.numbers
         return replace(self, of_whole_batch=whole) if is_like and is_due else self
 
     def merged_with(self, other: StepGraph) -> StepGraph:
-        """Return what is used in this step or in ``other``, which calls the same parts and decides otherwise."""
+        """Return a graph with everything that this step or ``other`` uses or changes.
+
+        Args:
+            other: The same step with other outcomes of its decisions, which calls the same parts.
+        """
         calls = [_merged(call, also) for call, also in zip(self.calls, other.calls, strict=True)]
         changed = tuple(dict.fromkeys((*self.changed, *other.changed)))
         return StepGraph(
@@ -187,7 +207,12 @@ class StepGraph:
         )
 
     def crossing(self, stage_of: Callable[[int], int], stage: int) -> list[Value]:
-        """The values that ``stage`` is given, in order: made before it, and used in it or after it."""
+        """Return the values that ``stage`` receives, in order: made by earlier stages, and used by it or later ones.
+
+        Args:
+            stage_of: Function from the index of a call to the call's stage.
+            stage: The receiving stage. The number of stages stands for the end of the step.
+        """
         consumers = [(stage_of(index), call) for index, call in enumerate(self.calls)]
         last = max((s for s, _ in consumers), default=0)
         used = {

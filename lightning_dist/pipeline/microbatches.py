@@ -1,4 +1,4 @@
-"""A batch split into microbatches along dimension 0, whatever it is nested in."""
+"""Split a batch, which may be nested in containers, into microbatches along dimension 0."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ __all__ = ["batch_size_of", "check_divides", "map_leaves", "num_microbatches_for
 
 
 def batch_size_of(batch: Any) -> int:
-    """The size of dimension 0 of the tensors of ``batch``; 0 where it has none.
+    """Return the number of samples of ``batch``: the size of dimension 0 of its tensors; 0 if it has no such tensors.
+
+    The lengths of lists of samples, and of objects that can be sliced, count as well.
 
     Raises:
-        ValueError: If they differ. The text names two, by their place in the batch.
+        ValueError: If the sizes differ. The message names two of the tensors by their paths in the batch.
     """
     sizes: dict[int, tuple[str, str]] = {}
 
@@ -32,22 +34,22 @@ def batch_size_of(batch: Any) -> int:
         (first, a), (second, b), *_ = sizes.values()
         raise ValueError(
             f"batch{first} has {a} and batch{second} has {b}: a pipeline splits every tensor of a batch into"
-            " microbatches along dimension 0, so that its size must be the same. Give what belongs to no sample a"
-            " leading dimension of the batch's size, or keep it on the module as a buffer, or define"
-            " split_batch(batch, num_microbatches) on the module, which returns a list of microbatches."
+            " microbatches along dimension 0, so that its size must be the same for all. If a tensor does not belong"
+            " to the samples, give it a leading dimension of the batch's size, or keep it on the module as a buffer;"
+            " or define split_batch(batch, num_microbatches) on the module, which returns a list of microbatches."
         )
     return next(iter(sizes), 0)
 
 
 def check_divides(size: int, num_microbatches: int) -> None:
-    """See to it that a full batch can be split.
+    """Check that a full batch can be split into microbatches of equal size.
 
     Args:
-        size: Number of samples that a rank has of it.
-        num_microbatches: As it was asked for.
+        size: The number of samples of this rank's batch.
+        num_microbatches: The number of microbatches that the user has set.
 
     Raises:
-        ValueError: If it does not divide ``size``.
+        ValueError: If ``num_microbatches`` does not divide ``size``.
     """
     if size == 0 or size % num_microbatches:
         divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
@@ -58,18 +60,24 @@ def check_divides(size: int, num_microbatches: int) -> None:
 
 
 def num_microbatches_for(size: int, wanted: int) -> int:
-    """The greatest number up to ``wanted`` that divides ``size``: of a batch that may be an epoch's smaller last."""
+    """Return the greatest number up to ``wanted`` that divides ``size``; 1 if ``size`` is 0.
+
+    Args:
+        size: The number of samples of a batch, which may be an epoch's last and smaller than the others.
+        wanted: The number of microbatches of a full batch.
+    """
     return max((number for number in range(1, wanted + 1) if size and size % number == 0), default=1)
 
 
 def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
-    """``batch`` as ``num_microbatches`` equal parts: views of its tensors, in containers of the same kinds.
+    """Split ``batch`` into ``num_microbatches`` equal parts: views of its tensors, in containers of the same types.
 
-    Lists of as many strings or numbers as there are samples are split, too, lists of samples, and arrays and other
-    objects that have a length and can be sliced; all else is in each microbatch as it is.
+    Besides tensors, the following are split: lists of as many strings or numbers as there are samples, lists of
+    samples, and arrays and other objects that have a length and can be sliced. Each microbatch has everything else
+    unchanged.
 
     Raises:
-        ValueError: As of :func:`batch_size_of`.
+        ValueError: If the sizes of dimension 0 differ (see :func:`batch_size_of`).
     """
     size = batch_size_of(batch)
     part = size // num_microbatches
@@ -87,7 +95,11 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
 
 
 def signature(batch: Any) -> tuple[object, ...]:
-    """What a step's path can depend on: where which shapes, dtypes and switches are in ``batch``."""
+    """Return the properties of ``batch`` on which the path of a step can depend.
+
+    These are the structure of the batch, the shapes and dtypes of its tensors, its integers, booleans and None, and the
+    types of other values.
+    """
     found: list[object] = []
 
     def look(path: str, value: Any) -> Any:
@@ -109,10 +121,15 @@ def signature(batch: Any) -> tuple[object, ...]:
 
 
 def map_leaves(value: Any, function: Callable[[str, Any], Any], path: str = "") -> Any:
-    """``value`` with ``function(path, leaf)`` in the place of each leaf.
+    """Return ``value`` with each leaf replaced by ``function(path, leaf)``.
 
-    Leaves are tensors, lists and tuples of plain values as one, lists of samples, and whatever is no container or
-    dataclass.
+    Leaves are tensors, whole lists and tuples of strings or numbers, whole lists of samples, and any object that is
+    neither a container nor a dataclass.
+
+    Args:
+        value: A batch, or a part of one.
+        function: Function of the path to a leaf and the leaf.
+        path: The path to ``value``, such as ``['images'][0]``, with which the paths of leaves begin.
     """
     if isinstance(value, Tensor) or _is_list_of_samples(value):
         return function(path, value)
@@ -121,7 +138,7 @@ def map_leaves(value: Any, function: Callable[[str, Any], Any], path: str = "") 
         if type(value) is dict:
             return items
         try:
-            return type(value)(items)  # type: ignore[call-arg]  # an OrderedDict, Hugging Face's BatchEncoding
+            return type(value)(items)  # type: ignore[call-arg]  # such as OrderedDict or Hugging Face's BatchEncoding
         except TypeError:
             return items
     if isinstance(value, list | tuple):
@@ -145,9 +162,10 @@ def _is_sliceable(value: Any) -> bool:
 
 
 def _is_list_of_samples(value: Any) -> bool:
-    """Return whether ``value`` is a list of containers that have no dimension of samples, as one number in each says.
+    """Return whether ``value`` is a list of samples, which are containers without a dimension of samples.
 
-    A list of batches, as several loaders give, has no tensors without dimensions.
+    A container counts as a sample if it holds a number or a tensor without dimensions. The containers in a list of
+    batches, which several loaders return, hold neither.
     """
     if not isinstance(value, list) or not value:
         return False

@@ -1,10 +1,9 @@
-"""Buffers that a step changes: by what is in the batch, or by weights and buffers alone.
+"""Find the buffers that a step changes, tell whether they depend on the batch, and restore them.
 
-A step of a pipeline runs once for each microbatch. A buffer in a part that is changed by what the batch holds (a
-running mean) sees the microbatches one after another, as under accumulation of gradients. A buffer whose new value
-follows from weights and buffers alone (the power iteration of a spectral norm, a count of forwards) would be changed as
-often as there are microbatches, where one process changes it once: it begins each microbatch with the value that it had
-before the step.
+A step of a pipeline runs once for each microbatch. A buffer in a part that depends on the batch (a running mean) is
+updated by one microbatch after another, as in gradient accumulation. A buffer whose new value depends on weights and
+buffers alone (the power iteration of a spectral norm, a count of forwards) would be updated once for each microbatch,
+where one process updates it once. Such a buffer is therefore reset before each microbatch to its value before the step.
 """
 
 from __future__ import annotations
@@ -22,32 +21,33 @@ __all__ = ["BatchMarks", "BuffersOfStep"]
 
 
 class BatchMarks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Marks the storages of fake tensors that the batch has gone into, while a step runs on them."""
+    """Mark the storages of fake tensors that depend on the batch, while a step runs on fake tensors."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._marked: dict[int, torch.UntypedStorage] = {}  # which live on, so that nothing else gets their addresses
+        # The storages are kept alive here, so that no other storage gets the same address.
+        self._marked: dict[int, torch.UntypedStorage] = {}
         self._buffers: dict[str, tuple[Tensor, int]] = {}
 
     def begin(self, root: nn.Module) -> None:
-        """Note the buffers of ``root``, which are fakes now."""
+        """Record the buffers of ``root``, which are fake tensors now, and their versions."""
         self._buffers = {name: (buffer, buffer._version) for name, buffer in root.named_buffers()}
 
     def mark(self, tensor: Tensor) -> None:
-        """Mark a tensor of the batch."""
+        """Mark ``tensor`` as dependent on the batch."""
         storage = tensor.untyped_storage()
         self._marked[storage._cdata] = storage
 
     def is_marked(self, tensor: Tensor) -> bool:
-        """Return whether the batch has gone into ``tensor``."""
+        """Return whether ``tensor`` depends on the batch."""
         return tensor.untyped_storage()._cdata in self._marked
 
     def changed(self, root: nn.Module) -> dict[str, bool]:
         """Find the buffers of ``root`` that were changed since :meth:`begin`.
 
         Returns:
-            Name to whether the batch has gone into it. Running statistics count as changed where their module is in
-            training: their kernels count up no version.
+            For each changed buffer, by name, whether it depends on the batch. The running statistics of a module in
+            training mode count as changed and dependent, because their kernels do not increment the version.
         """
         norms = {name for name, module in root.named_modules() if isinstance(module, _NormBase) and module.training}
         found = {}
@@ -80,11 +80,13 @@ def _is_written(argument: Any) -> bool:
 
 
 class BuffersOfStep:
-    """Buffers as they were before a step.
+    """Hold copies of buffers from before a step, and restore them.
+
+    Buffers on the meta device are left out.
 
     Args:
         root: The user's module.
-        names: Of the buffers.
+        names: The names of the buffers.
     """
 
     def __init__(self, root: nn.Module, names: Collection[str]) -> None:
@@ -97,17 +99,21 @@ class BuffersOfStep:
                 self._places[name] = (buffers, key, buffer, buffer.detach().clone())
 
     def current(self) -> dict[str, Tensor]:
-        """Return copies of what the buffers are now, by name."""
+        """Return copies of the buffers' current values, by name."""
         return {name: buffers[key].detach().clone() for name, (buffers, key, _, _) in self._places.items()}
 
     def restore(self, outside_of: tuple[str, ...] = ()) -> None:
-        """Give the buffers their values from before the step, but for those whose names begin as ``outside_of`` do."""
+        """Restore the buffers to their values before the step.
+
+        Args:
+            outside_of: Prefixes of names; buffers whose names begin with one of them are left unchanged.
+        """
         self.set({name: value for name, (*_, value) in self._places.items() if not name.startswith(outside_of)})
 
     @torch.no_grad()
     def set(self, values: Mapping[str, Tensor]) -> None:
-        """Give the buffers ``values``."""
+        """Set the buffers to ``values``, which are given by name."""
         for name, value in values.items():
             buffers, key, buffer, _ = self._places[name]
             buffer.copy_(value)
-            buffers[key] = buffer  # the step may have put another tensor there
+            buffers[key] = buffer  # The step may have registered another tensor under this name.

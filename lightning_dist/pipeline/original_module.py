@@ -1,4 +1,4 @@
-"""A module as it was before it was spread, for a while: to follow a step of it once more."""
+"""Restore a module to its state before it was spread, for the time of a context, to trace a step again."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ __all__ = ["OriginalModule"]
 
 
 class _Absent:
-    """The attribute does not exist."""
+    """Mark an attribute that does not exist."""
 
 
 class OriginalModule:
-    """Remembers what spreading changes of modules besides their tensors: forwards, numbers of features, hooks.
+    """Remember the attributes of modules that spreading changes: forwards, numbers of features, hooks.
 
     Args:
-        root: The user's module, before anything is done to it.
+        root: The user's module, before it is changed in any way.
     """
 
     def __init__(self, root: nn.Module) -> None:
@@ -29,7 +29,7 @@ class OriginalModule:
         self._changed: list[tuple[nn.Module, dict[str, Any]]] = []
 
     def is_spread(self) -> None:
-        """To be called when all has been done to the module: what differs now is what was changed."""
+        """Record which attributes differ from the original, once the module has been spread."""
         for module, before in self._before:
             now = vars(module)
             changed = {
@@ -42,7 +42,7 @@ class OriginalModule:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Inside, the module is as it was."""
+        """Restore the original attributes in this context."""
         kept = [(module, dict(vars(module))) for module, _ in self._changed]
         try:
             for module, attributes in self._changed:

@@ -1,11 +1,12 @@
-"""Parameters of all stages, for code outside of steps: callbacks and hooks that look at weights or gradients.
+"""Let code outside of steps, such as callbacks and hooks, work on the weights and gradients of all stages.
 
-Every rank runs such code, and in one process it sees the whole model. Here each rank has the parameters of its own
-stages, and of the others only names and shapes, on the meta device. Inside :class:`AllStages`, each function of torch
-runs where its tensors are: what is made of a stage's parameters is known on the ranks that hold that stage, and has
-only a shape on the others. Where a value is needed elsewhere it is sent: when it is read (``float``, ``if``, printing),
-or meets a tensor of another stage. So a total norm over ``self.parameters()``, or an average of one network's weights
-in another's, is that of one process, and only numbers travel as long as only numbers are asked for.
+Every rank runs such code, and in one process the code would see the whole model. In a pipeline, each rank has the
+parameters of its own stages; those of other stages have only names and shapes, on the meta device. Under
+:class:`AllStages`, each torch function runs on the ranks that hold its tensors, so that tensors computed from a stage's
+parameters have values on the ranks of that stage, and only shapes on the others. Values are sent to other ranks when
+code reads them (``float``, ``if``, printing) or combines them with a tensor of another stage. A total norm over
+``self.parameters()``, or an average of one network's weights in another network, is therefore the same as in one
+process, and only scalars are sent as long as code reads only scalars.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _READS = frozenset(
         "tensor", "tolist", "unique",
     }
 )  # fmt: skip
-"""Functions whose result, or its shape, depends on values: every rank is to have them."""
+"""Functions whose result, or its shape, depends on values, so that every rank must have the values."""
 
 _RANDOM = frozenset(
     {
@@ -47,39 +48,42 @@ _RANDOM = frozenset(
 )  # fmt: skip
 """Methods, and functions of ``torch.nn.init``, that fill a tensor with random numbers."""
 
-_TENSOR: Any = Tensor  # its attributes are descriptors on the class, which stubs do not say
+_TENSOR: Any = Tensor  # The attributes of the class are descriptors, which torch's type stubs do not declare.
 _GRAD_GET, _GRAD_SET = _TENSOR.grad.__get__, _TENSOR.grad.__set__
 _DATA_SET = _TENSOR.data.__set__
 _DEVICE_GET, _IS_META_GET = _TENSOR.device.__get__, _TENSOR.is_meta.__get__
-_AS_THEY_ARE = frozenset(
+_LOCAL_GETTERS = frozenset(
     getattr(Tensor, name).__get__
     for name in ("requires_grad", "is_leaf", "shape", "dtype", "ndim", "grad_fn", "layout", "_base")
 )
-"""Attributes that every rank knows by itself."""
+"""Getters of attributes that every rank knows without communication."""
 
 _holders_of = WeakTensorKeyDictionary()
-"""The ranks that have the values of a tensor."""
+"""The ranks of the pipeline that have the values of a tensor, for tensors that not all ranks have."""
 
-_PATIENCE_S = 30.0
-"""Seconds to wait for the other ranks, which run the same code, before a value is sent."""
+_BARRIER_TIMEOUT_S = 30.0
+"""Seconds to wait for the other ranks to reach the same code before a value is sent."""
 
-_NUM_CHECKED = 16
-"""So many first times it is checked that all ranks come to read a value: code for rank 0 alone shows at once."""
+_NUM_CHECKED_CALLS = 16
+"""Number of reads (or changes) of parameters in each hook for which it is checked that all ranks run the same code.
+
+Checking the first ones suffices, because code that runs on rank 0 alone fails at the first.
+"""
 
 
 class AllStages(TorchFunctionMode):
-    """Lets code outside of steps work on the parameters of all stages. All ranks of the pipeline must run it alike.
+    """Let code outside of steps work on the parameters of all stages. All ranks of the pipeline must run the same code.
 
     Args:
         root: The user's module.
-        holders: The ranks of the pipeline that have each parameter or buffer, by name; of those that are not named,
-            every rank has its own.
-        group: The ranks of the pipeline.
-        device: Where tensors are.
+        holders: The ranks of the pipeline that have each parameter or buffer, by name. Every rank has those that are
+            not named.
+        group: Process group of the pipeline's ranks.
+        device: The device of this rank's tensors.
     """
 
     reads_whole_tensors = True
-    """Whether a DTensor's ``numpy()`` and ``tolist()``, which torch lets no mode see, are to be given to this one."""
+    """Whether this mode receives a DTensor's ``numpy()`` and ``tolist()``, which torch does not pass to modes."""
 
     def __init__(
         self, root: nn.Module, holders: Mapping[str, frozenset[int]], group: dist.ProcessGroup, device: torch.device
@@ -99,10 +103,10 @@ class AllStages(TorchFunctionMode):
 
     @contextmanager
     def around(self, what: str) -> Iterator[None]:
-        """Work on the parameters of all stages inside; nested calls are one.
+        """Let code in this context work on the parameters of all stages; a nested call has no effect.
 
         Args:
-            what: What runs, for messages.
+            what: The name of the hook that runs, for errors.
         """
         if self._is_on:
             yield
@@ -121,7 +125,7 @@ class AllStages(TorchFunctionMode):
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Leave tensors as they are inside: around code of the strategy's own that a hook calls."""
+        """Disable the mode in this context, for code of the strategy that a hook calls."""
         before, self._is_on = self._is_on, False
         try:
             yield
@@ -129,17 +133,22 @@ class AllStages(TorchFunctionMode):
             self._is_on = before
 
     def whole(self, value: Any) -> Any:
-        """Return ``value`` with tensors that all ranks have. A collective over the pipeline, where some lack any.
+        """Return ``value`` with tensors whose values all ranks have.
+
+        A collective over the pipeline if ``value`` has a tensor that some ranks do not have.
 
         Args:
             value: A tensor, or a container of tensors.
+
+        Raises:
+            OtherRankError: If another rank does not run the same code.
         """
         leaves, structure = tree_flatten(value)
-        places = [place for place, leaf in enumerate(leaves) if _is_elsewhere(leaf)]
+        places = [place for place, leaf in enumerate(leaves) if _has_holders(leaf)]
         if not places:
             return value
         self._wait_for_all()
-        # All of one stage and dtype go in one message.
+        # Tensors of the same stage and dtype are sent in one message.
         batches: dict[tuple[int, torch.dtype], list[int]] = {}
         for place in places:
             source = min(_holders(leaves[place]) or ())
@@ -148,8 +157,9 @@ class AllStages(TorchFunctionMode):
             for (source, dtype), members in sorted(batches.items(), key=str):
                 tensors = [leaves[place] for place in members]
                 is_here = self._rank in (_holders(tensors[0]) or ())
-                # The others take part in gathering what is sharded, too: these are collectives of their own mesh.
-                own = [_full(tensor.detach()).to(self._device) for tensor in tensors] if is_here else []
+                # All holders gather sharded tensors, not only the source, because gathering is a collective over the
+                # mesh of the tensor.
+                own = [_gathered(tensor.detach()).to(self._device) for tensor in tensors] if is_here else []
                 size = sum(tensor.numel() for tensor in tensors)
                 sent = torch.empty(size, dtype=dtype, device=self._device)
                 if own:
@@ -162,9 +172,9 @@ class AllStages(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if not self._is_on or func in _AS_THEY_ARE:
+        if not self._is_on or func in _LOCAL_GETTERS:
             return func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if _is_elsewhere(leaf)]
+        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if _has_holders(leaf)]
         if not tensors:
             return func(*args, **kwargs)
         if func == _DEVICE_GET:
@@ -177,7 +187,7 @@ class AllStages(TorchFunctionMode):
         if func == _GRAD_SET:
             self._set_gradient(*args)
             return None
-        if name in _OF_THE_TENSOR and func != _DATA_SET:
+        if name in _OBJECT_METHODS and func != _DATA_SET:
             return func(*args, **kwargs)
         if func == _DATA_SET:
             with torch.no_grad():
@@ -190,7 +200,8 @@ class AllStages(TorchFunctionMode):
             return func(*args, **kwargs)
         if name.startswith("_foreach_"):
             return self._one_by_one(func, args, kwargs)
-        if _is_in_place(name) and not args and isinstance(kwargs.get("tensor"), Tensor):  # as of torch.nn.init
+        # Functions of torch.nn.init may be given their tensor by keyword.
+        if _is_in_place(name) and not args and isinstance(kwargs.get("tensor"), Tensor):
             args, kwargs = (kwargs["tensor"],), {key: value for key, value in kwargs.items() if key != "tensor"}
         if _is_in_place(name) and isinstance(args[0], Tensor):
             return self._in_place(func, args[0], args[1:], kwargs)
@@ -213,17 +224,27 @@ class AllStages(TorchFunctionMode):
         return holders is None or self._rank in holders
 
     def _in_place(self, func: Any, target: Tensor, others: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run what changes ``target`` where it is; the others' values are sent there, if they are not there already."""
+        """Run an in-place function on the ranks that hold ``target``, and return ``target``.
+
+        A collective over the pipeline if some of these ranks do not have the other arguments, which are then sent.
+
+        Args:
+            func: The function, whose first argument is ``target``.
+            target: The tensor that it changes.
+            others: Its other positional arguments.
+            kwargs: Its keyword arguments.
+        """
         holders = _holders(target)
-        if getattr(func, "__name__", "") in _RANDOM:  # every rank draws, so that their random numbers stay the same
+        # Every rank draws random numbers, so that the generators of all ranks stay in the same state.
+        if getattr(func, "__name__", "") in _RANDOM:
             drawn = torch.empty(target.shape, dtype=target.dtype, device=self._device)
             func(drawn, *others, **kwargs)
             func, others, kwargs = _copy, (drawn,), {}
         values = tree_flatten((others, kwargs))[0]
-        found = [leaf for leaf in values if _is_elsewhere(leaf)]
+        found = [leaf for leaf in values if _has_holders(leaf)]
         if any(holders is None or not holders <= (_holders(leaf) or frozenset()) for leaf in found):
             others, kwargs = self.whole((others, kwargs))
-        own = [leaf for leaf in values if isinstance(leaf, Tensor) and leaf.ndim and not _is_elsewhere(leaf)]
+        own = [leaf for leaf in values if isinstance(leaf, Tensor) and leaf.ndim and not _has_holders(leaf)]
         with self._failing_together() if own else nullcontext():
             if self._is_here(target):
                 func(target, *others, **kwargs)
@@ -231,19 +252,19 @@ class AllStages(TorchFunctionMode):
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Raise what is raised inside on all ranks, the first times that the hook comes by. A collective then.
+        """Raise an error of this context on all ranks. A collective over the pipeline.
 
-        A rank's own values may not be those of another rank that has the same part of a weight, and only the ranks that
-        have it can see this.
+        This holds for the first calls in each hook only; later calls do nothing. A rank may write other values than
+        another rank that has the same shard of a weight, which raises an error on the ranks with that weight alone.
 
         Raises:
-            OtherRankError: If a rank does not run the same code.
+            OtherRankError: If another rank does not run the same code.
         """
         self._num_changes[self._what] += 1
-        if self._num_changes[self._what] > _NUM_CHECKED:
+        if self._num_changes[self._what] > _NUM_CHECKED_CALLS:
             yield
             return
-        timed_barrier(f"{self._what} changes parameters of a stage", _PATIENCE_S, self._ranks)
+        timed_barrier(f"{self._what} changes parameters of a stage", _BARRIER_TIMEOUT_S, self._ranks)
         failure: Failure | None = None
         try:
             yield
@@ -252,7 +273,7 @@ class AllStages(TorchFunctionMode):
         raise_together(failure, self._group, self._device)
 
     def _one_by_one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function of lists for each place in the lists, as each may be of another stage."""
+        """Run a function of lists of tensors separately on each item, because the items may be on different stages."""
         length = next(len(arg) for arg in args if isinstance(arg, list | tuple))
 
         def at(place: int, arg: Any) -> Any:
@@ -270,7 +291,7 @@ class AllStages(TorchFunctionMode):
         return None if _is_in_place(func.__name__) else tuple(results)
 
     def _equal(self, func: Any, one: Tensor, other: Tensor) -> bool:
-        """Compare two tensors; their sums first, as whole weights are seldom the same, and are long messages."""
+        """Return whether two tensors are equal; compare their sums first, because whole weights are long messages."""
         if one is other:
             return True
         if one.shape != other.shape or one.dtype != other.dtype:
@@ -283,11 +304,11 @@ class AllStages(TorchFunctionMode):
         if not self._is_here(tensor):
             total = torch.empty((), dtype=torch.float64, device="meta")
         else:
-            total = _full(tensor.detach().sum(dtype=torch.float64))
+            total = _gathered(tensor.detach().sum(dtype=torch.float64))
         return total if holders is None else _mark(total, holders)
 
     def _gradient(self, tensor: Tensor) -> Tensor | None:
-        """Return the gradient of a tensor, or a stand-in of its shape where it is on another rank."""
+        """Return the gradient of a tensor; on ranks without the tensor, a meta tensor of its shape. A collective."""
         has = self._gradients().get(id(tensor))
         gradient: Tensor | None = _GRAD_GET(tensor)
         if has and not self._is_here(tensor):
@@ -301,7 +322,10 @@ class AllStages(TorchFunctionMode):
             _GRAD_SET(tensor, gradient)
 
     def _gradients(self) -> dict[int, bool]:
-        """Find out which parameters have gradients on the ranks that hold them; once in a hook. A collective."""
+        """Return, by the id of a parameter, whether it has a gradient on the ranks that hold it.
+
+        A collective over the pipeline at the first call in a hook.
+        """
         if self._have_gradients is None:
             params = [param for _, param in self._root.named_parameters()]
             has = [_GRAD_GET(param) is not None for param in params]
@@ -312,18 +336,18 @@ class AllStages(TorchFunctionMode):
         return self._have_gradients
 
     def _wait_for_all(self) -> None:
-        """See to it that the other ranks run the same code.
+        """Wait until all ranks have reached the same code; later calls in the same hook do not wait.
 
         Raises:
-            OtherRankError: If one does not.
+            OtherRankError: If another rank does not reach it in time.
         """
         self._num_reads[self._what] += 1
-        if self._num_reads[self._what] <= _NUM_CHECKED:
-            timed_barrier(f"{self._what} reads parameters of another stage", _PATIENCE_S, self._ranks)
+        if self._num_reads[self._what] <= _NUM_CHECKED_CALLS:
+            timed_barrier(f"{self._what} reads parameters of another stage", _BARRIER_TIMEOUT_S, self._ranks)
 
 
 class _Single:
-    """A function of lists of one tensor each; its name is no longer that of a function of lists."""
+    """Wrap a function of lists for lists of one item, under a name that does not mark it as a function of lists."""
 
     def __init__(self, func: Any) -> None:
         self._func = func
@@ -338,8 +362,8 @@ def _holders(tensor: Tensor) -> frozenset[int] | None:
     return found
 
 
-def _is_elsewhere(leaf: Any) -> bool:
-    """Return whether some rank has no values of ``leaf``."""
+def _has_holders(leaf: Any) -> bool:
+    """Return whether ``leaf`` is a tensor with recorded holders, so that some ranks may not have its values."""
     return isinstance(leaf, Tensor) and leaf in _holders_of
 
 
@@ -348,13 +372,13 @@ def _mark(tensor: Tensor, holders: frozenset[int]) -> Tensor:
     return tensor
 
 
-_OF_THE_TENSOR = (
+_OBJECT_METHODS = (
     "__set__", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad",
 )  # fmt: skip
 """Functions that change the tensor object, and not its elements."""
 
 _MOVES = ("cpu", "cuda", "to")
-"""Methods that copy to a device, which nothing can be without values."""
+"""Methods that copy a tensor to a device, which fail on a tensor without values."""
 
 _OPERATORS = ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ipow__")
 
@@ -364,11 +388,11 @@ def _is_in_place(name: str) -> bool:
 
 
 def _copy(target: Tensor, source: Tensor) -> None:
-    with torch.no_grad():  # as all that fill a tensor with random numbers do of themselves, or have around them
+    with torch.no_grad():  # The functions that fill a tensor with random numbers run without gradients as well.
         target.copy_(source)
 
 
-def _full(tensor: Tensor) -> Tensor:
+def _gathered(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -1,10 +1,10 @@
-"""Paths that a step takes, and what they depend on besides the batch: numbers and switches that its code reads.
+"""Remember the paths that a step takes, and the plain values that each path depends on, besides the batch.
 
-While a step is followed, every plain value is noted that it reads from a module, from the Trainer or among its own
-arguments (``self.current_epoch``, ``self.use_auxiliary``, ``self.config``, ``batch_idx``). Before a later step, these
-are compared; where one has changed, the step is followed again. A number that has changed once is watched from then on
-(see :mod:`lightning_dist.watched_numbers`): then not its value is compared, but the answers to what the step asks of
-it, so that ``if self.global_step > 1000`` is followed twice, and not in every step.
+While a step is traced, every plain value that it reads from a module, from the Trainer or from its own arguments is
+recorded (``self.current_epoch``, ``self.use_auxiliary``, ``self.config``, ``batch_idx``). Before a later step these
+values are compared with the current ones, and the step is traced again if one has changed. A number that has changed
+once is watched from then on (see :mod:`lightning_dist.watched_numbers`): the outcomes of the step's comparisons with it
+are compared, and not its value, so that a step with ``if self.global_step > 1000`` is traced twice and not every time.
 """
 
 from __future__ import annotations
@@ -25,38 +25,39 @@ from lightning_dist.watched_numbers import watched
 __all__ = ["KnownPaths", "Readable"]
 
 Readable = Mapping[type, Collection[str]]
-"""Classes that are no modules, and the attributes of theirs that a step's path may depend on."""
+"""Classes other than modules, each with the names of its attributes that a step's path may depend on."""
 
 _Source = tuple[int, str]
-"""Where a value is read: the ``id`` of the object, and the attribute."""
+"""The source of a value that a step reads: the ``id`` of an object, and the name of its attribute."""
 
-_MOST_PATHS = 64
-"""Paths of one kind of step that are remembered."""
+_MAX_PATHS = 64
+"""Maximum number of paths that are remembered for one kind of step."""
 
-_MOST_IN_VAIN = 8
-"""How often a step is followed again because of one value without another result, until the value is ignored."""
+_MAX_NEEDLESS_TRACES = 8
+"""How often a change of one value may cause a trace that finds the path unchanged, before the value is ignored."""
 
-_MOST_ITEMS = 200
-"""Items of a container that are compared; of a larger one only whether it is empty."""
+_MAX_COMPARED_ITEMS = 200
+"""Maximum number of items for which the items of a container are compared; of a larger one only the type is."""
 
 _PLAIN = (int, float, bool, str, type(None))
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
-_OF_TORCH = frozenset(vars(nn.Module()))
+_TORCH_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 class _Absent:
-    """The attribute does not exist."""
+    """Mark an attribute that does not exist."""
 
 
 @dataclass(frozen=True)
 class _Read:
-    """An attribute that a step has read.
+    """Represent an attribute that a step has read.
 
     Args:
-        owner: The object.
-        name: The attribute.
-        outline: What is compared of its value; None: the value itself, which is plain.
-        answer: The value, or its outline.
+        owner: The object that has the attribute.
+        name: The name of the attribute.
+        outline: Function that returns the properties of the value that are compared; None if the value is plain and is
+            compared itself.
+        answer: The value, or the result of ``outline``, when the step was traced.
     """
 
     owner: Any
@@ -77,7 +78,13 @@ class _Read:
 
 @dataclass(frozen=True)
 class _Question:
-    """What a step has asked of a watched number, and the answer."""
+    """Represent a comparison or conversion of a watched number in a step, and its outcome.
+
+    Args:
+        source: The attribute that holds the number.
+        ask: Function that repeats the comparison with the current number.
+        answer: The outcome when the step was traced.
+    """
 
     source: _Source
     ask: Callable[[], Any]
@@ -98,16 +105,16 @@ class _Path:
 
 
 class _Arguments:
-    """The plain arguments of the step that runs, as attributes that are named by their places."""
+    """Hold the arguments of the running step as attributes, which are named by their positions."""
 
 
 @dataclass
 class KnownPaths:
-    """The paths of one kind of step.
+    """Remember the paths of one kind of step.
 
     Args:
         root: The user's module.
-        readable: What else the step may read.
+        readable: The objects besides modules whose attributes a path may depend on.
     """
 
     root: nn.Module
@@ -115,16 +122,16 @@ class KnownPaths:
     _paths: list[_Path] = field(default_factory=list)
     _arguments: _Arguments = field(default_factory=_Arguments)
     _watched: set[_Source] = field(default_factory=set)
-    _in_vain: Counter[_Source] = field(default_factory=Counter)
+    _needless_traces: Counter[_Source] = field(default_factory=Counter)
     _owners: dict[int, Any] = field(default_factory=dict)
-    _num_followed: int = 0
-    _followed: tuple[StepGraph, _Reads, set[_Source]] | None = None
+    _num_traced: int = 0
+    _traced: tuple[StepGraph, _Reads, set[_Source]] | None = None
 
     def taken(self, arguments: Sequence[Any]) -> int:
-        """Return which of the known paths a step takes, by its number; -1: none.
+        """Return the number of the known path that a step takes, or -1 if it takes none of them.
 
         Args:
-            arguments: Of the step, after its batch.
+            arguments: The arguments of the step after its batch.
         """
         vars(self._arguments).update({f"_{place}": value for place, value in enumerate(arguments)})
         for path in reversed(self._paths):
@@ -133,18 +140,18 @@ class KnownPaths:
         return -1
 
     def known(self, number: int) -> StepGraph:
-        """Return the path that :meth:`taken` has named."""
+        """Return the graph of the path with this number, which :meth:`taken` or :meth:`follow` has returned."""
         return next(path.graph for path in self._paths if path.number == number)
 
     def follow(self, arguments: Sequence[Any], follow: Callable[[Sequence[Any]], StepGraph]) -> int:
-        """Follow a step, and return the number of a known path that is equal to its own; -1: there is none.
+        """Trace a step, and return the number of a known path that is equal to its path, or -1 if there is none.
 
         Args:
-            arguments: Of the step, after its batch; :meth:`taken` was given them before.
-            follow: Follows the step, with these arguments.
+            arguments: The arguments of the step after its batch, for which :meth:`taken` was called before.
+            follow: Function that traces the step with the arguments that it is given.
         """
         changed: set[_Source] = set()
-        if not self._paths:  # numbers that a step is given, as batch_idx, soon change
+        if not self._paths:  # Numbers among the arguments, such as batch_idx, are watched at once: they soon change.
             self._watched |= {
                 (id(self._arguments), name)
                 for name, value in vars(self._arguments).items()
@@ -159,37 +166,37 @@ class KnownPaths:
         reads = _Reads(self.root, self.readable, self._watched)
         with reads.watching():
             graph = follow(reads.of_arguments(self._arguments, len(arguments)))
-        self._followed = graph, reads, changed
+        self._traced = graph, reads, changed
         return next((path.number for path in self._paths if _is_equal(path.graph, graph)), -1)
 
     def remember(self, number: int) -> StepGraph:
-        """Remember the path of the step that was followed last, and return it.
+        """Remember the path of the step that :meth:`follow` traced last, and return its graph.
 
         Args:
-            number: Of a known path that is equal to it on all ranks; -1: there is none.
+            number: The number of a known path that is equal to it on all ranks, or -1 if there is none.
         """
-        assert self._followed is not None
-        (graph, reads, changed), self._followed = self._followed, None
+        assert self._traced is not None
+        (graph, reads, changed), self._traced = self._traced, None
         if number >= 0:
             graph = self.known(number)
         if self._paths and graph is self._paths[-1].graph:
-            self._in_vain.update(changed)
-        ignored = {source for source, times in self._in_vain.items() if times >= _MOST_IN_VAIN}
-        self._owners |= reads.owners  # they live on, so that nothing else gets their ids
+            self._needless_traces.update(changed)
+        ignored = {source for source, times in self._needless_traces.items() if times >= _MAX_NEEDLESS_TRACES}
+        self._owners |= reads.owners  # The objects are kept alive, so that no other object gets the same id.
         depends_on = [known for known in reads.known(graph) if known.source not in ignored]
-        self._paths.append(_Path(graph, depends_on, self._num_followed))
-        self._num_followed += 1
-        del self._paths[:-_MOST_PATHS]
+        self._paths.append(_Path(graph, depends_on, self._num_traced))
+        self._num_traced += 1
+        del self._paths[:-_MAX_PATHS]
         return graph
 
 
 class _Reads:
-    """The plain values that a step reads while it runs.
+    """Record the plain values that a step reads while it runs.
 
     Args:
         root: The user's module.
-        readable: See :data:`Readable`.
-        numbers: Where numbers are read that are to be watched.
+        readable: The objects besides modules whose attributes a path may depend on (see :data:`Readable`).
+        numbers: The sources of numbers that are to be watched.
     """
 
     def __init__(self, root: nn.Module, readable: Readable, numbers: Collection[_Source]) -> None:
@@ -205,7 +212,7 @@ class _Reads:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Inside, note what is read."""
+        """Record the values that are read in this context."""
         with ExitStack() as classes:
             classes.enter_context(_reading(nn.Module, self._of_module))
             for readable, names in self._readable.items():
@@ -213,12 +220,17 @@ class _Reads:
             yield
 
     def of_arguments(self, arguments: _Arguments, number: int) -> list[Any]:
-        """Return the step's arguments, which are read."""
+        """Return the arguments of the step, recorded as values that it reads and with watched numbers replaced.
+
+        Args:
+            arguments: The arguments of the step.
+            number: The number of arguments.
+        """
         names = [f"_{place}" for place in range(number)]
         return [self._noted(arguments, name, vars(arguments)[name]) for name in names]
 
     def known(self, graph: StepGraph) -> list[_Read | _Question]:
-        """Return what decides whether a step takes the path ``graph``."""
+        """Return the recorded reads that decide whether a later step takes the path with this graph."""
         changed = {(id(self._root.get_submodule(owner)), key) for owner, key in graph.changed}
         found: list[_Read | _Question] = list(self._asked)
         for (owner, name), value in self._values.items():
@@ -230,24 +242,25 @@ class _Reads:
         return found
 
     def _of_module(self, module: Any, name: str, value: Any) -> Any:
-        if name in _OF_TORCH or name.startswith("__"):
+        if name in _TORCH_ATTRIBUTES or name.startswith("__"):
             return value
         kind = type(value)
         if kind not in _PLAIN and not isinstance(value, _CONTAINERS) and not _is_settings(value):
             return value
         cls = type(module)
-        if cls.__module__.startswith("torch.nn.") and name != "p":  # a layer's sizes; p is of a dropout
+        # Attributes of torch's layers are their sizes, which do not change; p is the probability of a dropout.
+        if cls.__module__.startswith("torch.nn.") and name != "p":
             return value
         key = (cls, name)
         if key not in self._is_plain:
             static = inspect.getattr_static(cls, name, None)
             self._is_plain[key] = not hasattr(static, "__get__") and not isinstance(static, property)
         if not self._is_plain[key]:
-            return value  # what the property reads is noted
+            return value  # The attributes that the property reads are recorded instead.
         before = self._before.get(id(module))
         own = object.__getattribute__(module, "__dict__")
         if before is not None and own.get(name, _Absent) is not before.get(name, _Absent):
-            return value  # the step itself has set it
+            return value  # The step itself has set the attribute.
         return self._noted(module, name, value)
 
     def _of_other(self, names: Collection[str], owner: Any, name: str, value: Any) -> Any:
@@ -257,7 +270,7 @@ class _Reads:
         source = (id(owner), name)
         if _is_settings(value):
             if id(value) in self._settings:
-                return value  # one object that all of a model's layers share
+                return value  # All layers of a model often share one configuration, which is recorded once.
             self._settings.add(id(value))
         self.owners[id(owner)] = owner
         if source in self._numbers and type(value) in (int, float):
@@ -274,7 +287,12 @@ class _Reads:
 
 @contextmanager
 def _reading(cls: type, on_read: Callable[[Any, str, Any], Any]) -> Iterator[None]:
-    """Inside, let ``on_read`` see what is read from instances of ``cls``, and give what it returns."""
+    """Pass every attribute that is read from instances of ``cls`` in this context through ``on_read``.
+
+    Args:
+        cls: The class whose ``__getattribute__`` is replaced.
+        on_read: Function of the instance, the attribute's name and its value, which returns the value to use instead.
+    """
     own = vars(cls).get("__getattribute__")
     get: Callable[[Any, str], Any] = getattr(cls, "__getattribute__")  # noqa: B009 - as below
     depth = 0
@@ -282,7 +300,7 @@ def _reading(cls: type, on_read: Callable[[Any, str, Any], Any]) -> Iterator[Non
     def read(instance: Any, name: str) -> Any:
         nonlocal depth
         value = get(instance, name)
-        if depth:  # on_read itself looks at attributes
+        if depth:  # on_read itself reads attributes.
             return value
         depth += 1
         try:
@@ -301,7 +319,7 @@ def _reading(cls: type, on_read: Callable[[Any, str, Any], Any]) -> Iterator[Non
 
 
 def _is_settings(value: Any) -> bool:
-    """Return whether ``value`` is an object such as a configuration, of a class that is not torch's nor Python's."""
+    """Return whether ``value`` is an object such as a configuration, of a class neither torch's nor Python's."""
     if isinstance(value, (*_PLAIN, *_CONTAINERS, Tensor, nn.Module, type)) or callable(value):
         return False
     module = type(value).__module__.partition(".")[0]
@@ -312,17 +330,17 @@ def _is_settings(value: Any) -> bool:
 def _is_empty(value: Any) -> Any:
     try:
         return not value
-    except Exception:  # a class of the user's that cannot say
+    except Exception:  # The truth value of an object of the user's class may be undefined.
         return type(value)
 
 
 def _outline(value: Any) -> Any:
-    """Return the plain values in ``value``, and the types of others."""
+    """Return the plain values in ``value``, and the types of its other values."""
     if isinstance(value, _PLAIN):
         return value
     if not isinstance(value, _CONTAINERS):
         value = vars(value) if hasattr(value, "__dict__") else {}
-    if len(value) > _MOST_ITEMS:
+    if len(value) > _MAX_COMPARED_ITEMS:
         return type(value)
     if isinstance(value, dict):
         return [(key, item if isinstance(item, _PLAIN) else type(item)) for key, item in value.items()]
@@ -332,5 +350,5 @@ def _outline(value: Any) -> Any:
 def _is_equal(graph: StepGraph, other: StepGraph) -> bool:
     try:
         return bool(graph == other)
-    except Exception:  # what a part returns besides tensors may have no answer
+    except Exception:  # An object that a part returns may not support comparison.
         return False

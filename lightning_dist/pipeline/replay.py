@@ -1,14 +1,14 @@
-"""A stage from an untouched module and step: the whole step runs, and what is not the stage's own is stood in for.
+"""Run one stage of the user's unchanged module and step, by replaying the whole step without the other stages' parts.
 
 Every rank of a pipeline has the whole batch. To run one of its stages on a microbatch, a rank runs the user's step:
 
-- a part of an earlier stage is not run. It returns what it has returned there, as far as that was handed on, and else
-  stand-ins of the right shape: what was found to be unused raises if it is not (see :mod:`.stand_in`);
-- a part of the stage itself runs;
-- at the first call of a part of a later stage the step ends. What later stages make something of is handed on.
+- A part of an earlier stage does not run. It returns the tensors that the earlier stage has sent, and stand-ins of the
+  right shape for its other tensors. The trace found the latter unused; using one raises (see :mod:`.stand_in`).
+- A part of the stage itself runs.
+- At the first call of a part of a later stage the step ends. The tensors that later stages use are sent.
 
-The code between the parts runs on every stage, and draws the same random numbers on all: they are set for each
-microbatch. A part draws numbers of its own, and leaves those of the step as they were.
+The code between the parts runs on every stage. It draws the same random numbers on all stages, because the generators
+are seeded for each microbatch. Each call of a part has a seed of its own, and restores the generators at its end.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ __all__ = ["MicrobatchSeed", "Replay", "StagePlan"]
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What a step does on one stage.
+    """Describe what a step receives, runs and sends on one stage.
 
     Args:
-        graph: The step.
-        stages: The stage of each of its calls.
-        stage: Which.
-        num_stages: Of how many.
+        graph: The graph of the step.
+        stages: The stage of each call in the graph.
+        stage: The index of the stage.
+        num_stages: The number of stages of the pipeline.
     """
 
     graph: StepGraph
@@ -52,45 +52,48 @@ class StagePlan:
 
     @cached_property
     def received(self) -> list[Value]:
-        """What the stage before hands on, in order."""
+        """Return the values that the previous stage sends, in order."""
         return self.graph.crossing(self.stages.__getitem__, self.stage) if self.stage else []
 
     @cached_property
     def sent(self) -> list[Value]:
-        """What this stage hands on, in order; of the last, what the end of the step on the whole batch begins with."""
+        """Return the values that this stage sends, in order.
+
+        For the last stage, these are the values that the end of the step on the whole batch uses; they are not sent.
+        """
         if self.is_last and self.graph.of_whole_batch is None:
             return []
         return self.graph.crossing(self.stages.__getitem__, self.stage + 1)
 
     @property
     def is_last(self) -> bool:
-        """Whether the step runs to its end here."""
+        """Return whether this stage is the last, on which the step runs to its end."""
         return self.stage == self.num_stages - 1
 
     @cached_property
     def kept(self) -> list[list[int]]:
-        """Of each call, which of the leaves that it makes are sent."""
+        """Return, for each call, the indices of its leaves that are sent."""
         return [[place for index, place in self.sent if index == call] for call in range(len(self.stages))]
 
     def leaf(self, value: Value) -> Leaf:
-        """What is known of ``value``."""
+        """Return the description of ``value``."""
         leaf = self.graph.calls[value[0]].leaves[value[1]]
         assert leaf is not None
         return leaf
 
 
 class _EndOfStage(BaseException):
-    """The step has come to a part of a later stage."""
+    """End the step on this stage, because it has reached a part of a later stage."""
 
 
 @dataclass(frozen=True)
 class MicrobatchSeed:
-    """What random numbers follow from: the same on all stages, others for each microbatch, part and part of the data.
+    """Derive seeds, equal on all stages, for each microbatch, data-parallel rank and call of a part.
 
     Args:
-        base: Of the step; drawn from the common numbers.
-        microbatch: Its number.
-        data_parallel_rank: Which part of the data.
+        base: The seed of the step, drawn from generators that have the same state on all ranks of the pipeline.
+        microbatch: The index of the microbatch.
+        data_parallel_rank: The index of this rank's part of the batch.
     """
 
     base: int
@@ -99,28 +102,33 @@ class MicrobatchSeed:
 
     @property
     def between(self) -> int:
-        """The seed of the code between parts."""
+        """Return the seed of the code between parts."""
         state = self.base & _MASK
         for number in (self.microbatch, self.data_parallel_rank):
-            state = _mixed(state + (number + 1) * _GOLDEN)
+            state = _splitmix64(state + (number + 1) * _GOLDEN_GAMMA)
         return state >> 1
 
     def of(self, call: int) -> int:
-        """The seed of a call of a part."""
+        """Return the seed of the part's call with the index ``call``."""
         return part_seed(self.between, call)
 
 
 def part_seed(between: int, call: int) -> int:
-    """The seed of a call of a part, from that of the code around it."""
-    return _mixed(between + (call + 1) * _GOLDEN) >> 1
+    """Return the seed of a part's call.
+
+    Args:
+        between: The seed of the code between parts.
+        call: The index of the call.
+    """
+    return _splitmix64(between + (call + 1) * _GOLDEN_GAMMA) >> 1
 
 
 _MASK = 2**64 - 1
-_GOLDEN = 0x9E3779B97F4A7C15
+_GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 
 
-def _mixed(state: int) -> int:
-    """Steele et al., 2014: the output function of SplitMix64."""
+def _splitmix64(state: int) -> int:
+    """Apply the output function of SplitMix64 (Steele et al., 2014)."""
     state &= _MASK
     state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -129,6 +137,17 @@ def _mixed(state: int) -> int:
 
 @dataclass
 class _Run:
+    """Hold the state of a step that runs on one stage.
+
+    Args:
+        plan: The plan of the stage.
+        seed: The seeds of the microbatch.
+        given: The received tensors.
+        made: The tensors that parts of this stage have returned, and that are sent.
+        num_calls: The number of calls of parts so far.
+        is_inside: Whether a part runs now.
+    """
+
     plan: StagePlan
     seed: MicrobatchSeed
     given: dict[Value, Tensor]
@@ -138,13 +157,13 @@ class _Run:
 
 
 class Replay:
-    """Runs stages of ``root``, in place.
+    """Run stages of ``root``, whose parts' calls are replaced in place.
 
     Args:
         root: The user's module.
-        parts: Its parts, by name.
-        remote: Names of those that have no parameters here.
-        device: Where it is.
+        parts: The parts of the module, by name.
+        remote: The names of the parts that are on other ranks only.
+        device: The device of this rank's parameters.
     """
 
     def __init__(
@@ -155,34 +174,34 @@ class Replay:
         self._remote = remote
         self._run: _Run | None = None
         self._is_whole = False
-        self._drawing: dict[str, tuple[int, frozenset[str]]] = {}
-        self._numbers = RngGenerators(device)
+        self._last_draws: dict[str, tuple[int, frozenset[str]]] = {}
+        self._generators = RngGenerators(device)
         for name, part in parts.items():
             _compat.route_calls(part, partial(self._on_call, name, part))
 
     def run(
         self, plan: StagePlan, seed: MicrobatchSeed, received: Sequence[Tensor], step: Callable[[], Any]
     ) -> tuple[Any, tuple[Tensor, ...]]:
-        """Run one microbatch's ``step`` on one stage.
+        """Run ``step`` on one stage for one microbatch. No communication.
 
         Args:
-            plan: Which stage.
-            seed: Of the microbatch.
-            received: The values of ``plan.received``.
-            step: The user's step, its arguments bound.
+            plan: The plan of the stage.
+            seed: The seeds of the microbatch.
+            received: The tensors for ``plan.received``, in the same order.
+            step: The user's step with its arguments bound.
 
         Returns:
-            What the step returned (on the last stage; else None), and the values of ``plan.sent``.
+            The step's result (None on every stage but the last), and the tensors for ``plan.sent``.
 
         Raises:
-            TraceError: If the step calls other parts than when it was followed.
+            TraceError: If the step takes another path than the traced one.
         """
         given = dict(zip(plan.received, received, strict=True))
         run = self._run = _Run(plan, seed, given)
         result = None
         try:
             if plan.graph.draws:
-                self._numbers.seed(seed.between, plan.graph.draws)
+                self._generators.seed(seed.between, plan.graph.draws)
             with checkpointing_without_reentry():
                 result = step()
             refuse_stand_ins(result, "returns")
@@ -193,8 +212,8 @@ class Replay:
         else:
             if not plan.is_last and run.num_calls < len(plan.graph.calls):
                 raise TraceError(
-                    f"The step ended after {run.num_calls} of the {len(plan.graph.calls)} calls that it made when it"
-                    " was followed: a pipeline cannot run a step that takes another path for some batches."
+                    f"The step ended after {run.num_calls} of the {len(plan.graph.calls)} calls of parts that it made"
+                    " when it was traced: a pipeline cannot run a step that takes another path for some batches."
                 )
         finally:
             self._run = None
@@ -204,19 +223,20 @@ class Replay:
             if plan.is_last:
                 sent.append(tensor.detach())
                 continue
-            # A leaf has no backward of its own, and what is a view cannot be cut off from the rest of its graph.
+            # torch's backward cannot begin at a leaf of the autograd graph, and a view cannot be detached in place from
+            # the rest of its autograd graph: both are cloned.
             is_bare = tensor.requires_grad and (tensor.is_leaf or tensor._is_view())
             is_sendable = tensor.is_contiguous() and not is_bare
             sent.append(tensor if is_sendable else tensor.clone(memory_format=torch.contiguous_format))
         return result, tuple(sent)
 
     def numbers_kept(self, graph: StepGraph) -> AbstractContextManager[None]:
-        """Around microbatches of a step: afterwards, random numbers go on as if none had been drawn."""
-        return self._numbers.kept(graph.draws)
+        """Return a context that restores the generators that the step draws from at its end."""
+        return self._generators.kept(graph.draws)
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
-        """Inside, all parts are here, and may be called outside of a step."""
+        """Let parts be called outside of a step in this context, in which this rank has all parts."""
         self._is_whole = True
         try:
             yield
@@ -225,10 +245,13 @@ class Replay:
 
     @contextmanager
     def stand_in_parameters(self, names: Collection[str]) -> Iterator[None]:
-        """Inside, parameters that are on other ranks let code between parts run.
+        """Let code between parts run in this context on parameters that are on other ranks.
 
-        Those of ``names`` are full of NaN, and the others say that they are on this rank's device: a step may make
-        tensors on ``next(self.parameters()).device``.
+        Those in ``names`` are replaced by stand-ins. The others report this rank's device as theirs, because a step may
+        create tensors on ``next(self.parameters()).device``.
+
+        Args:
+            names: The names of the parameters that the code between parts uses.
         """
         others = {
             param: stand_in(_like(param), self._device, f"the parameter {name}")
@@ -242,7 +265,7 @@ class Replay:
             if param is not None and param in others
         ]
         for parameters, key, param in places:
-            parameters[key] = others[param]  # type: ignore[assignment]  # no parameter: nothing of it is ever trained
+            parameters[key] = others[param]  # type: ignore[assignment]  # A stand-in is no Parameter, and not trained.
         try:
             with seeming_here(self._root, self._device):
                 yield
@@ -258,19 +281,20 @@ class Replay:
                     f"{name} was called outside of a step, and its weights are on another stage of the pipeline. Call"
                     " the model inside `with lightning_dist.full_parameters(module):`, entered on every rank."
                 )
-            if run is None and name in self._drawing and _compat.is_in_backward():
-                # A model's own checkpointing runs its block again, with the numbers from before it was called.
-                call, draws = self._drawing[name]
-                with self._numbers.kept(draws):
-                    self._numbers.seed(part_seed(torch.default_generator.initial_seed(), call), draws)
+            if run is None and name in self._last_draws and _compat.is_in_backward():
+                # Activation checkpointing in the user's model recomputes a block in the backward, with the generators
+                # in their state before the block's call; the block must be seeded as in the forward.
+                call, draws = self._last_draws[name]
+                with self._generators.kept(draws):
+                    self._generators.seed(part_seed(torch.default_generator.initial_seed(), call), draws)
                     return _compat.call(part, *args, **kwargs)
             return _compat.call(part, *args, **kwargs)
         index, calls = run.num_calls, run.plan.graph.calls
         if index >= len(calls) or calls[index].name != name:
             expected = calls[index].name if index < len(calls) else "the end of the step"
             raise TraceError(
-                f"The step calls {name} where it called {expected} when it was followed: a pipeline cannot run a step"
-                " that takes another path for some batches."
+                f"The step calls {name} where {expected} was expected from its trace: a pipeline cannot run a step that"
+                " takes another path for some batches."
             )
         run.num_calls += 1
         stage = run.plan.stages[index]
@@ -293,19 +317,23 @@ class Replay:
         return output
 
     def _run_part(self, run: _Run, index: int, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a part that draws random numbers, or from inside which hooks take something."""
+        """Run a part that draws random numbers, or from whose inner modules hooks take tensors."""
         call = run.plan.graph.calls[index]
         with ExitStack() as around:
             if call.inner:
                 around.enter_context(self._taken_from_inside(run, index))
             if call.draws:
-                self._drawing[call.name] = (index, call.draws)
-                around.enter_context(self._numbers.kept(call.draws))
-                self._numbers.seed(run.seed.of(index), call.draws)
+                self._last_draws[call.name] = (index, call.draws)
+                around.enter_context(self._generators.kept(call.draws))
+                self._generators.seed(run.seed.of(index), call.draws)
             return _compat.call(part, *args, **kwargs)
 
     def _keep(self, run: _Run, value: Value, tensor: Any) -> None:
-        """Take ``tensor`` for ``value``, if the next stage is to have it."""
+        """Keep ``tensor`` as ``value``, if the plan sends it.
+
+        Raises:
+            TraceError: If the shape differs from that in the trace.
+        """
         if value[1] not in run.plan.kept[value[0]]:
             return
         known = run.plan.leaf(value)
@@ -316,14 +344,14 @@ class Replay:
             found = tuple(tensor.shape) if isinstance(tensor, Tensor) else tensor
             raise TraceError(
                 f"{run.plan.graph.calls[value[0]].name} returned {found} where it returned a tensor of shape"
-                f" {tuple(known.shape)} when the step was followed: what a stage hands on must have the same shape in"
-                " each microbatch."
+                f" {tuple(known.shape)} when the step was traced: the tensors that a stage sends to the next must have"
+                " the same shapes for each microbatch."
             )
         run.made[value] = (tensor.clone() if known.is_changed else tensor).to(known.dtype)
 
     @contextmanager
     def _taken_from_inside(self, run: _Run, index: int) -> Iterator[None]:
-        """Around a call of a part: keep what modules inside it return, where hooks take it."""
+        """Keep the tensors that hooks take from modules inside a part, while the part's call runs in this context."""
         num_calls: Counter[str] = Counter()
 
         def take(name: str, inner: list[InnerCall], module: nn.Module, args: Any, output: Any) -> None:
@@ -347,7 +375,10 @@ class Replay:
                 hook.remove()
 
     def _stand_in(self, run: _Run, index: int, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What a part of another stage returns; its hooks, and those inside it that take something, are called."""
+        """Return the output of a part of an earlier stage: the received tensors, and stand-ins for the others.
+
+        The part's forward hooks are called, and those of the inner modules from which hooks take tensors.
+        """
         call = run.plan.graph.calls[index]
 
         def given(output: Output, places: Mapping[int, int]) -> Any:
@@ -359,7 +390,7 @@ class Replay:
                     leaves.append(constant if known is None else stand_in(known, self._device, call.name))
                 else:
                     is_changed = run.plan.leaf((index, places[at])).is_changed
-                    leaves.append(tensor.clone() if is_changed else self._handed_on(run, tensor))
+                    leaves.append(tensor.clone() if is_changed else self._received_view(run, tensor))
             assert output.structure is not None
             return tree_unflatten(leaves, output.structure)
 
@@ -370,24 +401,25 @@ class Replay:
         _compat.call_forward_hooks(part, args, kwargs, result)
         return result
 
-    def _handed_on(self, run: _Run, tensor: Tensor) -> Tensor:
-        """Return what code of this stage is given for ``tensor``, which an earlier stage has made.
+    def _received_view(self, run: _Run, tensor: Tensor) -> Tensor:
+        """Return a view of a received tensor for the code of this stage; the tensor itself if it needs no gradient.
 
-        Its hooks end with it: torch's schedules receive every step's tensors in the same ones. What a step between the
-        parts asks of a gradient is done once, on the first stage that comes to it: there the whole gradient passes.
+        Hooks are registered on the view, because torch's schedules receive every step's tensors into the same buffers,
+        on which hooks would accumulate. A gradient hook that code between parts registers takes effect on one stage
+        only, the first that reaches that code, because the whole gradient passes through that stage.
         """
         if not tensor.requires_grad:
             return tensor
-        handed_on = tensor.view_as(tensor)
+        view = tensor.view_as(tensor)
 
         def register_hook(hook: Callable[[Tensor], Any]) -> Any:
             first = max(run.plan.stages[: run.num_calls])
             if run.is_inside or run.plan.stage == first:
-                return Tensor.register_hook(handed_on, hook)  # type: ignore[no-untyped-call]
+                return Tensor.register_hook(view, hook)  # type: ignore[no-untyped-call]
             return RemovableHandle(OrderedDict())
 
-        vars(handed_on)["register_hook"] = register_hook
-        return handed_on
+        vars(view)["register_hook"] = register_hook
+        return view
 
 
 def _like(param: Tensor) -> Leaf:

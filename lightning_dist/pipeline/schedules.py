@@ -1,4 +1,4 @@
-"""The schedules: torch's own, by the names that users give, and what each asks for."""
+"""List torch's pipeline schedules by the names that users give, with the requirements of each."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ __all__ = ["SCHEDULES", "Schedule", "stages_of"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """A schedule.
+    """Describe a schedule.
 
     Args:
-        torch_name: What ``get_schedule_class`` calls it.
-        virtual_stages: How many stages a rank has if nobody says; the least, too.
-        is_v: Whether a rank's second stage mirrors its first (else they go round).
-        for_few: The one that runs as many microbatches as there are, where they are too few for this.
+        torch_name: The name by which ``get_schedule_class`` finds the schedule.
+        virtual_stages: The default number of stages on a rank, which is also the least.
+        is_v: Whether the stages are placed in the form of a V, so that a rank's second stage mirrors its first; else
+            they are placed round-robin.
+        for_few: The name of the schedule that is used instead where there are too few microbatches for this one.
     """
 
     torch_name: str
@@ -27,16 +28,22 @@ class Schedule:
 
     @property
     def torch_class(self) -> type:
-        """Of :mod:`torch.distributed.pipelining`."""
+        """Return the schedule's class in :mod:`torch.distributed.pipelining`."""
         return get_schedule_class(self.torch_name)  # type: ignore[no-any-return]
 
     @property
     def takes_many(self) -> bool:
-        """Whether a rank may have any number of stages."""
+        """Return whether a rank may have more stages than ``virtual_stages``."""
         return self.virtual_stages > 1 and not self.is_v
 
     def fits(self, num_microbatches: int, pp_size: int, num_stages: int) -> bool:
-        """Whether it runs so many microbatches."""
+        """Return whether the schedule can run this number of microbatches.
+
+        Args:
+            num_microbatches: The number of microbatches in a step.
+            pp_size: The number of ranks of the pipeline.
+            num_stages: The number of stages on all ranks.
+        """
         if self.torch_name in ("1F1B", "DualPipeV"):
             return num_microbatches >= num_stages
         if self.torch_name.startswith("Interleaved"):
@@ -53,12 +60,19 @@ SCHEDULES = {
     "zbv": Schedule("ZBVZeroBubble", 2, is_v=True),
     "dualpipev": Schedule("DualPipeV", 2, is_v=True, for_few="zbv"),
 }
-"""GPipe (Huang et al., 2019), 1F1B (Narayanan et al., 2019), interleaved 1F1B (Narayanan et al., 2021), breadth-first
-(Lamy-Poirier, 2023), zero bubble (Qi et al., 2024), DualPipeV (DeepSeek-AI, 2025)."""
+"""The schedules by name: GPipe (Huang et al., 2019), 1F1B (Narayanan et al., 2019), interleaved 1F1B (Narayanan et al.,
+2021), breadth-first (Lamy-Poirier, 2023), zero bubble (Qi et al., 2024), DualPipeV (DeepSeek-AI, 2025)."""
 
 
 def stages_of(rank: int, pp_size: int, virtual_stages: int, is_v: bool) -> list[int]:
-    """The stages on ``rank``, in order."""
+    """Return the stages on ``rank``, in order.
+
+    Args:
+        rank: The rank's index in the pipeline.
+        pp_size: The number of ranks of the pipeline.
+        virtual_stages: The number of stages on a rank.
+        is_v: Whether the stages are placed in the form of a V (see :class:`Schedule`).
+    """
     if is_v:
         return [rank, 2 * pp_size - 1 - rank]
     return [rank + turn * pp_size for turn in range(virtual_stages)]

@@ -1,4 +1,7 @@
-"""Parameters that several stages use, such as an embedding that is tied to the head: each has it, with one gradient."""
+"""Sum the gradients of parameters that several stages use, such as an embedding that is tied to the head.
+
+Each of these stages has a copy of the parameter.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +17,13 @@ __all__ = ["SharedParameters"]
 
 
 class SharedParameters:
-    """Those that this rank shares with others of its pipeline.
+    """Keep the parameters in sync that this rank shares with other ranks of its pipeline.
 
     Args:
         root: The user's module.
-        stages: How it is cut.
-        config: Where the stages are.
-        group: The ranks of the pipeline, for sends and receives.
+        stages: The stages of the module.
+        config: The configuration of the pipeline, which tells which rank has each stage.
+        group: Process group of the pipeline's ranks, for sends and receives.
     """
 
     def __init__(self, root: nn.Module, stages: Stages, config: PipelineConfig, group: dist.ProcessGroup) -> None:
@@ -35,11 +38,18 @@ class SharedParameters:
         self._used: set[str] = set()
 
     def will_run(self, graph: StepGraph) -> None:
-        """Note which parameters get gradients in a step: the others of an optimizer's stay without one."""
+        """Record which shared parameters get a gradient in a step; the others must have none in the optimizer.
+
+        Args:
+            graph: The graph of the step.
+        """
         self._used |= {name for name in self._holders.keys() - self._used if graph.uses_param(name)}
 
     def sum_gradients(self) -> None:
-        """Let each have the sum of all stages' gradients, bit for bit the same. A collective over their ranks."""
+        """Sum the gradients of each shared parameter over its stages, with bitwise equal sums on all of them.
+
+        A collective over the ranks that share parameters.
+        """
         if not self._holders:
             return
         params = {name: param for name, param in self._root.named_parameters() if param.requires_grad}
@@ -57,7 +67,8 @@ class SharedParameters:
         for work in dist.batch_isend_irecv(operations) if operations else ():
             work.wait()
         for name, by_rank in received.items():
-            first, *others = (by_rank[rank] for rank in self._holders[name])  # in one order on all
+            # All ranks add in the same order, so that the sums are bitwise equal.
+            first, *others = (by_rank[rank] for rank in self._holders[name])
             total = first.clone()
             for other in others:
                 total += other
@@ -65,7 +76,7 @@ class SharedParameters:
 
 
 def _local_gradient(param: Tensor) -> Tensor:
-    """This rank's part of the gradient; zeros where there was none."""
+    """Return this rank's shard of the gradient, after setting the gradient to zeros if there is none."""
     if param.grad is None:
         param.grad = torch.zeros_like(param)
     return param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad

@@ -1,4 +1,4 @@
-"""What a schedule can reach: its order of actions, run by ranks that are alike and whose messages take no time."""
+"""Simulate a schedule on equal ranks whose messages take no time, to find the least bubble that it can reach."""
 
 from __future__ import annotations
 
@@ -12,16 +12,23 @@ from lightning_dist.pipeline.timeline import Action, Kind, Order, Span, Timeline
 __all__ = ["EVEN", "order_of", "simulate"]
 
 EVEN: Mapping[Kind, float] = {"F": 1, "I": 1, "W": 1, "B": 2}
-"""A forward and both parts of a backward take the same time."""
+"""Time of each kind of action, where a forward and either part of a backward take one unit."""
 
 
 def order_of(schedule: Any, pp_size: int, num_microbatches: int) -> Order:
-    """What each rank does under ``schedule``, one of :mod:`torch.distributed.pipelining` with backwards."""
+    """Return the actions of each rank under ``schedule``, in order.
+
+    Args:
+        schedule: A schedule of :mod:`torch.distributed.pipelining` that runs backwards.
+        pp_size: The number of ranks of the pipeline.
+        num_microbatches: The number of microbatches in a step.
+    """
     numbers = range(num_microbatches)
     if isinstance(schedule, ScheduleGPipe):
         return [[Action(kind, rank, n) for kind in ("F", "B") for n in numbers] for rank in range(pp_size)]
     if isinstance(schedule, Schedule1F1B):
-        # Not its own _get_pipeline_order: it numbers the last rank's forwards from 1 (torch 2.13).
+        # The schedule's own _get_pipeline_order is not used, because it numbers the last rank's forwards from 1
+        # (torch 2.13).
         return [_one_forward_one_backward(rank, pp_size, num_microbatches) for rank in range(pp_size)]
     return [[_action(found) for found in _flat(schedule.pipeline_order[rank])] for rank in range(pp_size)]
 
@@ -47,18 +54,18 @@ def _action(found: Any) -> Action:
 
 
 def simulate(order: Order, costs: Mapping[Kind, float] = EVEN) -> Timeline:
-    """Run ``order``: each action as soon as its rank is free and what it needs is there.
+    """Simulate ``order``: each action starts as soon as its rank is free and the actions that it depends on have ended.
 
-    For GPipe and 1F1B with P ranks and M microbatches the bubble is (P - 1) / (M + P - 1), for interleaved schedules
-    with v stages a rank (P - 1) / (v M + P - 1) (Narayanan et al., 2021, who give it as a part of the ideal time:
-    (P - 1) / (v M)).
+    For GPipe and 1F1B with P ranks and M microbatches the bubble is (P - 1) / (M + P - 1). For interleaved schedules
+    with v stages per rank it is (P - 1) / (v M + P - 1). (Narayanan et al., 2021, give it as a fraction of the ideal
+    time instead: (P - 1) / (v M).)
 
     Args:
-        order: What each rank does.
-        costs: Time of each kind of action.
+        order: The actions of each rank.
+        costs: The time of each kind of action, in any unit.
 
     Raises:
-        ValueError: If the ranks would wait for each other for ever.
+        ValueError: If the order deadlocks, because ranks would wait for each other for ever.
     """
     ends: dict[Action, float] = {}
     spans: list[Span] = []
@@ -79,7 +86,7 @@ def simulate(order: Order, costs: Mapping[Kind, float] = EVEN) -> Timeline:
                 places[rank] += 1
                 has_moved = True
     if len(spans) < len(planned):
-        raise ValueError("The ranks would wait for each other for ever: the order cannot be run.")
+        raise ValueError("The order of actions deadlocks: ranks would wait for each other for ever.")
     return Timeline(len(order), sorted(spans, key=lambda span: (span.start, span.rank)))
 
 

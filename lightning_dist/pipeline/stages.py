@@ -1,4 +1,4 @@
-"""Which stage each part and each parameter is on, and a model that has only those of its rank."""
+"""Decide on which stage each part and each parameter is, and remove from a model what is on other ranks only."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ __all__ = ["PipelineConfig", "RemoteParameters", "Stages", "drop_remote", "find_
 
 @dataclass(frozen=True)
 class PipelineConfig:
-    """How a model is cut into stages and run.
+    """Configure how a model is cut into stages, and how they run.
 
     Args:
-        pp_size: Number of ranks that stages are on.
-        schedule: One of :data:`~lightning_dist.pipeline.schedules.SCHEDULES`.
-        virtual_stages: Number of stages on a rank; None: the schedule's.
-        num_microbatches: Number of microbatches that a rank's part of the batch is split into; 0 until it is chosen.
-        split: The parts that each stage but the first begins with; None: balanced by cost.
-        step: A step of the module on a microbatch, for :func:`~lightning_dist.pipeline.follow.trace_step`; None: none
-            is known, and ``why_no_step`` says why.
-        why_no_step: See ``step``.
-        step_in_run: The step after the hooks that come before it, which may set what it reads; for where the step alone
-            cannot be followed.
+        pp_size: The number of ranks of the pipeline.
+        schedule: The name of a schedule in :data:`~lightning_dist.pipeline.schedules.SCHEDULES`.
+        virtual_stages: The number of stages on a rank; None: the schedule's default.
+        num_microbatches: The number of microbatches into which a rank's batch is split; 0 until it is chosen.
+        split: The names of the parts with which the stages after the first begin; None: the stages are balanced by
+            cost.
+        step: A step of the module on a microbatch, for :func:`~lightning_dist.pipeline.follow.trace_step`; None if
+            none is known.
+        why_no_step: The reason, for the error, if ``step`` is None.
+        step_in_run: The same step after the hooks that precede it in a run, which may set attributes that it reads. It
+            is traced if ``step`` cannot be.
         has_loss: Whether the step must return a loss.
     """
 
@@ -58,42 +59,41 @@ class PipelineConfig:
         ):
             at_least = "at least " if known.takes_many else ""
             raise ValueError(
-                f"virtual_stages={self.virtual_stages} does not go with schedule={self.schedule!r}, of which a rank has"
-                f" {at_least}{known.virtual_stages}."
+                f"virtual_stages={self.virtual_stages} does not go with schedule={self.schedule!r}, which needs"
+                f" {at_least}{known.virtual_stages} on each rank."
             )
 
     @property
     def stages_per_rank(self) -> int:
-        """How many stages a rank has."""
+        """Return the number of stages on each rank."""
         return self.virtual_stages or SCHEDULES[self.schedule].virtual_stages
 
     @property
     def num_stages(self) -> int:
-        """How many there are."""
+        """Return the number of stages on all ranks."""
         return self.pp_size * self.stages_per_rank
 
     def rank_of(self, stage: int) -> int:
-        """The place along ``pp`` where ``stage`` is."""
+        """Return the index along ``pp`` of the rank that has ``stage``."""
         return next(rank for rank in range(self.pp_size) if stage in self.stages_on(rank))
 
     def stages_on(self, rank: int) -> list[int]:
-        """The stages of the ``rank``-th along ``pp``, in order."""
+        """Return the stages on the rank with the index ``rank`` along ``pp``, in order."""
         return stages_of(rank, self.pp_size, self.stages_per_rank, SCHEDULES[self.schedule].is_v)
 
 
 @dataclass(frozen=True)
 class Stages:
-    """A model cut into stages.
+    """Describe how a model is cut into stages.
 
     Args:
-        num_stages: How many.
-        parts: Names of the parts, in the order of their first calls.
-        blocks: Those of them that are blocks, by name.
-        stages_of_part: The stages that a part is called on, in order.
-        stages_of_param: Name of each parameter to the stages that it is needed on, in order; tied ones by their first
-            name.
-        costs: The share of the time of a step that each stage takes.
-        graph: The step that was followed.
+        num_stages: The number of stages.
+        parts: The names of the parts, in the order of their first calls.
+        blocks: The parts that are repeated blocks, by name.
+        stages_of_part: For each part, the stages on which it is called, in order.
+        stages_of_param: For each parameter, the stages that need it, in order. A tied parameter has its first name.
+        costs: For each stage, its estimated fraction of the time of a step.
+        graph: The graph of the step by which the model was cut.
     """
 
     num_stages: int
@@ -105,10 +105,13 @@ class Stages:
     graph: StepGraph
 
     def stages_of_calls(self, graph: StepGraph) -> list[int]:
-        """The stage of each call of another step of the same model.
+        """Return the stage of each call of a part in another step of the same model.
+
+        Args:
+            graph: The graph of that step.
 
         Raises:
-            TraceError: If it calls the parts in another order than the stages are in.
+            TraceError: If the step calls the parts in an order that does not follow the order of the stages.
         """
         found: list[int] = []
         for call in graph.calls:
@@ -116,40 +119,40 @@ class Stages:
             later = [stage for stage in self.stages_of_part[call.name] if stage >= at_least]
             if not later:
                 raise TraceError(
-                    f"The step calls {call.name} after {graph.calls[len(found) - 1].name}, and its stage is before that"
-                    " one's: a pipeline runs the parts of a model in one order, that of training_step."
+                    f"The step calls {call.name} after {graph.calls[len(found) - 1].name}, which is on a later stage: a"
+                    " pipeline runs the parts of a model in one order, that of training_step."
                 )
             found.append(later[0])
         return found
 
     def check_parameters(self, graph: StepGraph, calls: Sequence[int]) -> None:
-        """See to it that each parameter is where another step of the same model needs it.
+        """Check that each stage has the parameters that it needs in another step of the same model.
 
         Args:
-            graph: The step.
-            calls: The stage of each of its calls.
+            graph: The graph of that step.
+            calls: The stage of each call of a part in that step.
 
         Raises:
-            TraceError: If one is not.
+            TraceError: If a stage lacks a parameter.
         """
         for call, stage in [*zip(graph.calls, calls, strict=True), (graph.end, self.num_stages - 1)]:
             missing = sorted(name for name in call.params if stage not in self.stages_of_param[name])
             if missing:
                 raise TraceError(
-                    f"The step uses {', '.join(missing[:3])} in {call.name}, on stage {stage}, and the step by which"
-                    " the model was cut does not: they are on another stage. Use them in training_step as well,"
-                    " if only times zero, or use a strategy without stages."
+                    f"The step uses {', '.join(missing[:3])} in {call.name} on stage {stage}, which does not have them,"
+                    " because the step by which the model was cut does not use them there. Use them in training_step as"
+                    " well, if only multiplied by zero, or use a strategy without stages."
                 )
 
     def check_hooks(self, graph: StepGraph, calls: Sequence[int]) -> None:
-        """See to it that a hook on a tensor's gradient is there on each stage that makes something of the tensor.
+        """Check that every stage that uses a tensor with a gradient hook runs the code that registers the hook.
 
         Args:
-            graph: The step.
-            calls: The stage of each of its calls.
+            graph: The graph of the step.
+            calls: The stage of each call of a part in the step.
 
         Raises:
-            TraceError: If one is put there too late.
+            TraceError: If the step registers a hook only after an earlier stage, which uses the tensor, has ended.
         """
         for values, num_before in graph.hooked:
             first = max(calls[:num_before], default=0)
@@ -157,29 +160,29 @@ class Stages:
             for call, stage in list(zip(graph.calls, calls, strict=True))[made + 1 : num_before]:
                 if stage < first and call.uses & values:
                     raise TraceError(
-                        f"The step registers a hook on a tensor after {call.name} has used it, and that part is on an"
-                        " earlier stage, which ends before: call register_hook as soon as the tensor is made."
+                        f"The step registers a hook on a tensor after {call.name} has used the tensor. That part is on"
+                        " an earlier stage, which ends before: call register_hook as soon as the tensor is made."
                     )
 
 
 def find_stages(
     root: nn.Module, config: PipelineConfig, blocks: Mapping[str, nn.Module], device: torch.device
 ) -> Stages:
-    """Cut ``root`` into stages, and find out on which each parameter is needed. The same on all ranks.
+    """Cut ``root`` into stages, and find out which stages need each parameter. The result is the same on all ranks.
 
     Args:
-        root: The user's module, whole.
-        config: How.
-        blocks: Its repeated blocks.
-        device: Where it is.
+        root: The user's module with the parameters of all stages.
+        config: The configuration of the pipeline.
+        blocks: The repeated blocks of the module, by name.
+        device: The device of the fake tensors with which the step is traced.
 
     Raises:
-        TraceError: If the module or its step cannot be split.
+        TraceError: If the module or its step cannot be split into stages.
         ValueError: If ``config.split`` does not fit the model.
     """
     if config.step is None:
         raise TraceError(
-            "A pipeline must follow a step before it splits the model, and there is none to follow:"
+            "A pipeline must trace a step before it splits the model, and there is none to trace:"
             f" {config.why_no_step}."
         )
 
@@ -196,7 +199,7 @@ def find_stages(
             raise
         try:
             parts, blocks, graph = follow(config.step_in_run)
-        except Exception:  # what the user knows of is the step alone
+        except Exception:  # The first error is raised, because the user knows the step alone.
             raise error from error.__cause__
     called = costs(graph, root, config.num_microbatches)
     names = [call.name for call in graph.calls]
@@ -209,7 +212,7 @@ def find_stages(
     of_part: dict[str, set[int]] = {name: set() for name in parts}
     for name, stage in zip(names, stages, strict=True):
         of_part[name].add(stage)
-    for place, name in enumerate(parts):  # a block that this step leaves out goes where its neighbours are
+    for place, name in enumerate(parts):  # A block that this step leaves out goes to the stage of its neighbours.
         if name in blocks and not of_part[name]:
             around = [of_part[part] for part in (*reversed(parts[:place]), *parts[place:]) if part in blocks]
             of_part[name] |= next((set(list(stages)[-1:]) for stages in around if stages), set())
@@ -225,7 +228,7 @@ def find_stages(
 
 
 def _with_unused_blocks(parts: list[str], blocks: Mapping[str, nn.Module]) -> list[str]:
-    """Return ``parts`` with the blocks that the step has left out, each behind the one before it in the model."""
+    """Return ``parts`` with the blocks that the step does not call inserted after the preceding blocks of the model."""
     found = list(parts)
     before: str | None = None
     for name in blocks:
@@ -254,17 +257,17 @@ def _stages_of_params(
         part = next((part for part in of_part if name.startswith(f"{part}.")), None)
         if part is not None and (of_part[part] or not needed[first_name[param]]):
             needed[first_name[param]] |= of_part[part] or {0}
-    # What this step does not use may be an auxiliary head, which some later step uses after the model.
+    # A parameter that this step does not use may belong to an auxiliary head, which a later step uses after the model.
     return {name: sorted(found or {num_stages - 1}) for name, found in needed.items()}
 
 
 @dataclass(frozen=True)
 class RemoteParameters:
-    """What of a model is on other ranks only.
+    """Describe what of a model is on other ranks only.
 
     Args:
-        parts: Names of parts that do not run here.
-        tensors: Parameters and buffers, on the meta device.
+        parts: The names of the parts that do not run on this rank.
+        tensors: The parameters and buffers of other ranks, on the meta device.
     """
 
     parts: frozenset[str]
@@ -272,16 +275,16 @@ class RemoteParameters:
 
 
 def drop_remote(root: nn.Module, stages: Stages, own: Sequence[int], units: Sequence[Unit]) -> RemoteParameters:
-    """Move what is not needed on the stages ``own`` to the meta device.
+    """Move the parameters and buffers that this rank's stages do not need to the meta device, and return them.
 
-    Parameters keep their names, and their identity where torch can swap their content. Buffers go with the part that
-    they are in; those outside of parts stay everywhere.
+    Parameters keep their names, and also their identity if torch can swap their content. Buffers are moved with the
+    part that they are in; those outside of parts remain on every rank.
 
     Args:
-        root: The user's module, whole.
-        stages: How it is cut.
-        own: The stages of this rank.
-        units: The model's units; parameters that could not keep their identity are replaced in them, too.
+        root: The user's module with the parameters of all stages.
+        stages: The stages of the module.
+        own: The indices of this rank's stages.
+        units: The model's units, in which parameters that could not keep their identity are replaced as well.
     """
     _compat.move_without_meta_tensors(root)
     wanted = set(own)
@@ -295,7 +298,8 @@ def drop_remote(root: nn.Module, stages: Stages, own: Sequence[int], units: Sequ
                 try:
                     torch.utils.swap_tensors(param, meta)  # type: ignore[no-untyped-call]
                 except RuntimeError:
-                    # Recurrent layers hold weak references to their weights, and the old weight_norm a graph of them.
+                    # Tensors with weak references or an autograd graph cannot be swapped: recurrent layers hold weak
+                    # references to their weights, and the old weight_norm an autograd graph of them.
                     replaced[id(param)] = meta
                     put(meta, places[id(param)])
             tensors.append(replaced.get(id(param), param))
@@ -312,12 +316,17 @@ def drop_remote(root: nn.Module, stages: Stages, own: Sequence[int], units: Sequ
             for key, buffer in buffers.items():
                 if buffer is not None:
                     buffers[key] = torch.empty_like(buffer, device="meta")
-                    tensors.append(buffers[key])  # type: ignore[arg-type]  # it is a tensor now
+                    tensors.append(buffers[key])  # type: ignore[arg-type]  # The buffer is not None here.
     return RemoteParameters(frozenset(remote), tensors)
 
 
 def own_units(units: Sequence[Unit], remote: RemoteParameters) -> list[Unit]:
-    """What is left of ``units`` without the parameters of others."""
+    """Return ``units`` without the parameters of other ranks, and without the units that have no others.
+
+    Args:
+        units: The model's units.
+        remote: The parameters and buffers of other ranks.
+    """
     others = {id(tensor) for tensor in remote.tensors}
     own = []
     for unit in units:

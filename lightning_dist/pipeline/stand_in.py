@@ -1,10 +1,10 @@
-"""Tensors that stand in for what is on another stage, and for whatever is computed from such tensors.
+"""Provide stand-ins for tensors that are on another stage, and propagate them through operations.
 
-A stage is handed on what the trace of the step says it needs; for the rest it has stand-ins. They are full of NaN, so
-that code between the parts can run on them, and they are a class of their own: what any operation computes from a
-stand-in is one, too, also where no NaN is left of it (a comparison, ``argmax``, ``nan_to_num``). So a stand-in that
-reaches the loss, a log, an attribute, a part or a decision is noticed for certain, where a step has taken another path
-than the one that was traced. Operations on other tensors cost nothing.
+A stage receives the tensors that it needs according to the trace of the step, and has stand-ins for all others. A
+stand-in is full of NaN, so that code between the parts can run on it. It has a class of its own, and whatever an
+operation computes from a stand-in is a stand-in as well, even where the result has no NaN (a comparison, ``argmax``,
+``nan_to_num``). If a step takes another path than the traced one, a stand-in reaches the loss, a logged value, an
+attribute, a part or a decision, and is certain to be noticed there. Operations on other tensors have no overhead.
 """
 
 from __future__ import annotations
@@ -29,17 +29,25 @@ __all__ = ["StandIn", "refuse_stand_ins", "seeming_here", "stand_in"]
 
 
 class StandIn(Tensor):
-    """A tensor in the place of one that this stage does not have."""
+    """Stand in for a tensor that this stage does not have.
+
+    Attributes:
+        stands_for: The name of the tensor or of the part that returns it, for errors.
+    """
 
     stands_for: str = "a tensor of another stage"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func``, and let what it returns or changes be stand-ins."""
+        """Run ``func``, and turn the tensors that it returns or changes into stand-ins.
+
+        Raises:
+            TraceError: If ``func`` reads values.
+        """
         name = getattr(func, "__name__", "")
         if name in TEXTS:
             return "<a tensor of another stage>"
-        if name == "register_hook":  # a stage that has the tensor calls it
+        if name == "register_hook":  # A stage that has the tensor registers the hook.
             return RemovableHandle(OrderedDict())
         leaves = tree_leaves((args, kwargs))
         stands_for = next((leaf.stands_for for leaf in leaves if type(leaf) is StandIn), cls.stands_for)
@@ -59,19 +67,19 @@ class StandIn(Tensor):
 
 
 def stand_in(leaf: Leaf, device: torch.device, stands_for: str) -> Tensor:
-    """Make a stand-in.
+    """Create a stand-in.
 
     Args:
-        leaf: What is known of the tensor.
-        device: Where it pretends to be.
-        stands_for: What an error calls it.
+        leaf: The description of the missing tensor.
+        device: The device of the stand-in.
+        stands_for: The name of the missing tensor, or of the part that returns it, for errors.
     """
     if leaf.is_changed:
         tensor = torch.full(leaf.shape, _nothing(leaf.dtype), dtype=leaf.dtype, device=device)
     else:
         tensor = _constant(leaf.dtype, device).expand(leaf.shape)
     tensor.__class__ = StandIn
-    tensor.stands_for = stands_for  # type: ignore[attr-defined]  # it is a StandIn now
+    tensor.stands_for = stands_for  # type: ignore[attr-defined]  # The tensor is a StandIn now.
     return tensor
 
 
@@ -79,11 +87,11 @@ def refuse_stand_ins(value: Any, does: str) -> None:
     """Check that no tensor in ``value`` is a stand-in.
 
     Args:
-        value: Tensors, nested in containers.
-        does: What the step does with them, for the error.
+        value: A tensor, or tensors nested in containers.
+        does: A verb phrase that says what the step does with the tensors, for the error.
 
     Raises:
-        TraceError: If one is: the step took another path than when it was followed.
+        TraceError: If one is a stand-in, because the step took another path than the traced one.
     """
     for tensor in tensors_in(value):
         if type(tensor) is StandIn:
@@ -92,7 +100,7 @@ def refuse_stand_ins(value: Any, does: str) -> None:
 
 @contextmanager
 def seeming_here(root: nn.Module, device: torch.device) -> Iterator[None]:
-    """Let plain parameters and buffers of ``root`` on the meta device say, inside, that they are on ``device``."""
+    """Make ``root``'s plain parameters and buffers on the meta device report ``device`` as theirs in this context."""
     seeming: dict[type[Tensor], type[Tensor]] = {nn.Parameter: _SeemingParameter, Tensor: _SeemingBuffer}
     found = [tensor for tensor in (*root.parameters(), *root.buffers()) if tensor.is_meta and type(tensor) in seeming]
     classes = [type(tensor) for tensor in found]
@@ -125,10 +133,10 @@ class _SeemingBuffer(Tensor):
 
 def _explained(stands_for: str, does: str) -> str:
     return (
-        f"The step {does} what it has made of {stands_for}, which is on another stage and was not handed on: when the"
-        " step was followed it took another path. A pipeline follows a step again when the step's shapes, the module's"
-        " attributes, current_epoch, global_step or batch_idx change; decide by one of these, and not by a global"
-        " variable or a value inside a tensor."
+        f"The step {does} a tensor that depends on {stands_for}, which is on another stage and was not sent to this"
+        " one, because the step took another path when it was traced. A pipeline traces a step again when the step's"
+        " shapes, the module's attributes, current_epoch, global_step or batch_idx change; decide by one of these, and"
+        " not by a global variable or a value inside a tensor."
     )
 
 

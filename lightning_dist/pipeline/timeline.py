@@ -1,12 +1,14 @@
-"""When each forward and backward of a pipeline's step ran, on every rank, and the part of the time that ranks waited.
+"""Record when each forward and backward of a pipeline's step ran on every rank, and compute the bubble.
 
-The *bubble* is 1 - busy time / (number of ranks x makespan): the part of the whole, not of the ideal. Busy is what
-forwards and backwards take; the makespan goes from the first start to the last end, on any rank.
+The *bubble* is 1 - busy time / (number of ranks x makespan), that is, a fraction of the total time and not of the ideal
+time. The busy time is the time that forwards and backwards take; the makespan is the time from the first start to the
+last end on any rank.
 
-Ranks have clocks of their own. They are aligned by what every clock has seen, the step's messages: an activation is
-not received before it was sent, nor is a gradient. Between neighbours both go, in both directions, so that the
-difference of their clocks lies between two bounds, as in NTP (Mills, 1991); its middle is taken. It is wrong by less
-than a message takes, as at the start and at the end of a step a rank waits for one.
+Each rank has its own clock. The clocks are aligned by the step's messages: neither an activation nor a gradient is
+received before it was sent. Neighbours send each other activations in one direction and gradients in the other, so that
+the difference of their clocks has a lower and an upper bound, as in NTP (Mills, 1991). The middle between the bounds is
+used. Its error is less than the time of one message, because a rank waits for a message at the start of a step and at
+its end.
 """
 
 from __future__ import annotations
@@ -26,13 +28,13 @@ from torch.distributed.pipelining import PipelineStage
 __all__ = ["KINDS", "Action", "Kind", "Order", "Recorder", "Span", "TimedStage", "Timeline", "aligned"]
 
 Kind = Literal["F", "B", "I", "W"]
-"""Forward, backward; or a backward in two parts: of the input, of the weights. torch's letters."""
+"""Kind of an action, by torch's letters: forward, backward, or the part of a backward for the input or the weights."""
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 
 
 class Action(NamedTuple):
-    """One thing that a rank does."""
+    """Identify one forward or backward of a stage on a microbatch."""
 
     kind: Kind
     stage: int
@@ -40,12 +42,12 @@ class Action(NamedTuple):
 
 
 Order = Sequence[Sequence[Action]]
-"""What each rank does, in order."""
+"""The actions of each rank, in the order in which the rank runs them."""
 
 
 @dataclass(frozen=True)
 class Span:
-    """When an action ran, in seconds."""
+    """Represent the time in which a rank ran an action, in seconds."""
 
     rank: int
     action: Action
@@ -55,11 +57,12 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """What the ranks of a pipeline did in one step, on one clock.
+    """Hold the actions that the ranks of a pipeline ran in one step.
 
     Args:
-        num_ranks: How many there are.
-        spans: What each did, in order of the starts.
+        num_ranks: The number of ranks of the pipeline.
+        spans: The actions of all ranks, in the order of their starts, with times on one clock (for the argument of
+            :func:`aligned`: in any order, with each rank's times on a clock of its own).
     """
 
     num_ranks: int
@@ -67,28 +70,29 @@ class Timeline:
 
     @property
     def start(self) -> float:
-        """When the first action began."""
+        """Return the time at which the first action began, in seconds."""
         return min(span.start for span in self.spans)
 
     @property
     def makespan(self) -> float:
-        """Seconds from the first start to the last end, over all ranks."""
+        """Return the seconds from the first start to the last end, over all ranks."""
         return max(span.end for span in self.spans) - self.start
 
     @property
     def bubble(self) -> float:
-        """The part of the ranks' time in which they ran neither a forward nor a backward: 0 to 1."""
+        """Return the fraction of the ranks' time, 0 to 1, in which they ran neither a forward nor a backward."""
         busy = sum(span.end - span.start for span in self.spans)
         return 1 - busy / (self.num_ranks * self.makespan)
 
 
 class Recorder:
-    """Keeps when this rank's forwards and backwards of the latest step ran.
+    """Record when this rank's forwards and backwards of the latest step ran.
 
-    On CUDA by events, which wait for nothing; they are made once and used in every step.
+    On CUDA the times are recorded by events, which do not synchronize; the events are created once and used again in
+    every step.
 
     Args:
-        device: Where the stages are.
+        device: The device of this rank's stages.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -99,11 +103,11 @@ class Recorder:
         self._actions: list[tuple[Action, Any, Any]] = []
 
     def begin(self) -> None:
-        """Forget the step before."""
+        """Discard the actions of the previous step."""
         self._actions, self._num_events = [], 0
 
     def now(self) -> Any:
-        """A moment, to be given to :meth:`add`."""
+        """Return the current time as a ``perf_counter`` value or a recorded CUDA event, for :meth:`add`."""
         if not self._is_cuda:
             return perf_counter()
         if self._num_events == len(self._events):
@@ -114,11 +118,24 @@ class Recorder:
         return event
 
     def add(self, kind: Kind, stage: int, microbatch: int, start: Any) -> None:
-        """Keep that an action, which began at ``start``, ends now."""
+        """Record that an action ends now.
+
+        Args:
+            kind: The kind of the action.
+            stage: The index of the stage.
+            microbatch: The index of the microbatch.
+            start: The result of :meth:`now` when the action began.
+        """
         self._actions.append((Action(kind, stage, microbatch), start, self.now()))
 
     def spans(self, rank: int) -> list[Span]:
-        """What was kept, by a clock of this rank. On CUDA this waits until the last action has run."""
+        """Return the recorded actions, with times in seconds since this rank's first action began.
+
+        On CUDA this waits until the last action has run.
+
+        Args:
+            rank: This rank's index in the pipeline, for the result.
+        """
         if not self._actions:
             return []
         first = self._actions[0][1]
@@ -131,11 +148,14 @@ class Recorder:
         ]
 
     def timeline(self, order: Order, group: dist.ProcessGroup) -> Timeline | None:
-        """What all ranks of the pipeline have kept of the latest step; None: some have nothing. A collective.
+        """Gather the latest step's actions from all ranks, and align their clocks. A collective over ``group``.
 
         Args:
-            order: What each rank was to do.
-            group: The ranks of the pipeline.
+            order: The actions that each rank was to run.
+            group: Process group of the pipeline's ranks.
+
+        Returns:
+            The timeline, or None if an action of any rank was not recorded.
         """
         rank = dist.get_rank(group)
         own = {span.action: (span.start, span.end) for span in self.spans(rank)}
@@ -155,12 +175,12 @@ class Recorder:
 
 
 class TimedStage(PipelineStage):
-    """A stage that tells ``recorder`` when its actions run: after what they wait for, before what they send.
+    """Record the times of a stage's actions, without the time in which they wait for messages or send them.
 
     Attributes:
-        recorder: Keeps the times.
-        run_backward: Runs a backward, given the stage, the microbatch and what runs it; None in its place of what that
-            returns: no gradient was made.
+        recorder: The recorder of the times.
+        run_backward: Function that runs a backward, given the stage, the microbatch, and a function that runs autograd.
+            It returns the result of that function, or None if no gradients were computed.
     """
 
     recorder: Recorder
@@ -168,7 +188,7 @@ class TimedStage(PipelineStage):
     _microbatch = 0
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        """Run a forward."""
+        """Run a forward, and record its time."""
         start = self.recorder.now()
         output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         self.recorder.add("F", self.stage_index, fwd_chunk_id, start)
@@ -177,14 +197,14 @@ class TimedStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run a backward, or its part for the input."""
+        """Run a backward or its part for the input, and record its time."""
         start = self.recorder.now()
         self._microbatch = bwd_chunk_id
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self.recorder.add("B" if full_backward else "I", self.stage_index, bwd_chunk_id, start)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
-        """Run a backward's part for the weights."""
+        """Run the part of a backward for the weights, and record its time."""
         start = self.recorder.now()
         self._microbatch = bwd_chunk_id
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
@@ -193,16 +213,20 @@ class TimedStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Run autograd; after an error, return no gradients, in whose place torch's stage sends zeros."""
+        """Run autograd; after an error, return None for every gradient, for which torch's stage sends zeros."""
         backward = partial(super().backward_maybe_with_nosync, backward_type, bwd_kwargs, last_backward)
         result = self.run_backward(self.stage_index, self._microbatch, backward)
         return ((None,) * len(bwd_kwargs.get("input_values", ())), None) if result is None else result
 
 
 def aligned(timeline: Timeline) -> Timeline:
-    """``timeline``, whose ranks have each a clock of their own, on the clock of rank 0, from 0 on."""
+    """Convert the times of all ranks to the clock of rank 0, and shift them so that the first action starts at 0.
+
+    Args:
+        timeline: A timeline in which each rank's times are from a clock of its own.
+    """
     times = {span.action: span for span in timeline.spans}
-    # earliest[a, b]: what has to be added to the times of b so that nothing of a arrives there before it was sent.
+    # earliest[a, b] is the least shift of rank b's times with which no message from rank a arrives before it was sent.
     earliest: dict[tuple[int, int], float] = {}
     for action, span in times.items():
         for needed in messages(action):
@@ -225,7 +249,7 @@ def aligned(timeline: Timeline) -> Timeline:
 
 
 def messages(action: Action) -> list[Action]:
-    """The actions of other stages that may have sent what ``action`` needs."""
+    """Return the actions of neighbouring stages that may have sent the input of ``action``."""
     kind, stage, microbatch = action
     if kind == "F":
         return [Action("F", stage - 1, microbatch)]

@@ -1,7 +1,8 @@
-"""Following a step that looks at values of tensors: once for each way that its decisions can go.
+"""Trace a step whose control flow depends on values of tensors: once for each outcome of its decisions.
 
-Fakes have no values. A step that looks at some is given made-up ones, and runs again with each of its decisions taken
-the other way, and with numbers that are very large and very small: what any of these runs needs is handed on.
+Fake tensors have no values. A step that reads values is given made-up ones. It then runs again with the opposite
+outcome of each of its decisions, and with very large and very small numbers. A stage sends to the next whatever any of
+these runs needs.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from lightning_dist.tracing import WhyNot
 
 __all__ = ["Way", "follow_ways"]
 
-_MOST_DECISIONS = 12
-"""Decisions by values that are followed both ways; later ones are followed one way."""
+_MAX_DECISIONS = 12
+"""Number of decisions whose both outcomes are traced; of later decisions, one outcome is traced."""
 
 _NUMBERS = (1e30, -1e30)
-"""Numbers on either side of whatever a step compares a value with."""
+"""Made-up values above and below any number with which a step compares a value."""
 
 Observer = TypeVar("Observer")
 
 
 @dataclass(frozen=True)
 class Way(Generic[Observer]):
-    """A run of a step on fakes.
+    """Represent one run of a step on fake tensors.
 
     Args:
-        observer: What has seen it.
-        by_number: Whether it differs from the first run by made-up numbers, and not by a decision.
+        observer: The observer that recorded the run.
+        by_number: Whether the run differs from the first one by its made-up numbers, and not by one decision.
     """
 
     observer: Observer
@@ -41,18 +42,19 @@ class Way(Generic[Observer]):
 def follow_ways(
     make: Callable[[], Observer], run: Callable[[Observer, MadeUpValues | None], str]
 ) -> Iterator[Way[Observer]]:
-    """Follow a step; a step that looks at no values has one way.
+    """Trace a step along each way that its decisions can take; a step that reads no values has one way.
 
     Args:
-        make: Makes an observer.
-        run: Runs the step for an observer, with answers for where it looks at values; returns why it could not.
+        make: Function that creates an observer.
+        run: Function that runs the step on fake tensors for an observer, with made-up values for reads of tensors
+            (None: a read raises). It returns the reason if the step could not run to its end, else an empty text.
 
     Yields:
-        The first way that the step takes without an exception, then the others.
+        The first way on which the step raises no exception, then the others.
 
     Raises:
-        NotFollowedError: If it takes none.
-        Exception: What the step's own code raises before it looks at any value, as it would in one process.
+        NotFollowedError: If the step raises an exception on every way.
+        Exception: The error of the step's own code that it raises before it reads any value, as in one process.
     """
     observer = make()
     why_not = run(observer, None)
@@ -66,17 +68,17 @@ def follow_ways(
         why_not = found or why_not
         looks = any(name in why_not for name in _ABOUT_VALUES)
         raise NotFollowedError(
-            f"The step could not be followed on tensors without values ({why_not}): a pipeline must know what graphs"
-            " between a model's blocks before it splits them."
-            + (" The step looks at values of tensors; do that in a callback, or behind the model." if looks else "")
+            f"The step could not be traced on tensors without values ({why_not}): before a pipeline splits a model,"
+            " it must know which tensors the blocks pass to each other."
+            + (" The step reads values of tensors; do that in a callback, or after the model has run." if looks else "")
             + " If sizes in the step depend on values, as those of packed sequences do, use a strategy without stages."
         )
     first, values = found
     yield Way(first)
-    decisions = values.decisions[:_MOST_DECISIONS]
+    decisions = values.decisions[:_MAX_DECISIONS]
     for index, decision in enumerate(decisions):
         other = _without_exception(make, run, Script((*decisions[:index], not decision)))
-        if not isinstance(other, str):  # else it is a check of the user's that raises
+        if not isinstance(other, str):  # Otherwise the decision is a check in the user's code, which raises.
             yield Way(other[0])
     for number in _NUMBERS if values.has_read_numbers else ():
         other = _without_exception(make, run, Script(tuple(decisions), number))
@@ -90,13 +92,14 @@ _ABOUT_VALUES = ("DataDependent", "Symbolic", "SymInt", "SymFloat", "SymBool")
 def _without_exception(
     make: Callable[[], Observer], run: Callable[[Observer, MadeUpValues | None], str], script: Script
 ) -> tuple[Observer, MadeUpValues] | str:
-    """Follow the step by ``script``; where it raises, with its latest free decision taken the other way.
+    """Trace the step with the values of ``script``; while it raises, set its last False decision after these to True.
 
     Returns:
-        What has seen it; or why it raises at first, if it raises every way.
+        The observer and the made-up values of the first run without an exception; the reason of the first exception
+        if all runs raise.
     """
     num_fixed, why_not = len(script.decisions), ""
-    for _ in range(_MOST_DECISIONS):
+    for _ in range(_MAX_DECISIONS):
         observer, values = make(), MadeUpValues(script)
         reason = run(observer, values)
         if not reason:

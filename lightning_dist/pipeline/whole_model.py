@@ -1,4 +1,4 @@
-"""The whole of a model on every rank of a pipeline, for a while."""
+"""Give every rank of a pipeline the parameters and buffers of all stages for the time of a context."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ __all__ = ["whole_model"]
 
 @contextmanager
 def whole_model(root: nn.Module, group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
-    """Inside, what is on the meta device here has the values that another rank has. A collective over ``group``.
+    """Replace tensors on the meta device by the values of the rank that has them. A collective over ``group``.
+
+    At the end of the context, the meta tensors are put back.
 
     Args:
-        root: The user's module; what this rank has of it is whole.
-        group: The ranks of a pipeline.
-        device: Where tensors are.
+        root: The user's module, whose tensors on this rank are not sharded.
+        group: Process group of the pipeline's ranks.
+        device: The device of the tensors.
     """
     places = _places(root)
     own = {name: (tensor.shape, tensor.dtype) for name, (tensor, _) in places.items() if not tensor.is_meta}
@@ -47,7 +49,7 @@ def whole_model(root: nn.Module, group: dist.ProcessGroup, device: torch.device)
 
 
 def _places(root: nn.Module) -> dict[str, tuple[Tensor, list[Place]]]:
-    """Return the tensor and the places of each parameter and buffer, by its first name."""
+    """Return each parameter and buffer with the places in which modules hold it, by its first name."""
     places = tensor_places(root)
     found: dict[int, tuple[str, Tensor]] = {}
     for name, tensor in (

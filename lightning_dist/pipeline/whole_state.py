@@ -1,4 +1,7 @@
-"""What a checkpoint must say of stages that this rank has not: names, shapes, numbers; tensors are theirs to write."""
+"""Add to this rank's state what a checkpoint must know of other stages: names, shapes and scalars.
+
+The tensors themselves are written by the ranks that have those stages.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,12 @@ __all__ = ["optimizer_state_of_all", "written_by_stage"]
 
 
 def written_by_stage(state: Mapping[str, Any], mesh: DeviceMesh, of_others: Collection[str]) -> dict[str, Any]:
-    """A module's ``state``, its plain tensors as replicas over ``mesh``, so that one of these ranks writes each.
+    """Return a module's ``state`` with plain tensors as replicated DTensors, so that one rank of ``mesh`` writes each.
 
     Args:
         state: The module's state dict.
-        mesh: The ranks that have the same stages.
-        of_others: Names of what is here, but is another stage's to write.
+        mesh: Device mesh of the ranks that have the same stages.
+        of_others: The names of the tensors that ranks of another stage write; they become meta tensors.
     """
 
     def written(name: str, value: Any) -> Any:
@@ -38,14 +41,15 @@ def _replicated(value: Any, mesh: DeviceMesh) -> Any:
 
 
 def optimizer_state_of_all(state: dict[str, Any], group: dist.ProcessGroup, mesh: DeviceMesh) -> dict[str, Any]:
-    """An optimizer's ``state``, by name, with that of other stages: tensors on the meta device, numbers as they are.
+    """Return an optimizer's ``state`` with the states of the parameters of all stages. A collective over ``group``.
 
-    A collective over ``group``.
+    States of other stages have meta tensors, and the values of scalars. This rank's own tensors become replicated
+    DTensors over ``mesh``.
 
     Args:
-        state: From :func:`lightning_dist.checkpoint.state.by_name`.
-        group: The ranks of one pipeline.
-        mesh: The ranks that have the same stages.
+        state: The optimizer's state dict by parameter name, from :func:`lightning_dist.checkpoint.state.by_name`.
+        group: Process group of the ranks of one pipeline.
+        mesh: Device mesh of the ranks that have the same stages.
     """
     outlines: list[dict[str, dict[str, Any]]] = [{} for _ in range(dist.get_world_size(group))]
     own = {name: {key: _outline(value) for key, value in values.items()} for name, values in state["state"].items()}
@@ -74,5 +78,7 @@ def _stand_in(value: Any) -> Any:
 
 
 class _Outline:
+    """Hold the shape and dtype of a tensor."""
+
     def __init__(self, shape: torch.Size, dtype: torch.dtype) -> None:
         self.shape, self.dtype = shape, dtype

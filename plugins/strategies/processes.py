@@ -1,4 +1,4 @@
-"""The processes of a run: how they are started, who is who, and how they talk."""
+"""Launch the processes of a run, give each its rank, and let them communicate."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ __all__ = ["ProcessStrategy"]
 
 
 class ProcessStrategy(ParallelStrategy):
-    """One process a device.
+    """Run one process for each device.
 
     Args:
-        process_group_backend: ``"nccl"``, ``"gloo"``, ...; None: what fits the device.
-        timeout: How long a collective may take.
+        process_group_backend: The backend of the process group, such as ``"nccl"`` or ``"gloo"``; None: the default
+            for the device.
+        timeout: The time after which a collective fails.
     """
 
     def __init__(
@@ -39,23 +40,23 @@ class ProcessStrategy(ParallelStrategy):
 
     @property
     def is_distributed(self) -> bool:
-        """Lightning gives a strategy without this property no distributed sampler."""
+        """Return True, so that Lightning gives the data loaders a distributed sampler."""
         return True
 
     @property
     def root_device(self) -> torch.device:
-        """This rank's device."""
+        """Return the device of this rank."""
         assert self.parallel_devices is not None
         return self.parallel_devices[self.local_rank]
 
     @property
     def num_processes(self) -> int:
-        """Number of processes on this node."""
+        """Return the number of processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
     def process_group_backend(self) -> str | None:
-        """The backend that was asked for, or, once launched, that is used."""
+        """Return the backend in use; before the process group exists, the one that the user has set, or None."""
         return self._process_group_backend
 
     def _configure_launcher(self) -> None:
@@ -66,10 +67,10 @@ class ProcessStrategy(ParallelStrategy):
             self._launcher = _compat.subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
 
     def _follow_torchrun(self) -> None:
-        """Take as many nodes as torchrun found, which may be any number between those that it was given.
+        """Set the number of nodes to torchrun's, which may be any number in the range that torchrun was given.
 
         Raises:
-            MisconfigurationException: If it started another number of processes on this node than ``devices`` says.
+            MisconfigurationException: If torchrun started another number of processes on this node than ``devices``.
         """
         per_node = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_processes))
         if per_node != self.num_processes:
@@ -79,18 +80,18 @@ class ProcessStrategy(ParallelStrategy):
             )
         num_nodes = int(os.environ["WORLD_SIZE"]) // per_node
         if num_nodes != self.num_nodes:
-            rank_zero_info(f"torchrun has {num_nodes} nodes, so that num_nodes={self.num_nodes} is {num_nodes} now.")
+            rank_zero_info(f"num_nodes={self.num_nodes} was changed to {num_nodes}, the number of torchrun's nodes.")
             self.num_nodes = num_nodes
 
     def set_world_ranks(self) -> None:
-        """Tell the environment, and everything that acts on rank 0 only, which rank this is."""
+        """Set this process's rank in the cluster environment, and in Lightning's functions that run on rank 0 only."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
         _compat.set_rank_zero(self.global_rank)
 
     def setup_environment(self) -> None:
-        """Start the process group."""
+        """Set up the accelerator, and initialize the default process group."""
         super().setup_environment()
         self.set_world_ranks()
         assert self.cluster_environment is not None
@@ -99,13 +100,22 @@ class ProcessStrategy(ParallelStrategy):
         )
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all processes."""
+        """Wait for all processes; do nothing without a process group. A collective over all processes.
+
+        Args:
+            name: Ignored; Lightning passes it.
+        """
         if dist.is_initialized():
             on_device = dist.get_backend() == "nccl"
             dist.barrier(device_ids=[self.root_device.index] if on_device else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return rank ``src``'s ``obj`` on all ranks."""
+        """Return the ``obj`` of rank ``src`` on all ranks. A collective over all processes.
+
+        Args:
+            obj: An object that can be pickled.
+            src: The global rank that sends its object.
+        """
         if not dist.is_initialized():
             return obj
         objects = [obj]
@@ -113,18 +123,24 @@ class ProcessStrategy(ParallelStrategy):
         return objects[0]
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Stack the tensors of all processes, or of those in ``group``, along a new first dimension."""
+        """Stack the tensors of all ranks along a new first dimension. A collective over ``group``.
+
+        Args:
+            tensor: This rank's tensor.
+            group: Process group of the ranks; None: all processes.
+            sync_grads: Whether gradients are propagated through the collective.
+        """
         if not dist.is_initialized():
             return tensor
         with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
             return gather(tensor, group)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agree on a decision over all processes, also those that share a part of the batch.
+        """Agree on a decision. A collective over all processes, including those that share a part of the batch.
 
         Args:
-            decision: Of this rank.
-            all: True: whether all ranks say so. False: whether any does.
+            decision: The decision of this rank.
+            all: True: return whether it is True on all ranks. False: return whether it is True on any rank.
         """
         if not dist.is_initialized():
             return decision
@@ -133,5 +149,11 @@ class ProcessStrategy(ParallelStrategy):
         return bool(votes)
 
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """Reduce a metric over the ranks that have a part of the batch: all of them."""
+        """Reduce a tensor over the ranks that have a part of the batch, here all ranks; return other values unchanged.
+
+        Args:
+            tensor: This rank's tensor, such as a logged metric.
+            group: Process group of the ranks; None: all processes.
+            reduce_op: The reduction: a name such as ``"mean"``, or a ``ReduceOp``.
+        """
         return _compat.reduce_across_processes(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor

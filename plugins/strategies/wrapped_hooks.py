@@ -1,4 +1,4 @@
-"""Hooks that a user has written on the module or on callbacks, run inside a context."""
+"""Run the hooks that the user's module and callbacks define inside a context."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ OUTSIDE_OF_STEPS = (
     "configure_gradient_clipping", "on_after_backward", "on_before_backward", "on_before_optimizer_step",
     "on_before_zero_grad", "on_fit_end", "on_fit_start", "on_sanity_check_end", "on_sanity_check_start",
 )  # fmt: skip
-"""Names of the hooks that run outside of steps."""
+"""Names of the hooks that Lightning calls outside of steps."""
 
-_OWN_WAYS = (Checkpoint, LearningRateFinder, ModelSummary, ProgressBar, WeightAveraging)
-"""Callbacks that work on each rank's own parameters, or on none, or run steps."""
+_NOT_WRAPPED = (Checkpoint, LearningRateFinder, ModelSummary, ProgressBar, WeightAveraging)
+"""Callbacks whose hooks are not wrapped: they work on each rank's own parameters, or on none, or run steps."""
 
 
 class WrappedHooks:
-    """Runs hooks of a module, and of the callbacks of its Trainer, inside a context.
+    """Run hooks of a module, and of the callbacks of its Trainer, inside a context.
 
     Args:
         module: The user's module.
-        names: Which hooks.
-        around: Makes the context; it is given the hook's name, such as ``Model.on_fit_start``.
+        names: The names of the hooks.
+        around: Function that returns the context for a hook, given the hook's full name (``Model.on_fit_start``).
     """
 
     def __init__(
@@ -46,7 +46,9 @@ class WrappedHooks:
     def install(self, trainer: Trainer) -> None:
         """Replace the hooks of the module and of the callbacks of ``trainer``, until :meth:`remove`."""
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
-        users = [callback for callback in callbacks if not isinstance(callback, _OWN_WAYS) and not _is_ours(callback)]
+        users = [
+            callback for callback in callbacks if not isinstance(callback, _NOT_WRAPPED) and not _is_ours(callback)
+        ]
         for owner, base in ((self._module, LightningModule), *((callback, Callback) for callback in users)):
             for name in self._names:
                 own = getattr(type(owner), name, None)
@@ -55,7 +57,7 @@ class WrappedHooks:
                     self._replaced.append((owner, name))
 
     def remove(self) -> None:
-        """Give the module and the callbacks their hooks back."""
+        """Restore the original hooks of the module and the callbacks."""
         for owner, name in self._replaced:
             vars(owner).pop(name, None)
         self._replaced.clear()

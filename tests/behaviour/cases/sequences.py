@@ -149,7 +149,7 @@ def _padded(rows: list[Tensor]) -> dict[str, Tensor]:
 
 @case(
     "an LSTM over packed sequences of a batch that is a dictionary with lengths",
-    refused=dict.fromkeys(("pp", "nd", "nd_tp"), "could not be followed .*use a strategy without stages"),
+    refused=dict.fromkeys(("pp", "nd", "nd_tp"), "could not be traced .*use a strategy without stages"),
 )
 def packed(run: Run) -> None:
     class Packed(_Sequences):
@@ -258,7 +258,7 @@ def relative_bias(run: Run) -> None:
 
 @case(
     "nn.AdaptiveLogSoftmaxWithLoss as the criterion of a language model",
-    refused=dict.fromkeys(("pp", "nd", "nd_tp"), "could not be followed .*use a strategy without stages"),
+    refused=dict.fromkeys(("pp", "nd", "nd_tp"), "could not be traced .*use a strategy without stages"),
 )
 def adaptive_softmax(run: Run) -> None:
     class Adaptive(_Sequences):
