@@ -437,7 +437,7 @@ class TensorParallel(Technique):
         return not isinstance(param.placements[names.index("tp")], Replicate)
 
     def shard_dim(self, param: nn.Parameter) -> int | None:
-        """The dimension that FSDP2 must shard a split parameter along; None: its own choice."""
+        """Return the dimension that FSDP2 must shard a split parameter along; None: its own choice."""
         placement = cast(DTensor, param).placements[0]
         return 1 - cast(int, placement.dim) if _compat.num_packed(placement) else None  # type: ignore[attr-defined]
 
@@ -537,7 +537,7 @@ class TensorParallel(Technique):
         return output if bias is None else output + bias
 
     def _look_up_own(self, module: nn.Embedding, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        """The indices of this rank's part of the vocabulary; those of others become its first."""
+        """Return indices into this rank's part of the vocabulary; those of other ranks' parts become its first index."""
         (indices,) = args
         num_own = module.weight.size(0)
         num_all = num_own * self._group.size()
