@@ -8,6 +8,7 @@ from lightning_dist.parallel_module import full_parameters
 from lightning_dist.plugins.callbacks import FaultTolerance
 from lightning_dist.plugins.strategies import (
     CheckpointOptions,
+    DataParallelStrategy,
     FullShardStrategy,
     HybridShardStrategy,
     MeshStrategy,
@@ -20,6 +21,7 @@ from lightning_dist.whole_files import install
 
 __all__ = [
     "CheckpointOptions",
+    "DataParallelStrategy",
     "FaultTolerance",
     "FullShardStrategy",
     "HybridShardStrategy",

@@ -30,6 +30,7 @@ __all__ = [
     "AllGather",
     "ReduceScatter",
     "accept_sequential_redistribution",
+    "at_end_of_backward",
     "call",
     "call_forward_hooks",
     "call_gradient_hooks",
@@ -45,6 +46,7 @@ __all__ = [
     "on_scalar_read",
     "overwrite",
     "packed_shard",
+    "post_accumulate_hooks",
     "prepend_step_post_hook",
     "process_groups",
     "put_parameter",
@@ -124,6 +126,21 @@ def call_post_accumulate_hooks(param: torch.Tensor) -> None:
     """Call the post-accumulate-grad hooks of ``param``, for a gradient that autograd has not set itself."""
     for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
         hook(param)
+
+
+def post_accumulate_hooks(param: torch.Tensor, but: int | None = None) -> dict[int, Any]:
+    """Return the post-accumulate-grad hooks of ``param``; given ``but``, take all others away and return them.
+
+    Replaced by: as for :func:`move_hooks`.
+
+    Args:
+        param: The parameter.
+        but: The key of the hook that stays; None: the parameter's own dictionary is returned, with all hooks in it.
+    """
+    hooks: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    if but is None:
+        return hooks
+    return {key: hooks.pop(key) for key in [*hooks] if key != but} if len(hooks) > 1 else {}
 
 
 def call_gradient_hooks(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -237,6 +254,11 @@ def without_torch_functions() -> AbstractContextManager[None]:
     The class is private, but torch's guide to extending torch names it.
     """
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def at_end_of_backward(function: Callable[[], None]) -> None:
+    """Call ``function`` when the backward that runs now is done; replaced by: a public way to queue it."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def is_in_backward() -> bool:

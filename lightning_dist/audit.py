@@ -222,8 +222,20 @@ class FirstStepAudit(Technique):
             Name of a mesh axis and its process group, to names and local tensors.
         """
         found: dict[tuple[str, dist.ProcessGroup], list[tuple[str, Tensor]]] = defaultdict(list)
+        axes_of_plain = {
+            id(param): [
+                (axis, group.mesh.get_group(dim))
+                for dim, axis in enumerate(group.mesh.mesh_dim_names or ())
+                if group.mesh.size(dim) > 1
+            ]
+            for group in self._groups
+            for param in group.params
+            if not isinstance(param, DTensor)
+        }
         for name, param in self._module.named_parameters():
             if not isinstance(param, DTensor):
+                for axis, group in axes_of_plain.get(id(param), ()):
+                    found[axis, group].append((name, param.detach()))
                 continue
             mesh = param.device_mesh
             for dim, placement in enumerate(param.placements):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_dist._compat import without_forward_hooks
 from lightning_dist.consensus import timed_barrier
 from lightning_dist.initialization import broadcast_weights, materialize, refuse_meta_attributes
 from lightning_dist.parameter_group import ParameterGroup
@@ -106,6 +107,9 @@ class ParallelModule:
         self._in_step = False
         self._has_stepped = False
         self._may_run_first = all(technique.runs_before_first_step for technique in techniques)
+        needs_gather = any(group.needs_gather for group in self.groups)
+        self._is_free_to_call = self._may_run_first and not needs_gather and not self.watches_gathers
+        self._hooked: list[nn.Module] = []
         for group in self.groups:
             self._add_hooks(group)
         register(module, [owner for unit in self.units for owner in unit.modules])
@@ -138,9 +142,9 @@ class ParallelModule:
         self._whole = bound(techniques, "whole", inside_out=True)
         self._total_norm = bound(techniques, "total_norm")
         self._agree_on_buffers = bound(techniques, "agree_on_buffers")
-        self._state_to_write = bound(techniques, "state_to_write")
+        self._state_to_write = bound(techniques, "state_to_write", inside_out=True)
         self._add_remote_state = bound(techniques, "add_remote_state")
-        self._whole_optimizer_state = bound(techniques, "whole_optimizer_state")
+        self._whole_optimizer_state = bound(techniques, "whole_optimizer_state", inside_out=True)
 
     def _build(self, device: torch.device) -> tuple[ParameterGroup, ...]:
         """Give every unit its group. A collective over all processes."""
@@ -169,7 +173,8 @@ class ParallelModule:
 
     def _add_hooks(self, group: ParameterGroup) -> None:
         unit = group.unit
-        if not unit.has_forward:
+        self._hooked += [*unit.modules, *unit.owners]
+        if not unit.has_forward or self._is_free_to_call:
             return
         for module in unit.modules:
             module.register_forward_pre_hook(partial(self._before_forward, group), prepend=True)
@@ -354,7 +359,7 @@ class ParallelModule:
     @property
     def has_remote_parameters(self) -> bool:
         """Whether other ranks have parameters that this rank has no part in, so that states are completed by them."""
-        return bool(self._whole_optimizer_state)
+        return bool(self._add_remote_state)
 
     def agree_on_buffers(self, group: dist.ProcessGroup | None) -> None:
         """Give all ranks the same buffers. A collective over all processes.
@@ -426,6 +431,8 @@ class ParallelModule:
             with self.running(), ExitStack() as around:
                 for around_microbatches in self._around_microbatches:
                     around.enter_context(around_microbatches())
+                if not self.watches_gathers:  # everything is gathered: hooks would do nothing, and take time
+                    around.enter_context(without_forward_hooks(self._hooked, (__name__,)))
                 yield run
         except BaseException:
             for after_error in self._after_error:

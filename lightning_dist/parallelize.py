@@ -19,6 +19,7 @@ from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.pipeline import Pipeline, PipelineConfig
 from lightning_dist.replicas import ReplicaComparison
+from lightning_dist.replication import Replication
 from lightning_dist.same_buffers import SameBuffers
 from lightning_dist.scalar_reads import read_whole_scalars
 from lightning_dist.scalars import Scalars
@@ -113,7 +114,10 @@ def _techniques(
         pipeline = Pipeline(module, config.pipeline, units, group, stage_to_stage, same_stage, part, splits_backward)
         techniques.append(pipeline)
     techniques.append(Scalars(layout.parameter_mesh(mesh)))
-    techniques.append(Sharding(layout.sharding_mesh(mesh), config.sharding))
+    if layout.dp_shard == 1 and layout.tp == 1:
+        techniques.append(Replication(layout.sharding_mesh(mesh), config.sharding.reduce_dtype))
+    else:
+        techniques.append(Sharding(layout.sharding_mesh(mesh), config.sharding))
     if config.activation_checkpointing:
         techniques.append(ActivationCheckpointing())
     if layout.tp > 1:

@@ -67,6 +67,11 @@ class ParameterGroup(ABC):
         """The choice of :meth:`set_gradient_sync`."""
 
     @property
+    def needs_gather(self) -> bool:
+        """Whether the modules can compute only after :meth:`gather`, so that all ranks must call them alike."""
+        return True
+
+    @property
     def is_sharded(self) -> bool:
         """Whether a rank holds a part of each parameter only, so that gathering them is a collective."""
         return False

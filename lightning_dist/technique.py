@@ -62,8 +62,8 @@ class Parallel(Protocol):
     """Whether microbatches of a pipeline run now."""
 
     @property
-    def watches_gathers(self) -> bool:
-        """Whether any technique acts when the parameters of a unit are gathered or freed."""
+    def reduces_gradients(self) -> bool:
+        """Whether a backward reduces gradients over the ranks, or each rank adds up its own (accumulation)."""
 
     def gather_all(self) -> None:
         """Gather the parameters of all units. A collective over the mesh."""

@@ -213,11 +213,10 @@ class Sharding(Technique):
             if not is_idle:
                 yield
                 return
-            ours = () if self._parallel.watches_gathers else ("lightning_dist.parallel_module",)
             modules = [module for unit in self._parallel.units for module in (*unit.modules, *unit.owners)]
             self._skips_root = True
             try:
-                with without_forward_hooks([self._root, *modules], ("torch.distributed.fsdp", *ours)):
+                with without_forward_hooks([self._root, *modules], ("torch.distributed.fsdp",)):
                     yield
             finally:
                 self._skips_root = False

@@ -537,7 +537,7 @@ class TensorParallel(Technique):
         return output if bias is None else output + bias
 
     def _look_up_own(self, module: nn.Embedding, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        """Return indices into this rank's part of the vocabulary; those of other ranks' parts become its first index."""
+        """Return indices into this rank's part of the vocabulary; indices of other parts become its first."""
         (indices,) = args
         num_own = module.weight.size(0)
         num_all = num_own * self._group.size()

@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies import resume_path
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
+from lightning_dist.plugins.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.plugins.strategies.full_shard import FullShardStrategy
 from lightning_dist.plugins.strategies.hybrid_shard import HybridShardStrategy
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
@@ -17,6 +18,7 @@ from lightning_dist.plugins.strategies.tensor_parallel import TensorParallelStra
 
 __all__ = [
     "CheckpointOptions",
+    "DataParallelStrategy",
     "FullShardStrategy",
     "HybridShardStrategy",
     "MeshStrategy",
@@ -33,6 +35,7 @@ def register() -> None:
     Calling this again is safe.
     """
     for strategy in (
+        DataParallelStrategy,
         FullShardStrategy,
         HybridShardStrategy,
         TensorParallelStrategy,

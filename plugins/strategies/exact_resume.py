@@ -90,7 +90,7 @@ class ExactResume:
         return {
             "rng": rng,
             "loaders": _loader_states(checkpoint),
-            "buffers": {key: _buffers(checkpoint[key]) for key in MODELS if key in checkpoint},
+            "buffers": {key: _buffers(checkpoint[key], trainer) for key in MODELS if key in checkpoint},
         }
 
     def restore(self, checkpoint: dict[str, Any], own: Mapping[str, Any], has_as_many_ranks: bool) -> None:
@@ -130,12 +130,16 @@ class ExactResume:
         _progress.leave_finished_epoch(trainer)
 
 
-def _buffers(state_dict: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Return the tensors of ``state_dict`` that are neither sharded nor on the meta device."""
+def _buffers(state_dict: Mapping[str, Any], trainer: Trainer) -> dict[str, torch.Tensor]:
+    """Return the tensors of ``state_dict`` that are no parameters, neither sharded nor on the meta device."""
+    params = {name for name, _ in trainer.lightning_module.named_parameters(remove_duplicate=False)}
     return {
         name: value
         for name, value in state_dict.items()
-        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and not value.is_meta
+        if name not in params
+        and isinstance(value, torch.Tensor)
+        and not isinstance(value, DTensor)
+        and not value.is_meta
     }
 
 

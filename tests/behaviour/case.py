@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from lightning_dist import (
+    DataParallelStrategy,
     FullShardStrategy,
     HybridShardStrategy,
     NDParallelStrategy,
@@ -58,6 +59,7 @@ STRATEGIES: dict[str, Layout] = {
     "tp": Layout(2, 1, lambda **kwargs: TensorParallelStrategy(tp_size=2, **kwargs)),
     "pp": Layout(2, 1, lambda **kwargs: PipelineParallelStrategy(**{**_PIPELINE, **kwargs})),
     "nd": Layout(4, 2, lambda **kwargs: NDParallelStrategy(dp_shard_size=2, **{**_PIPELINE, **kwargs})),
+    "data": Layout(2, 2, lambda **kwargs: DataParallelStrategy(**kwargs)),
     "nd_tp": Layout(4, 1, lambda **kwargs: NDParallelStrategy(tp_size=2, **{**_PIPELINE, **kwargs})),
 }
 """The strategies that every case runs under. ``nd`` is stages with shards, ``nd_tp`` stages with split layers."""

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_dist import (
+    DataParallelStrategy,
     FullShardStrategy,
     HybridShardStrategy,
     NDParallelStrategy,
@@ -29,8 +30,9 @@ from tests.models import build
 from tests.pool import WorkerPool
 
 STRATEGIES: dict[str, tuple[int, Callable[[], Any]]] = {
+    "data_parallel": (2, DataParallelStrategy),
     "full_shard": (2, FullShardStrategy),
-    "hybrid_shard": (2, lambda: HybridShardStrategy(2, 1)),
+    "hybrid_shard": (4, lambda: HybridShardStrategy(2, 2)),
     "tensor_parallel": (2, TensorParallelStrategy),
     "pipeline_parallel": (2, lambda: PipelineParallelStrategy(num_microbatches=2)),
     "nd_parallel": (4, lambda: NDParallelStrategy(2, tp_size=2, num_microbatches=2)),

@@ -1,0 +1,38 @@
+"""Provide ``strategy="data_parallel"``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning_dist.layout import REMAINING
+from lightning_dist.plugins.strategies.mesh import MeshStrategy
+
+__all__ = ["DataParallelStrategy"]
+
+
+class DataParallelStrategy(MeshStrategy):
+    """Replicate the model on every process and average the gradients, as DDP does.
+
+    Parameters that only some ranks use need no ``find_unused_parameters``.
+
+    Args:
+        dp_replicate_size: Number of processes that have a replica, which must be all of them; None and -1 mean all.
+        kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
+
+    Raises:
+        ValueError: If an argument is the size of an axis that this strategy does not have.
+    """
+
+    strategy_name = "data_parallel"
+
+    def __init__(self, dp_replicate_size: int | None = None, **kwargs: Any) -> None:
+        for name in [name for name in kwargs if name.endswith("_size")]:
+            raise ValueError(
+                f"{name}={kwargs[name]!r}: data_parallel only has replicas, whose number is dp_replicate_size. Use"
+                " strategy='hybrid_shard' to shard the model, or 'nd_parallel' for any sizes."
+            )
+        super().__init__(**kwargs)
+        self._dp_replicate_size = dp_replicate_size
+
+    def _requested_sizes(self) -> dict[str, int]:
+        return {"dp_replicate": REMAINING if self._dp_replicate_size is None else self._dp_replicate_size}
