@@ -188,7 +188,7 @@ class ParallelModule:
         if unit.kind == "outer":
             # Its modules may run through other methods than forward, or after a backward inside the step freed them.
             def gather(module: nn.Module, args: object) -> None:
-                if group.is_gathered:
+                if group.is_gathered and group.needs_gather:
                     group.copy_requires_grad()
                     self._tell_gathered(group)
                 else:
@@ -431,6 +431,7 @@ class ParallelModule:
             with self.running(), ExitStack() as around:
                 for around_microbatches in self._around_microbatches:
                     around.enter_context(around_microbatches())
+                self.gather_all()
                 if not self.watches_gathers:  # everything is gathered: hooks would do nothing, and take time
                     around.enter_context(without_forward_hooks(self._hooked, (__name__,)))
                 yield run

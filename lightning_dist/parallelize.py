@@ -113,10 +113,10 @@ def _techniques(
         part = layout.data_parallel_rank(dist.get_rank())
         pipeline = Pipeline(module, config.pipeline, units, group, stage_to_stage, same_stage, part, splits_backward)
         techniques.append(pipeline)
-    techniques.append(Scalars(layout.parameter_mesh(mesh)))
     if layout.dp_shard == 1 and layout.tp == 1:
         techniques.append(Replication(layout.sharding_mesh(mesh), config.sharding.reduce_dtype))
     else:
+        techniques.append(Scalars(layout.parameter_mesh(mesh)))  # which FSDP2 does not take
         techniques.append(Sharding(layout.sharding_mesh(mesh), config.sharding))
     if config.activation_checkpointing:
         techniques.append(ActivationCheckpointing())

@@ -8,6 +8,7 @@ keeps its gradient, or has none.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -109,7 +110,6 @@ class Replication(Technique):
     def __init__(self, mesh: DeviceMesh, reduce_dtype: torch.dtype | None = None) -> None:
         self._mesh = mesh
         self._reduce_dtype = reduce_dtype
-        self._group = mesh.get_group(0)
         self._groups: list[ReplicatedGroup] = []
         self._buckets: list[_Bucket] = []
         self._num_launched = 0
@@ -133,13 +133,15 @@ class Replication(Technique):
         if self._mesh.size() == 1:
             return
         # What ranks have used is exchanged beside the buckets, whose order on a rank depends on it.
-        ranks = dist.get_process_group_ranks(self._group)
-        self._usage_group = dist.new_group(
+        ranks = dist.get_process_group_ranks(self._mesh.get_group(0))
+        usage_group = dist.new_group(
             ranks, backend="gloo", use_local_synchronization=True, group_desc="used parameters"
         )
+        # torch.distributed keeps it: another reference would keep its connections open after an error on this rank.
+        self._usage_group = weakref.ref(usage_group)
         params = [param for group in self._groups for param in group.params]
         for bucket_params in _bucketed(list(reversed(params)), self._reduce_dtype):
-            bucket = _Bucket(bucket_params, self._group, self._reduce_dtype)
+            bucket = _Bucket(bucket_params, self._mesh, self._reduce_dtype)
             for index, param in enumerate(bucket_params):
                 requires_grad = param.requires_grad
                 param.requires_grad_(True)  # to have a hook, also if it is frozen now
@@ -210,7 +212,7 @@ class Replication(Technique):
         """Reduce the buckets that are not full on this rank but used on some, and hand out the means."""
         self._is_armed = False
         states = torch.tensor([bucket.state for bucket in self._buckets], dtype=torch.uint8)
-        dist.all_reduce(states, dist.ReduceOp.MAX, self._usage_group)
+        dist.all_reduce(states, dist.ReduceOp.MAX, self._usage_group())
         for bucket, state in zip(self._buckets, states.tolist(), strict=True):
             if state and not bucket.is_launched:
                 bucket.launch()
@@ -266,11 +268,11 @@ class _Bucket:
 
     Args:
         params: The parameters, of one dtype.
-        group: The process group of the replicas.
+        mesh: The mesh over whose first axis the parameters are replicated.
         dtype: The dtype that gradients are reduced in; None: that of the parameters.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], group: dist.ProcessGroup, dtype: torch.dtype | None) -> None:
+    def __init__(self, params: Sequence[nn.Parameter], mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
         self.params = list(params)
         self.hook_ids: list[int] = []
         self.has_fired = [False] * len(params)
@@ -280,8 +282,8 @@ class _Bucket:
         self.is_stale = False
         """Whether a gradient came after the all-reduce had begun."""
         self.num_pending = self.num_expected = 0
-        self._group = group
-        self._scale = 1.0 / group.size()
+        self._mesh = mesh
+        self._scale = 1.0 / mesh.size()
         numel = sum(param.numel() for param in params)
         # Behind the gradients is, for each parameter, on how many ranks it was used.
         self._flat = torch.zeros(numel + len(params), dtype=dtype or params[0].dtype, device=params[0].device)
@@ -323,7 +325,7 @@ class _Bucket:
             else:
                 torch.mul(param.grad.to(view.dtype), self._scale, out=view)
         self._counts.copy_(torch.tensor(self.is_used, dtype=self._counts.dtype))
-        self._work = dist.all_reduce(self._flat, group=self._group, async_op=True)
+        self._work = dist.all_reduce(self._flat, group=self._mesh.get_group(0), async_op=True)
 
     @torch.no_grad()
     def hand_out(self) -> None:
@@ -331,6 +333,7 @@ class _Bucket:
         if self._work is None:
             return
         self._work.wait()
+        self._work = None
         is_used = self.is_used
         self.has_accumulated = [False] * len(self.params)
         # On an accelerator, reading the counts waits for it; they are known if this rank has used all.

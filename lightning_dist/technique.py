@@ -65,9 +65,6 @@ class Parallel(Protocol):
     def reduces_gradients(self) -> bool:
         """Whether a backward reduces gradients over the ranks, or each rank adds up its own (accumulation)."""
 
-    def gather_all(self) -> None:
-        """Gather the parameters of all units. A collective over the mesh."""
-
     def gradients_left(self) -> list[str]:
         """Return the names of parameters with a gradient that the optimizer would not see."""
 
@@ -195,7 +192,7 @@ class Technique:
     # In a pipeline's step: many forwards and backwards, in any order, without a reduction.
 
     def around_microbatches(self) -> AbstractContextManager[None]:
-        """Return a context for the forwards and backwards of microbatches, in which all units are gathered."""
+        """Return a context for the forwards and backwards of microbatches. All units are gathered inside."""
         return nullcontext()
 
     def reduce_microbatches(self, reduces: bool) -> None:

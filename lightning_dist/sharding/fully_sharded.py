@@ -209,7 +209,6 @@ class Sharding(Technique):
     def around_microbatches(self) -> Iterator[None]:
         """Inside, backwards add up gradients. Where FSDP2's hooks would do nothing, they are not called."""
         with _compat.accumulating(self._root, self._groups) as is_idle:
-            self._parallel.gather_all()
             if not is_idle:
                 yield
                 return

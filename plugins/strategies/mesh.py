@@ -170,6 +170,7 @@ class MeshStrategy(CheckpointedStrategy):
             self._move_to_device(module)
         self._restore_loggers = _compat.log_graph_before_sharding(trainer, is_sharded=not is_new)
         self._parallel = self._parallelize(module)
+        _compat.set_timeout(self._timeout)  # of the groups that techniques have created
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         for callback in trainer.callbacks if is_fitting else ():  # type: ignore[attr-defined]
             average = _compat.average_model(callback)

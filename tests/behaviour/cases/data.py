@@ -82,9 +82,7 @@ _BATCHES: dict[str, tuple[str, Callable[[Tensor, Tensor], Any], Callable[[Any], 
     ),
 }
 
-_NO_DIMENSION_OF_SAMPLES = (
-    r"splits every tensor of a batch into microbatches along dimension 0.*Give what belongs to no"
-)
+_NO_DIMENSION_OF_SAMPLES = r"splits every tensor of a batch into microbatches along dimension 0"
 _REFUSED = {
     "own_class": "finds no samples to split into microbatches.*give its class __len__",
     "constant": _NO_DIMENSION_OF_SAMPLES,
