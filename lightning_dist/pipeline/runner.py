@@ -1,4 +1,4 @@
-"""Steps of a pipeline: microbatches through the stages of this rank, in the order of one of torch's schedules."""
+"""Run a pipeline's steps: pass microbatches through this rank's stages in the order of one of torch's schedules."""
 
 from __future__ import annotations
 
@@ -38,33 +38,42 @@ from lightning_dist.units import Unit
 __all__ = ["Pipeline", "PreparedStep", "Ran", "RunRoot"]
 
 _MOST_PREPARED = 4
-"""Schedules that are kept, each with buffers for what all its microbatches receive; of batches of other shapes."""
+"""Maximum number of prepared steps, such as those for other shapes of batches, that are kept.
+
+The schedule of each has receive buffers for all its microbatches.
+"""
 
 RunRoot = Callable[[Callable[[], Any]], Any]
-"""Runs what it is given as a forward of the whole module."""
+"""Function that runs a given function as a forward of the whole module, and returns its result."""
 
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """A step's graph, what of it each stage of this rank does, and the schedule that runs them."""
+    """Hold the graph of a step, the plans of this rank's stages for it, and the schedule that runs them.
+
+    Args:
+        graph: The graph of the step.
+        plans: The plan of each stage of this rank, by the stage's index.
+        schedule: torch's schedule; None for a step without backwards.
+        order: The actions of each rank in the order of the schedule; empty for a step without backwards.
+    """
 
     graph: StepGraph
     plans: dict[int, StagePlan]
     schedule: Any
-    """torch's; None for a step without backwards."""
     order: Order = ()
 
 
 @dataclass(frozen=True)
 class Ran:
-    """What came of a step.
+    """Hold the outcome of a step on this rank.
 
     Args:
-        results: On the rank of the last stage, what the step returned on each microbatch; else nothing.
-        at_end: There, the values of each microbatch that :meth:`Pipeline.values_at_end` describes, if the graph has
-            ``of_whole_batch``.
-        failure: The error of this rank.
-        buffers: Those that the step changes, as they were before it.
+        results: What the step returned on each microbatch; empty on ranks without the last stage.
+        at_end: For each microbatch, the values that :meth:`Pipeline.values_at_end` describes, or no values if the graph
+            has no ``of_whole_batch``; empty on ranks without the last stage.
+        failure: The first error on this rank, or None.
+        buffers: Copies from before the step of the buffers that each microbatch began with.
     """
 
     results: list[Any]
@@ -75,19 +84,21 @@ class Ran:
 
 @dataclass
 class _Running:
-    """A step that runs.
+    """Hold the state of a step while it runs.
 
     Args:
-        plans: What each stage of this rank does of it.
-        steps: The user's step on each microbatch.
-        run_root: See :data:`RunRoot`.
-        loss_of: From what the step returned, what its backward begins at; None: there is none.
-        base: What its random numbers follow from.
-        results: What the step returned on each microbatch, where the last stage is.
-        buffers: Those that begin each microbatch with the values that they have before the step.
-        at_end: Of each microbatch, what the end of the step on the whole batch begins with, where the last stage is.
-        failure: The first error that was raised on this rank; from then on its stages compute nothing, and only take
-            part in what the schedule sends.
+        plans: The plan of each stage of this rank, by the stage's index.
+        steps: The user's step on each microbatch, with its arguments bound.
+        run_root: Function that runs a given function as a forward of the whole module.
+        loss_of: Function from what the step returned to the tensor at which the backward begins; None: there is no
+            backward.
+        base: The seed from which the seeds of all microbatches are derived.
+        results: What the step returned on each microbatch; empty on ranks without the last stage.
+        buffers: Copies from before the step of the buffers that are restored at the beginning of each microbatch.
+        at_end: For each microbatch, the values from which the end of the step on the whole batch is computed; empty on
+            ranks without the last stage.
+        failure: The first error that was raised on this rank, or None. After an error, this rank's stages compute
+            nothing, and only take part in the schedule's communication.
     """
 
     plans: dict[int, StagePlan]
@@ -107,16 +118,17 @@ class Pipeline(Technique):
     Building it is a collective over all processes.
 
     Args:
-        root: The user's module, whole, before anything is done to it.
-        config: How the module is cut, and how the stages are run.
+        root: The user's module with the parameters of all stages, before it is changed in any way.
+        config: The configuration of the pipeline.
         units: The module's units.
-        group: The process group of the ranks of one ``pp``, for collectives.
-        stage_to_stage: A process group of the same ranks, for sends and receives.
-        parameter_mesh: The mesh of the ranks that have the same stages.
-        data_parallel_rank: The index of the part of the batch that this rank has.
-        splits_backward: Whether a schedule may run the gradients of weights later than those of inputs. torch finds the
-            weights among the leaves of the graph, and runs what lies between twice: it must know the first, and the
-            second must not be a block that is run again.
+        group: Process group of the pipeline's ranks, for collectives.
+        stage_to_stage: Process group of the same ranks, for sends and receives.
+        parameter_mesh: Device mesh of the ranks that have the same stages.
+        data_parallel_rank: The index of this rank's part of the batch.
+        splits_backward: Whether a schedule may compute the gradients of weights later than those of inputs. For this,
+            torch looks for the module's parameters among the leaves of the autograd graph, and runs the nodes between
+            them and the inputs twice. The leaves must therefore be the module's parameters, and activation
+            checkpointing must not recompute blocks.
 
     Raises:
         OtherRankError: If the module cannot be cut on another rank, or is cut differently there.
@@ -153,7 +165,7 @@ class Pipeline(Technique):
         self._mesh = parameter_mesh
         self._data_parallel_rank = data_parallel_rank
         self.readable: Readable = {}
-        """Besides modules, what a step's path may depend on."""
+        """The classes other than modules whose attributes a step's path may depend on."""
         self._paths: dict[object, KnownPaths] = {}
         self._prepared: dict[object, PreparedStep] = {}
         self._recorder = Recorder(device)
@@ -161,16 +173,16 @@ class Pipeline(Technique):
         self._running: _Running | None = None
 
     def select_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Move what only other stages need to the meta device, and return the units that are left."""
+        """Move what only other ranks' stages need to the meta device, and return the units that this rank has."""
         self._remote = drop_remote(self._root, self.stages, self.own_stages, units)
         return own_units(units, self._remote)
 
     def remote_tensors(self) -> Collection[Tensor]:
-        """Return the parameters and buffers of other stages."""
+        """Return the parameters and buffers of other ranks' stages, which are on the meta device here."""
         return self._remote.tensors
 
     def finish(self) -> None:
-        """Let the parts of the module be replayed on this rank's stages."""
+        """Route the calls of parts to the replay of this rank's stages, now that the units have their groups."""
         modules = dict(self._root.named_modules())
         parts = {name: modules[name] for name in self.stages.parts}
         self._replay = Replay(self._root, parts, self._remote.parts, self._device)
@@ -179,16 +191,22 @@ class Pipeline(Technique):
         self.original_module.is_spread()
 
     def after_microbatches(self, reduces: bool) -> None:
-        """Sum the gradients of parameters that several stages share. A collective over ``pp``, if it reduces."""
+        """Sum the gradients of parameters that several stages share, if gradients are reduced now.
+
+        A collective over ``pp`` in that case.
+
+        Args:
+            reduces: Whether gradients are reduced now, and not only added up.
+        """
         if reduces:
             self.shared.sum_gradients()
 
     def without_hook_views(self) -> AbstractContextManager[None]:
-        """Return a context in which parameters of other stages are on the meta device, also in a hook."""
+        """Return a context in which hooks, too, see the parameters of other stages as meta tensors."""
         return self.all_stages.switched_off()
 
     def table_rows(self) -> Rows:
-        """Return rows that tell where the stages are, and how they are run."""
+        """Return the rows of the start-up table that show on which ranks the stages are, and how they are run."""
         for stage, share in enumerate(self.stages.costs):
             parts = [part for part in self.stages.parts if stage in self.stages.stages_of_part[part]]
             span = parts[0] if len(parts) == 1 else f"{parts[0]} to {parts[-1]}"
@@ -200,43 +218,43 @@ class Pipeline(Technique):
         yield "schedule", f"{self.config.schedule}, {self.config.num_microbatches} microbatches of a rank's batch"
 
     def known_path(self, key: object, arguments: Sequence[Any] = ()) -> int:
-        """Return the number of the path that a step takes on this rank; -1 if it has not been followed on it.
+        """Return the number of the known path that a step takes on this rank, or -1 if it must be traced.
 
         Args:
-            key: What every step's path depends on.
-            arguments: Of the step, after its batch; its path may depend on them.
+            key: Hashable key of everything that the path of every step depends on.
+            arguments: The arguments of the step after its batch, on which its path may depend.
         """
         return self._paths.setdefault(key, KnownPaths(self._root, self.readable)).taken(arguments)
 
-    def follow(self, key: object, follow: Callable[[Sequence[Any]], StepGraph], arguments: Sequence[Any] = ()) -> int:
-        """Follow a step, and return the number of a known path that is equal to its own; -1: there is none.
+    def follow(self, key: object, trace: Callable[[Sequence[Any]], StepGraph], arguments: Sequence[Any] = ()) -> int:
+        """Trace a step, and return the number of a known path that is equal to its path, or -1 if there is none.
 
         Args:
-            key: As of :meth:`known_path`, which comes first.
-            follow: Follows the step on a microbatch, with arguments in the place of ``arguments``.
-            arguments: As of :meth:`known_path`.
+            key: The key for which :meth:`known_path` was called before.
+            trace: Function that traces the step on a microbatch with the arguments that it is given.
+            arguments: The arguments of the step after its batch.
         """
-        return self._paths[key].follow(arguments, follow)
+        return self._paths[key].follow(arguments, trace)
 
     def prepare(
-        self, key: object, path: int, is_followed: bool, num_microbatches: int, has_backward: bool
+        self, key: object, path: int, is_traced: bool, num_microbatches: int, has_backward: bool
     ) -> PreparedStep:
-        """Find out how a step runs on the stages; at once, where one that takes the same path has been prepared.
+        """Plan how a step runs on the stages, or return the plan of an earlier step that took the same path.
 
         Args:
-            key: As of :meth:`known_path`.
-            path: The number of its path, on which all ranks of the pipeline agree; -1: it is new.
-            is_followed: Whether :meth:`follow` has just followed it.
-            num_microbatches: How many there are.
-            has_backward: Whether each is followed by a backward.
+            key: The key for which :meth:`known_path` was called before.
+            path: The number of the step's path, on which all ranks of the pipeline agree, or -1 if the path is new.
+            is_traced: Whether :meth:`follow` has just traced the step.
+            num_microbatches: The number of microbatches.
+            has_backward: Whether a backward is run for each microbatch.
         """
         paths = self._paths[key]
-        graph = paths.remember(path) if is_followed else paths.known(path)
+        graph = paths.remember(path) if is_traced else paths.known(path)
         whole_key = (id(graph), num_microbatches, has_backward)
         prepared = self._prepared.pop(whole_key, None)
         if prepared is None or prepared.graph is not graph:
             prepared = self._prepare(graph, num_microbatches, has_backward)
-        self._prepared[whole_key] = prepared  # the newest is last
+        self._prepared[whole_key] = prepared  # The dict is in the order of use, and its first entry is dropped.
         if len(self._prepared) > _MOST_PREPARED:
             del self._prepared[next(iter(self._prepared))]
         return prepared
@@ -248,21 +266,23 @@ class Pipeline(Technique):
         run_root: RunRoot,
         loss_of: Callable[[Any], Tensor] | None = None,
     ) -> Ran:
-        """Run a step's microbatches, and their backwards where there is a loss. A collective over ``pp``.
+        """Run the microbatches of a step, and their backwards if there is a loss. A collective over ``pp``.
 
-        An error of the user's code is not raised, but returned when the schedule has run to its end: the other ranks
-        would wait for what this one sends. The caller raises it on all ranks.
+        An error of the user's code is not raised, but returned after the schedule has run to its end, because the other
+        ranks would wait for what this rank sends. The caller raises it on all ranks.
 
         Args:
-            prepared: The step, for as many microbatches.
-            steps: The step on each microbatch, arguments bound.
-            run_root: Runs what it is given as a forward of the whole module.
-            loss_of: From what a microbatch's step returned, its part of the loss; None: no backward.
+            prepared: The prepared step, for the same number of microbatches.
+            steps: The user's step on each microbatch, with its arguments bound.
+            run_root: Function that runs a given function as a forward of the whole module.
+            loss_of: Function from what the step returned on a microbatch to the microbatch's part of the loss; None:
+                there is no backward.
 
         Returns:
-            What came of it.
+            The outcome of the step on this rank.
         """
-        base = int(torch.randint(2**62, ()))  # the same on all ranks of the pipeline, and after a resume
+        # The generator has the same state on all ranks of the pipeline, and after a resume.
+        base = int(torch.randint(2**62, ()))
         results = [None] * len(steps) if self.is_last else []
         buffers = BuffersOfStep(self._root, prepared.graph.steady_buffers | prepared.graph.buffers_between)
         at_end: list[tuple[Tensor, ...]] = [()] * len(results)
@@ -286,12 +306,14 @@ class Pipeline(Technique):
             self._running = None
 
     def run_end(self, graph: StepGraph, values: Sequence[Tensor], step: Callable[[], Any]) -> Any:
-        """Run a step in which no part runs, and return what it returns: each gives one of ``values``. No communication.
+        """Run the code between parts of a step on given outputs of the parts, and return the step's result.
+
+        No part runs, and there is no communication.
 
         Args:
-            graph: The step.
-            values: What :meth:`values_at_end` describes, in its order.
-            step: The step, its arguments bound.
+            graph: The graph of the step.
+            values: The tensors that :meth:`values_at_end` describes, in the same order.
+            step: The user's step with its arguments bound.
         """
         plan = self._plan_of_end(graph)
         with self._replay.numbers_kept(graph), self._replay.stand_in_parameters(graph.params_between):
@@ -300,7 +322,11 @@ class Pipeline(Technique):
 
     @contextmanager
     def nothing_left(self, graph: StepGraph) -> Iterator[None]:
-        """Undo what a step with the path ``graph`` leaves inside, in attributes and in buffers outside of parts."""
+        """Undo at the end of this context what a step changes in attributes, and in buffers outside of parts.
+
+        Args:
+            graph: The graph of the step.
+        """
         buffers = BuffersOfStep(self._root, graph.buffers_between)
         try:
             with unchanged(self._root, graph.changed):
@@ -309,50 +335,69 @@ class Pipeline(Technique):
             buffers.restore()
 
     def values_at_end(self, graph: StepGraph) -> list[Leaf]:
-        """Return what is known of the values of parts that the end of a step makes something of."""
+        """Return the descriptions of those tensors returned by parts that the end of a step uses."""
         plan = self._plan_of_end(graph)
         return [plan.leaf(value) for value in plan.received]
 
     def _plan_of_end(self, graph: StepGraph) -> StagePlan:
-        """Return a plan by which all parts are on an earlier stage."""
+        """Return a plan for the end of a step in which all parts are on an earlier stage."""
         return StagePlan(graph, [0] * len(graph.calls), 1, 2)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, every rank has the whole model, and may call it alone. A collective over ``pp``."""
+        """Give every rank the whole model in this context, so that it may call the model alone.
+
+        A collective over ``pp``.
+        """
         with whole_model(self._root, self.group, self._device), self._replay.switched_off():
             yield
 
     def timeline(self) -> Timeline | None:
-        """When what ran in the latest step with a backward; None: there was none. A collective over ``pp``."""
+        """Return when each action of the latest step with a backward ran. A collective over ``pp``.
+
+        Returns:
+            The timeline, or None if there was no such step, or an action of it was not recorded.
+        """
         return self._recorder.timeline(self.order, self.group) if self.order else None
 
     def state_to_write(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict with the tensors of other stages, and the buffers that are theirs, on the meta device."""
+        """Return a state dict with meta tensors in place of those that ranks of other stages write.
+
+        These are the tensors of other stages and the buffers in :attr:`buffers_of_others`.
+
+        Args:
+            state: A state dict of the module.
+        """
         return written_by_stage(state, self._mesh, self.buffers_of_others)
 
     def add_remote_state(self, state: dict[str, Any]) -> None:
-        """Add the weights of other stages to a state dict that was read, as the module has them."""
+        """Add the meta tensors that the module has for other stages to a state dict that was read."""
         with self.all_stages.switched_off():
             for name, value in self._root.state_dict().items():
                 if isinstance(value, Tensor) and value.is_meta:
                     state.setdefault(name, value)
 
     def whole_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's state with that of other stages. A collective over ``pp``."""
+        """Return an optimizer's state together with that of other stages. A collective over ``pp``."""
         return optimizer_state_of_all(state, self.group, self._mesh)
 
     def agree_on_buffers(self) -> None:
-        """Give every stage the last one's buffers that are in no part, where the code between parts may change them."""
+        """Copy the last stage's buffers outside of parts to all ranks of the pipeline. A collective over ``pp``.
+
+        Code between parts may change these buffers, and only the last stage runs all of it.
+        """
         broadcast_tensors(list(self._buffers_between().values()), self.group, self.last_rank)
 
     @property
     def buffers_of_others(self) -> frozenset[str]:
-        """Names of the buffers that are here, but as they should be only where the last stage is."""
+        """Return the names of the buffers of this rank whose values are up to date only on the rank of the last stage.
+
+        The result is empty on that rank.
+        """
         return frozenset() if self.is_last else frozenset(self._buffers_between())
 
     def _buffers_between(self) -> dict[str, Tensor]:
-        """Those in no part, by name."""
+        """Return the buffers outside of parts, by name."""
         parts = tuple(f"{part}." for part in self.stages.parts)
         return {name: buffer for name, buffer in self._root.named_buffers() if not name.startswith(parts)}
 
@@ -364,7 +409,7 @@ class Pipeline(Technique):
         return {name: frozenset(map(self.config.rank_of, stages)) for name, stages in held.items()}
 
     def total_norm(self, gradients: Sequence[Tensor], order: float = 2.0) -> Tensor:
-        """Return the norm of all stages' gradients, in which shared parameters count once. A collective over ``pp``.
+        """Return the norm of the gradients of all stages, counting shared parameters once. A collective over ``pp``.
 
         Args:
             gradients: The gradients of this rank's parameters.
@@ -404,7 +449,7 @@ class Pipeline(Technique):
                 num_stages,
                 self._device,
                 input_args=tuple(map(partial(_example, plan), plan.received)),
-                # The last one's is the loss, which goes nowhere.
+                # The output of the last stage is the loss, which is not sent.
                 output_args=tuple(map(partial(_example, plan), plan.sent)) or torch.empty((), device="meta"),
                 group=self._stage_to_stage,
                 dw_builder=None if self._splits_backward else _nothing_is_left,
@@ -426,12 +471,16 @@ class Pipeline(Technique):
         return PreparedStep(graph, plans, schedule, order)
 
     def _run_forward(self, running: _Running) -> None:
-        """Run each stage on all microbatches, one stage after another; torch's schedules all want backwards."""
+        """Run all microbatches through each stage of this rank, one stage after another.
+
+        No schedule of torch is used, because all of them run backwards.
+        """
         local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
         sending: list[tuple[dist.Work | None, Tensor]] = []
         for stage, plan in running.plans.items():
             before, after = (self.config.rank_of(s % self.stages.num_stages) for s in (stage - 1, stage + 1))
-            # NCCL does one thing after the other: where stages go round, ranks that send at once all wait to receive.
+            # NCCL runs the messages of a group in order. Where the stages go round the ranks, ranks that all send at
+            # once would all wait for the next rank to receive, so stages after the first send when they have ended.
             is_at_once = stage == 0 or len(running.plans) == 1
             waiting: list[Tensor] = []
             for microbatch in range(len(running.steps)):
@@ -469,7 +518,8 @@ class Pipeline(Technique):
             if plan.graph.steady_buffers or plan.graph.buffers_between:
                 stages_of = self.stages.stages_of_part
                 running.buffers.restore(tuple(f"{part}." for part in self.stages.parts if stage not in stages_of[part]))
-            # The last microbatch's attributes are left where the whole batch has no graph that could leave its own.
+            # The attributes that the last microbatch sets on the last stage are kept as those of the step. If the graph
+            # has of_whole_batch, they are replaced when the code between parts runs on the whole batch.
             is_left = plan.is_last and microbatch == len(running.steps) - 1
             changed = plan.graph.changed if plan.is_last else (*plan.graph.changed, *plan.graph.changed_inside)
             with unchanged(self._root, changed) if changed and not is_left else nullcontext():
@@ -491,12 +541,12 @@ class Pipeline(Technique):
         )
 
     def _run_backward(self, stage: int, microbatch: int, backward: Callable[[], Any]) -> Any:
-        """Run a stage's backward, and return what torch's stage does; None if there is nothing to run after an error.
+        """Run a stage's backward, and return its result; do not run it after an error, and return None.
 
         Args:
-            stage: The stage.
-            microbatch: The number of the microbatch.
-            backward: Runs the backward.
+            stage: The index of the stage.
+            microbatch: The index of the microbatch.
+            backward: Function that runs the backward.
         """
         running = self._running
         assert running is not None
@@ -504,7 +554,7 @@ class Pipeline(Technique):
             try:
                 return backward()
             except BaseException as error:
-                # torch's stage wraps what was raised in an error that describes tensors.
+                # torch's stage raises a RuntimeError that describes the tensors, with the original error as its cause.
                 raised = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
                 running.failure = Failure.now(raised, f"backward of stage {stage}, microbatch {microbatch}")
         return None
@@ -516,22 +566,35 @@ def _example(plan: StagePlan, value: tuple[int, int]) -> Tensor:
 
 
 def _nothing_is_left() -> Callable[[], None]:
-    """Of a backward that has run whole where a schedule wanted the gradients of inputs alone."""
+    """Return a function that computes no weight gradients, because the backward has already computed all gradients.
+
+    torch's stage calls it to build the later part of a backward that is not split.
+    """
     return lambda: None
 
 
 class _Submodule(nn.Module):
-    """A stage as torch's schedules see it."""
+    """Represent a stage to torch's schedules.
+
+    Args:
+        run: Function that runs the stage, given the index of the microbatch and the received tensors.
+        root: The user's module.
+    """
 
     def __init__(self, run: Callable[[int, tuple[Tensor, ...]], Any], root: nn.Module) -> None:
         super().__init__()
         self._run = run
-        self._whole = [root]  # not as a child, which it would have to be saved with
+        self._root = [root]  # In a list, the module is not registered as a child whose state would be saved.
 
     def forward(self, *received: Tensor, microbatch: Tensor) -> Any:
-        """Run the microbatch of this number."""
+        """Run the stage on the tensors that it has received for a microbatch.
+
+        Args:
+            received: The received tensors.
+            microbatch: A tensor that holds the index of the microbatch.
+        """
         return self._run(int(microbatch), received)
 
     def parameters(self, recurse: bool = True) -> Any:
-        """Those of the whole module: schedules that put off the weights' gradients ask for them."""
-        return (param for param in self._whole[0].parameters() if not param.is_meta)
+        """Return this rank's parameters of the whole module, which schedules that defer weight gradients look for."""
+        return (param for param in self._root[0].parameters() if not param.is_meta)

@@ -1,8 +1,8 @@
-"""A plan made true: parameters become DTensors over ``tp``, and modules exchange what the split parts need.
+"""Apply a tensor-parallel plan: make parameters DTensors over ``tp``, and add the exchanges between the split parts.
 
-Inside its own forward, a split module holds plain tensors, this rank's part of each parameter: the model's code runs as
-on one device, with fewer heads or features. Anywhere else in a step, a parameter is the whole one, for penalties on
-weights and for functions that are given a weight.
+Inside its own forward, a split module holds plain tensors, which are this rank's parts of its parameters, so that the
+model's code runs as on one device with fewer heads or features. Everywhere else in a step, the module's parameters are
+whole, for penalties on weights and for functions that are given a weight.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ class TensorParallel(Technique):
 
     Args:
         root: The model.
-        plan: From :func:`~lightning_dist.tensor_parallel.planner.make_plan`.
-        mesh: One-dimensional, over the ranks of ``tp``.
-        num_shards: Over how many ranks FSDP2 shards what a rank then has.
+        plan: The plan, from :func:`~lightning_dist.tensor_parallel.planner.make_plan`.
+        mesh: The one-dimensional mesh of the ranks of ``tp``.
+        num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
 
     Raises:
-        PlanError: If a module cannot be split so, or its features do not divide by the number of ranks.
+        PlanError: If a module cannot be split as the plan says, or its features do not divide by the number of ranks.
     """
 
     def __init__(self, root: nn.Module, plan: Plan, mesh: DeviceMesh, num_shards: int = 1) -> None:
@@ -54,21 +54,25 @@ class TensorParallel(Technique):
         self._mesh = mesh
         self._group = mesh.get_group()
         self._num_shards = num_shards
-        self._placements: dict[nn.Parameter, Placement] = {}
-        self._own: dict[tuple[nn.Module, str], Callable[[Tensor], Tensor]] = {}  # what is used of a replicated one
+        # In these attributes, a pair of a module and a name identifies a parameter that the module holds.
+        self._placements: dict[nn.Parameter, Placement] = {}  # of the parameters that are not split yet
+        self._own: dict[tuple[nn.Module, str], Callable[[Tensor], Tensor]] = {}  # takes this rank's part of a replica
         self._parents = {child: module for module in root.modules() for child in module.children()}
         self._grads_are_partial: set[tuple[nn.Module, str]] = set()
-        self._whole: dict[tuple[nn.Module, str], nn.Parameter] = {}  # as gathered: DTensors over tp alone
-        self._local: dict[nn.Parameter, nn.Parameter] = {}  # of each of those, this rank's part, in the same memory
-        self._stand_ins: dict[nn.Parameter, Tensor] = {}  # of each of those that are split, what gathers it on use
-        self._own_keys: dict[nn.Module, set[str]] = defaultdict(set)  # what modules have otherwise in their forward
-        self._in_forward: dict[tuple[nn.Module, str], Tensor] = {}  # and what they have there
-        self._elsewhere: dict[tuple[nn.Module, str], Tensor] = {}  # and what they have elsewhere
-        self._put: dict[tuple[nn.Module, str], Tensor] = {}  # what use_local has put there
-        self._in_use: set[nn.Module] = set()  # owners of what use_local has replaced
-        self._attributes: list[tuple[nn.Module, str, Any, Any]] = []  # as it was, and as it is
-        self._made_local: dict[ParameterGroup, tuple[bool, ...]] = {}  # as _requires_grad was when parts were made
+        self._whole: dict[tuple[nn.Module, str], nn.Parameter] = {}  # the gathered parameters: DTensors over tp alone
+        self._local: dict[nn.Parameter, nn.Parameter] = {}  # gathered parameter -> this rank's part, in the same memory
+        self._stand_ins: dict[nn.Parameter, Tensor] = {}  # split gathered parameter -> stand-in that gathers it on use
+        # The names of the parameters that a module holds in another form in its own forward than elsewhere, and both
+        # forms.
+        self._own_keys: dict[nn.Module, set[str]] = defaultdict(set)
+        self._in_forward: dict[tuple[nn.Module, str], Tensor] = {}
+        self._elsewhere: dict[tuple[nn.Module, str], Tensor] = {}
+        self._put: dict[tuple[nn.Module, str], Tensor] = {}  # the tensors that use_local has put into modules
+        self._in_use: set[nn.Module] = set()  # the modules into which use_local has put tensors
+        self._attributes: list[tuple[nn.Module, str, Any, Any]] = []  # changed ones: module, name, old and new value
+        self._made_local: dict[ParameterGroup, tuple[bool, ...]] = {}  # _requires_grad when use_local was called last
         self._is_whole = False
+        # The last input of a split layer, the result of its exchange, and whether gradients were enabled.
         self._entered: tuple[Tensor, Tensor, bool] | None = None
         self._random = RankRng(torch.device(mesh.device_type), self._group.rank()) if plan.draws_random else None
         self.plan = plan
@@ -104,7 +108,7 @@ class TensorParallel(Technique):
             if why_not := why_not_split(module):
                 raise PlanError(f"plan: {name} has {why_not}, which {style} cannot honour: use replicate.")
             self._place(name, module, "weight", 0)
-            if module.padding_idx is not None:  # this rank's, if it has it
+            if module.padding_idx is not None:  # It becomes an index into this rank's rows, or None on other ranks.
                 num_own = module.num_embeddings // self._group.size()
                 own = module.padding_idx - self._group.rank() * num_own
                 self._change(module, "padding_idx", own if 0 <= own < num_own else None)
@@ -130,7 +134,7 @@ class TensorParallel(Technique):
         self._add_hooks(module, self._enter, self._gathered if style == "colwise_gather_output" else self._apart)
 
     def _change(self, module: nn.Module, name: str, value: Any) -> None:
-        """Let a module's attribute be of this rank's part."""
+        """Set an attribute of a module, such as a number of heads, to its value for this rank's part."""
         self._attributes.append((module, name, getattr(module, name), value))
         setattr(module, name, value)
 
@@ -139,7 +143,7 @@ class TensorParallel(Technique):
             if self._is_whole:
                 return None
             self._enter_forward(module)
-            given = before(module, args or tuple(kwargs.values()))  # a layer's only argument is its input
+            given = before(module, args or tuple(kwargs.values()))  # The only argument of a layer is its input.
             return None if given is None else (given, {})
 
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
@@ -149,7 +153,7 @@ class TensorParallel(Technique):
             self._leave_forward(module)
             return result
 
-        # torch.compile would trace into them, and is no faster for it: collectives end a graph.
+        # torch.compile gains nothing by tracing into the hooks, since collectives break the graph.
         disable = cast(Callable[[Any], Any], torch.compiler.disable)
         module.register_forward_pre_hook(disable(pre_hook), with_kwargs=True)
         module.register_forward_hook(disable(hook), always_call=True)
@@ -173,13 +177,15 @@ class TensorParallel(Technique):
             )
         elif num_packed == 1:
             placement = Shard(dim)
-        elif param.ndim == 1:  # small, and FSDP2 can only shard it along the same dimension
+        elif param.ndim == 1:
+            # FSDP2 could shard a packed bias only along the dimension that is split, so the bias, which is small, is
+            # replicated.
             placement = Replicate()
             self._own[module, key] = partial(self._own_of_packed, dim=dim, num_packed=num_packed)
         elif param.size(1 - dim) % self._num_shards:
             raise PlanError(
-                f"plan: {name} is packed_colwise, so that its other dimension is sharded, and the"
-                f" {param.size(1 - dim)} features of that do not divide by dp_shard_size={self._num_shards}."
+                f"plan: {name} is packed_colwise, so that FSDP2 shards its weight along the other dimension, whose"
+                f" {param.size(1 - dim)} features do not divide by dp_shard_size={self._num_shards}."
             )
         else:
             placement = _compat.packed_shard(dim, num_packed)
@@ -205,7 +211,7 @@ class TensorParallel(Technique):
         return parts.flatten(dim, dim + 1).contiguous()
 
     def prepare_unit(self, unit: Unit) -> None:
-        """Split the parameters of ``unit``, and let blocks compute with this rank's parts also where they run again."""
+        """Split the parameters of ``unit``, and let its blocks compute with this rank's parts also when recomputed."""
         if unit.kind == "scalars":
             return
         split = self.split(unit.params.values(), unit.owners)
@@ -214,11 +220,14 @@ class TensorParallel(Technique):
             _enter_around(block, self.around_rerun(unit, block))
 
     def split(self, params: Iterable[nn.Parameter], owners: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Parameter]:
-        """Replace ``params``, in the modules that own them, by DTensors over ``tp``; returns old to new.
+        """Replace ``params`` by DTensors over ``tp`` in the modules that hold them.
 
         Args:
-            params: Whole, the same on all ranks.
-            owners: The modules that they hang on.
+            params: The whole parameters, which are the same on all ranks.
+            owners: The modules that hold the parameters.
+
+        Returns:
+            Old to new parameter.
         """
         new: dict[nn.Parameter, nn.Parameter] = {}
         for param in params:
@@ -247,8 +256,8 @@ class TensorParallel(Technique):
         self._made_local[group] = _requires_grad(group)
 
     def _is_local(self, group: ParameterGroup) -> bool:
-        """Return whether the owners hold what was made of the gathered parameters, with gradients as wanted now."""
-        # A backward may have gathered the group again.
+        """Return whether the owners hold this rank's parts, made when the same parameters required gradients as now."""
+        # A backward may have gathered the group again, which puts the gathered DTensors back into the owners.
         params = (param for owner in group.owners for param in owner._parameters.values())
         is_replaced = any(isinstance(param, DTensor) for param in params)
         return not is_replaced and self._made_local.get(group) == _requires_grad(group)
@@ -262,7 +271,7 @@ class TensorParallel(Technique):
 
         Args:
             owners: Modules that hold parameters.
-            running: Those of them whose forward has begun.
+            running: Those of ``owners`` whose forward has begun.
         """
         if self._is_whole:
             return
@@ -275,7 +284,7 @@ class TensorParallel(Technique):
                     self._whole[owner, key] = cast(nn.Parameter, param)
                 if (owner, key) in self._whole and self.is_form_of_parameter(owner, key, param):
                     holders.append((owner, key, self._whole[owner, key]))
-        # With gradients in any case: what is called without them may be called with them next.
+        # The parts are made with gradients in any case, because the next call may need them if this one does not.
         with torch.inference_mode(False), torch.enable_grad():
             parts: dict[int, Tensor] = {id(whole): self._local_of(whole) for _, _, whole in holders}
             partial_grads = {id(whole) for owner, key, whole in holders if self._has_partial_grad(owner, key)}
@@ -291,19 +300,23 @@ class TensorParallel(Technique):
                     self._elsewhere[owner, key] = self._whole_on_use(whole)
                     part = part if owner in running else self._elsewhere[owner, key]
                 elif not isinstance(cast(DTensor, whole).placements[0], Replicate):
-                    part = self._whole_on_use(whole)  # it is tied, and the step that was seen did not use it here
+                    part = self._whole_on_use(whole)  # The parameter is tied, and the traced step did not use it here.
                 self._put[owner, key] = part
                 _compat.put_parameter(owner, key, part)
 
     def _swap(self, module: nn.Module, values: dict[tuple[nn.Module, str], Tensor]) -> None:
-        """Let ``module`` hold its ``values`` of what it has otherwise in its own forward than elsewhere."""
+        """Put ``values`` into ``module`` for the parameters that it holds in another form in its own forward."""
         if module in self._in_use:
             for key in self._own_keys.get(module, ()):
                 if (module, key) in values:
                     _compat.put_parameter(module, key, values[module, key])
 
     def _enter_forward(self, module: nn.Module) -> None:
-        """Let ``module`` compute with this rank's parts; gathered if it runs and its block does not."""
+        """Let ``module`` compute with this rank's parts of its parameters.
+
+        If the module runs outside of its unit's forward, its sharded parts are gathered. A collective over the other
+        axes of the mesh then.
+        """
         self._check_replaced(module)
         if module in self._in_use:
             self._swap(module, self._in_forward)
@@ -321,10 +334,10 @@ class TensorParallel(Technique):
         module.__dict__["_tensor_parallel_held"] = held
 
     def _check_replaced(self, module: nn.Module) -> None:
-        """See to it that a module which begins to run holds its own parameters, if ranks compute with parts of them.
+        """Check that ``module`` holds its own parameters before it runs, if each rank computes with a part of them.
 
         Raises:
-            PlanError: If the step has put other tensors there.
+            PlanError: If the step has put another tensor in the place of a parameter.
         """
         for key in sorted(self._own_keys.get(module, ())):
             if self.is_form_of_parameter(module, key, module._parameters.get(key)):
@@ -337,7 +350,7 @@ class TensorParallel(Technique):
             )
 
     def is_form_of_parameter(self, module: nn.Module, key: str, held: Tensor | None) -> bool:
-        """Return whether what ``module`` holds as ``key`` is its parameter, or what this object has put for it."""
+        """Return whether what ``module`` holds as ``key`` is its parameter, or was put in its place by this object."""
         if held is None or isinstance(held, DTensor | GatheredOnUse):
             return True
         known = (module, key)
@@ -346,7 +359,7 @@ class TensorParallel(Technique):
         return any(held is form for form in (self._put[known], self._in_forward.get(known), self._elsewhere.get(known)))
 
     def gradients_left(self) -> list[str]:
-        """Return the names of parameters whose parts have a gradient that no backward has handed on."""
+        """Return the names of the parameters whose part on this rank has a gradient that the parameter did not get."""
         left = {id(local) for local in self._local.values() if local.grad is not None}
         return [name for name, param in self._root.named_parameters() if id(param) in left] if left else []
 
@@ -357,7 +370,10 @@ class TensorParallel(Technique):
         self._swap(module, self._elsewhere)
 
     def _whole_on_use(self, whole: nn.Parameter) -> Tensor:
-        """Return what has all elements of a gathered parameter, with gradients that are the same on all ranks."""
+        """Return a tensor with all elements of a gathered parameter, whose gradients are the same on all ranks.
+
+        For a split parameter, it is a stand-in, the use of which is a collective.
+        """
         placement = cast(DTensor, whole).placements[0]
         if isinstance(placement, Replicate):
             return self._local[whole]
@@ -366,7 +382,11 @@ class TensorParallel(Technique):
         return self._stand_ins[whole]
 
     def take_replaced(self, param: nn.Parameter) -> bool:
-        """Write into ``param`` what replaced this rank's part of it through ``param.data``, if anything did."""
+        """Write the new values of this rank's part into ``param``, if the step has replaced the part through ``.data``.
+
+        Returns:
+            Whether the part was replaced.
+        """
         local, memory = self._local.get(param), cast(DTensor, param.detach()).to_local()
         if local is None or local.data_ptr() == memory.data_ptr():
             return False
@@ -375,9 +395,10 @@ class TensorParallel(Technique):
         return True
 
     def _local_of(self, whole: nn.Parameter) -> nn.Parameter:
-        """Return this rank's part of a gathered parameter, a leaf of autograd's graph that hands on its gradients.
+        """Return this rank's part of a gathered parameter: a leaf of the autograd graph that passes its gradients on.
 
-        Autograd then sees no DTensor, of which it could ask what DTensors cannot answer (its anomaly mode does).
+        Autograd does not see the DTensor itself then, because its anomaly mode calls functions that DTensors do not
+        support.
         """
         local = self._local.get(whole)
         if local is None:
@@ -389,19 +410,27 @@ class TensorParallel(Technique):
         return local
 
     def _has_partial_grad(self, owner: nn.Module, key: str) -> bool:
-        """Whether ranks compute a replicated parameter's gradient from features, or tokens, of their own."""
+        """Return whether each rank computes a replicated parameter's gradient from its own features or tokens only."""
         if (owner, key) in self._grads_are_partial or (owner, key) in self._own:
             return True
         return self.sequence is not None and self.sequence.sees_own_tokens(owner, key)
 
     def _use_whole(self, owners: Iterable[nn.Module]) -> None:
-        """Undo :meth:`use_local`: from now on, ``owners`` hold whole parameters."""
+        """Undo :meth:`use_local`, so that ``owners`` hold whole parameters from now on."""
         for owner in owners if not self._is_whole else ():
             self._swap(owner, self._elsewhere)
             self._in_use.discard(owner)
 
     def around_rerun(self, unit: Unit, block: nn.Module) -> Callable[[], Callable[[], AbstractContextManager[None]]]:
-        """Let ``block`` hold this rank's parts, and split hidden states as when its forward began, if it runs again."""
+        """Return a function to call when a forward of ``block`` begins, which returns a function that makes contexts.
+
+        A context is entered for that forward and for each recomputation of it. In the context, the block holds this
+        rank's parts, and hidden states are split as they were when the forward began.
+
+        Args:
+            unit: A unit of the kind ``block``.
+            block: A module of the unit.
+        """
         owners = [owner for owner in self._root.modules() if owner in unit.owners]
         return partial(self._begin_forward, owners, [block])
 
@@ -425,24 +454,24 @@ class TensorParallel(Technique):
         return entered
 
     def table_rows(self) -> Rows:
-        """Return rows that tell which layers are split in which way."""
+        """Return the rows of the start-up table that show which layers are split, and how."""
         params = [param for param in self._root.parameters() if not param.is_meta]
         split = sum(param.numel() for param in params if self.splits(param))
         return rows_of(self.plan, split / max(sum(param.numel() for param in params), 1))
 
     def splits(self, param: Tensor) -> bool:
-        """Return whether each rank has a part of ``param``, a parameter of the model."""
+        """Return whether each rank of ``tp`` has only a part of ``param``, a parameter of the model."""
         if not isinstance(param, DTensor) or "tp" not in (names := param.device_mesh.mesh_dim_names or ()):
             return False
         return not isinstance(param.placements[names.index("tp")], Replicate)
 
     def shard_dim(self, param: nn.Parameter) -> int | None:
-        """Return the dimension that FSDP2 must shard a split parameter along; None: its own choice."""
+        """Return the dimension along which FSDP2 must shard a split parameter; None leaves the choice to FSDP2."""
         placement = cast(DTensor, param).placements[0]
         return 1 - cast(int, placement.dim) if _compat.num_packed(placement) else None  # type: ignore[attr-defined]
 
     def before_step(self) -> None:
-        """Forget what an error has left of the last step."""
+        """Reset the state that an error in the last step may have left behind."""
         self._entered = None
         if self._random is not None:
             self._random.forget()
@@ -450,19 +479,25 @@ class TensorParallel(Technique):
             self.sequence.forget()
 
     def finish_output(self, output: Any) -> Any:
-        """Gather logits that are still split over the vocabulary. A collective over ``tp`` where there are any."""
+        """Gather the logits in ``output`` that are still split along the vocabulary.
+
+        A collective over ``tp`` if there are any.
+        """
         return whole_logits(output)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Inside, every rank has the whole of the gathered parameters, and may run the model alone."""
+        """Give every rank all of the gathered parameters in this context, so that it may run the model alone.
+
+        A collective over ``tp``.
+        """
         full: dict[int, nn.Parameter] = {}
         for owner in self._root.modules():
             for key, param in owner._parameters.items():
                 whole = param if isinstance(param, DTensor) else self._whole.get((owner, key))
                 if isinstance(whole, DTensor):
                     self._whole[owner, key] = whole
-                    if id(whole) not in full:  # a tied one stays tied
+                    if id(whole) not in full:  # Tied parameters stay tied.
                         full[id(whole)] = nn.Parameter(whole.full_tensor(), param.requires_grad)
                     _compat.put_parameter(owner, key, full[id(whole)])
         for module, name, as_it_was, _ in self._attributes:
@@ -481,7 +516,10 @@ class TensorParallel(Technique):
             self.sequence.is_off = is_whole
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Enter a split part; layers that are given the same tensor, as query, key and value, share the exchange."""
+        """Enter a split part of the model, and return the arguments with which ``module`` computes.
+
+        Layers that are given the same tensor, such as query, key and value, share one exchange.
+        """
         given = args[0]
         if self.sequence is not None and self.sequence.has_gathered(given):
             return args
@@ -494,7 +532,7 @@ class TensorParallel(Technique):
         return self._entered[1], *args[1:]
 
     def _apart(self, module: nn.Module, output: Any) -> Any:
-        """From here to the next ``rowwise`` layer, ranks have features of their own, and draw numbers of their own."""
+        """Let ranks draw different random numbers up to the next ``rowwise`` layer, as each has features of its own."""
         if self._random is not None and module.training and not self._tokens_are_split(module):
             self._random.enter()
         return output
@@ -511,7 +549,7 @@ class TensorParallel(Technique):
         return exchanges.gather(output, self._group, -1)
 
     def _without_bias(self, module: nn.Module, args: Any) -> None:
-        """Keep the bias aside: every rank would add it."""
+        """Set the bias aside until the outputs are summed, because every rank would add it."""
         bias = module._parameters.get("bias")
         module.__dict__["_tensor_parallel_bias"] = bias
         if bias is not None:
@@ -524,7 +562,7 @@ class TensorParallel(Technique):
         bias = module.__dict__.pop("_tensor_parallel_bias", None)
         if bias is not None:
             module._parameters["bias"] = bias
-        if not isinstance(output, Tensor):  # the forward has raised, or need not be run again to its end
+        if not isinstance(output, Tensor):  # The forward has raised an error, or its recomputation has ended early.
             if self._random is not None and not self._tokens_are_split(module):
                 self._random.leave()
             return output
@@ -537,7 +575,11 @@ class TensorParallel(Technique):
         return output if bias is None else output + bias
 
     def _look_up_own(self, module: nn.Embedding, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        """Return indices into this rank's part of the vocabulary; indices of other parts become its first."""
+        """Return indices into this rank's rows of the vocabulary; those of other ranks' rows become 0.
+
+        Raises:
+            IndexError: If an index is out of range. On other devices than the CPU, this is an assertion on the device.
+        """
         (indices,) = args
         num_own = module.weight.size(0)
         num_all = num_own * self._group.size()
@@ -563,11 +605,12 @@ def _requires_grad(group: ParameterGroup) -> tuple[bool, ...]:
 
 
 def _enter_around(block: nn.Module, begin: Callable[[], Callable[[], AbstractContextManager[None]]]) -> None:
-    """Enter a context around each forward of ``block``, also where the user's own code runs it again in a backward.
+    """Enter a context around each forward of ``block``, also if the user's own code recomputes it in a backward.
 
     Args:
-        block: A block, whose forward is replaced.
-        begin: See :meth:`~lightning_dist.technique.Technique.around_rerun`.
+        block: The block, whose ``forward`` is replaced.
+        begin: Function from :meth:`~lightning_dist.technique.Technique.around_rerun`: called when a forward begins, it
+            returns a function that makes the context.
     """
     forward = block.forward
 
@@ -581,9 +624,9 @@ def _enter_around(block: nn.Module, begin: Callable[[], Callable[[], AbstractCon
 
 @torch.no_grad()
 def _hand_on_gradient(whole: nn.Parameter, local: Tensor) -> None:
-    """Give ``whole`` the gradient that a backward has added to this rank's part of it."""
+    """Move the gradient that a backward has computed for this rank's part of ``whole`` to ``whole`` itself."""
     plain, local.grad = cast(Tensor, local.grad).detach(), None
-    if plain.is_sparse:  # FSDP2 reduces dense gradients only
+    if plain.is_sparse:  # FSDP2 can reduce only dense gradients.
         plain = plain.to_dense()
     dtensor = cast(DTensor, whole)
     gradient: Tensor = DTensor.from_local(
@@ -594,7 +637,7 @@ def _hand_on_gradient(whole: nn.Parameter, local: Tensor) -> None:
 
 
 def _gather(split: Tensor) -> Tensor:
-    """Gather a parameter, or its values, over ``tp``, for all ranks to go on with alike. A collective."""
+    """All-gather a parameter or its detached values over ``tp``. A collective; all ranks must use the result alike."""
     replicated = [Replicate()]
     return cast(DTensor, split).redistribute(placements=replicated).to_local(grad_placements=replicated)
 

@@ -251,7 +251,11 @@ MISTAKES: list[tuple[type[DeepGPT], dict[str, Any], str]] = [
     (Independent, {}, "does not depend on what the model returns"),
     (Twice, {}, "calls model.blocks.0 2 times"),
     (Penalty, {}, "weight_decay"),
-    (Unpicklable, {}, "The last stage could not tell what a step has left: TypeError: cannot pickle 'generator'"),
+    (
+        Unpicklable,
+        {},
+        "The last stage could not send what the step returned or changed: TypeError: cannot pickle 'generator'",
+    ),
     (OwnGenerator, {}, "torch.Generator of its own"),
     (Compiled, {}, "model.blocks.2 was compiled by module.compile()"),
     (Looks, {}, "decides by a value of a tensor (`if loss > ...`, `.item()` in a comparison) how its loss is computed"),

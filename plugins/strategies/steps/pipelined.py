@@ -1,4 +1,4 @@
-"""Steps that run on the stages of a pipeline, and what Lightning sees of them on every rank."""
+"""Run steps on the stages of a pipeline, and give their results to Lightning on every rank."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _READABLE = (
     "current_epoch", "global_step", "max_epochs", "max_steps", "num_training_batches", "is_last_batch",
     "sanity_checking", "training", "validating", "testing", "predicting", "evaluating",
 )  # fmt: skip
-"""Properties of the Trainer that are plain and cheap to read, and that a step may decide by."""
+"""Properties of the Trainer with plain values that are cheap to read, and on which the path of a step may depend."""
 
 
 class PipelinedSteps(Steps):
@@ -61,7 +61,7 @@ class PipelinedSteps(Steps):
         module: The user's module, cut into stages.
         parallel: The module as it runs in parallel.
         precision: Lightning's precision plugin.
-        tracing: Stands in for collectives while a step is traced.
+        tracing: Object that replaces collectives by stand-ins while a step is traced.
     """
 
     def __init__(
@@ -71,14 +71,15 @@ class PipelinedSteps(Steps):
         pipeline = parallel.get(Pipeline)
         assert pipeline is not None
         self._modules = list(module.modules())
-        self._parameters = list(module.parameters())  # of the sharded module; to list them in each step takes long
+        # These are the parameters of the sharded module. They are listed once, because that takes long.
+        self._parameters = list(module.parameters())
         self._pipeline = pipeline
         self._pipeline.readable = {Trainer: _READABLE}
         self._tracing = tracing
         self._shards = ShardsInHooks()
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._splitter = BatchSplitter(module)
-        self._of_metrics = {
+        self._metric_names = {
             name for name, part in module.named_modules() if isinstance(part, Metric | MetricCollection)
         }
         self._metrics = SharedMetrics(module, pipeline)
@@ -86,25 +87,25 @@ class PipelinedSteps(Steps):
         self._broadcast = BytesBroadcast(pipeline.group, pipeline.last_rank, module.device)
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
-        """Run ``training_step`` and its backward, and return what it returned, without a graph. A collective."""
+        """Run ``training_step`` and its backward, and return its output, detached from the graph. A collective."""
         if begins_accumulation(self._module.trainer):
             for param in self._parameters:
                 param.grad = None
         weights, accumulate = self._weights, self._module.trainer.accumulate_grad_batches
         losses: list[Tensor] = []
 
-        def loss_of(number: int, result: Any) -> Tensor:
+        def loss_of(num_microbatches: int, result: Any) -> Tensor:
             loss = _loss(result)
             if not loss.requires_grad:
                 raise RuntimeError(
                     "training_step returned a loss that does not require a gradient, so that nothing would be trained:"
-                    " it is detached, made under torch.no_grad, or all that it is made of is frozen."
+                    " it is detached, computed under torch.no_grad, or computed from frozen parameters only."
                 )
             weights.read(result, loss.device)
             losses.append(loss.detach())
             if isinstance(result, Mapping) and result.get("weight") is not None:
                 return self._scale(weights.scale(loss) / accumulate)
-            return self._scale(loss / (number * accumulate))
+            return self._scale(loss / (num_microbatches * accumulate))
 
         result, ran = self._run("training_step", args, kwargs, None, loss_of)
         self._parallel.after_microbatches()
@@ -112,14 +113,14 @@ class PipelinedSteps(Steps):
         output = result.broadcast_results(merge, self._pipeline, self._broadcast, ran.buffers)
         if not self._pipeline.is_last and isinstance(output, Mapping) and output.get("weight") is not None:
             weights.add(torch.as_tensor(output["weight"], dtype=torch.float64, device=self._module.device))
-        # Lightning clears gradients next, before it asks for the backward: they are set aside, and handed back there.
+        # Lightning clears gradients next, before it calls backward(). They are set aside here, and put back there.
         self._gradients = [(param, param.grad) for param in self._parameters if param.grad is not None]
         for updated, _ in self._gradients:
             updated.grad = None
         return output
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-        """Hand back the gradients that the step has computed. A collective if losses have weights."""
+        """Put the gradients that the step has computed back on the parameters. A collective if losses have weights."""
         loss = self._precision.pre_backward(loss, self._module)
         for param, gradient in self._gradients:
             param.grad = gradient
@@ -139,15 +140,25 @@ class PipelinedSteps(Steps):
         return loss if scaler is None else scaler.scale(loss)
 
     def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
-        """Run a step without a backward, and return what it returned. A collective over the pipeline."""
-        # Replicas may have other numbers of batches; shards of one may not.
+        """Run a step without a backward, and return its output.
+
+        A collective over the pipeline, or over all processes if parameters are gathered in the step.
+        """
+        # Replicas of the model may run different numbers of batches, but ranks that gather parameters together may not.
         gathers = not self._parallel.holds_whole_model and not self._parallel.stays_gathered
         group = None if gathers else self._pipeline.group
         result, ran = self._run(name, args, kwargs, group)
         return result.broadcast_results(partial(joined, ran.results), self._pipeline, self._broadcast, ran.buffers)
 
     def _key(self, name: str, batch: Any, kwargs: dict[str, Any], number: int) -> object:
-        """Return all that the path of the step ``name``, and which gradients it needs, always depends on."""
+        """Return a key of all that the path of the step ``name``, and the set of gradients it needs, always depend on.
+
+        Args:
+            name: The name of the step.
+            batch: A microbatch.
+            kwargs: Keyword arguments of the step.
+            number: The number of microbatches.
+        """
         return (
             name,
             number,
@@ -156,7 +167,7 @@ class PipelinedSteps(Steps):
             tuple(param.requires_grad for param in self._parameters),
         )
 
-    def _follow_both(
+    def _trace_both(
         self,
         name: str,
         microbatches: Sequence[Any],
@@ -165,33 +176,33 @@ class PipelinedSteps(Steps):
         has_backward: bool,
         arguments: Sequence[Any],
     ) -> StepGraph:
-        """Follow the step ``name`` on a microbatch, and on the batch where that may leave something else."""
-        graph = self._follow(name, microbatches[0], arguments, kwargs, has_backward)
+        """Trace the step ``name`` on a microbatch, and also on the whole batch if it may leave something else there."""
+        graph = self._trace(name, microbatches[0], arguments, kwargs, has_backward)
         if len(microbatches) == 1 or not graph.may_leave_more:
             return graph
         try:
-            return graph.with_whole_batch(self._follow(name, batch, arguments, kwargs, has_backward))
-        except TraceError as error:  # such as a batch that only the module's own hook can take apart
+            return graph.with_whole_batch(self._trace(name, batch, arguments, kwargs, has_backward))
+        except TraceError as error:  # For example, only the module's own split_batch may be able to read the batch.
             left = [key for _, key in graph.changed] + sorted(graph.buffers_between)
             rank_zero_warn(
-                f"{type(self._module).__name__}.{name} could not be followed on a whole batch ({error}). What it leaves"
-                f" ({', '.join(left) or 'in logs and outputs'}) is that of the microbatches."
+                f"{type(self._module).__name__}.{name} could not be traced on a whole batch ({error}). What it leaves"
+                f" in {', '.join(left) or 'logs and outputs'} is computed from the microbatches instead."
             )
             return graph
 
-    def _follow(
+    def _trace(
         self, name: str, batch: Any, arguments: Sequence[Any], kwargs: dict[str, Any], has_backward: bool
     ) -> StepGraph:
-        """Follow the step on a microbatch."""
+        """Trace the step ``name`` on a microbatch or a whole batch; ``arguments`` follow the batch."""
         module, stages = self._module, self._pipeline.stages
         fake = fake_step(
             module, module.trainer, name, (batch, *arguments), kwargs, partial(self._tracing.around, self._module)
         )
         with self._pipeline.original_module.again():
             graph = trace_step(module, fake, module.device, stages.parts, stages.blocks, has_backward)
-        # Metrics keep what all microbatches have given them.
+        # The attributes of metrics are left out, because metrics must keep the updates of all microbatches.
         return replace(
-            graph, changed=tuple((owner, key) for owner, key in graph.changed if owner not in self._of_metrics)
+            graph, changed=tuple((owner, key) for owner, key in graph.changed if owner not in self._metric_names)
         )
 
     def _run(
@@ -202,16 +213,20 @@ class PipelinedSteps(Steps):
         group: dist.ProcessGroup | None,
         loss_of: Callable[[int, Any], Tensor] | None = None,
     ) -> tuple[StepResult, Ran]:
-        """Run the step on all microbatches, and return what it has left and what came of it.
+        """Run the step ``name`` on all microbatches. A collective over the pipeline and over ``group``.
 
-        An error on any rank is raised on all ranks of ``group``: those that wait for each other after the step.
+        An error on any rank is raised on all ranks of ``group``, which wait for each other after the step.
 
         Args:
             name: The name of the step.
             args: Positional arguments of the step, the batch first.
             kwargs: Keyword arguments of the step.
-            group: The ranks that have a step now; None: all processes.
-            loss_of: From the number of microbatches and what one's step returned, its part of the loss.
+            group: Process group of the ranks that run a step now; None: all processes.
+            loss_of: Function from the number of microbatches, and what the step returned on one of them, to that
+                microbatch's part of the loss; None: there is no backward.
+
+        Returns:
+            What the step leaves besides its output, and the outcome of its microbatches.
         """
         result: StepResult | None = None
         ran: Ran | None = None
@@ -232,10 +247,10 @@ class PipelinedSteps(Steps):
             failure = Failure.now(error, "before the first microbatch")
         path = agreed_path(path, failure, pipeline.group, device)
         is_known = path >= 0
-        if not is_known:  # it is followed before parameters are gathered, which may be in another dtype then
+        if not is_known:  # The step is traced before parameters are gathered, which may change their dtype.
             try:
-                follow = partial(self._follow_both, name, microbatches, args[0], kwargs, loss_of is not None)
-                path = pipeline.follow(key, follow, args[1:])
+                trace = partial(self._trace_both, name, microbatches, args[0], kwargs, loss_of is not None)
+                path = pipeline.follow(key, trace, args[1:])
             except Exception as error:
                 failure = Failure.now(error, "before the first microbatch")
             path = agreed_path(path, failure, pipeline.group, device)
@@ -255,7 +270,7 @@ class PipelinedSteps(Steps):
         with self._parallel.microbatches(with_backward=loss_of is not None) as run_root:
             if loss_of is not None and not self._has_tried_loss:
                 self._has_tried_loss = True
-                with suppress(Exception):  # the step itself will raise it, with the other ranks taking part
+                with suppress(Exception):  # The step itself raises the error again, and then on all ranks.
                     self._try_loss(microbatches[0], args[1:], kwargs)
             if result is not None:
                 with self._metrics.in_step(), without_foreign_collectives(self._tracing.peers):
@@ -276,7 +291,7 @@ class PipelinedSteps(Steps):
     def _run_on_whole_batch(
         self, result: StepResult, ran: Ran, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Failure | None:
-        """Let the whole batch leave what its microbatches may not have; return the error."""
+        """Run the code between parts on the whole batch, and return the error if it fails."""
         try:
             step = partial(self._run_step, result, name, args[0], len(ran.results) - 1, (args[1:], kwargs))
             result.run_on_whole_batch(self._pipeline, ran, step)
@@ -285,7 +300,7 @@ class PipelinedSteps(Steps):
         return None
 
     def _write_back(self) -> Failure | None:
-        """Keep what the microbatches have changed in parameters; return the error."""
+        """Keep what the microbatches have changed in gathered parameters, and return the error if that fails."""
         try:
             self._parallel.write_back()
         except Exception as error:
@@ -293,7 +308,7 @@ class PipelinedSteps(Steps):
         return None
 
     def _try_loss(self, batch: Any, others: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Warn of a loss that is no mean over samples; on one rank."""
+        """Warn if the loss is not a mean over samples. Only the last stage of data-parallel rank 0 checks it."""
         is_first = self._module.trainer.strategy.distributed_sampler_kwargs["rank"] == 0  # type: ignore[attr-defined]
         if not self._pipeline.is_last or not is_first:
             return
@@ -303,16 +318,24 @@ class PipelinedSteps(Steps):
             with _compat.logging_to(self._module), without_updates(self._module), self._tracing.around(self._module):
                 return self._module.training_step(copied, *others, **kwargs)
 
-        def follow(batch: Any) -> StepGraph:
-            return self._follow("training_step", batch, others, kwargs, True)
+        def trace(batch: Any) -> StepGraph:
+            return self._trace("training_step", batch, others, kwargs, True)
 
-        warn_of_other_losses(self._pipeline, follow, step, batch, type(self._module).__name__)
+        warn_of_other_losses(self._pipeline, trace, step, batch, type(self._module).__name__)
 
     def _run_step(
         self, result: StepResult, name: str, batch: Any, index: int, others: tuple[tuple[Any, ...], dict[str, Any]]
     ) -> Any:
-        """Run the user's step on the microbatch ``batch``, the ``index``-th; ``others`` are its further arguments."""
-        if result.graph.changes_batch:  # which is run on by every stage of this rank
+        """Run the user's step on a microbatch.
+
+        Args:
+            result: The object that records what the step leaves.
+            name: The name of the step.
+            batch: The microbatch, or the whole batch.
+            index: The index of the microbatch; for the whole batch, that of the last one.
+            others: The further positional arguments of the step, and its keyword arguments.
+        """
+        if result.graph.changes_batch:  # All stages of this rank run on the same batch.
             batch = apply_to_collection(batch, Tensor, Tensor.clone)
         result.microbatch = index
         with self._context(name):
@@ -321,7 +344,7 @@ class PipelinedSteps(Steps):
 
 @contextmanager
 def _logging_whole(module: LightningModule, all_stages: AllStages) -> Iterator[None]:
-    """Make ``self.log`` fetch values that only another stage has, so that all ranks log the same."""
+    """Make ``self.log`` in this context fetch values that only another stage has, so that all ranks log the same."""
     if "log" in vars(module):
         yield
         return
@@ -337,10 +360,10 @@ def _logging_whole(module: LightningModule, all_stages: AllStages) -> Iterator[N
 
 
 def _refuse_leaves(batch: Any) -> None:
-    """Refuse inputs that collect gradients.
+    """Refuse a batch that collects gradients.
 
     Raises:
-        TraceError: If a tensor of ``batch`` requires gradients.
+        TraceError: If a tensor in ``batch`` requires gradients.
     """
     if any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(batch)):
         raise TraceError(

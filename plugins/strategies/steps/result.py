@@ -1,4 +1,7 @@
-"""What a step of a pipeline leaves, as one of the whole batch would: on every rank, what the last stage has."""
+"""Merge what a step returns, logs and changes on the microbatches, and give it to every rank of the pipeline.
+
+Only the last stage has these results. They are merged so that they equal those of a step on the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -30,28 +33,35 @@ __all__ = ["StepResult", "joined", "merged_outputs"]
 
 
 class _Logged(NamedTuple):
-    """A call of ``self.log`` in one microbatch."""
+    """Represent a call of ``self.log`` in one microbatch, or the merged calls of all microbatches.
+
+    Args:
+        value: The logged value; None for a metric object in a microbatch.
+        kwargs: The further arguments of the call, by name.
+        num_samples: The number of samples, by which the value is weighted.
+        metric: The name of the module that was logged as a metric object; None if a value was logged.
+        of_batch: Function that computes the value for the whole batch, if a metric returned that of the microbatch;
+            else None.
+    """
 
     value: Any
     kwargs: dict[str, Any]
     num_samples: int
     metric: str | None = None
-    """The attribute that holds the metric whose value for the microbatch this is."""
     of_batch: Callable[[], Any] | None = None
-    """Gives the whole batch's value, where a metric has returned that of the microbatch."""
 
 
 class StepResult:
-    """What a step leaves besides its result: what it logs, and the attributes and buffers that it changes.
+    """Collect what a step leaves besides its output: what it logs, and the attributes and buffers that it changes.
 
     Where microbatches may leave something else than the whole batch would, the last stage runs the code between parts
-    once more, on the whole batch and on what the parts have returned for all microbatches.
+    once more, on the whole batch and on the merged outputs of the parts for all microbatches.
 
     Args:
         module: The user's module.
-        graph: The step.
-        sizes: Number of samples in each microbatch.
-        shared: The module's metrics.
+        graph: The graph of the step.
+        sizes: The number of samples in each microbatch.
+        shared: The shared metrics of the module.
     """
 
     def __init__(self, module: LightningModule, graph: StepGraph, sizes: Sequence[int], shared: SharedMetrics) -> None:
@@ -64,11 +74,11 @@ class StepResult:
         self._num_calls: Counter[tuple[str, int]] = Counter()
         self._of_whole_batch: _OfWholeBatch | None = None
         self.microbatch = 0
-        """Whose step runs."""
+        """The index of the microbatch on which the step runs now."""
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Note what the steps of all microbatches log inside, each as that of ``microbatch``."""
+        """Record what steps log in this context, each time for the microbatch :attr:`microbatch`."""
 
         def on_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
             kwargs = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
@@ -91,17 +101,17 @@ class StepResult:
             yield
 
     def _call(self, name: str, microbatch: int) -> _Call:
-        """Return the place of a call of ``self.log``: which one by this name in the step of ``microbatch`` it is."""
+        """Count a call of ``self.log`` with ``name`` in the step on ``microbatch``, and return what identifies it."""
         self._num_calls[name, microbatch] += 1
         return name, self._num_calls[name, microbatch]
 
     def run_on_whole_batch(self, pipeline: Pipeline, ran: Ran, step: Callable[[], Any]) -> None:
-        """Run the code between parts on the whole batch, on the last stage.
+        """Run the code between parts on the whole batch, if the graph has ``of_whole_batch``. Only for the last stage.
 
         Args:
             pipeline: The pipeline.
-            ran: What came of the microbatches.
-            step: The user's step on the whole batch.
+            ran: The outcome of the step on the microbatches.
+            step: The user's step on the whole batch, with its arguments bound.
         """
         whole = self.graph.of_whole_batch
         if whole is None:
@@ -123,10 +133,10 @@ class StepResult:
         self._of_whole_batch = _OfWholeBatch(_detached(result), {call: value for call, (value, _) in logged.items()})
 
     def output(self, merge: Callable[[], Any]) -> Any:
-        """Return the step's output, on the last stage.
+        """Return the step's output for the whole batch. Only for the last stage.
 
         Args:
-            merge: Makes it of the outputs of the microbatches.
+            merge: Function that merges the outputs of the microbatches.
         """
         merged = merge()
         if self._of_whole_batch is None:
@@ -139,16 +149,19 @@ class StepResult:
     def broadcast_results(
         self, merge: Callable[[], Any], pipeline: Pipeline, broadcast: BytesBroadcast, buffers: BuffersOfStep
     ) -> Any:
-        """Give every rank of ``pipeline`` what the last stage has: attributes, buffers and logs. A collective.
+        """Set attributes and buffers on every rank to those of the last stage, and log its values. A collective.
 
         Args:
-            merge: Makes the step's output of those of the microbatches, on the last stage.
-            pipeline: Whose ranks.
-            broadcast: From the last stage to all.
-            buffers: Those that the step changes.
+            merge: Function that merges the outputs of the microbatches, on the last stage.
+            pipeline: The pipeline, whose ranks all call this.
+            broadcast: Broadcast of bytes from the rank of the last stage to all ranks of the pipeline.
+            buffers: The buffers that the step changes.
+
+        Returns:
+            The step's output for the whole batch.
 
         Raises:
-            OtherRankError: If the last stage could not put together what its microbatches have left.
+            OtherRankError: If the last stage could not merge or pickle the results; its rank raises the original error.
         """
         content = b""
         error: Exception | None = None
@@ -160,12 +173,12 @@ class StepResult:
                 }
                 left = (self.output(merge), logged, self._attributes(), between)
                 content = pickle.dumps((None, apply_to_collection(left, Tensor, _Packed.of)))
-            except Exception as raised:  # the others wait for it
+            except Exception as raised:  # The other ranks wait for the broadcast, so they are told of the error.
                 error = raised
                 content = pickle.dumps((f"{type(raised).__name__}: {raised}", None))
         failed, told = pickle.loads(broadcast(content))
         if failed is not None:
-            raise error or OtherRankError(f"The last stage could not tell what a step has left: {failed}")
+            raise error or OtherRankError(f"The last stage could not send what the step returned or changed: {failed}")
         output, logged, attributes, between = apply_to_collection(told, _Packed, _Packed.on, self._module.device)
         restore(self._module, self.graph.changed, self._before)
         for (owner, key), (is_added, value) in zip(self.graph.changed, attributes, strict=True):
@@ -174,7 +187,8 @@ class StepResult:
             else:
                 setattr(self._module.get_submodule(owner), key, value)
         buffers.set(between)
-        with self._module.trainer.precision_plugin.forward_context():  # which decides what numbers become
+        # self.log makes tensors of numbers, and the precision plugin's context decides their dtype.
+        with self._module.trainer.precision_plugin.forward_context():
             for (name, _), call in logged.items():
                 value = call.value
                 if call.metric is not None:
@@ -184,7 +198,11 @@ class StepResult:
         return output
 
     def _attributes(self) -> list[tuple[bool, Any]]:
-        """Return the value of each attribute that the step changes; of a list that it has added to, what."""
+        """Return what the last stage sends of each attribute that the step changes.
+
+        Returns:
+            For each attribute, True and the new items if the step only appended to a list, else False and the value.
+        """
         found: list[tuple[bool, Any]] = []
         for (owner, key), (before, content) in zip(self.graph.changed, self._before, strict=True):
             value: Any = vars(self._module.get_submodule(owner)).get(key)
@@ -196,7 +214,12 @@ class StepResult:
         return found
 
     def _merged(self, call: _Call, calls: list[_Logged]) -> _Logged:
-        """Return what microbatches have logged in one call as what the whole batch would have."""
+        """Merge one call of ``self.log`` in all microbatches into what the whole batch would have logged.
+
+        Args:
+            call: The call.
+            calls: What each microbatch has logged in the call.
+        """
         first = calls[0]
         size = sum(call.num_samples for call in calls)
         kwargs = {**first.kwargs, "batch_size": size}
@@ -228,12 +251,17 @@ class StepResult:
 
 
 _Call = tuple[str, int]
-"""A call of ``self.log`` in a step: the name, and which call by this name it is."""
+"""A call of ``self.log`` in a step: the logged name, and the number of the call among those with this name, from 1."""
 
 
 @dataclass(frozen=True)
 class _OfWholeBatch:
-    """What the code between parts has returned and logged for the whole batch."""
+    """Hold what the code between parts has returned and logged for the whole batch.
+
+    Args:
+        result: What the step returned, detached.
+        logged: The logged values by call, without metric objects.
+    """
 
     result: Any
     logged: Mapping[_Call, Any]
@@ -244,12 +272,15 @@ def _detached(value: Any) -> Any:
 
 
 def _whole(of_one: Leaf, of_all: Leaf, parts: Sequence[Tensor]) -> Tensor:
-    """Return what a part has returned for all microbatches as what it would have for the batch.
+    """Merge a tensor that a part returned for each microbatch into the one that it would return for the whole batch.
+
+    The tensors are concatenated along the dimension in which the shapes differ, or averaged if they are floating-point
+    scalars; else the last one is returned.
 
     Args:
-        of_one: What is known of it for a microbatch.
-        of_all: What is known of it for the batch.
-        parts: It, for each microbatch.
+        of_one: The description of the tensor for a microbatch.
+        of_all: The description of the tensor for the whole batch.
+        parts: The tensor for each microbatch.
     """
     if len(of_one.shape) == len(of_all.shape):
         for dim, (size, whole) in enumerate(zip(of_one.shape, of_all.shape, strict=True)):
@@ -261,14 +292,20 @@ def _whole(of_one: Leaf, of_all: Leaf, parts: Sequence[Tensor]) -> Tensor:
 
 
 class _Packed:
-    """A tensor's content: torch pickles each tensor as a whole file."""
+    """Hold the content of a tensor as bytes for a pickle, because torch would pickle each tensor as a whole file.
+
+    Args:
+        content: The elements in contiguous order, as bytes.
+        dtype: The dtype of the tensor.
+        shape: The shape of the tensor.
+    """
 
     def __init__(self, content: bytes, dtype: torch.dtype, shape: torch.Size) -> None:
         self._content, self._dtype, self._shape = content, dtype, shape
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Packed | Tensor:
-        """That of ``tensor``; a sparse one as it is."""
+        """Pack ``tensor``; return a sparse one as it is, but detached and on the CPU."""
         tensor = tensor.detach().cpu()
         if tensor.layout != torch.strided:
             return tensor
@@ -277,18 +314,29 @@ class _Packed:
         return cls(content, tensor.dtype, tensor.shape)
 
     def on(self, device: torch.device) -> Tensor:
-        """The tensor, on ``device``."""
+        """Return the tensor on ``device``."""
         if not self._content:
             return torch.empty(self._shape, dtype=self._dtype, device=device)
         return torch.frombuffer(bytearray(self._content), dtype=self._dtype).view(self._shape).to(device)
 
 
 _LOG_ARGUMENTS = tuple(signature_of(LightningModule.log).parameters)[3:]
-"""Those after ``self``, ``name`` and ``value``."""
+"""Names of the parameters of ``self.log`` after ``self``, ``name`` and ``value``."""
 
 
 def merged_outputs(results: list[Any], losses: list[Tensor]) -> Any:
-    """What ``training_step`` returned, over all microbatches."""
+    """Merge what ``training_step`` returned on the microbatches.
+
+    Losses are averaged, weighted by the microbatches' ``weight`` if they have one; the other values of a dict are
+    merged by :func:`joined`.
+
+    Args:
+        results: What ``training_step`` returned on each microbatch.
+        losses: The detached loss of each microbatch.
+
+    Returns:
+        The loss, or a dict if ``training_step`` returned dicts; its weight is the sum of the microbatches' weights.
+    """
     if not isinstance(results[0], Mapping):
         return torch.stack(losses).mean()
     weights = [result.get("weight") for result in results]
@@ -304,9 +352,14 @@ def merged_outputs(results: list[Any], losses: list[Tensor]) -> Any:
 
 
 def joined(results: list[Any]) -> Any:
-    """Outputs of microbatches as that of the batch.
+    """Merge the outputs of the microbatches into one for the whole batch.
 
-    Tensors one after another; floating-point numbers averaged, and whole numbers, which count, summed.
+    Tensors are concatenated along dimension 0, and lists one after another. Floating-point scalars are averaged, and
+    integers summed, because they are counts. Mappings and tuples are merged item by item. Of any other value, that of
+    the first microbatch is returned.
+
+    Args:
+        results: The output of each microbatch.
     """
     first = results[0]
     if isinstance(first, Tensor):
