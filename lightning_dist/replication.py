@@ -145,12 +145,20 @@ class Replication(Technique):
             for index, param in enumerate(bucket_params):
                 requires_grad = param.requires_grad
                 param.requires_grad_(True)  # to have a hook, also if it is frozen now
-                hook = partial(self._on_gradient, bucket, index)
+                # The garbage collector does not see what a parameter's hooks hold.
+                hook = partial(_on_gradient, weakref.ref(self), len(self._buckets), index)
                 bucket.hook_ids.append(param.register_post_accumulate_grad_hook(hook).id)  # type: ignore[no-untyped-call]
                 param.requires_grad_(requires_grad)
             self._buckets.append(bucket)
 
-    def _on_gradient(self, bucket: _Bucket, index: int, param: Tensor) -> None:
+    def on_gradient(self, bucket_index: int, index: int) -> None:
+        """Note that autograd has set a gradient, and reduce the bucket if it is full.
+
+        Args:
+            bucket_index: The index of the bucket.
+            index: The index of the parameter in the bucket.
+        """
+        bucket = self._buckets[bucket_index]
         if not self._is_armed:
             if not self._parallel.reduces_gradients or self._parallel.runs_microbatches:
                 bucket.has_accumulated[index] = True
@@ -247,6 +255,12 @@ class Replication(Technique):
         if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.is_meta or value.ndim == 0:
             return value
         return DTensor.from_local(value.detach(), self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
+
+
+def _on_gradient(replication: weakref.ref[Replication], bucket_index: int, index: int, param: Tensor) -> None:
+    alive = replication()
+    if alive is not None:
+        alive.on_gradient(bucket_index, index)
 
 
 def _bucketed(params: Sequence[nn.Parameter], reduce_dtype: torch.dtype | None) -> Iterator[list[nn.Parameter]]:

@@ -32,7 +32,7 @@ from lightning_dist.parallel_module import parallelized
 from lightning_dist.parity import whole_parameters
 from lightning_dist.pipeline import Pipeline
 
-__all__ = ["CASES", "STRATEGIES", "Case", "Layout", "Run", "case"]
+__all__ = ["CASES", "HOLDS_PARTS", "STRATEGIES", "Case", "Layout", "Run", "case"]
 
 NUM_MICROBATCHES = 2
 GLOBAL_BATCH_SIZE = 8
@@ -65,6 +65,9 @@ STRATEGIES: dict[str, Layout] = {
 """The strategies that every case runs under. ``nd`` is stages with shards, ``nd_tp`` stages with split layers."""
 
 _PIPELINE: dict[str, Any] = {"pp_size": 2, "num_microbatches": NUM_MICROBATCHES}
+
+HOLDS_PARTS = tuple(column for column in STRATEGIES if column != "data")
+"""The columns in which a rank has a part of the model only, so that the model can be called in steps only."""
 
 REFERENCES: dict[str, Layout] = {
     "one": Layout(1, 1, lambda **kwargs: "auto"),

@@ -385,7 +385,10 @@ EMBEDDINGS: dict[str, dict[str, Any]] = {
 }
 
 REFUSED_EMBEDDINGS = {
-    "max_norm": dict.fromkeys(("full", "hybrid", "nd"), r"changed the parameter 'emb\.weight' in place, and not alike"),
+    "max_norm": {
+        **dict.fromkeys(("full", "hybrid", "nd"), r"changed the parameter 'emb\.weight' in place, and not alike"),
+        "data": r"The parameter 'emb\.weight' differs between ranks of dp_replicate",
+    },
 }
 
 for _key, _kwargs in EMBEDDINGS.items():
