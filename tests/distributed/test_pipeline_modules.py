@@ -17,7 +17,7 @@ from lightning_dist import PipelineParallelStrategy
 from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
 from tests.models import VOCAB, Transformer
 from tests.pipeline_models import DeepGPT, Dropout, ResNet
-from tests.pool import WorkerPool, beside
+from tests.pool import WorkerPool, in_parallel
 
 
 class Varying(DeepGPT):
@@ -144,7 +144,7 @@ def trained(cls: type[DeepGPT], of_trainer: dict[str, Any], of_strategy: dict[st
 def test_trains_as_in_one_process(
     pool: WorkerPool, reference_pool: WorkerPool, cls: Any, of_trainer: Any, of_strategy: Any
 ) -> None:
-    ranks, ((expected, count),) = beside(
+    ranks, ((expected, count),) = in_parallel(
         lambda: pool.run(trained, 2, cls, of_trainer, of_strategy, True),
         lambda: reference_pool.run(trained, 1, cls, of_trainer, {}, False),
     )

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
 from tests.models import GPT, ResNet, TestModule, Transformer
-from tests.pool import WorkerPool, beside
+from tests.pool import WorkerPool, in_parallel
 
 
 class ClippedByValue(GPT):
@@ -198,7 +198,7 @@ def train(way: type[TestModule], layout: str) -> Weights:
 @pytest.mark.parametrize("way", WAYS)
 def test_trains_as_in_one_process(pool: WorkerPool, reference_pool: WorkerPool, way: type[TestModule]) -> None:
     before = {name: param.detach().numpy() for name, param in way().named_parameters()}
-    (hybrid, *_), (expected,) = beside(
+    (hybrid, *_), (expected,) = in_parallel(
         lambda: pool.run(train, 4, way, "2x2"), lambda: reference_pool.run(train, 1, way, "auto")
     )
     assert any(not np.array_equal(before[name], expected[name]) for name in expected)
