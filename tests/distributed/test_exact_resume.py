@@ -21,7 +21,7 @@ from tests.distributed.fit import make_trainer
 from tests.pool import RankFailed, WorkerPool
 
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 27, 3, 3
-"""With two ranks there are 5 batches per epoch, of which the last is shorter, after filling up the samples."""
+"""Two ranks have 14 samples each, after filling up, so an epoch has 5 batches, of which the last is shorter."""
 
 
 class Noisy(Dataset[Any]):
