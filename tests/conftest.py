@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-# Two cores: more threads than that in four ranks only get in each other's way. Read when torch is imported.
+# Several ranks share a few cores, so more than one thread per rank would slow them down. torch reads this variable when
+# it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
@@ -14,7 +15,7 @@ from tests.pool import WorkerPool, fork_server
 
 
 def pytest_sessionstart() -> None:
-    """It imports for seconds: meanwhile, this process collects the tests."""
+    """Start the fork server now, since it imports for seconds, during which this process can collect the tests."""
     fork_server("tests.preload_more")
 
 
@@ -27,7 +28,10 @@ def pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="session")
 def reference_pool() -> Iterator[WorkerPool]:
-    """For what one process computes, :func:`tests.pool.beside` the ranks that are compared with it."""
+    """Return a second pool, which computes a reference in one process while ``pool`` runs the compared ranks.
+
+    The two are run at the same time by :func:`tests.pool.in_parallel`.
+    """
     workers = WorkerPool()
     yield workers
     workers.close()
@@ -35,7 +39,7 @@ def reference_pool() -> Iterator[WorkerPool]:
 
 @pytest.fixture(scope="session")
 def empty_mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A migrated database, which MLflow takes seconds to make."""
+    """Return the path of an empty MLflow database, made once per session because MLflow needs seconds to make one."""
     from mlflow import MlflowClient
 
     path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
@@ -45,7 +49,7 @@ def empty_mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def mlflow_folder(tmp_path: Path, empty_mlflow_database: Path) -> Path:
-    """A folder of its own, with an empty MLflow database in it."""
+    """Return this test's temporary folder, with an empty MLflow database ``mlflow.db`` in it."""
     shutil.copy(empty_mlflow_database, tmp_path / "mlflow.db")
     return tmp_path
 
@@ -57,6 +61,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays: a fit, which collects garbage, need not look through it."""
+    """Exclude all imported objects from garbage collection, since every fit would otherwise traverse them."""
     gc.collect()
     gc.freeze()

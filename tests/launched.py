@@ -1,4 +1,4 @@
-"""Jobs that a test disturbs from outside, or that must be started as users start them."""
+"""Training jobs in processes of their own, for tests that send signals to a job or start it as a user would."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ ROOT = Path(__file__).parents[1]
 
 
 class Forked:
-    """A process of its own that need not import anything: forked from the fork server, like those of the pool.
+    """Run a function in a new process that is forked from the fork server and so need not import anything.
 
-    It has what tests use of :class:`subprocess.Popen`, and leads a process group. How an interpreter starts and ends
-    is not shown by it.
+    It has the part of the interface of :class:`subprocess.Popen` that the tests use, and its process leads a process
+    group. It does not exercise the start and the shutdown of a Python interpreter.
 
     Args:
-        function: Called with ``args`` in the process; at module level.
-        args: To be pickled.
-        environment: All that the process has.
-        is_parent: It starts processes by multiprocessing. Then the test must end it: it is not killed with the session.
+        function: Function at module level that the process calls with ``args``.
+        args: Arguments of the function, which are pickled.
+        environment: All environment variables of the process.
+        is_parent: Whether the process starts further processes by multiprocessing. Such a process is no daemon, so the
+            test must end it: it is not killed at the end of the test session.
     """
 
     def __init__(
@@ -59,7 +60,11 @@ class Forked:
         os.kill(self.pid, number)
 
     def communicate(self, timeout: float) -> tuple[str, None]:
-        """What it prints until its end. Raises AssertionError, and kills it, where that is not within ``timeout`` s."""
+        """Wait for the process to end, and return everything that it prints, and None for stderr.
+
+        Raises:
+            AssertionError: If the process has not ended after ``timeout`` seconds; it is killed then.
+        """
         late = threading.Event()
         killer = threading.Timer(timeout, lambda: (late.set(), self.kill()))
         killer.start()
@@ -70,7 +75,7 @@ class Forked:
         return output, None
 
     def kill(self) -> None:
-        """With all processes of its group."""
+        """Kill the process and all other processes of its process group."""
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -86,7 +91,7 @@ def _in_fork(output: Connection, environment: dict[str, str], function: Callable
 
 
 def run_script(script: Path, *arguments: str) -> None:
-    """As ``python script arguments``."""
+    """Run a script in this process as ``python script arguments`` would."""
     sys.argv = [str(script), *arguments]
     runpy.run_path(str(script), run_name="__main__")
 
@@ -95,6 +100,7 @@ Job = Forked | subprocess.Popen[str]
 
 
 def wait_for(process: Job, text: str, count: int) -> str:
+    """Read the output of a job until it has ``count`` occurrences of ``text``, and return the output so far."""
     seen = ""
     assert process.stdout is not None
     for line in process.stdout:
@@ -105,16 +111,16 @@ def wait_for(process: Job, text: str, count: int) -> str:
 
 
 def launch(script: str, folder: Path, *arguments: str, forked: bool = False) -> tuple[Job, int]:
-    """Start ``script`` with ``folder`` and ``arguments``, and wait until both of its ranks have printed READY.
+    """Start a script with two ranks, and wait until both have printed READY.
 
     Args:
-        script: Its text.
-        folder: Also where it is written.
-        arguments: After the folder.
-        forked: Whether the process of rank 0 may be a :class:`Forked`.
+        script: Source code of the script.
+        folder: Folder that the script is written to, and the script's first argument.
+        arguments: Further arguments of the script.
+        forked: Whether to start rank 0 as a :class:`Forked` instead of a new Python interpreter.
 
     Returns:
-        The process of rank 0, and the process id of the other one.
+        The process of rank 0, and the process id of rank 1.
     """
     path = folder / "train.py"
     path.write_text(script)

@@ -1,4 +1,4 @@
-"""Small models, written as users write them: no parallel code. Data are made from a seed."""
+"""Small models without any parallel code, written as a user would write them; the data are drawn from a seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ VOCAB, CONTEXT = 32, 8
 
 
 class InOrder(Sampler[int]):
-    """Sample indices in order, split as a distributed sampler does: step k of all ranks is one run of indices."""
+    """Yield every ``num_replicas``-th index from ``rank`` on, so that the global batch of a step has consecutive ones.
+
+    Each epoch starts a quarter of the indices later than the one before.
+    """
 
     def __init__(self, length: int, num_replicas: int, rank: int) -> None:
         self.indices = range(rank, length - length % num_replicas, num_replicas)
@@ -34,7 +37,7 @@ class InOrder(Sampler[int]):
 
 
 class TestModule(pl.LightningModule):
-    """What the test models share: an optimizer, and data whose global batch is the same on any number of ranks."""
+    """Provide an optimizer, and data whose global batches are the same on any number of ranks."""
 
     __test__ = False
     num_samples = 4096
@@ -98,7 +101,10 @@ class Transformer(nn.Module):
 
 
 class GPT(TestModule):
-    """A tied embedding, a free parameter in the model and one on the LightningModule, and a frozen one."""
+    """Model language with a tied embedding, a frozen parameter, and two parameters outside of any layer.
+
+    Of these two, one is an attribute of the model and one of the LightningModule.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -142,7 +148,10 @@ class Residual(nn.Module):
 
 
 class ResNet(TestModule):
-    """BatchNorm and no block list. ``chunks`` runs the batch in parts, as so many ranks would: BatchNorm sees each."""
+    """Classify images with BatchNorm and without a list of blocks.
+
+    The batch is run in ``chunks`` parts, so that BatchNorm normalizes each part as that many ranks would.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -167,7 +176,10 @@ class ResNet(TestModule):
 
 
 class GAN(TestModule):
-    """Two optimizers and manual optimization; accumulates and clips by hand, since Lightning leaves it to the user."""
+    """Train two networks by manual optimization with two optimizers.
+
+    It accumulates and clips gradients by itself, because Lightning does neither with manual optimization.
+    """
 
     def __init__(self, accumulate: int = 1, clip: float | None = None, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -221,7 +233,7 @@ class GAN(TestModule):
 
 
 class Llama(TestModule):
-    """A Hugging Face model from a config, through its own loss."""
+    """Train a Hugging Face model, made from a config, with the loss that the model itself computes."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -244,6 +256,6 @@ MODELS: dict[str, type[TestModule]] = {"gpt": GPT, "resnet": ResNet, "gan": GAN,
 
 
 def build(name: str, seed: int = 0, **kwargs: Any) -> TestModule:
-    """A model whose weights are drawn from ``seed``."""
+    """Build the model called ``name``, with weights that are drawn from ``seed``."""
     torch.manual_seed(seed)
     return MODELS[name](**kwargs)

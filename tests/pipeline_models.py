@@ -1,4 +1,4 @@
-"""Tiny models that are deep enough to be cut into stages, as users have them."""
+"""Tiny models, written as a user would, that have enough layers to be cut into pipeline stages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["PIPELINE_MODELS"]
 
 
 class DeepGPT(GPT):
-    """Tied, with a free parameter in the model, one on the LightningModule, and a frozen one."""
+    """Train the GPT of ``tests.models`` with eight blocks: tied, with parameters outside of layers and a frozen one."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -29,7 +29,7 @@ class DropoutBlock(Block):
 
 
 class Dropout(GPT):
-    """Drops within its blocks and between them, and noises its embedding."""
+    """Apply dropout within its blocks, between them, and after the embedding."""
 
     calls = ["model.embedding", *(f"model.blocks.{index}" for index in range(4)), "model.norm", "model.head"]
 
@@ -59,7 +59,7 @@ class Llama(LanguageModel):
 
 
 class GPT2(LanguageModel):
-    """Tied."""
+    """Tie the embedding to the head."""
 
     def make_model(self) -> nn.Module:
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -72,7 +72,7 @@ class GPT2(LanguageModel):
 
 
 class Bert(LanguageModel):
-    """Tokens are masked at random in the step, and an attention mask is made from the batch."""
+    """Mask tokens at random in the step, and make an attention mask from the batch."""
 
     def make_model(self) -> nn.Module:
         from transformers import BertConfig, BertForMaskedLM
@@ -93,7 +93,7 @@ class Bert(LanguageModel):
 
 
 class Mixtral(LanguageModel):
-    """A mixture of experts whose auxiliary loss looks into every block."""
+    """Train a mixture of experts, whose auxiliary loss needs the router logits of every block."""
 
     def make_model(self) -> nn.Module:
         from transformers import MixtralConfig, MixtralForCausalLM
@@ -127,7 +127,7 @@ class T5(LanguageModel):
 
 
 class ResNet(Images):
-    """BatchNorm, whose statistics are those of a microbatch."""
+    """Use BatchNorm, which normalizes by the statistics of a microbatch."""
 
     def make_model(self) -> nn.Module:
         class Model(nn.Module):
@@ -144,7 +144,7 @@ class ResNet(Images):
 
 
 class Sequential(Images):
-    """A plain stack of layers."""
+    """Stack layers in an ``nn.Sequential``."""
 
     def make_model(self) -> nn.Module:
         layers: list[nn.Module] = [nn.Flatten(), nn.Linear(192, 24)]
@@ -154,7 +154,7 @@ class Sequential(Images):
 
 
 class Encoder(Images):
-    """torch's own."""
+    """Use torch's own transformer encoder."""
 
     def make_model(self) -> nn.Module:
         class Model(nn.Module):
@@ -172,7 +172,7 @@ class Encoder(Images):
 
 
 class UNet(Images):
-    """What early blocks return is used again by late ones."""
+    """Pass the inputs of early blocks to late blocks by skip connections."""
 
     def make_model(self) -> nn.Module:
         class Model(nn.Module):

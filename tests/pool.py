@@ -1,8 +1,9 @@
-"""Real processes for distributed tests, started once a session.
+"""Real processes for distributed tests, which are started once per test session.
 
-Starting Python with torch and Lightning takes seconds, forking a process that has them takes a fraction of one. A fork
-server imports them once; workers are forked from it, live on from test to test, and are replaced when a test broke
-them. A test hands over a function (by name: it must be at module level) and gets each rank's return value.
+Starting Python with torch and Lightning takes seconds; forking a process that has already imported them takes a
+fraction of a second. Therefore a fork server imports them once, and the workers are forked from it. The workers live on
+from test to test, and are replaced after a test in which a rank failed. A test passes a function, which is pickled by
+name and so must be at module level, and gets the return value of each rank.
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any, TypeVar
 
-__all__ = ["RankFailed", "WorkerPool", "beside", "fork_server"]
+__all__ = ["RankFailed", "WorkerPool", "fork_server", "in_parallel"]
 
 First, Second = TypeVar("First"), TypeVar("Second")
 
 
 def fork_server(*modules: str) -> ForkServerContext:
-    """What starts processes that are forked from one that has imported ``tests.preload`` and ``modules``.
+    """Return the context that forks processes from a server that has imported ``tests.preload`` and ``modules``.
 
-    The first call starts it, and returns before it has imported anything; later ones cannot add modules.
+    The first call starts the server, and returns before the server has finished its imports. Later calls return the
+    same server and cannot add modules to it.
     """
     context = mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.preload", *modules])
@@ -37,15 +39,19 @@ def fork_server(*modules: str) -> ForkServerContext:
     return context
 
 
-def beside(first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
-    """What both return, run at the same time: one process leaves a core to others. Each needs a pool of its own."""
+def in_parallel(first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
+    """Call both functions at the same time, and return both results.
+
+    This saves time where one of them uses a single process and so leaves cores idle. Each function must use a pool of
+    its own.
+    """
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(second)
         return first(), future.result()
 
 
 class RankFailed(AssertionError):  # noqa: N818 - reads as what it is in a test report
-    """At least one rank raised, died or hung. ``errors`` maps the rank to its traceback."""
+    """Say that at least one rank raised, died or hung. ``errors`` maps each failed rank to its traceback."""
 
     def __init__(self, errors: dict[int, str]) -> None:
         self.errors = errors
@@ -53,7 +59,7 @@ class RankFailed(AssertionError):  # noqa: N818 - reads as what it is in a test 
 
 
 class WorkerPool:
-    """Workers that run one function on every rank of a process group's environment."""
+    """Run a function on several ranks, each in a worker process that has torchrun's environment variables."""
 
     def __init__(self) -> None:
         self._context = fork_server()
@@ -69,22 +75,22 @@ class WorkerPool:
         grace_s: float = 5.0,
         **kwargs: Any,
     ) -> list[Any]:
-        """Call ``function(*args, **kwargs)`` on every rank, as torchrun would have started it.
+        """Call ``function(*args, **kwargs)`` on every rank, with the environment that torchrun would set.
 
         Args:
-            function: At module level.
+            function: Function at module level, since it is pickled by name.
             world_size: Number of ranks.
-            args: Of the function.
-            num_nodes: That the ranks are told of.
-            timeout_s: How long the function may take.
-            grace_s: After one rank failed, the others have this long to fail or finish by themselves.
-            kwargs: Of the function.
+            args: Positional arguments of the function.
+            num_nodes: Number of nodes that the ranks' environment variables pretend to be on.
+            timeout_s: Time in seconds that the function may take.
+            grace_s: Time in seconds that the other ranks have to fail or finish by themselves after one rank failed.
+            kwargs: Keyword arguments of the function.
 
         Returns:
-            What each rank returned, by rank.
+            The return values of all ranks, in the order of the ranks.
 
         Raises:
-            RankFailed: If a rank raised, died, or was not done after ``timeout_s``.
+            RankFailed: If a rank raised, died, or had not finished after ``timeout_s``.
         """
         while len(self._workers) < world_size:
             self._workers.append(self._start())
@@ -149,7 +155,7 @@ class WorkerPool:
         self._workers = [worker for worker in self._workers if worker not in workers]
 
     def close(self) -> None:
-        """End all workers."""
+        """Kill all workers."""
         self._replace(list(self._workers))
 
 
@@ -179,12 +185,13 @@ def _leave_process_group(destroy: bool) -> None:
 
     if destroy and dist.is_initialized():
         dist.destroy_process_group()
-        # DTensor's caches find the next test's mesh equal to this one's, whose process groups are gone.
+        # DTensor caches by mesh, and the next test's mesh compares equal to this one although the process groups of
+        # this one are destroyed. The caches must therefore be cleared.
         debug._clear_sharding_prop_cache()
         _redistribute.clear_redistribute_planner_cache()
         _redistribute._gen_transform_infos.cache_clear()
         _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
-        # What a cycle still holds has three threads a group, one of which wakes a hundred times a second.
+        # A process group that a reference cycle keeps alive has three threads, one of which wakes 100 times a second.
         gc.collect()
 
 

@@ -1,4 +1,4 @@
-"""What the fork server imports, so that its workers have it. Imports only; nothing here starts a thread."""
+"""Modules that the fork server imports, so that its workers need not. No import here may start a thread."""
 # ruff: noqa: F401 - what is imported here is used by the workers that are forked
 
 import gc
@@ -9,6 +9,7 @@ import transformers.modeling_utils
 
 import lightning_dist
 
-# A fit collects garbage, and would look through all of the above each time, and copy its pages into every worker.
+# Every fit runs the garbage collector, which would traverse all objects of these modules each time, and thereby copy
+# their memory pages into every worker.
 gc.collect()
 gc.freeze()

@@ -1,7 +1,7 @@
-"""What the tests' workers need beyond ``tests.preload``, each of which would else import it again.
+"""Modules that the tests' workers need in addition to ``tests.preload``, and would otherwise each import again.
 
-Apart from that because benchmarks measure the memory of workers that do without. The one thread that is started, of
-the allocator of MLflow's pyarrow, is made for forking.
+They are not in ``tests.preload``, because the benchmarks measure the memory of workers that do not need them. One
+thread is started here, by the allocator of MLflow's pyarrow; it is safe to fork.
 """
 # ruff: noqa: F401 - what is imported here is used by the workers that are forked
 

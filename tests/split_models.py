@@ -1,4 +1,4 @@
-"""Tiny models of many kinds, as users have them: what tensor parallelism splits without being told how."""
+"""Tiny models of many kinds, written as a user would, which tensor parallelism splits without a plan of the user."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SIZES: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT
 
 
 class LanguageModel(TestModule):
-    """A causal language model of Hugging Face, through its own loss."""
+    """Train a language model on the next token."""
 
     data = GPT.data
 
@@ -30,7 +30,7 @@ class LanguageModel(TestModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens, targets = batch
-        # Not the model's own loss, which rounds logits to float32.
+        # The loss that the model itself computes would round the logits to float32.
         return functional.cross_entropy(self.model(**self.inputs(tokens)).logits.flatten(0, 1), targets.flatten())
 
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
@@ -49,7 +49,7 @@ class Llama(LanguageModel):
 
 
 class Qwen(LanguageModel):
-    """Tied, and with a norm of each head between the layers that are split."""
+    """Tie the embedding to the head, and have a norm of each head between layers that are split."""
 
     def make_model(self) -> nn.Module:
         from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -62,7 +62,7 @@ class Qwen(LanguageModel):
 
 
 class GPT2(LanguageModel):
-    """Conv1D, query, key and value in one layer, and tied."""
+    """Use Conv1D layers, compute query, key and value in one layer, and tie the embedding to the head."""
 
     def make_model(self) -> nn.Module:
         from transformers import GPT2Config, GPT2LMHeadModel
@@ -87,7 +87,7 @@ class Mixtral(LanguageModel):
 
 
 class Bart(LanguageModel):
-    """An encoder and a decoder."""
+    """Train an encoder and a decoder."""
 
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
         return {"input_ids": tokens, "decoder_input_ids": tokens.flip(1)}
@@ -119,7 +119,7 @@ class T5(LanguageModel):
 
 
 class Images(TestModule):
-    """Classifies images of 8 x 8."""
+    """Classify images of 8 x 8 pixels."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -171,7 +171,7 @@ class MixerBlock(nn.Module):
 
 
 class Mixer(Images):
-    """No attention, and layers over tokens."""
+    """Mix tokens by linear layers instead of attention."""
 
     def make_model(self) -> nn.Module:
         class Model(nn.Module):
@@ -188,7 +188,7 @@ class Mixer(Images):
 
 
 class Encoder(Images):
-    """torch's own encoder: its attention is one function, and not split."""
+    """Use torch's own transformer encoder, whose attention is a single function and therefore not split."""
 
     def make_model(self) -> nn.Module:
         class Model(nn.Module):
@@ -206,7 +206,7 @@ class Encoder(Images):
 
 
 class Example(LanguageModel):
-    """The GPT of the examples."""
+    """Train the GPT of the examples."""
 
     def make_model(self) -> nn.Module:
         return example.GPT(dim=24, num_layers=2, num_heads=4, hidden_dim=40, max_len=CONTEXT)

@@ -1,7 +1,7 @@
-"""Ordinary Lightning code under every strategy, each case compared with one process.
+"""Cases of ordinary Lightning code, each run under every strategy and compared with a run in one process.
 
 A case is a function in ``cases/<area>.py``. It gets a :class:`~tests.behaviour.case.Run`, does what a user would do
-with a Trainer, and records what must come out the same::
+with a Trainer, and records the values that must not depend on the strategy::
 
     @case("EarlyStopping ends at the same epoch")
     def early_stopping(run: Run) -> None:
@@ -9,12 +9,16 @@ with a Trainer, and records what must come out the same::
 
 The same function runs in one process and, on every rank, under each of ``tests.behaviour.case.STRATEGIES``.
 ``run.fit`` records the whole weights and buffers, every logged metric, the number of steps, and the name, score and
-content of the best and last checkpoints. ``run.record`` adds more. Everything that is recorded must equal what one
-process records, on every rank. ``run.loader`` gives each data-parallel rank its part of the same global batch.
+content of the best and last checkpoints; ``run.record`` records further values. On every rank, the recorded values must
+equal those of one process. ``run.loader`` gives each data-parallel rank its part of the same global batch.
 
-A cell of the table (a case under a strategy) is ``equal``; ``refused``, with an error that the case announces as
-``refused={"pp": "regular expression"}``; ``differs``, which the case announces as ``differs={"pp": "sentence"}`` (it
-runs, and the documentation says what is different); or a defect: ``wrong``, ``crashed``, ``hung``.
+The outcome of a case under a strategy is one cell of the table in the documentation:
 
-Run some of them: ``python -m tests.behaviour --cases "early*" --strategies full,tp``
+- ``equal``: all recorded values equal those of one process.
+- ``refused``: every rank raises an error that matches ``refused={"pp": "regular expression"}`` of the case.
+- ``differs``: the case runs and is not compared; the documentation shows the sentence that the case gives as
+  ``differs={"pp": "sentence"}``.
+- ``wrong``, ``crashed`` or ``hung``: a defect.
+
+To run some of the cases: ``python -m tests.behaviour --cases "early*" --strategies full,tp``
 """

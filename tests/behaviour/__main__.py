@@ -1,4 +1,4 @@
-"""``python -m tests.behaviour``: run the matrix, print what is not as it should be, and write the table."""
+"""``python -m tests.behaviour``: run cases under strategies, print every defect, and write the table."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ from tests.pool import WorkerPool, fork_server
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Ordinary Lightning code under every strategy, against one process.")
-    parser.add_argument("--cases", default="*", help="patterns of names or areas, separated by commas")
+    parser = argparse.ArgumentParser(
+        description="Run ordinary Lightning code under every strategy, and compare it with one process."
+    )
+    parser.add_argument("--cases", default="*", help="patterns of names or areas of cases, separated by commas")
     parser.add_argument(
         "--strategies",
-        help=f"columns, separated by commas, of {', '.join(STRATEGIES)}, or 'one', which runs the references alone; if"
-        f" left out, {', '.join(ALL)}, and one or two of them in turn for the cases of some areas",
+        help=f"strategies, separated by commas: {', '.join(STRATEGIES)}, or 'one' to run only the references; by"
+        f" default {', '.join(ALL)}, of which the cases of some areas run only one or two, in turn",
     )
-    parser.add_argument("--all", action="store_true", help="run every case in every column of the table")
-    parser.add_argument("--jobs", type=int, default=2, help="cases that run at a time")
-    parser.add_argument("--write", type=Path, help="file whose generated section the table replaces")
+    parser.add_argument("--all", action="store_true", help="run every case under every strategy of the table")
+    parser.add_argument("--jobs", type=int, default=2, help="number of cases that run at the same time")
+    parser.add_argument("--write", type=Path, help="file whose generated section is replaced by the table")
     parser.add_argument("--list", action="store_true", help="list the cases and run nothing")
     options = parser.parse_args()
     patterns = options.cases.split(",")

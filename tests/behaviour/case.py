@@ -1,4 +1,4 @@
-"""What a case is, and what it is given to work with."""
+"""The definition of a case, and the :class:`Run` that its function gets as its argument."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ GLOBAL_BATCH_SIZE = 8
 
 @dataclass(frozen=True)
 class Layout:
-    """One column of the table.
+    """Describe one column of the table: a strategy and its number of processes.
 
     Args:
         world_size: Number of processes.
-        num_data_parallel: Number of ranks that have a part of the batch of their own.
-        make: Makes the strategy; it is given further keyword arguments of the case.
+        num_data_parallel: Number of parts that a global batch is split into over the ranks.
+        make: Function that makes the strategy; it gets the further keyword arguments that a case asks for.
     """
 
     world_size: int
@@ -62,7 +62,7 @@ STRATEGIES: dict[str, Layout] = {
     "data": Layout(2, 2, lambda **kwargs: DataParallelStrategy(**kwargs)),
     "nd_tp": Layout(4, 1, lambda **kwargs: NDParallelStrategy(tp_size=2, **{**_PIPELINE, **kwargs})),
 }
-"""The strategies that every case runs under. ``nd`` is stages with shards, ``nd_tp`` stages with split layers."""
+"""The strategies that cases run under. ``nd`` shards the stages of a pipeline, ``nd_tp`` splits their layers."""
 
 _PIPELINE: dict[str, Any] = {"pp_size": 2, "num_microbatches": NUM_MICROBATCHES}
 
@@ -78,20 +78,22 @@ REFERENCES: dict[str, Layout] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A piece of ordinary Lightning code.
+    """Describe a piece of ordinary Lightning code and how its runs are compared.
 
     Args:
-        name: Its area and its name in it, with a dot in between.
-        title: What it does, for the table.
-        function: Does it.
-        area: The file that it is in.
-        refused: Column (or ``"*"`` for all) to a regular expression that the error must match.
-        differs: Column to the sentence that says what is different there; it runs, and is not compared.
-        tolerance: Largest relative error of a recorded number.
+        name: Unique name, made of the area and the name within the area: ``"area.name"``.
+        title: Description of what the code does, shown in the table.
+        function: Function that runs the code.
+        area: Name of the file in ``cases`` that the case is in.
+        refused: Maps a column (or ``"*"`` for all) to a regular expression that the error under it must match.
+        differs: Maps a column (or ``"*"`` for all) to the sentence that says what is different under it. The case runs
+            there, and is not compared.
+        tolerance: Largest accepted relative error of a recorded value.
         leave_out: Names of weights that are not compared, such as those whose true gradient is zero.
-        reference: ``"one"``, or ``"ddp"``: Lightning's ddp on as many ranks as have a part of the batch of their own.
-        strategy: Further arguments of the strategies, by column or ``"*"``.
-        timeout_s: After this many seconds the case counts as hung.
+        reference: What to compare with. ``"one"`` is one process; ``"ddp"`` is Lightning's ddp with as many ranks as
+            the global batch has parts under the strategy.
+        strategy: Maps a column (or ``"*"`` for all) to further keyword arguments of its strategy.
+        timeout_s: Time in seconds after which the case counts as hung.
     """
 
     name: str
@@ -107,15 +109,15 @@ class Case:
     timeout_s: float = 60.0
 
     def reference_for(self, column: str) -> str:
-        """The key in :data:`REFERENCES` that ``column`` is compared with."""
+        """Return the key of :data:`REFERENCES` that ``column`` is compared with."""
         if column in REFERENCES:
             return column
         ranks = STRATEGIES[column].num_data_parallel
         return f"ddp{ranks}" if self.reference == "ddp" and ranks > 1 else "one"
 
-    def said_of(self, column: str, said: Mapping[str, Any]) -> Any:
-        """What ``refused``, ``differs`` or ``strategy`` has for ``column``; None for nothing."""
-        return said.get(column, said.get("*"))
+    def entry_for(self, column: str, entries: Mapping[str, Any]) -> Any:
+        """Return the entry of ``refused`` or ``differs`` for ``column``, or the one for ``"*"``, or None."""
+        return entries.get(column, entries.get("*"))
 
 
 CASES: dict[str, Case] = {}
@@ -125,9 +127,9 @@ def case(title: str, name: str | None = None, **kwargs: Any) -> Callable[[Callab
     """Register a function as a case.
 
     Args:
-        title: What it does, for the table.
-        name: Name of the case; None: the name of the function. A loop over a table of arguments names each case.
-        kwargs: As of :class:`Case`.
+        title: Description of what the case does, shown in the table.
+        name: Name of the case; None: the name of the function. A loop that registers several cases must name each.
+        kwargs: Further arguments of :class:`Case`.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
@@ -141,12 +143,12 @@ def case(title: str, name: str | None = None, **kwargs: Any) -> Callable[[Callab
 
 
 class Run:
-    """One run of a case on this rank.
+    """Run a case on this rank, and record its values.
 
     Args:
-        case: The case.
-        column: A key of :data:`STRATEGIES` or :data:`REFERENCES`.
-        folder: A folder that is empty and that all ranks share.
+        case: The case that is run.
+        column: Key of :data:`STRATEGIES` or :data:`REFERENCES` that the case is run under.
+        folder: Empty folder that all ranks share.
     """
 
     def __init__(self, case: Case, column: str, folder: Path) -> None:
@@ -163,22 +165,22 @@ class Run:
 
     @property
     def is_reference(self) -> bool:
-        """Whether this is one process, or ddp."""
+        """Return whether this is the run that is compared with: one process, or Lightning's ddp."""
         return self.column in REFERENCES
 
     def record(self, name: str, value: Any, per_rank: bool = False) -> None:
-        """Remember ``value``: tensors, numbers, strings, and containers of them.
+        """Record a value that must equal the reference's.
 
         Args:
-            name: Its name in an error.
-            value: What must equal the reference's.
-            per_rank: Whether it is of this rank's part of the batch, so that only the run's end is compared: such
-                values are gathered in the order of the data and compared as one.
+            name: Name of the value, which appears in the report of a difference.
+            value: Tensor, number, string, or container of these.
+            per_rank: Whether the value belongs to this rank's part of the batch. Such values are not compared rank by
+                rank: those of all ranks are joined in the order of the samples, and compared as one.
         """
         (self.own if per_rank else self.observed)[name] = _plain(value)
 
     def record_error(self, name: str, function: Callable[[], Any]) -> None:
-        """Record the class and the message of the error that ``function`` raises; None if it raises none."""
+        """Record the class and the message of the error that ``function`` raises, or None if it raises none."""
         try:
             function()
         except Exception as error:
@@ -187,12 +189,16 @@ class Run:
             self.record(name, None)
 
     def make_strategy(self, **kwargs: Any) -> Any:
-        """A new strategy of this column."""
+        """Make a new strategy of this run's column."""
         more = {**(self.case.strategy.get("*") or {}), **(self.case.strategy.get(self.column) or {})}
         return self.layout.make(**{**more, **kwargs})
 
     def trainer(self, **kwargs: Any) -> pl.Trainer:
-        """A quiet Trainer under this column's strategy; ``kwargs`` as of the Trainer, the defaults for 4 steps."""
+        """Make a Trainer that prints nothing, with this column's strategy.
+
+        Args:
+            kwargs: Arguments of the Trainer, which override the defaults. By default it trains one epoch of 4 steps.
+        """
         defaults: dict[str, Any] = {
             "accelerator": "cpu",
             "devices": self.layout.world_size,
@@ -216,12 +222,12 @@ class Run:
     def loader(
         self, dataset: Dataset[Any] | None = None, batch_size: int = GLOBAL_BATCH_SIZE, **kwargs: Any
     ) -> DataLoader[Any]:
-        """A loader whose batches are this rank's part of global batches of ``batch_size`` samples, in order.
+        """Make a loader of this rank's parts of the global batches, which have the samples in their order.
 
         Args:
-            dataset: Map-style; None: the samples of :func:`tests.behaviour.models.samples`.
-            batch_size: Of the global batch.
-            kwargs: As of the DataLoader.
+            dataset: Map-style dataset; None: the samples of :func:`tests.behaviour.models.samples`.
+            batch_size: Number of samples of the global batch.
+            kwargs: Further arguments of the DataLoader.
         """
         if dataset is None:
             from tests.behaviour.models import samples
@@ -232,10 +238,10 @@ class Run:
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which part of the batch this rank has."""
+        """Return the index of the part of the global batch that this rank has."""
         if self.column in ("tp", "pp", "nd_tp"):
             return 0
-        return self.rank % 2 if self.column == "nd" else self.rank  # nd: stages outermost, shards inside
+        return self.rank % 2 if self.column == "nd" else self.rank  # "nd" has the stages outermost, the shards inside
 
     def fit(
         self,
@@ -247,20 +253,22 @@ class Run:
         observe: bool = True,
         **kwargs: Any,
     ) -> pl.Trainer:
-        """Fit, and record what has become of everything.
+        """Fit a module, and record its weights, metrics, progress and checkpoints by :meth:`observe`.
 
         Args:
             model: The user's module.
-            train: Loader; None: :meth:`loader`. Not used where the module has a ``train_dataloader`` of its own.
-            val: Loader, or True for :meth:`loader`; None: no validation.
-            ckpt_path: As of ``Trainer.fit``.
-            name: Prefix of what is recorded.
-            observe: Whether to record.
-            kwargs: As of :meth:`trainer`.
+            train: Loader of the training data; None: :meth:`loader`. It is not used where the module has a
+                ``train_dataloader`` of its own.
+            val: Loader of the validation data, or True for :meth:`loader`; None: no validation.
+            ckpt_path: Checkpoint to resume from, as of ``Trainer.fit``.
+            name: Prefix of the names of the recorded values.
+            observe: Whether to record anything.
+            kwargs: Arguments of :meth:`trainer`.
         """
         trainer = self.trainer(**kwargs)
         if ckpt_path is not None and trainer.precision == "64-true":
-            model.double()  # one process loads a checkpoint before it converts the module, and would round the weights
+            model.double()  # Lightning's own strategy loads a checkpoint before it converts the module to float64, and
+            # would thereby round the loaded weights to float32.
         loaders: dict[str, Any] = {}
         if "train_dataloader" not in vars(type(model)):
             loaders["train_dataloaders"] = self.loader() if train is None else train
@@ -297,26 +305,29 @@ class Run:
             self.record(f"{name}: files", found)
 
     def relative(self, path: str | Path) -> str:
-        """``path`` as seen from :attr:`folder`."""
+        """Return ``path`` relative to :attr:`folder`, with symbolic links resolved."""
         return os.path.relpath(os.path.realpath(path), os.path.realpath(self.folder)) if path else ""
 
     def record_weights(self, model: nn.Module, name: str = "model") -> None:
-        """Record the whole parameters and buffers of ``model``. A collective."""
+        """Record the whole parameters and buffers of ``model``. This is a collective."""
         self.record(f"{name}: weights", whole_parameters(model))
         self.record(f"{name}: buffers", _whole_buffers(model))
 
     def record_predictions(self, predictions: Any, name: str = "predictions") -> None:
-        """Record what ``trainer.predict`` returned, a list of tensors; None where another rank returned the same."""
+        """Record the list of tensors that ``trainer.predict`` returned on this rank.
+
+        It is None on a rank whose predictions another rank returned; nothing is recorded then.
+        """
         if predictions is not None:
             self.record(name, torch.cat(predictions), per_rank=True)
 
     def record_checkpoint(self, path: str | Path, name: str) -> None:
-        """Record what a checkpoint of any kind has: weights, optimizer states, schedulers, progress."""
+        """Record the weights, optimizer states, schedulers and progress of a checkpoint of any format."""
         self.record(name, _comparable(_read(path)))
 
 
 def _whole_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers of ``model``, each from the stage of a pipeline that has it."""
+    """Return all buffers of ``model``, each from the pipeline stage that has it. This is a collective."""
     parallel = parallelized(model)
     pipeline = None if parallel is None else parallel.get(Pipeline)
     others = frozenset() if pipeline is None else pipeline.buffers_of_others
@@ -338,7 +349,7 @@ def _read(path: str | Path) -> dict[str, Any]:
 
 
 def _comparable(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a checkpoint does not depend on where it was written."""
+    """Return the part of a checkpoint that does not depend on the strategy that wrote it."""
     kept = {k: checkpoint[k] for k in ("epoch", "global_step", "state_dict", "lr_schedulers") if k in checkpoint}
     states = []
     for state in checkpoint.get("optimizer_states", []):
@@ -347,7 +358,7 @@ def _comparable(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` with tensors as NumPy arrays: they are sent to another process."""
+    """Convert tensors in ``value`` to NumPy arrays, so that it can be sent to another process."""
     if isinstance(value, Tensor):
         whole = value.full_tensor() if hasattr(value, "full_tensor") else value  # type: ignore[operator]
         whole = whole.detach().cpu()
@@ -362,7 +373,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Part(Sampler[int]):
-    """Every ``num_parts``-th sample from ``part`` on: step k of all parts together is one run of indices."""
+    """Yield every ``num_parts``-th index from ``part`` on, so that the global batch of a step has consecutive ones."""
 
     def __init__(self, length: int, num_parts: int, part: int) -> None:
         self._indices = range(part, length - length % num_parts, num_parts)
@@ -375,7 +386,7 @@ class _Part(Sampler[int]):
 
 
 class History(Logger):
-    """Remembers everything that is logged, on rank 0."""
+    """Keep everything that is logged, which happens on rank 0 only."""
 
     def __init__(self) -> None:
         self.history: list[tuple[int | None, dict[str, float]]] = []
@@ -398,7 +409,7 @@ class History(Logger):
 
 
 def quiet() -> None:
-    """Let a worker print nothing but errors."""
+    """Silence this worker, except for errors."""
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")

@@ -1,4 +1,4 @@
-"""Running cases on real processes, and comparing what they record with the reference."""
+"""Run cases on real processes, and compare the values that they record with those of the reference."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ ALL = ("full", "hybrid", "tp", "pp", "nd")
 
 @dataclass(frozen=True)
 class Cell:
-    """What came of a case under a strategy.
+    """Describe the outcome of a case under a strategy.
 
     Args:
         outcome: ``equal``, ``refused``, ``differs``, ``wrong``, ``crashed`` or ``hung``.
-        text: The sentence of a refusal or a difference, or what is wrong.
+        text: Message of the refusal, sentence about the difference, or description of the defect.
     """
 
     outcome: str
@@ -62,20 +62,20 @@ IN_ALL_COLUMNS = frozenset(
         "whole_weights",
     }
 )
-"""Areas whose cases run under every strategy each time: what they do depends on the strategy most."""
+"""Areas whose cases always run under every strategy, because their code paths depend most on the strategy."""
 
 _TURNS: tuple[tuple[str, ...], ...] = (("full", "pp"), ("tp",), ("hybrid",), ("nd",), ("full", "pp"), ("tp", "nd"))
-"""What the cases of other areas run under, in turn."""
+"""Columns that the cases of the other areas run under: each case takes the next entry, and starts over at the end."""
 
 
 def columns_in_turn(cases: Iterable[Case]) -> dict[str, tuple[str, ...]]:
-    """Return the columns that each case runs in, so that all of them take at most 40 minutes on two cores."""
+    """Return the columns that each case runs under, chosen so that all cases take at most 40 minutes on two cores."""
     turns = cycle(_TURNS)
     return {case.name: ALL if case.area in IN_ALL_COLUMNS else next(turns) for case in cases}
 
 
 def load_cases() -> dict[str, Case]:
-    """All cases, by name."""
+    """Import all case modules, and return the cases by name."""
     for module in pkgutil.iter_modules(case_modules.__path__):
         importlib.import_module(f"{case_modules.__name__}.{module.name}")
     return CASES
@@ -83,7 +83,7 @@ def load_cases() -> dict[str, Case]:
 
 @dataclass
 class Observed:
-    """What a rank recorded, or how it failed."""
+    """Hold the values that a rank recorded, and its error if it failed."""
 
     values: dict[str, Any]
     own: dict[str, Any]
@@ -92,7 +92,7 @@ class Observed:
 
 
 def run_on_rank(name: str, column: str, folder: str) -> Observed:
-    """Run the case ``name`` on this rank."""
+    """Run the case called ``name`` on this rank."""
     import torch
 
     quiet()
@@ -106,7 +106,7 @@ def run_on_rank(name: str, column: str, folder: str) -> Observed:
 
 
 class Matrix:
-    """Runs cells, one reference for all strategies that share it."""
+    """Run cases under strategies, and run each reference only once for all strategies that are compared with it."""
 
     def __init__(self, pool: WorkerPool, reference_pool: WorkerPool | None = None) -> None:
         self._pool = pool
@@ -114,7 +114,7 @@ class Matrix:
         self._references: dict[tuple[str, str], list[Observed] | Cell] = {}
 
     def cell(self, case: Case, column: str) -> Cell:
-        """Run ``case`` under ``column`` and compare it."""
+        """Run ``case`` under ``column``, and compare it with its reference."""
         key = (case.name, case.reference_for(column))
         if key not in self._references:
             self._references[key] = self._run(self._reference_pool, case, key[1], REFERENCES[key[1]])
@@ -142,7 +142,7 @@ class Matrix:
 
 
 def _judge(case: Case, column: str, found: list[Observed], expected: list[Observed]) -> Cell:
-    refused = case.said_of(column, case.refused)
+    refused = case.entry_for(column, case.refused)
     errors = [observed.error for observed in found]
     if refused is not None:
         if all(error and re.search(refused, error, re.DOTALL) for error in errors):
@@ -152,13 +152,13 @@ def _judge(case: Case, column: str, found: list[Observed], expected: list[Observ
         if not all(errors):
             return Cell("crashed", f"on some ranks only: {errors}\n" + _end(next(o.trace for o in found if o.error)))
         return Cell("crashed", _end(next(o.trace for o in found)))
-    differs = case.said_of(column, case.differs)
+    differs = case.entry_for(column, case.differs)
     if differs is not None:
         return Cell("differs", differs)
     problems: list[str] = []
     for rank, observed in enumerate(found):
         values = observed.values
-        if rank and case.reference == "ddp":  # whose ranks, but for the first, end with buffers of their own
+        if rank and case.reference == "ddp":  # ddp broadcasts buffers before a forward only, so they differ at the end
             values = {key: expected[0].values[key] if key.endswith(": buffers") else v for key, v in values.items()}
         for problem in compare(values, expected[0].values, case.tolerance, case.leave_out):
             problems.append(f"rank {rank}: {problem}")
@@ -171,25 +171,28 @@ def _judge(case: Case, column: str, found: list[Observed], expected: list[Observ
 
 
 def _end(trace: str, num_lines: int = 12) -> str:
-    """The last lines of a traceback, without the marks below the code."""
+    """Return the last lines of a traceback, without the markers below the source code."""
     lines = [line for line in trace.rstrip().splitlines() if line.strip(" ^~")]
     return "\n".join(lines[-num_lines:])
 
 
 def _sentence(error: str) -> str:
-    """The message of an error without its class, as one line."""
+    """Return the message of an error on one line, without the name of its class."""
     return " ".join(error.partition(": ")[2].split())
 
 
 def _joined(column: str, ranks: list[Observed]) -> dict[str, Any]:
-    """What ranks recorded of their own parts, in the order of the samples; the history is rank 0's."""
+    """Join the values that the ranks recorded for their parts of the batch, in the order of the samples.
+
+    The logger's history is that of rank 0.
+    """
     layout = {**STRATEGIES, **REFERENCES}[column]
     parts = ranks[: layout.num_data_parallel] if column != "nd" else ranks[:2]
     joined: dict[str, Any] = {}
     for name, value in ranks[0].own.items():
         if name.endswith(": history") or not isinstance(value, np.ndarray):
             joined[name] = value
-        else:  # sample k of a part is sample k * parts + part
+        else:  # sample k of part p is sample k * num_parts + p of the dataset
             stacked = np.stack([part.own[name] for part in parts], axis=1)
             joined[name] = stacked.reshape(-1, *stacked.shape[2:])
     return joined
@@ -198,15 +201,16 @@ def _joined(column: str, ranks: list[Observed]) -> dict[str, Any]:
 def compare(
     found: Any, expected: Any, tolerance: float, leave_out: Any = (), path: str = "", scale: float = 0.0
 ) -> list[str]:
-    """What differs between two recorded values, one line each.
+    """Return the differences between two recorded values, one line each.
 
     Args:
-        found: A rank's.
-        expected: The reference's.
-        tolerance: Largest norm of a difference, relative to the norm of what is expected.
-        leave_out: Names that are not compared.
-        path: Where the values are.
-        scale: Norm of all tensors beside this one; a millionth of it counts as zero.
+        found: Value that a rank recorded.
+        expected: Value that the reference recorded.
+        tolerance: Largest accepted norm of a difference, relative to the norm of the expected value.
+        leave_out: Keys that are not compared.
+        path: Position of the values in what was recorded, for the lines that are returned.
+        scale: Norm of all tensors in the same dictionary; a tensor whose norm is below a millionth of it is compared
+            relative to that millionth instead of its own norm.
     """
     if isinstance(expected, dict) and isinstance(found, dict):
         problems = []

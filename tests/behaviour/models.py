@@ -1,4 +1,4 @@
-"""Small modules and data that many cases share, written as users write them."""
+"""Small modules and datasets that many cases share, written as a user would write them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ NUM_FEATURES, NUM_CLASSES, VOCABULARY, LENGTH = 16, 4, 32, 8
 
 
 def samples(num: int = 64, seed: int = 0) -> TensorDataset:
-    """Points of ``NUM_FEATURES`` numbers, and a class for each."""
+    """Make a dataset of ``num`` points with ``NUM_FEATURES`` features each, and a class for each point."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(num, NUM_FEATURES, generator=generator, dtype=torch.float64)
     return TensorDataset(x, (x[:, :NUM_CLASSES] * 2).argmax(1))
 
 
 def tokens(num: int = 64, seed: int = 0) -> TensorDataset:
-    """Sequences of ``LENGTH`` tokens."""
+    """Make a dataset of ``num`` sequences of ``LENGTH`` tokens."""
     generator = torch.Generator().manual_seed(seed)
     return TensorDataset(torch.randint(VOCABULARY, (num, LENGTH), generator=generator))
 
 
 class Block(nn.Module):
-    """A residual feed-forward block."""
+    """Add a feed-forward layer's output to its input."""
 
     def __init__(self, width: int = NUM_FEATURES) -> None:
         super().__init__()
@@ -43,7 +43,10 @@ class Block(nn.Module):
 
 
 class Classifier(pl.LightningModule):
-    """Four blocks and a head; logs ``train/loss`` and, in validation, ``val/loss`` and ``val/accuracy``."""
+    """Classify by four blocks and a head.
+
+    It logs ``train/loss``, ``test/loss`` and, in validation, ``val/loss`` and ``val/accuracy``.
+    """
 
     def __init__(self, lr: float = 0.05, num_blocks: int = 4, optimizer: str = "sgd") -> None:
         super().__init__()
@@ -90,16 +93,16 @@ class Classifier(pl.LightningModule):
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
-    """Plain gradient descent, which shows a wrong gradient as it is."""
+    """Make an optimizer of plain gradient descent, whose updates are proportional to the gradients' errors."""
     return torch.optim.SGD(params, lr=0.05)
 
 
 class Network(Classifier):
-    """A classifier around any network from the samples' features to the classes.
+    """Classify by a given network, which maps the features of the samples to the logits of the classes.
 
     Args:
-        make: Builds the network; it is called after the random numbers are seeded.
-        optimizer: Makes the optimizer of the parameters.
+        make: Function that builds the network; it is called after torch is seeded.
+        optimizer: Function that makes the optimizer of the given parameters.
     """
 
     def __init__(self, make: Callable[[], nn.Module], optimizer: Callable[[Any], Any] = sgd) -> None:
@@ -116,7 +119,7 @@ class Network(Classifier):
 
 
 class LanguageModel(pl.LightningModule):
-    """A tied language model whose layers are direct children of the LightningModule."""
+    """Model language with a tied embedding and head; all layers are direct children of the LightningModule."""
 
     def __init__(self, num_blocks: int = 2, width: int = NUM_FEATURES) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The table of the matrix in the documentation."""
+"""Write the table of all cases and strategies into the documentation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SHOWN = {"equal": "yes"}
 
 
 def write_table(path: Path, cases: Sequence[Case], results: Mapping[str, Mapping[str, Cell]]) -> None:
-    """Replace what is between the markers in ``path`` by the table, its refusals and differences as notes."""
+    """Replace the section between the markers in ``path`` by the table, with refusals and differences as notes."""
     columns = [column for column in STRATEGIES if any(column in row for row in results.values())]
     notes: dict[str, int] = {}
     lines: list[str] = []

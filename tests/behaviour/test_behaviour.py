@@ -1,4 +1,4 @@
-"""A part of the matrix that takes at most two minutes; ``make behaviour`` runs all of it, and says what is wrong."""
+"""A part of the behaviour cases that takes at most two minutes; ``make behaviour`` runs all of them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ COVERED = {
     "uneven_ranks": ("full", "hybrid", "tp"),
     "split_layers": ("tp",),
 }
-"""Areas, and the columns in which their cases take turns."""
+"""Maps an area to the columns that its cases are distributed over: each case runs under one of them."""
 
-BESIDES = (
+FURTHER_CELLS = (
     ("modules.module_reentrant", "pp"),
     ("modules.functional_call_in_validation", "tp"),
     ("layers_and_backwards.embedding_with_max_norm", "nd"),
@@ -26,18 +26,18 @@ BESIDES = (
     ("hooks.gathers_in_training", "nd"),
     ("pipelines.device_of_parameters", "pp"),
 )
-"""Cells of other areas that no other test covers."""
+"""Cases of other areas, with a column, whose code paths no other test covers."""
 
 
-def covering() -> list[tuple[str, str]]:
-    """Choose a cell for each case of the areas, the columns in turn."""
+def cells_to_run() -> list[tuple[str, str]]:
+    """Return a column for each case of :data:`COVERED`, and the further cells."""
     in_turn = [
         (name, column)
         for area, columns in COVERED.items()
         for (name, case), column in zip(load_cases().items(), cycle(columns), strict=False)
         if case.area == area
     ]
-    return [*in_turn, *BESIDES]
+    return [*in_turn, *FURTHER_CELLS]
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +45,7 @@ def matrix(pool: WorkerPool, reference_pool: WorkerPool) -> Matrix:
     return Matrix(pool, reference_pool)
 
 
-@pytest.mark.parametrize(("name", "column"), covering())
-def test_cell(matrix: Matrix, name: str, column: str) -> None:
+@pytest.mark.parametrize(("name", "column"), cells_to_run())
+def test_the_case_behaves_as_in_one_process(matrix: Matrix, name: str, column: str) -> None:
     cell = matrix.cell(load_cases()[name], column)
     assert cell.is_good, f"{cell.outcome}: {cell.text}"

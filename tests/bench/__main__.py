@@ -1,4 +1,4 @@
-"""``python -m tests.bench``: step time, start-up, memory and traffic against other ways of training the same model."""
+"""``python -m tests.bench``: compare time, memory, traffic and checkpoints with other ways to train the same model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-# Read when torch is imported: a rank has one core.
+# Each rank has one core. torch reads this variable when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import lightning
@@ -27,7 +27,7 @@ COLUMNS = "{:<42} {:>10} {:>10} {:>4} {:>9} {:>18} {:>5} {:>12}  {}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Measure, print a row a case, and return 1 if a bound is missed or a case failed, else 0."""
+    """Measure the chosen cases, print a row for each, and return 1 if a bound is missed or a case failed, else 0."""
     options = _parse(argv)
     settings = Settings.quick() if options.quick else Settings.full(options.minutes)
     cases = [case for case in CASES if any(fnmatchcase(case.name, pattern) for pattern in options.case)]
@@ -61,10 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python -m tests.bench", description=__doc__)
     parser.add_argument(
-        "--case", action="append", metavar="NAME", help="a case, or a pattern of names; may be repeated (default: all)"
+        "--case", action="append", metavar="NAME", help="name or pattern of cases; may be repeated (default: all)"
     )
-    parser.add_argument("--quick", action="store_true", help="a few pairs on a tiny model; holds no bound")
-    parser.add_argument("--minutes", type=float, default=5.0, help="the longest that a case goes on (default: 5)")
+    parser.add_argument("--quick", action="store_true", help="measure a few pairs on a tiny model; checks no bound")
+    parser.add_argument("--minutes", type=float, default=5.0, help="longest time to measure a case (default: 5)")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures to this file")
     options = parser.parse_args(argv)
     options.case = options.case or ["*"]

@@ -1,4 +1,4 @@
-"""What is measured against what, and the bound that each figure is held to."""
+"""The cases: which two ways of training are compared by which figure, and the bound that the comparison must meet."""
 
 from __future__ import annotations
 
@@ -31,22 +31,30 @@ __all__ = ["CASES", "Case", "NotMeasuredError", "Result", "Settings", "measure"]
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison.
+    """Describe a comparison of two ways of training or saving, by a figure of each.
+
+    The kinds of comparisons are:
+
+    - ``step``: ratio of the milliseconds of a training step.
+    - ``large_step``: the same with a model 17 times as large, where the constant costs of a step weigh less.
+    - ``startup``: difference of the seconds until the first step.
+    - ``memory``: ratio of the peaks of a rank's resident MiB. Freed memory goes back to the system, so that the peak is
+      the memory that was in use at the same time.
+    - ``heap``: the same, but glibc keeps some of the freed memory, as it does by default. The peak varies by about a
+      tenth from run to run.
+    - ``stall``: ratio of the milliseconds that training waits for a save, in the background and in the foreground.
+    - ``write`` and ``load``: ratio of the milliseconds to write a checkpoint to the disk, and to read it.
+    - ``traffic``: ratio of the KiB that a rank sends for a layer to those of a formula. They are counted, so one pair
+      is enough.
 
     Args:
-        kind: ``step`` compares milliseconds a step, by their ratio, and ``large_step`` those of a model 17 times as
-            large, where a step's constant costs weigh less; ``startup`` seconds, by their difference;
-            ``memory`` and ``heap`` the peak of a rank's resident MiB, by their ratio. Under ``memory``, what is freed
-            goes back to the system, so that the peak is what was alive at once; under ``heap`` glibc keeps some of it,
-            as it does by default: more or less by a tenth from run to run.
-            ``stall`` compares seconds that training waits for a save, in the background and not; ``write`` and ``load``
-            seconds of a checkpoint's way to and from the disk; all three by their ratio. ``traffic`` compares KiB that
-            a rank sends for a layer with those of a formula, by their ratio; they are counted, so one pair is enough.
+        kind: Kind of the comparison.
         num_ranks: Number of processes.
-        ours: What is measured, a name in ``SIDES``; of ``write`` and ``load``, in ``TRANSFERS``.
-        theirs: What it is compared with; the same name is the control, which shows what the method itself adds.
-        bound: The most that ours / theirs (ours - theirs) may be; None: it is only shown.
-        at_least: The least that it may be, where there is a bound; None: there is no least.
+        ours: Name of the side that is measured: a key of ``SIDES``, or of ``TRANSFERS`` for ``write`` and ``load``.
+        theirs: Name of the side that it is compared with. The same name as ``ours`` makes a control, which shows the
+            error of the method.
+        bound: Largest accepted value of ours / theirs (ours - theirs for ``startup``); None: the value is only shown.
+        at_least: Smallest accepted value, where there is a bound; None: there is no smallest one.
     """
 
     kind: Literal["step", "large_step", "startup", "memory", "heap", "stall", "write", "load", "traffic"]
@@ -58,23 +66,23 @@ class Case:
 
     @property
     def name(self) -> str:
-        """What ``--case`` takes."""
+        """Return the name of the case, which ``--case`` selects it by."""
         return f"{self.kind}-{self.num_ranks}-{self.ours}-{self.theirs}"
 
     @property
     def unit(self) -> str:
-        """Of each side's figure."""
+        """Return the unit of both sides' figures."""
         return {"memory": "MiB", "heap": "MiB", "startup": "s", "traffic": "KiB"}.get(self.kind, "ms")
 
 
-M_MMAP_THRESHOLD = -3  # of glibc's malloc.h
-SAME_COMMUNICATION = 1.02  # what the project may add to a step
+M_MMAP_THRESHOLD = -3  # a constant of glibc's malloc.h
+SAME_COMMUNICATION = 1.02  # against the same communication written by hand
 FASTER_REDUCE_SCATTER = 0.95
 MODEL_PARALLEL = 0.97
 STARTUP_S = 1.5
 MEMORY = 1.02
 STALL = 0.02
-OF_RAW_BANDWIDTH = 1.25  # 80% of the bytes a second
+OF_RAW_BANDWIDTH = 1.25  # 80% of the bytes per second of plain files
 FORMULA = (1.01, 0.99)
 
 CASES = [
@@ -124,18 +132,19 @@ CASES = [
 
 @dataclass(frozen=True)
 class Settings:
-    """How much is measured.
+    """Configure which models are measured, and for how long.
 
     Args:
-        model: What step time and start-up are measured on.
-        large_model: What memory and large steps are measured on: so large that it is about weights, gradients and
-            optimizer state, and not about the interpreter.
-        step: The pace of comparisons of step time.
-        startup: The pace of comparisons of start-up; its width is in seconds.
-        memory: The pace of comparisons of memory.
-        saves: The pace of comparisons of checkpoints.
-        saved_model: What is saved: 512 MiB of weights and optimizer state.
-        sent_model: What traffic is counted on; its heads divide by the ranks that a layer is split over.
+        model: Model for step time and start-up.
+        large_model: Model for memory and large steps. It is so large that weights, gradients and optimizer state make
+            up most of the memory, rather than the interpreter.
+        saved_model: Model for checkpoints, which have 512 MiB of weights and optimizer state.
+        sent_model: Model for traffic; its number of heads is divisible by the number of ranks that a layer is split
+            over.
+        step: Pace of the comparisons of step time.
+        startup: Pace of the comparisons of start-up; its ``max_width`` is in seconds.
+        memory: Pace of the comparisons of memory.
+        saves: Pace of the comparisons of checkpoints.
     """
 
     model: Workload
@@ -149,7 +158,7 @@ class Settings:
 
     @classmethod
     def full(cls, minutes: float) -> Settings:
-        """What ``make bench`` measures, at most ``minutes`` a case."""
+        """Return the settings of ``make bench``, which measure each case for at most ``minutes``."""
         return cls(
             model=Workload(),
             large_model=Workload(dim=512, num_layers=10, num_heads=8, global_batch_size=4),
@@ -163,7 +172,7 @@ class Settings:
 
     @classmethod
     def quick(cls) -> Settings:
-        """As little as shows that everything works."""
+        """Return settings that measure only as much as shows that everything works."""
         tiny = Workload(dim=32, num_layers=2, num_heads=2, context=32, global_batch_size=8, text=__file__)
         few = Pace(min_pairs=6, max_width=1e9, max_seconds=60, steps=1, warmup_turns=1)
         one = replace(few, max_seconds=0)
@@ -181,7 +190,14 @@ class Settings:
 
 @dataclass(frozen=True)
 class Result:
-    """What a case came to; figures are medians over the pairs."""
+    """Hold the result of a case.
+
+    Args:
+        case: Case that was measured.
+        pairs: Figures of both sides.
+        is_narrow: Whether the interval of the median is as narrow as asked for.
+        note: Further text for the printed row.
+    """
 
     case: Case
     pairs: Pairs
@@ -190,7 +206,11 @@ class Result:
 
     @property
     def verdict(self) -> str:
-        """Whether the bound is met: by the median, and by an interval that is narrow, or below the bound altogether."""
+        """Return whether the bound is met, as text: ``shown``, ``met``, ``NOT MET`` or ``TOO WIDE``.
+
+        It is met if the median meets it and the interval is narrow or below the bound altogether. Without a bound, the
+        verdict is ``shown``.
+        """
         if self.case.bound is None:
             return "shown"
         at_least = -math.inf if self.case.at_least is None else self.case.at_least
@@ -201,11 +221,11 @@ class Result:
 
 
 class NotMeasuredError(Exception):
-    """A case needs what is not there; the text says what."""
+    """Say that a case cannot be measured, because a package is not installed."""
 
 
 def measure(case: Case, settings: Settings) -> Result:
-    """Measure ``case``, in processes of its own.
+    """Measure ``case`` in new processes.
 
     Raises:
         NotMeasuredError: If a package is missing.
@@ -285,9 +305,16 @@ def _measure_memory(case: Case, settings: Settings) -> Result:
 
 
 def _memory_mib(side: str, workload: Workload, give_back: bool, num_steps: int = 4) -> tuple[float, float]:
-    """The most memory that this rank was resident in, and how much it was before the model was built."""
+    """Train, and return the peak of this rank's resident memory and its size before the model was built, in MiB.
+
+    Args:
+        side: Key of ``SIDES``.
+        workload: Model and data to train on.
+        give_back: Whether freed memory goes back to the system.
+        num_steps: Number of training steps.
+    """
     if give_back and hasattr(libc := ctypes.CDLL(None), "mallopt"):
-        libc.mallopt(M_MMAP_THRESHOLD, 128 * 1024)  # its value at the start, from where glibc would raise it
+        libc.mallopt(M_MMAP_THRESHOLD, 128 * 1024)  # Setting the initial value again keeps glibc from raising it.
     at_start = psutil.Process().memory_info().rss / 2**20
     dist.init_process_group("gloo")
     losses: list[Tensor] = []
@@ -307,6 +334,7 @@ def _measure_traffic(case: Case, settings: Settings) -> Result:
 
 
 def _on_new_workers(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
+    """Run a function on new workers, because memory and caches of earlier runs would influence the figures."""
     pool = WorkerPool()
     try:
         return pool.run(_quietly, num_ranks, function, *args, timeout_s=timeout_s)

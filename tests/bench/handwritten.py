@@ -1,4 +1,4 @@
-"""The examples' GPT, sharded and trained by hand, as torch's documentation of ``fully_shard`` shows. No Lightning."""
+"""Shard and train the examples' GPT without Lightning, as torch's documentation of ``fully_shard`` shows."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ __all__ = ["configure_optimizer", "shard", "train"]
 
 
 def train(workload: Workload, end_step: EndStep, dp_replicate_size: int = 1, two_shot: bool = False) -> None:
-    """Train until ``end_step`` says that it is enough.
+    """Train until ``end_step`` returns False.
 
     Args:
-        workload: The model's size and the data.
-        end_step: Called after every step.
+        workload: Size of the model, and the data.
+        end_step: Function that is called with the loss after every step.
         dp_replicate_size: Number of replicas; with one, the mesh has one dimension.
-        two_shot: Reduce-scatter as the project's strategies do on gloo, instead of by the backend.
+        two_shot: Whether to reduce-scatter as the project's strategies do on gloo, instead of by the backend.
     """
     world_size = dist.get_world_size()
     if dp_replicate_size == 1:
@@ -52,7 +52,7 @@ def train(workload: Workload, end_step: EndStep, dp_replicate_size: int = 1, two
 
 
 def shard(model: GPT, mesh: DeviceMesh, two_shot: bool) -> None:
-    """Shard the blocks, then what is left; ``two_shot`` as of :func:`train`."""
+    """Shard each block, then the remaining parameters of the model; ``two_shot`` is that of :func:`train`."""
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -63,7 +63,7 @@ def shard(model: GPT, mesh: DeviceMesh, two_shot: bool) -> None:
 
 
 def configure_optimizer(model: torch.nn.Module, num_steps: int) -> tuple[AdamW, LambdaLR]:
-    """The optimizer and schedule of ``GPTModule``, with its default arguments."""
+    """Make the optimizer and the learning rate schedule of ``GPTModule`` with its default arguments."""
     lr, weight_decay, warmup_steps, min_lr_ratio = 3e-3, 0.1, 40, 0.05
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": weight_decay},

@@ -1,6 +1,6 @@
-"""The examples' GPT, cut in two by hand and trained by torch's own pipeline schedules. No Lightning, no FSDP2.
+"""Train the examples' GPT by torch's pipeline schedules, cut into two stages by hand, without Lightning and FSDP2.
 
-As torch's documentation of ``torch.distributed.pipelining`` shows ("Option 1: splitting a model manually").
+It follows torch's documentation of ``torch.distributed.pipelining`` ("Option 1: splitting a model manually").
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NUM_MICROBATCHES = 8
 
 
 class Stage(nn.Module):
-    """A half of the blocks, with what comes before or after them."""
+    """Run one half of the blocks, and the embedding before them or the norm and head after them."""
 
     def __init__(self, model: GPT, rank: int) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Stage(nn.Module):
         self.norm, self.head = (model.norm, model.head) if rank == PP_SIZE - 1 else (None, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map bytes to activations, or activations to logits."""
+        """Map bytes to activations on the first stage, and activations to logits on the last."""
         x = x if self.embedding is None else self.embedding(x)
         for block in self.blocks:
             x = block(x)
@@ -43,7 +43,7 @@ class Stage(nn.Module):
 
 
 def train(workload: Workload, end_step: EndStep, schedule_class: type[Schedule1F1B | ScheduleGPipe]) -> None:
-    """Train until ``end_step``, which is called after every step, says that it is enough."""
+    """Train by torch's schedule until ``end_step``, which is called with the loss after every step, returns False."""
     rank = dist.get_rank()
     torch.manual_seed(workload.seed)
     model = Stage(GPT(**workload.model), rank)
@@ -60,7 +60,7 @@ def train(workload: Workload, end_step: EndStep, schedule_class: type[Schedule1F
             schedule.step(target=targets, losses=losses, return_outputs=False)
         optimizer.step()
         scheduler.step()
-        # As both sides must know the loss on every rank.
+        # The harness compares the losses of both sides on every rank.
         loss = torch.stack(losses).mean().detach() if losses else torch.empty(())
         dist.broadcast(loss, src=PP_SIZE - 1)
         if not end_step(loss):

@@ -1,6 +1,6 @@
-"""The examples' GPT, split over two ranks by hand with DTensor, torch's own, and sharded over the rest. No Lightning.
+"""Train the examples' GPT without Lightning, split over two ranks by torch's DTensor and sharded over the others.
 
-After torchtitan's Llama 3 (v0.2.2, ``torchtitan/models/llama3/infra/parallelize.py``).
+It follows torchtitan's Llama 3 (v0.2.2, ``torchtitan/models/llama3/infra/parallelize.py``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TP_SIZE = 2
 
 
 def train(workload: Workload, end_step: EndStep) -> None:
-    """Train until ``end_step``, which is called after every step, says that it is enough."""
+    """Train until ``end_step``, which is called with the loss after every step, returns False."""
     dp_size = dist.get_world_size() // TP_SIZE
     mesh = init_device_mesh("cpu", (dp_size, TP_SIZE), mesh_dim_names=("dp_shard", "tp"))
     torch.manual_seed(workload.seed)
@@ -47,13 +47,13 @@ def train(workload: Workload, end_step: EndStep) -> None:
             loss.backward()
         optimizer.step()
         scheduler.step()
-        assert isinstance(loss, DTensor)  # the same on both ranks
+        assert isinstance(loss, DTensor)  # It is replicated, so its local value is the loss on both ranks.
         if not end_step(loss.detach().to_local()):
             return
 
 
 def _split(model: GPT, mesh: DeviceMesh) -> None:
-    """Split layers and vocabulary, and hidden states along the sequence between the layers that need all of it."""
+    """Split the layers and the vocabulary; between layers, hidden states are split along the sequence."""
     parallelize_module(
         model,
         mesh,

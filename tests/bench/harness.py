@@ -1,4 +1,4 @@
-"""Two sides measured in turn, and what their figures say of each other."""
+"""Measure two sides in turn, and compare their figures."""
 
 from __future__ import annotations
 
@@ -17,23 +17,27 @@ from torch import Tensor
 __all__ = ["EndStep", "Pace", "Pairs", "Train", "alternate", "compare_steps", "median_interval", "of_both_orders"]
 
 EndStep = Callable[[Tensor], bool]
-"""What a training run calls after every optimizer step, with the step's loss; at False the run ends."""
+"""Function that a training run calls with the loss after every optimizer step; the run ends when it returns False."""
 
 Train = Callable[[EndStep], None]
-"""A training run, from building the model to its end."""
+"""Function that runs a whole training, including the construction of the model."""
 
 LOSS_TOLERANCE = {0: 1e-5, 8: 1e-4, 32: 1e-3}
-"""By step: sums of another order round otherwise, and training makes that grow; later nothing can be told from it."""
+"""Maps a step to the largest accepted difference of the two sides' losses.
+
+Sums in a different order round differently, and training amplifies the differences, so the tolerance grows with the
+step. Later steps cannot be compared.
+"""
 
 
 @dataclass
 class Pairs:
-    """Figures of two sides, one of each a pair.
+    """Hold pairs of figures, one figure of each side.
 
     Args:
-        ours: One side's figures.
-        theirs: The other's.
-        by: How a pair is made one number, ours first: divided or subtracted.
+        ours: Figures of the first side.
+        theirs: Figures of the second side, in the same order.
+        by: Function that compares the figures of a pair, called with ours first: division or subtraction.
     """
 
     ours: list[float] = field(default_factory=list)
@@ -45,30 +49,30 @@ class Pairs:
 
     @property
     def compared(self) -> list[float]:
-        """One number a pair."""
+        """Return the ratio or the difference of each pair."""
         return [self.by(a, b) for a, b in zip(self.ours, self.theirs, strict=True)]
 
     @property
     def median(self) -> float:
-        """The median of :attr:`compared`."""
+        """Return the median of :attr:`compared`."""
         return median(self.compared)
 
     @property
     def interval(self) -> tuple[float, float] | None:
-        """Its 95% interval; None with fewer than six pairs."""
+        """Return the 95% confidence interval of the median; None with fewer than six pairs."""
         return median_interval(self.compared)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """How long two sides take turns.
+    """Configure how long two sides take turns.
 
     Args:
-        min_pairs: Pairs to measure at least.
-        max_width: Go on until the interval of the median is this narrow.
-        max_seconds: Stop after this long even so.
-        steps: Training steps in a turn.
-        warmup_turns: Turns of each side that are not counted.
+        min_pairs: Smallest number of pairs to measure.
+        max_width: Largest accepted width of the interval of the median; more pairs are measured until it is reached.
+        max_seconds: Time in seconds after which to stop even if the interval is wider.
+        steps: Number of training steps in a turn.
+        warmup_turns: Number of turns of each side that are not counted.
     """
 
     min_pairs: int
@@ -78,7 +82,7 @@ class Pace:
     warmup_turns: int = 6
 
     def stop_rule(self) -> Callable[[Pairs], bool]:
-        """Whether these pairs are enough, by a clock that starts now."""
+        """Return a function that decides whether pairs are enough; the time starts with this call."""
         deadline = time.monotonic() + self.max_seconds
 
         def is_enough(pairs: Pairs) -> bool:
@@ -89,14 +93,17 @@ class Pace:
         return is_enough
 
     def is_narrow(self, interval: tuple[float, float] | None) -> bool:
-        """Whether an interval is as narrow as asked for; None, of too few pairs, is not."""
+        """Return whether an interval is as narrow as asked for; None, which means too few pairs, is not."""
         return interval is not None and interval[1] - interval[0] <= self.max_width
 
 
 def alternate(
     ours: Callable[[], float], theirs: Callable[[], float], pairs: Pairs, is_enough: Callable[[Pairs], bool]
 ) -> Pairs:
-    """Measure both sides in turn, the order swapped from pair to pair, until ``is_enough``."""
+    """Measure both sides in turn until ``is_enough(pairs)``, and append the figures to ``pairs``.
+
+    The order of the sides is swapped from pair to pair.
+    """
     while not is_enough(pairs):
         if len(pairs) % 2 == 0:
             a = ours()
@@ -110,7 +117,10 @@ def alternate(
 
 
 def of_both_orders(one: Pairs, other: Pairs) -> Pairs:
-    """Pairs of figures that are each the geometric mean of two, one of either order of building the sides."""
+    """Average the pairs of two measurements, which differ in the order in which the sides were built.
+
+    Each figure is the geometric mean of the two measurements' figures.
+    """
 
     def mean(some: Sequence[float], others: Sequence[float]) -> list[float]:
         return [math.sqrt(a * b) for a, b in zip(some, others, strict=False)]
@@ -119,10 +129,10 @@ def of_both_orders(one: Pairs, other: Pairs) -> Pairs:
 
 
 def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[float, float] | None:
-    """The interval that holds the median with at least ``confidence``, whatever the values' distribution.
+    """Return a confidence interval of the median, for any distribution of the values.
 
-    Two of the sorted values, as far in as the binomial distribution allows (Conover, Practical Nonparametric
-    Statistics, section 3.2). None: there are too few values; 0.95 needs six.
+    Its ends are two of the sorted values, as close to the middle as the binomial distribution allows (Conover,
+    Practical Nonparametric Statistics, section 3.2). It is None where there are too few values; 0.95 needs six.
     """
     ordered, n = sorted(values), len(values)
     probability, num_below = 0.0, 0
@@ -132,9 +142,9 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
 
 
 class Player:
-    """A training run in a thread of its own, which moves only inside :meth:`play`.
+    """Run a training in a thread of its own, which proceeds only during :meth:`play`.
 
-    The Trainer's loop cannot be left and entered again, so two of them can only take turns as two threads.
+    The Trainer's loop cannot be left and entered again, so two trainings can only take turns in two threads.
     """
 
     def __init__(self, train: Train) -> None:
@@ -148,13 +158,13 @@ class Player:
         self._thread.start()
 
     def play(self, num_steps: int) -> None:
-        """Run ``num_steps`` steps; the first call builds the run, too."""
+        """Run ``num_steps`` steps; the first call also builds the model."""
         self._steps_left = num_steps
         self._hand_over()
         assert self._steps_left == 0, f"the run ended by itself, {self._steps_left} steps before its turn was over"
 
     def finish(self) -> None:
-        """Let the run end, without another step."""
+        """End the run without another step."""
         self._is_over = True
         self._hand_over()
         self._thread.join()
@@ -185,20 +195,21 @@ class Player:
 def compare_steps(ours: Train, theirs: Train, pace: Pace, is_ours_first: bool) -> Pairs:
     """Let two training runs take turns in this process, and time each turn between two barriers.
 
-    To be called on every rank of a process group. Rank 0 says when it is enough: the ranks' clocks differ.
+    This is a collective. Rank 0 decides when there are enough pairs, because the ranks' clocks differ.
 
     Args:
-        ours: One run.
-        theirs: The other.
-        pace: How long.
-        is_ours_first: Which is built first. It may be slower by a twentieth for good, whichever it is: what it
-            allocates lies elsewhere. So a comparison takes the mean of both orders (:func:`of_both_orders`).
+        ours: First training run.
+        theirs: Second training run.
+        pace: How long to measure.
+        is_ours_first: Whether ``ours`` is built first. The run that is built first may be slower by a twentieth
+            throughout, because its memory is allocated elsewhere. So a comparison takes the mean of both orders
+            (:func:`of_both_orders`).
 
     Returns:
-        Seconds a step.
+        Pairs of seconds per step.
 
     Raises:
-        AssertionError: If the runs' losses differ in the first steps: they did not do the same work.
+        AssertionError: If the losses of the runs differ in the first steps, that is, they did not do the same work.
     """
     players = Player(ours), Player(theirs)
     for _ in range(pace.warmup_turns):

@@ -1,4 +1,4 @@
-"""Checkpoints measured: what steps wait for, and how fast they are written and read, beside plain files and others."""
+"""Measure how long training waits for a save, and how fast checkpoints are written and read in different ways."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ from tests.bench.workload import Workload
 __all__ = ["compare_stalls", "compare_transfers"]
 
 Transfer = tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]
-"""Removes the checkpoint, writes it, and reads it."""
+"""Three functions: the first removes a checkpoint, the second writes it, the third reads it."""
 
 
 def compare_stalls(workload: Workload, pace: Pace) -> Pairs:
-    """Seconds that training waits for a save: written in the background, and before the next step.
+    """Measure the seconds that training waits for a save, in the background (ours) and in the foreground (theirs).
 
-    Both within one fit, a save every few steps, in turn. To be called on every rank.
+    Both are measured in one fit, which saves after every step, in turn. This is a collective.
     """
     dist.init_process_group("gloo")
     with _shared_folder() as folder:
@@ -43,19 +43,23 @@ def compare_stalls(workload: Workload, pace: Pace) -> Pairs:
 
 
 class _Saves(Callback):
-    """Alternates the two kinds; of the first pair, which makes threads and buffers, nothing is counted."""
+    """Save in the background and in the foreground in turn, and record the time that training waits.
+
+    The first pair of saves is not counted, because it also creates threads and buffers.
+    """
 
     def __init__(self, folder: Path, pairs: Pairs, is_enough: Callable[[Pairs], bool]) -> None:
         self._folder = folder
         self.pairs = pairs
         self._is_enough = is_enough
         self._num_saves = 0
-        self._asynchronous: tuple[float, Save] | None = None  # seconds of the call, without those that the save counts
+        # The last save in the background, and the seconds that its call took apart from those in `save.stall_s`.
+        self._asynchronous: tuple[float, Save] | None = None
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         checkpoints = trainer.strategy._checkpoints  # type: ignore[attr-defined]
         checkpoints.settle()
-        if self._asynchronous is not None:  # the step's update has waited for the copy, by now
+        if self._asynchronous is not None:  # By now, the next update of the weights has waited for the copy.
             seconds, save = self._asynchronous
             self._note("ours", seconds + save.stall_s)
             self._asynchronous = None
@@ -87,14 +91,15 @@ class _Saves(Callback):
 
 
 def compare_transfers(kind: str, ours: str, theirs: str, workload: Workload, pace: Pace) -> Pairs:
-    """Seconds to write, or to read, the same checkpoint in two ways, in turn. To be called on every rank.
+    """Measure the seconds to write or to read the same checkpoint in two ways, in turn. This is a collective.
 
     Args:
-        kind: ``"write"``, to the disk itself; ``"load"``, from the disk where this may empty the page cache.
-        ours: A key of ``TRANSFERS``.
-        theirs: Another one.
-        workload: Whose weights and optimizer state are saved.
-        pace: How long.
+        kind: ``"write"``, which includes flushing to the disk, or ``"load"``, which reads from the disk if this process
+            may empty the page cache.
+        ours: Key of ``TRANSFERS``.
+        theirs: Another key of ``TRANSFERS``.
+        workload: Model whose weights and optimizer state are saved.
+        pace: How long to measure.
     """
     dist.init_process_group("gloo")
     with _shared_folder() as folder:
@@ -141,7 +146,7 @@ def _plain_dcp(workload: Workload, folder: Path) -> Transfer:
 
 
 def _raw(workload: Workload, folder: Path) -> Transfer:
-    """One plain file a rank: its bytes written and flushed to the disk, and read into new memory."""
+    """Write the bytes of each rank to one plain file, flush it to the disk, and read it into new memory."""
     tensors = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in _state(workload).values()]
     mine = torch.cat([tensor.detach().reshape(-1).view(torch.uint8) for tensor in tensors])
     folder.mkdir(parents=True, exist_ok=True)
@@ -174,7 +179,7 @@ TRANSFERS: dict[str, Callable[[Workload, Path], Transfer]] = {
     "dcp": _plain_dcp,
     "raw": _raw,
 }
-"""By name: makes a checkpoint, and returns what removes it, writes it again and reads it."""
+"""Maps a name to a function that writes a checkpoint and returns the functions to remove, write and read it."""
 
 
 def _fit(workload: Workload, name: str, callback: Callback, max_steps: int | None = None) -> Trainer:
@@ -185,7 +190,7 @@ def _fit(workload: Workload, name: str, callback: Callback, max_steps: int | Non
 
 
 def _state(workload: Workload) -> dict[str, torch.Tensor]:
-    """Sharded weights and optimizer state."""
+    """Train one step, and return the sharded weights and optimizer state."""
     trainer = _fit(workload, "full_shard", Callback(), max_steps=1)
     names = {param: name for name, param in trainer.lightning_module.named_parameters()}
     state = {name: param.detach() for param, name in names.items()}
@@ -195,7 +200,7 @@ def _state(workload: Workload) -> dict[str, torch.Tensor]:
 
 
 def _agreed(is_enough: Callable[[Pairs], bool]) -> Callable[[Pairs], bool]:
-    """Rank 0 says when it is enough: the ranks' clocks differ."""
+    """Let rank 0 decide for all ranks when there are enough pairs, because the ranks' clocks differ."""
 
     def rank_zero_has_enough(pairs: Pairs) -> bool:
         answer = torch.tensor([is_enough(pairs)])
@@ -207,7 +212,7 @@ def _agreed(is_enough: Callable[[Pairs], bool]) -> Callable[[Pairs], bool]:
 
 @contextmanager
 def _shared_folder() -> Iterator[Path]:
-    """A folder on this machine's disk, the same on all ranks."""
+    """Create a temporary folder on this machine's disk, the same on all ranks, and remove it at the end."""
     folder = [tempfile.mkdtemp(dir="/var/tmp") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     try:

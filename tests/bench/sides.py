@@ -1,4 +1,4 @@
-"""The ways of training that are compared: by name, functions that train until ``end_step`` says it is enough."""
+"""The ways of training that are compared: named functions that train until ``end_step`` returns False."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ __all__ = ["SIDES", "STRATEGIES", "make_loader", "make_module", "make_trainer", 
 
 
 class SelfShardingGPT(GPTModule):
-    """What Lightning's documentation of 2D parallelism has its user write, without the tensor parallelism."""
+    """Shard itself as Lightning's documentation of 2D parallelism shows, without the tensor parallelism."""
 
     def configure_model(self) -> None:
-        """Shard the blocks, then what is left."""
+        """Shard each block, then the remaining parameters of the model."""
         dp_mesh = self.device_mesh["data_parallel"]
         for block in self.model.blocks:
             fully_shard(block, mesh=dp_mesh)
@@ -60,15 +60,15 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], type[GPTModule]]] = {
     "model_parallel": (_model_parallel, SelfShardingGPT),
     "ddp": (DDPStrategy, GPTModule),
 }
-"""Ours and Lightning's, each with the module that it trains.
+"""Maps a name to a strategy of this project or of Lightning, and to the module that it trains.
 
-Sizes are replicas x ranks that share one, and of ``tensor_parallel`` the ranks that split a layer (2 if not said).
-After ``pipeline`` stands its schedule.
+The sizes in a name are the number of replicas x the number of ranks that share a replica; for ``tensor_parallel``, the
+number of ranks that split a layer (2 without a number). The name of a ``pipeline`` ends with its schedule.
 """
 
 
 def with_trainer(name: str, workload: Workload, end_step: EndStep) -> None:
-    """Train by Lightning's Trainer and the strategy of that name."""
+    """Train by Lightning's Trainer and the strategy ``STRATEGIES[name]``."""
 
     class EndOfStep(Callback):
         def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
@@ -82,7 +82,7 @@ def with_trainer(name: str, workload: Workload, end_step: EndStep) -> None:
 def deepspeed_zero_3(workload: Workload, end_step: EndStep) -> None:
     """Train by DeepSpeed's ZeRO-3 in a loop as its documentation shows.
 
-    Not through Lightning's ``deepspeed_stage_3``, which refuses to run without a CUDA device.
+    Lightning's ``deepspeed_stage_3`` cannot be used, because it refuses to run without a CUDA device.
     """
     os.environ["DS_ACCELERATOR"] = "cpu"
     import deepspeed
@@ -120,19 +120,19 @@ SIDES: dict[str, Callable[[Workload, EndStep], None]] = {
 
 
 def missing_package(name: str) -> str | None:
-    """The package that the side of that name needs and that is not installed."""
+    """Return the package that the side called ``name`` needs and that is not installed, or None."""
     return "deepspeed" if name == "deepspeed" and importlib.util.find_spec("deepspeed") is None else None
 
 
 def startup_seconds(name: str, workload: Workload) -> float:
-    """Seconds from before the Trainer is made to its first training step."""
+    """Measure the seconds from the construction of the Trainer to its first training step."""
     begun: list[float] = []
 
     class FirstStep(Callback):
         def on_train_batch_start(self, trainer: Trainer, *args: Any) -> int:
             begun.append(time.perf_counter())
             trainer.should_stop = True
-            return -1  # skips the epoch, this step included
+            return -1  # Lightning skips the rest of the epoch, including this step.
 
     strategy, cls = STRATEGIES[name]
     module, loader = make_module(cls, workload), workload.loader()
@@ -142,20 +142,20 @@ def startup_seconds(name: str, workload: Workload) -> float:
 
 
 def make_module(cls: type[GPTModule], workload: Workload) -> GPTModule:
-    """The module, its weights drawn from the workload's seed."""
+    """Make the module with weights that are drawn from the workload's seed."""
     torch.manual_seed(workload.seed)
     return cls(**workload.model)
 
 
 def make_loader(trainer: Trainer, workload: Workload) -> DataLoader[Any]:
-    """The part of the batches that this rank has under the Trainer's strategy."""
-    if isinstance(trainer.strategy, MeshStrategy):  # ranks that split layers between them have the same part
+    """Make the loader of the part of the batches that this rank has under the Trainer's strategy."""
+    if isinstance(trainer.strategy, MeshStrategy):  # Ranks that split layers between them get the same part.
         return workload.loader(**trainer.strategy.distributed_sampler_kwargs)
     return workload.loader()
 
 
 def make_trainer(strategy: Strategy, workload: Workload, callback: Callback, max_steps: int | None = None) -> Trainer:
-    """A Trainer with nothing but the strategy and ``callback``."""
+    """Make a Trainer that has only the strategy and ``callback``: no logger, no checkpoints, no progress bar."""
     return Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),

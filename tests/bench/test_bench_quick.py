@@ -1,4 +1,4 @@
-"""The benchmark's machinery: every kind of case runs, and says what it should."""
+"""The benchmark itself: every kind of case runs, and its verdicts and messages are right."""
 
 from __future__ import annotations
 
@@ -42,7 +42,9 @@ def test_every_kind_of_case_runs(tmp_path: Path, capsys: pytest.CaptureFixture[s
         assert row["name"] in shown
 
 
-def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_package_is_named_and_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(cases, "missing_package", lambda name: name)
     assert bench.main(["--quick", "--case", "step-2-full_shard-deepspeed"]) == 0
     assert 'pip install "lightning-dist[bench]"' in capsys.readouterr().out
@@ -58,7 +60,7 @@ def test_what_is_not_installed_is_said(monkeypatch: pytest.MonkeyPatch, capsys: 
         ([1.03] * 6, False, "NOT MET", 1),
     ],
 )
-def test_a_missed_bound_is_told_and_fails(
+def test_a_missed_bound_is_reported_and_fails(
     ours: list[float],
     is_narrow: bool,
     verdict: str,
@@ -75,12 +77,12 @@ def test_a_missed_bound_is_told_and_fails(
 
 
 @pytest.mark.parametrize(("ours", "verdict"), [(0.98, "NOT MET"), (0.995, "met"), (1.005, "met"), (1.02, "NOT MET")])
-def test_a_figure_may_be_too_small(ours: float, verdict: str) -> None:
+def test_a_figure_below_at_least_misses_the_bound(ours: float, verdict: str) -> None:
     case = Case("traffic", 2, "tensor_parallel", "formula", bound=1.01, at_least=0.99)
     assert Result(case, Pairs([ours], [1.0]), is_narrow=True).verdict == verdict
 
 
-def test_an_unknown_case_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_case_is_an_error_that_names_it_and_lists_the_known_ones(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         bench.main(["--case", "step-3-*"])
     message = capsys.readouterr().err
@@ -88,6 +90,6 @@ def test_an_unknown_case_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert CASES[0].name in message
 
 
-def test_names_of_cases_are_unique() -> None:
+def test_the_names_of_cases_are_unique() -> None:
     names = [case.name for case in CASES]
     assert len(names) == len(set(names))

@@ -1,4 +1,4 @@
-"""Bytes that a rank sends to those it splits layers with, counted, beside the formula of what it must."""
+"""Count the bytes that a rank sends to the ranks that it splits layers with, and compare them with a formula."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ SENDS: dict[str, tuple[str, Callable[[int], float]]] = {
     "all_to_all_single": ("input", lambda num_ranks: (num_ranks - 1) / num_ranks),
     "all_reduce": ("tensor", lambda num_ranks: 2 * (num_ranks - 1) / num_ranks),
 }
-"""Function of ``torch.distributed`` to its argument that is sent, and the share of it that a rank sends.
+"""Maps a function of ``torch.distributed`` to the argument that it sends and the share of it that a rank sends.
 
-An all-reduce as by the best algorithms, a ring among them. What is sent by other functions is not counted: the figure
-would be below the formula's.
+The share of an all-reduce is that of the best algorithms, such as a ring. Bytes that other functions send are not
+counted; if there were any, the figure would be below the formula's.
 """
 
 
 def bytes_per_layer(name: str, workload: Workload) -> tuple[float, float]:
-    """What a rank sends in a step for one layer, and what the formula says. To be called on every rank.
+    """Return the bytes that this rank sends in a step for one layer, and those of the formula. This is a collective.
 
-    The formula is of layers that are split with their sequence (Korthikanti et al., 2022,
+    The formula is that of tensor parallelism with sequence parallelism (Korthikanti et al., 2022,
     https://arxiv.org/abs/2205.05198, section 4.2): forward and backward have two all-gathers and two reduce-scatters
-    each, of ``b s h`` elements, of which a rank sends ``(t - 1) / t``. The gradients of two norms come on top, a
-    ``2 b s``-th of it. An all-reduce is as much as an all-gather and a reduce-scatter, so that the figure does not tell
-    whether the sequence is split; it tells of exchanges that are more, or wider, than need be.
+    each, of ``b s h`` elements, of which a rank sends ``(t - 1) / t``. It leaves out the gradients of two norms, which
+    add one part in ``2 b s``. An all-reduce sends as much as an all-gather and a reduce-scatter together. So the figure
+    does not show whether the sequence is split; it shows exchanges that are superfluous or too large.
 
     Args:
-        name: A key of ``STRATEGIES``.
-        workload: The model, but for its number of layers, and the data.
+        name: Key of ``STRATEGIES``.
+        workload: Model and data; the number of layers is replaced.
     """
     dist.init_process_group("gloo")
     small, large = 2, 4
@@ -52,11 +52,15 @@ def bytes_per_layer(name: str, workload: Workload) -> tuple[float, float]:
     num_tokens = workload.global_batch_size // layout.num_data_parallel * workload.context
     element_size = 4
     formula = 8 * num_tokens * workload.dim * (layout.tp - 1) / layout.tp * element_size
-    return (second - first) / (large - small), formula  # embedding, head and loss drop out
+    # The difference leaves out embedding, head and loss, which do not depend on the number of layers.
+    return (second - first) / (large - small), formula
 
 
 def _bytes_of_a_step(name: str, workload: Workload) -> tuple[float, Any]:
-    """Those of the second step, which no check or preparation is part of, and the strategy's layout."""
+    """Return the bytes that this rank sends in the second step, and the layout of the strategy.
+
+    The first step is left out, because it includes checks and preparations.
+    """
     sent: Counter[dist.ProcessGroup | None] = Counter()
     after_step: list[float] = []
 
@@ -73,7 +77,7 @@ def _bytes_of_a_step(name: str, workload: Workload) -> tuple[float, Any]:
 
 @contextmanager
 def _counting(sent: Counter[dist.ProcessGroup | None]) -> Iterator[None]:
-    """Inside, ``sent`` counts the bytes that this rank sends, by group."""
+    """Count the bytes that this rank sends within the context, by process group, in ``sent``."""
 
     def counted(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         argument, share = SENDS[name]

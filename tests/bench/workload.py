@@ -1,4 +1,4 @@
-"""What is trained: the size of the examples' GPT, and batches that are the same for every way of training it."""
+"""The size of the examples' GPT, and batches that are the same for every way of training it."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ __all__ = ["Workload"]
 
 @dataclass(frozen=True)
 class Workload:
-    """The size of the model and of its batches.
+    """Configure the size of the model and of its batches.
 
     Args:
-        dim: As of the examples' ``GPT``, as the next two.
+        dim: Width of the hidden states.
         num_layers: Number of blocks.
-        num_heads: Attention heads of a block.
-        context: Bytes in a window.
-        global_batch_size: Windows in a step, over all ranks.
-        num_steps: What the learning rate's schedule is stretched over; more than are ever run.
-        seed: Of the weights.
-        text: The file that is trained on. None: the source of Python's standard library.
+        num_heads: Number of attention heads of a block.
+        context: Number of bytes in a window.
+        global_batch_size: Number of windows in a step, over all ranks.
+        num_steps: Length of the learning rate's schedule in steps; more than are ever run.
+        seed: Seed of the weights.
+        text: Path of the file that is trained on. None: the source of Python's standard library.
     """
 
     dim: int = 192
@@ -42,7 +42,7 @@ class Workload:
 
     @property
     def model(self) -> dict[str, Any]:
-        """Arguments of the examples' ``GPT`` and ``GPTModule``."""
+        """Return the arguments of the examples' ``GPT`` and ``GPTModule``."""
         return {
             "dim": self.dim,
             "num_layers": self.num_layers,
@@ -51,11 +51,11 @@ class Workload:
         }
 
     def loader(self, num_replicas: int | None = None, rank: int | None = None) -> DataLoader[Any]:
-        """A part of the batches, in one shuffled order.
+        """Make a loader of one part of each global batch; the windows are shuffled once.
 
         Args:
             num_replicas: Number of parts. None: the world size.
-            rank: Which part. None: this rank's.
+            rank: Index of the part. None: this rank.
         """
         windows = _windows(self.text, self.context)
         num_replicas = int(os.environ["WORLD_SIZE"]) if num_replicas is None else num_replicas
@@ -64,7 +64,7 @@ class Workload:
         return DataLoader(windows, self.global_batch_size // num_replicas, sampler=sampler, drop_last=True)
 
     def batches(self, num_replicas: int | None = None, rank: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """The loader's batches, over and over."""
+        """Yield the batches of the loader, over and over."""
         while True:
             yield from self.loader(num_replicas, rank)
 

@@ -1,4 +1,4 @@
-"""A quiet Trainer for tests, in the layout that a name says."""
+"""Helpers that make a Trainer which prints nothing, and compare the weights after a fit."""
 
 from __future__ import annotations
 
@@ -18,7 +18,12 @@ __all__ = ["Weights", "assert_same", "make_strategy", "make_trainer", "refused",
 
 
 def make_strategy(layout: str, **kwargs: Any) -> Any:
-    """``"auto"``, ``"full_shard"``, or ``"RxS"``: R replicas, each sharded over S ranks."""
+    """Make the strategy of a layout.
+
+    Args:
+        layout: ``"auto"``, ``"ddp"``, ``"full_shard"``, or ``"RxS"``: R replicas, each sharded over S ranks.
+        kwargs: Further arguments of the strategy.
+    """
     if layout in ("auto", "ddp"):
         return layout
     if layout == "full_shard":
@@ -28,7 +33,13 @@ def make_strategy(layout: str, **kwargs: Any) -> Any:
 
 
 def make_trainer(layout: str, strategy_kwargs: dict[str, Any] | None = None, **kwargs: Any) -> pl.Trainer:
-    """A Trainer on all ranks of this test; ``kwargs`` as of the Trainer."""
+    """Make a Trainer on all ranks of this test, which prints, logs and saves nothing.
+
+    Args:
+        layout: Layout of :func:`make_strategy`.
+        strategy_kwargs: Arguments of the strategy.
+        kwargs: Arguments of the Trainer, which override the defaults.
+    """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     defaults: dict[str, Any] = {
         "accelerator": "cpu",
@@ -50,10 +61,12 @@ Weights = dict[str, np.ndarray]
 
 
 def weights_of(model: nn.Module) -> Weights:
+    """Return the whole parameters of a model by name. This is a collective."""
     return {name: weight.numpy() for name, weight in whole_parameters(model).items()}
 
 
 def assert_same(actual: Weights, expected: Weights, tolerance: float = 1e-10, leave_out: Any = ()) -> None:
+    """Assert that weights are equal but for relative errors up to ``tolerance``; ``leave_out`` are not compared."""
     assert_parity(
         {name: torch.from_numpy(weight) for name, weight in actual.items()},
         {name: torch.from_numpy(weight) for name, weight in expected.items()},
@@ -63,7 +76,7 @@ def assert_same(actual: Weights, expected: Weights, tolerance: float = 1e-10, le
 
 
 def refused(model: pl.LightningModule, **kwargs: Any) -> str:
-    """The error of training ``model``; ``kwargs`` as of :func:`make_trainer`."""
+    """Return the error that training ``model`` raises, or ``"no error"``; ``kwargs`` are those of the Trainer."""
     try:
         make_trainer("2x2", **{"max_steps": 1, **kwargs}).fit(model)
     except Exception as error:

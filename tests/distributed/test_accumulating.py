@@ -1,4 +1,4 @@
-"""Backwards that only add up gradients go by FSDP2 only where it has something to do."""
+"""Microbatches that only accumulate gradients bypass FSDP2's hooks where FSDP2 has nothing to do."""
 
 from __future__ import annotations
 
@@ -21,7 +21,11 @@ def hooks_of(model: nn.Module) -> list[tuple[int, object]]:
 
 
 def accumulate(param_dtype: torch.dtype | None, grouped: bool) -> tuple[list[str], list[torch.Tensor], int]:
-    """Types of outputs, the mean gradients of two microbatches a rank, and how many hooks were off."""
+    """Accumulate the gradients of two microbatches on each of two ranks.
+
+    Returns:
+        The dtypes of the outputs, the gradients averaged over the ranks, and the number of hooks that were removed.
+    """
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
     torch.manual_seed(3)
@@ -54,7 +58,9 @@ def accumulate(param_dtype: torch.dtype | None, grouped: bool) -> tuple[list[str
 
 @pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16])
-def test_gradients_add_up(pool: WorkerPool, param_dtype: torch.dtype | None, grouped: bool) -> None:
+def test_accumulated_gradients_equal_those_of_one_process(
+    pool: WorkerPool, param_dtype: torch.dtype | None, grouped: bool
+) -> None:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for number in (1.0, 2.0, 3.0, 4.0):

@@ -1,4 +1,4 @@
-"""Defects that are planted into the engine: the first-step audit names the parameter."""
+"""The audit of the first step finds defects that are planted into the engine, and names the parameter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.pool import WorkerPool
 
 
 class EarlyHead(Classifier):
-    """Uses the head's bias before the blocks, and calls the head after them."""
+    """Use the head's bias before the blocks, and call the head after them."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x + self.head.bias.sum())
@@ -31,6 +31,8 @@ class EarlyHead(Classifier):
 
 @contextmanager
 def gradients_of_outer_layers_are_left() -> Iterator[None]:
+    """Plant the defect that gradients which arrive while their unit is not gathered are not reduced."""
+
     def seen_only_while_gathered(self: ShardedGroup) -> bool:
         return self.is_gathered and bool(self._unreduced())
 
@@ -93,7 +95,7 @@ def test_a_planted_defect_is_named(pool: WorkerPool, name: str) -> None:
 
 
 class AddsLayer(pl.Callback):
-    """Gives the module a parameter when it is sharded already."""
+    """Give the module a new parameter after it was sharded."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == 1:
@@ -101,7 +103,7 @@ class AddsLayer(pl.Callback):
 
 
 class Drifts(pl.Callback):
-    """Changes one replica's weights before the first optimizer step."""
+    """Change the weights of one replica before each optimizer step."""
 
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
         if trainer.global_rank == 1:
@@ -142,7 +144,7 @@ def train_wrong(layout: str, callback: str, model: str) -> str:
         ("full_shard", "", "EmbeddingWithMaxNorm", "changed the parameter 'table.weight' in place, and not alike"),
     ],
 )
-def test_what_would_train_wrong_is_named(
+def test_a_parameter_that_would_be_trained_wrongly_is_named(
     pool: WorkerPool, layout: str, callback: str, model: str, expected: str
 ) -> None:
     for text in pool.run(train_wrong, 2, layout, callback, model):

@@ -1,4 +1,4 @@
-"""Blocks that are run again in the backward, or compiled: the same gradients, and fewer activations."""
+"""Blocks with activation checkpointing or compilation have the same gradients, and keep fewer activations."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_recomputed_blocks_have_the_same_gradients(pool: WorkerPool, name: str, 
 
 @pytest.mark.parametrize(("name", "num_ranks", "recomputes"), [("hybrid", 4, True), ("tp", 2, False)])
 def test_compiled_blocks_have_the_same_gradients(pool: WorkerPool, name: str, num_ranks: int, recomputes: bool) -> None:
-    """Of the embedding above all: a compiled block after a split embedding once gave it none at all."""
+    """Compiled blocks have the same gradients, in particular of a split embedding before them, which once got none."""
     gradients, weights = pool.run(fit, num_ranks, name, "example_gpt", {})[0]
     kwargs = {"compile": "aot_eager", "activation_checkpointing": recomputes}
     actual = pool.run(fit, num_ranks, name, "example_gpt", kwargs, timeout_s=200)[0]
@@ -55,7 +55,7 @@ def test_compiled_blocks_have_the_same_gradients(pool: WorkerPool, name: str, nu
 
 
 class TwoLengths(SPLIT_MODELS["example_gpt"]):  # type: ignore[misc]
-    """Calls its model on sequences that ranks split, and on shorter ones that they cannot."""
+    """Call the model on sequences that ranks can split, and on a shorter one that they cannot."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         tokens, targets = batch
@@ -67,7 +67,7 @@ class TwoLengths(SPLIT_MODELS["example_gpt"]):  # type: ignore[misc]
 
 
 class CheckpointsItself(SPLIT_MODELS["llama3"]):  # type: ignore[misc]
-    """Runs its blocks again by Hugging Face's own checkpointing."""
+    """Use Hugging Face's own activation checkpointing."""
 
     def make_model(self) -> Any:
         model = super().make_model()
@@ -89,7 +89,7 @@ def fit_one(module: Any, kwargs: dict[str, Any]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize(
     ("module", "kwargs"), [(TwoLengths, {}), (TwoLengths, {"activation_checkpointing": True}), (CheckpointsItself, {})]
 )
-def test_calls_of_other_lengths_and_of_the_models_own_checkpointing(
+def test_several_sequence_lengths_and_the_models_own_checkpointing_give_the_same_gradients(
     pool: WorkerPool, module: Any, kwargs: dict[str, Any]
 ) -> None:
     expected = pool.run(fit_one, 1, module, None)[0]
@@ -97,7 +97,7 @@ def test_calls_of_other_lengths_and_of_the_models_own_checkpointing(
 
 
 def num_saved(kwargs: dict[str, Any]) -> int:
-    """Elements that are kept for the backward of one step."""
+    """Return the number of elements that one step keeps for its backward."""
     module, saved = build("example_gpt"), [0]
     step = module.training_step
 
@@ -114,7 +114,7 @@ def num_saved(kwargs: dict[str, Any]) -> int:
     return saved[0]
 
 
-def test_recomputed_blocks_keep_less(pool: WorkerPool) -> None:
+def test_recomputed_blocks_keep_less_than_half_of_the_activations(pool: WorkerPool) -> None:
     assert pool.run(num_saved, 4, {"activation_checkpointing": True})[0] < 0.5 * pool.run(num_saved, 4, {})[0]
 
 
@@ -127,6 +127,6 @@ def without_blocks() -> str:
     return refused(Plain(), strategy=FullShardStrategy(activation_checkpointing=True))
 
 
-def test_a_model_without_blocks_is_refused(pool: WorkerPool) -> None:
+def test_activation_checkpointing_of_a_model_without_blocks_is_refused(pool: WorkerPool) -> None:
     for error in pool.run(without_blocks, 4):
         assert "activation_checkpointing works on the model's repeated blocks, and Plain has none" in error

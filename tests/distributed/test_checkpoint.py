@@ -1,4 +1,4 @@
-"""Saving, resuming on the same and on another layout, and one file for everybody else."""
+"""Checkpoints are saved, resumed in the same and in other layouts, and consolidated to one file for other programs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NUM_STEPS, SAVE_AT = 8, 4
 
 
 class LossCurve(pl.Callback):
-    """The whole batch's loss at every step."""
+    """Record the loss of the global batch at every step."""
 
     def __init__(self) -> None:
         self.losses: dict[int, float] = {}
@@ -34,7 +34,7 @@ class LossCurve(pl.Callback):
 
 
 class Scheduled(GPT):
-    """A schedule, a timedelta and a Path among the hyperparameters: what a real run has."""
+    """Train with two parameter groups and a learning rate schedule, as a real run has."""
 
     def configure_optimizers(self) -> Any:
         decay = [param for param in self.parameters() if param.ndim > 1]
@@ -52,7 +52,11 @@ def save_every_epoch(folder: Path) -> ModelCheckpoint:
 def curve(
     layout: str, folder: Path, num_steps: int, optimizer: str, ckpt_path: str | None = None
 ) -> tuple[dict[int, float], dict[str, np.ndarray]]:
-    """Train, four steps an epoch, and return the losses by step and the final weights; saves every epoch's end."""
+    """Train with four steps per epoch, and save at the end of every epoch.
+
+    Returns:
+        The losses by step, and the final weights.
+    """
     torch.manual_seed(0)
     model = Scheduled(optimizer=optimizer)
     losses = LossCurve()
@@ -65,18 +69,20 @@ def curve(
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd", "plain_sgd"])
-def test_resume_continues_the_curve(pool: WorkerPool, tmp_path: Path, optimizer: str) -> None:
+def test_a_resumed_run_has_the_losses_and_weights_of_the_uninterrupted_one_in_every_layout(
+    pool: WorkerPool, tmp_path: Path, optimizer: str
+) -> None:
     whole = pool.run(curve, 4, "2x2", tmp_path / "whole", NUM_STEPS, optimizer)[0]
     saved = str(tmp_path / "whole" / "step=4.ckpt")
     assert sorted(whole[0]) == list(range(1, NUM_STEPS + 1))
     for layout, num_ranks, path in [("2x2", 4, saved), ("full_shard", 4, saved), ("1x2", 2, saved), ("auto", 1, saved)]:
-        if layout == "auto":  # one process, Lightning's own strategy, from the consolidated file
+        if layout == "auto":  # one process with Lightning's own strategy resumes from the consolidated file
             path = str(tmp_path / f"one-{optimizer}.ckpt")
             consolidate(Path(saved), Path(path))
         losses, weights = pool.run(curve, num_ranks, layout, tmp_path / layout, NUM_STEPS, optimizer, path)[0]
         assert sorted(losses) == list(range(SAVE_AT + 1, NUM_STEPS + 1))
-        # The same layout repeats the same sums, another one rounds otherwise; Lightning's own strategy loads a float64
-        # checkpoint before it makes the module float64, and so rounds it to float32.
+        # The same layout repeats the same sums; another one rounds differently. Lightning's own strategy loads a
+        # float64 checkpoint before it converts the module to float64, and so rounds the checkpoint to float32.
         tolerance = {"2x2": 0.0, "auto": 1e-6}.get(layout, 1e-10)
         for step, loss in losses.items():
             assert loss == pytest.approx(whole[0][step], rel=tolerance, abs=0)
@@ -100,17 +106,17 @@ def last(folder: Path) -> int:
     return steps[0]
 
 
-def test_last_is_found_by_every_rank(pool: WorkerPool, tmp_path: Path) -> None:
+def test_every_rank_resumes_from_the_last_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(curve, 4, "2x2", tmp_path, NUM_STEPS, "adamw")
     assert pool.run(last, 4, tmp_path) == [NUM_STEPS] * 4
 
 
-def test_consolidated_file_loads_without_lightning_dist(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_consolidated_file_loads_without_lightning_dist(pool: WorkerPool, tmp_path: Path) -> None:
     _, weights = pool.run(curve, 4, "2x2", tmp_path, SAVE_AT, "adamw")[0]
     consolidate(tmp_path / "step=4.ckpt", tmp_path / "one.ckpt")
     consolidate(tmp_path / "step=4.ckpt", tmp_path / "one.safetensors")
     np.savez(tmp_path / "weights.npz", **weights)
-    # A class of the same parameters, in a process where importing lightning_dist fails.
+    # The script runs in a process in which importing lightning_dist fails.
     script = f"""
 import sys
 sys.modules["lightning_dist"] = None
@@ -122,7 +128,7 @@ expected = numpy.load({str(tmp_path / "weights.npz")!r})
 assert model.hparams.optimizer == "adamw", model.hparams
 tensors = load_file({str(tmp_path / "one.safetensors")!r})
 for name, param in model.named_parameters():
-    # The file keeps float64; the model that it is loaded into is float32.
+    # The file has float64; the model that loads it is float32.
     assert numpy.array_equal(param.detach().numpy(), expected[name].astype("float32")), name
     assert numpy.array_equal(tensors[name].numpy(), expected[name]), name
 assert tensors["model.head.weight"].shape == tensors["model.embedding.weight"].shape
@@ -134,7 +140,7 @@ print(len(expected.files), "equal")
 
 
 def resume(path: str, layout: str = "2x2") -> str:
-    """The error of resuming from ``path``, and whether weights stayed as they were."""
+    """Return the error that resuming from ``path`` raises, and check that it changed no weight."""
     torch.manual_seed(0)
     model = Scheduled(optimizer="adamw")
     before = {name: param.detach().double().clone() for name, param in model.named_parameters()}
@@ -148,7 +154,9 @@ def resume(path: str, layout: str = "2x2") -> str:
     return "no error"
 
 
-def test_bad_checkpoints(pool: WorkerPool, tmp_path: Path) -> None:
+def test_resuming_from_a_bad_checkpoint_raises_on_every_rank_and_changes_no_weight(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     pool.run(curve, 4, "2x2", tmp_path / "run", SAVE_AT, "adamw")
     good = tmp_path / "run" / "step=4.ckpt"
 
@@ -187,7 +195,7 @@ def test_bad_checkpoints(pool: WorkerPool, tmp_path: Path) -> None:
         (future, "it has format version 99; this lightning-dist reads version 1"),
     ]:
         errors = pool.run(resume, 4, str(path), timeout_s=30)
-        for error in errors:  # every rank says so
+        for error in errors:  # Every rank raises the error.
             with pytest.raises(CheckpointError, match=expected):
                 raise CheckpointError(error)
 
@@ -216,7 +224,9 @@ def save_on_full_disk(folder: Path) -> tuple[str, list[str]]:
     return error, sorted(path.name for path in folder.rglob("*") if path.is_dir())
 
 
-def test_a_rank_without_space_leaves_the_old_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_save_that_fails_on_a_full_disk_of_one_rank_keeps_the_old_checkpoint(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     for error, folders in pool.run(save_on_full_disk, 4, tmp_path):
         assert "run.ckpt was not written" in error
         assert "rank 1" in error
@@ -224,8 +234,7 @@ def test_a_rank_without_space_leaves_the_old_checkpoint(pool: WorkerPool, tmp_pa
         assert folders == ["run.ckpt"]
 
 
-def test_failing_rank_ends_the_others(pool: WorkerPool) -> None:
-    """The pool itself: a rank that raises is reported, the others do not hang the session."""
+def test_the_worker_pool_reports_a_failing_rank_and_does_not_wait_for_the_others(pool: WorkerPool) -> None:
     with pytest.raises(RankFailed, match="on purpose"):
         pool.run(fail_on_rank_1, 2, grace_s=0.5)
 

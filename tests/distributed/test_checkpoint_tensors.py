@@ -1,4 +1,4 @@
-"""Tensors written in one layout and read in another, and who writes what of them."""
+"""Tensors that were written in one layout are read in any other, and the ranks share the writing."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def distributed(tensors: dict[str, torch.Tensor], layout: str) -> dict[str, DTen
 
 
 def read_in_all_layouts(folder: Path, saved_as: str) -> list[str]:
-    """What is not as it was, of every layout and way to check."""
+    """Write tensors in one layout, read them in all layouts, and return a line for each tensor that differs."""
     expected = content()
     write(folder / "run.ckpt", take_snapshot({"state": distributed(content(), saved_as)}))
     wrong = []
@@ -67,11 +67,13 @@ def read_in_all_layouts(folder: Path, saved_as: str) -> list[str]:
 
 
 @pytest.mark.parametrize("saved_as", LAYOUTS)
-def test_every_layout_reads_every_other(pool: WorkerPool, tmp_path: Path, saved_as: str) -> None:
+def test_tensors_that_any_layout_wrote_are_read_in_every_layout(
+    pool: WorkerPool, tmp_path: Path, saved_as: str
+) -> None:
     assert pool.run(read_in_all_layouts, 4, tmp_path, saved_as) == [[]] * 4
     entries = read_manifest(tmp_path / "run.ckpt").tensors
     written = {name: sum(_numel(chunk.sizes) for chunk in entries[f"state/{name}"].chunks) for name in SHAPES}
-    assert written == {name: _numel(shape) for name, shape in SHAPES.items()}  # each element by one rank
+    assert written == {name: _numel(shape) for name, shape in SHAPES.items()}  # Each element was written once.
 
 
 def save_replicas(folder: Path) -> None:
@@ -79,7 +81,7 @@ def save_replicas(folder: Path) -> None:
     write(folder / "run.ckpt", take_snapshot({"state": distributed(tensors, "hybrid")}))
 
 
-def test_replicas_share_the_writing(pool: WorkerPool, tmp_path: Path) -> None:
+def test_replicas_write_equal_shares_of_a_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(save_replicas, 4, tmp_path)
     files = read_manifest(tmp_path / "run.ckpt").files
     sizes = [files[f"rank_{rank}.bin"].size for rank in range(4)]
@@ -93,7 +95,7 @@ class Holder:
 
 
 def save_in_containers(folder: Path) -> str:
-    """Sharded tensors in an OrderedDict are saved as such; the error of those in an object."""
+    """Save and read sharded tensors in an OrderedDict, and return the error for sharded tensors in another object."""
     tensors = distributed({"weight": torch.arange(8.0)}, "rows")
     write(folder / "run.ckpt", take_snapshot({"average": OrderedDict(tensors)}))
     part = read_for_rank(folder / "run.ckpt", dist.get_rank(), 4, lambda info: torch.empty(info.shape))
@@ -106,12 +108,14 @@ def save_in_containers(folder: Path) -> str:
     return ""
 
 
-def test_sharded_tensors_are_never_pickled_as_a_part_of_them(pool: WorkerPool, tmp_path: Path) -> None:
+def test_objects_that_hold_sharded_tensors_are_refused_instead_of_pickling_one_shard(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     for error in pool.run(save_in_containers, 4, tmp_path):
         assert error.startswith("mine/0 of the checkpoint is a Holder that holds sharded tensors")
 
 
-def test_a_save_that_lacks_a_part_is_refused() -> None:
+def test_a_save_that_lacks_a_part_of_a_tensor_is_refused() -> None:
     entries: list[dict[str, Any]] = [{"weight": TensorEntry((4, 2), "float32", ())}]
     with pytest.raises(CheckpointError, match="the ranks have written 0 of the 8 elements of weight"):
         merged(entries)

@@ -1,4 +1,4 @@
-"""The collectives against torch's own, and against themselves."""
+"""The project's collectives give torch's results up to rounding, and the same bits on every run."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from tests.distributed.fit import make_trainer
 from tests.models import build
 from tests.pool import RankFailed, WorkerPool
 
-NUMEL = 1003  # a rank's; no power of two, no multiple of a vector register
+NUMEL = 1003  # elements per rank; neither a power of two nor a multiple of the size of a vector register
 
 
 def chunks(dtype: torch.dtype, world_size: int) -> torch.Tensor:
-    """Every rank's input, (rank, chunk, element), with magnitudes from 1e-3 to 1e3 so that rounding shows."""
+    """Make the inputs of all ranks, with the dimensions (rank, chunk, element).
+
+    Their magnitudes are from 1e-3 to 1e3, so that rounding shows.
+    """
     generator = torch.Generator().manual_seed(0)
     shape = (world_size, world_size, NUMEL)
     values = torch.randn(shape, generator=generator) * 10 ** (6 * torch.rand(shape, generator=generator) - 3)
@@ -40,10 +43,13 @@ def reduce_scatter(dtype: torch.dtype, average: bool) -> dict[str, torch.Tensor]
 @pytest.mark.parametrize("average", [False, True], ids=["sum", "average"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_equals_torchs_but_for_rounding(pool: WorkerPool, world_size: int, dtype: torch.dtype, average: bool) -> None:
-    """Summing n numbers in any order is off by no more than (n - 1) eps times the sum of their magnitudes.
+def test_two_shot_reduce_scatter_equals_torchs_up_to_rounding(
+    pool: WorkerPool, world_size: int, dtype: torch.dtype, average: bool
+) -> None:
+    """The error is within the bound of any summation order, of both implementations.
 
-    (Higham, Accuracy and Stability of Numerical Algorithms, section 4.2.) Averaging rounds once more.
+    Summing n numbers in any order has an error of at most (n - 1) eps times the sum of their magnitudes (Higham,
+    Accuracy and Stability of Numerical Algorithms, section 4.2). Averaging rounds once more.
     """
     ranks = pool.run(reduce_scatter, world_size, dtype, average)
     inputs = chunks(dtype, world_size).double()
@@ -54,10 +60,10 @@ def test_equals_torchs_but_for_rounding(pool: WorkerPool, world_size: int, dtype
         assert ((result["two_shot"].double() - exact[rank]).abs() <= bound[rank]).all()
         assert ((result["torch"].double() - exact[rank]).abs() <= bound[rank]).all()
         if world_size == 2:
-            assert torch.equal(result["two_shot"], result["torch"]), "two numbers have one sum, in either order"
+            assert torch.equal(result["two_shot"], result["torch"]), "two numbers have the same sum in either order"
 
 
-def test_is_the_same_to_the_bit_on_every_run(pool: WorkerPool) -> None:
+def test_two_shot_reduce_scatter_gives_the_same_bits_on_every_run(pool: WorkerPool) -> None:
     first = pool.run(reduce_scatter, 4, torch.float32, True)
     second = pool.run(reduce_scatter, 4, torch.float32, True)
     for one, two in zip(first, second, strict=True):
@@ -71,7 +77,9 @@ def refuse(async_op: bool, op: dist.ReduceOp.RedOpType) -> None:
 
 
 @pytest.mark.parametrize(("async_op", "op"), [(True, dist.ReduceOp.SUM), (False, dist.ReduceOp.MAX)])
-def test_refuses_what_it_cannot_do(pool: WorkerPool, async_op: bool, op: dist.ReduceOp.RedOpType) -> None:
+def test_two_shot_reduce_scatter_refuses_asynchronous_calls_and_other_operations(
+    pool: WorkerPool, async_op: bool, op: dist.ReduceOp.RedOpType
+) -> None:
     with pytest.raises(RankFailed, match="NotImplementedError"):
         pool.run(refuse, 2, async_op, op)
 
@@ -94,7 +102,9 @@ def gather(dtype: torch.dtype, in_place: bool, async_op: bool) -> tuple[bool, bo
     [(torch.float32, True, False), (torch.bfloat16, False, False), (torch.float64, True, True)],
 )
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_gathers(pool: WorkerPool, world_size: int, dtype: torch.dtype, in_place: bool, async_op: bool) -> None:
+def test_direct_all_gather_gathers_and_keeps_its_input(
+    pool: WorkerPool, world_size: int, dtype: torch.dtype, in_place: bool, async_op: bool
+) -> None:
     assert pool.run(gather, world_size, dtype, in_place, async_op) == [(True, True)] * world_size
 
 
@@ -104,7 +114,7 @@ def train(is_direct: bool) -> dict[str, torch.Tensor]:
     return whole_parameters(model)
 
 
-def test_trains_to_the_same_weights(pool: WorkerPool) -> None:
+def test_direct_collectives_and_torchs_train_to_the_same_weights(pool: WorkerPool) -> None:
     ours, torchs = pool.run(train, 4, True)[0], pool.run(train, 4, False)[0]
     assert ours.keys() == torchs.keys()
     for name, weight in ours.items():
@@ -113,7 +123,7 @@ def test_trains_to_the_same_weights(pool: WorkerPool) -> None:
         )
 
 
-CONTENTS = [b"small", b"x" * 5000, b"\0" * 1016, b"y" * 20_000, b""]  # some larger than all before
+CONTENTS = [b"small", b"x" * 5000, b"\0" * 1016, b"y" * 20_000, b""]  # Some are larger than all before them.
 
 
 def broadcast_bytes(source: int) -> list[bytes]:
@@ -123,6 +133,6 @@ def broadcast_bytes(source: int) -> list[bytes]:
 
 
 @pytest.mark.parametrize("source", [0, 2])
-def test_bytes_reach_all(pool: WorkerPool, source: int) -> None:
+def test_broadcast_bytes_reach_all_ranks(pool: WorkerPool, source: int) -> None:
     for received in pool.run(broadcast_bytes, 3, source):
         assert received == CONTENTS

@@ -1,4 +1,4 @@
-"""How a module is built and which class it has; precision; what is refused at start."""
+"""Modules can be built on the meta device and keep their class; precisions are right; wrong modules are refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from tests.pool import WorkerPool
 
 
 class OnMeta(GPT):
-    """Built in configure_model: nothing is ever whole on a rank."""
+    """Build the model in configure_model, on the meta device, so that no rank ever holds the whole model.
+
+    A buffer of the model is not initialized by any ``reset_parameters``.
+    """
 
     def __init__(self, **kwargs: Any) -> None:
         TestModule.__init__(self, **kwargs)
@@ -55,6 +58,8 @@ class Position(nn.Module):
 
 
 class OnMetaRight(OnMeta):
+    """Build a model on the meta device, all of whose modules have a ``reset_parameters``."""
+
     def configure_model(self) -> None:
         if self.model is None:
             self.model = nn.Sequential(nn.Embedding(32, 20), nn.Linear(20, 20), nn.LayerNorm(20), nn.Linear(20, 32))
@@ -74,7 +79,9 @@ def from_meta_right(layout: str) -> tuple[Weights, str, bool, float]:
     return weights_of(model), model.seen, tied, float(model.position.table.sum())
 
 
-def test_configure_model_is_on_meta(pool: WorkerPool) -> None:
+def test_a_model_of_configure_model_is_built_on_the_meta_device_and_initialized_alike_in_any_layout(
+    pool: WorkerPool,
+) -> None:
     error = pool.run(from_meta, 2, "full_shard")[0][1]
     assert error.startswith("Transformer (model) was created on the meta device and has no reset_parameters()")
     weights, seen, tied, total = pool.run(from_meta_right, 4, "2x2")[0]
@@ -94,7 +101,7 @@ def metric_on_meta() -> str:
 
 
 class Inferring(GPT):
-    """Its evaluation steps see inference mode, as under NCCL; Lightning takes no_grad under gloo."""
+    """Check that validation runs in inference mode, as with NCCL; with gloo, Lightning uses ``no_grad`` instead."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         assert torch.is_inference_mode_enabled()
@@ -119,19 +126,19 @@ def validate_then_fit(inference: bool) -> Weights:
     return weights_of(model)
 
 
-def test_inference_mode_before_training(pool: WorkerPool) -> None:
+def test_a_validation_in_inference_mode_does_not_change_the_training_after_it(pool: WorkerPool) -> None:
     assert_same(pool.run(validate_then_fit, 4, True)[0], pool.run(validate_then_fit, 4, False)[0])
 
 
-def class_and_hooks() -> tuple[str, bool, str]:
+def class_and_hyperparameters() -> tuple[str, bool, str]:
     torch.manual_seed(0)
     model = GPT()
     make_trainer("2x2", max_steps=1).fit(model)
     return type(model).__name__, type(model) is GPT, model.hparams.optimizer
 
 
-def test_the_users_class_stays(pool: WorkerPool) -> None:
-    assert pool.run(class_and_hooks, 4)[0] == ("GPT", True, "sgd")
+def test_a_sharded_module_keeps_its_class_and_hyperparameters(pool: WorkerPool) -> None:
+    assert pool.run(class_and_hyperparameters, 4)[0] == ("GPT", True, "sgd")
 
 
 class WithExample(GPT):
@@ -149,7 +156,7 @@ def summary_runs() -> int:
     return trainer.global_step
 
 
-def test_summary_with_example_input(pool: WorkerPool) -> None:
+def test_the_model_summary_runs_with_an_example_input(pool: WorkerPool) -> None:
     assert pool.run(summary_runs, 4) == [1] * 4
 
 
@@ -189,7 +196,9 @@ def dtypes(precision: str) -> tuple[dict[str, str], list[float]]:
         ("bf16-true", "bfloat16", "bfloat16", "bfloat16"),
     ],
 )
-def test_precision(pool: WorkerPool, precision: str, stored: str, computed: str, loss: str) -> None:
+def test_each_precision_has_its_dtypes_and_a_loss_close_to_float32(
+    pool: WorkerPool, precision: str, stored: str, computed: str, loss: str
+) -> None:
     seen, value = pool.run(dtypes, 4, precision)[0]
     assert seen["stored"] == seen["gradient"] == seen["state"] == f"torch.{stored}"
     assert seen["computed"] == f"torch.{computed}"
@@ -244,7 +253,7 @@ def sync_batchnorm() -> str:
         (sync_batchnorm, r"Trainer\(sync_batchnorm=True\) cannot be honoured on the CPU"),
     ],
 )
-def test_refusals_reach_every_rank(pool: WorkerPool, cause: Any, message: str) -> None:
+def test_wrong_modules_and_arguments_are_refused_on_every_rank(pool: WorkerPool, cause: Any, message: str) -> None:
     for error in pool.run(cause, 4, timeout_s=20):
         with pytest.raises(RuntimeError, match=message):
             raise RuntimeError(error)

@@ -1,4 +1,4 @@
-"""A run that is resumed, anywhere, is bit by bit the one that was not interrupted."""
+"""A run that is resumed from a checkpoint at any place equals the uninterrupted run bit by bit."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.distributed.fit import make_trainer
 from tests.pool import RankFailed, WorkerPool
 
 NUM_SAMPLES, BATCH_SIZE, NUM_EPOCHS = 27, 3, 3
-"""On two ranks 5 batches an epoch, the last one shorter and filled up."""
+"""Two ranks have 14 samples each, after filling up, so an epoch has 5 batches, of which the last is shorter."""
 
 
 class Noisy(Dataset[Any]):
-    """Samples by their index, and an augmentation from every generator that people use."""
+    """Return samples that depend on their index, with noise from the generators of Python, NumPy and torch."""
 
     def __init__(self, length: int = NUM_SAMPLES) -> None:
         self.length = length
@@ -40,7 +40,10 @@ class Noisy(Dataset[Any]):
 
 
 class Regression(pl.LightningModule):
-    """Dropout, BatchNorm, a schedule by step and one by epoch, and a validation that draws random numbers."""
+    """Train with dropout, BatchNorm, a schedule by step and one by epoch, and a validation that draws random numbers.
+
+    It records the batches, the losses and the ends of epochs.
+    """
 
     def __init__(self, stateful: bool = False) -> None:
         super().__init__()
@@ -88,7 +91,7 @@ class Regression(pl.LightningModule):
 
 
 class Everywhere(pl.Callback):
-    """Saves wherever a callback may: after a batch, a validation, an epoch."""
+    """Save at all places where a callback may: after each batch, each validation, and each epoch."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -138,7 +141,7 @@ HOW = [
 
 
 @pytest.mark.parametrize("kwargs", HOW, ids=str)
-def test_a_resumed_run_is_the_uninterrupted_one(pool: WorkerPool, tmp_path: Path, kwargs: dict[str, Any]) -> None:
+def test_a_resumed_run_equals_the_uninterrupted_one(pool: WorkerPool, tmp_path: Path, kwargs: dict[str, Any]) -> None:
     whole = pool.run(uninterrupted, 2, tmp_path, **kwargs)
     saved = sorted(tmp_path.glob("*.ckpt"), key=lambda path: (int(path.stem.split("=")[1]), path.stem))
     assert len(saved) >= 18
@@ -160,7 +163,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(pool: WorkerPool, tmp_path: Path
 
 
 def indices(path: Path) -> dict[str, list[int]]:
-    """Which samples came at which step from a stateful loader; saves everywhere."""
+    """Train with a stateful loader, save everywhere, and return the indices of the samples of each step."""
     record = fit([Everywhere(path)], model=Regression(stateful=True))[0]
     return {key: value[1] for key, value in record.items() if key.startswith("train")}
 
@@ -170,7 +173,7 @@ def indices_resumed(path: Path) -> dict[str, list[int]]:
     return {key: value[1] for key, value in record.items() if key.startswith("train")}
 
 
-def test_stateful_loaders_go_on_at_their_place(pool: WorkerPool, tmp_path: Path) -> None:
+def test_stateful_loaders_continue_at_their_place(pool: WorkerPool, tmp_path: Path) -> None:
     whole = pool.run(indices, 2, tmp_path)
     for name in ("batch=2", "batch=6", "batch=9", "epoch=9"):
         for rank, seen in enumerate(pool.run(indices_resumed, 2, tmp_path / f"{name}.ckpt")):
@@ -179,7 +182,7 @@ def test_stateful_loaders_go_on_at_their_place(pool: WorkerPool, tmp_path: Path)
             assert seen
 
 
-def test_a_stateful_loader_takes_as_many_ranks(pool: WorkerPool, tmp_path: Path) -> None:
+def test_resuming_a_stateful_loader_on_another_number_of_ranks_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(indices, 2, tmp_path)
     with pytest.raises(RankFailed, match="cannot be divided among other ranks"):
         pool.run(indices_resumed, 1, tmp_path / "batch=6.ckpt")
@@ -189,7 +192,7 @@ GLOBAL_BATCH, NUM_STEPS = 12, 8
 
 
 class Counted(pl.LightningModule):
-    """No chance in it: the same on any number of ranks, but for rounding."""
+    """Train without random numbers, so that any number of ranks computes the same up to rounding."""
 
     def __init__(self, batch_size: int) -> None:
         super().__init__()
@@ -215,7 +218,7 @@ class Counted(pl.LightningModule):
 
 
 def whole_state(module: pl.LightningModule) -> dict[str, np.ndarray]:
-    """Weights and the optimizer's state, whole."""
+    """Return the whole weights and the whole state of the optimizer."""
     state = {name: weight.numpy().copy() for name, weight in whole_parameters(module).items()}
     optimizer = module.optimizers().optimizer
     for name, param in module.named_parameters():
@@ -238,7 +241,9 @@ def some_steps(
 
 
 @pytest.mark.parametrize("batch_size", [None, 3], ids=["divided by the user", "given for each rank"])
-def test_every_sample_once_while_ranks_come_and_go(pool: WorkerPool, tmp_path: Path, batch_size: int | None) -> None:
+def test_every_sample_is_seen_once_when_the_number_of_ranks_changes(
+    pool: WorkerPool, tmp_path: Path, batch_size: int | None
+) -> None:
     seen: dict[int, list[int]] = {}
     before, path = None, None
     for step, num_ranks in ((2, 4), (4, 2), (6, 3), (8, 1)):
@@ -260,14 +265,14 @@ def test_every_sample_once_while_ranks_come_and_go(pool: WorkerPool, tmp_path: P
         np.testing.assert_allclose(before[name], value, rtol=1e-10, atol=1e-14)
 
 
-def test_a_step_that_ranks_cannot_share_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
+def test_resuming_on_ranks_that_cannot_share_a_steps_samples_is_refused(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(some_steps, 2, 2, tmp_path / "2.ckpt", None, 5)
     with pytest.raises(RankFailed, match="takes 10 samples, which 3 ranks cannot share"):
         pool.run(some_steps, 3, 4, None, tmp_path / "2.ckpt", 5)
 
 
 class TwoOptimizers(Regression):
-    """Manual optimization, of two halves in turn, one without momentum."""
+    """Train by manual optimization with two optimizers in turn, one of which (SGD without momentum) has no state."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +298,13 @@ def averaged() -> Any:
 
 
 def special(folder: Path | None, name: str, path: Path | None = None) -> Any:
-    """A run with an average of its weights, or with two optimizers; saves everywhere, or resumes."""
+    """Train with a weight average or with two optimizers.
+
+    Args:
+        folder: Folder to save everywhere in; None: do not save.
+        name: ``"average"`` or ``"two optimizers"``.
+        path: Checkpoint to resume from.
+    """
     pl.seed_everything(0, verbose=False)
     model = TwoOptimizers() if name == "two optimizers" else Regression()
     callbacks = [averaged()] if name == "average" else []
@@ -303,7 +314,7 @@ def special(folder: Path | None, name: str, path: Path | None = None) -> Any:
 
 
 @pytest.mark.parametrize("name", ["average", "two optimizers"])
-def test_what_else_a_run_has_is_resumed(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+def test_weight_averages_and_several_optimizers_are_resumed(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     whole = pool.run(special, 2, tmp_path, name)
     for where in ("batch=2", "batch=6", "validation=8", "batch=9", "epoch=9"):
         for rank, (record, weights, buffers, _, _) in enumerate(

@@ -1,4 +1,4 @@
-"""The examples, through the command: switching the overlay is switching the strategy, and nothing else."""
+"""The examples run by the command, and have the same loss with each overlay, which only changes the strategy."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ SMALL_GPT = [
     "--data.init_args.max_bytes=200000", "--data.init_args.val_fraction=0.2", "--data.init_args.context=32",
     "--model.init_args.dim=32", "--model.init_args.num_layers=2", "--model.init_args.num_heads=2",
 ]  # fmt: skip
-SHORT_SAMPLE = "--trainer.callbacks.num_tokens=40"  # of the last callback: a little longer than the context
+SHORT_SAMPLE = "--trainer.callbacks.num_tokens=40"  # an argument of the last callback; the context has 32
 
 
 def fit(folder: Path, example: str, strategy: str, *flags: str) -> str:
-    """Run an example in ``folder`` and return what it printed."""
+    """Run an example in ``folder``, and return what it printed."""
     configs = [f"{ROOT}/examples/{example}/{name}.yaml" for name in ("base", strategy)]
     command = [sys.executable, "-m", "lightning_dist.cli", "fit", "-c", configs[0], "-c", configs[1], *flags]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
@@ -35,7 +35,16 @@ def fit(folder: Path, example: str, strategy: str, *flags: str) -> str:
 
 
 def fit_on_rank(folder: Path, overlays: list[str], flags: list[str]) -> int:
-    """Run the command on this rank, as torchrun does, in a process that has its imports; the first says the example."""
+    """Run the command on this rank, as torchrun would, in a process that has already imported everything.
+
+    Args:
+        folder: Working directory.
+        overlays: Names of configuration files in ``examples`` without suffix; the folder of the first is the example.
+        flags: Further flags of the command.
+
+    Returns:
+        Exit code of the command.
+    """
     sys.path.insert(0, str(ROOT))
     names = (f"{overlays[0].split('/')[0]}/base", *overlays)
     os.environ["COLUMNS"] = "80"
@@ -44,7 +53,7 @@ def fit_on_rank(folder: Path, overlays: list[str], flags: list[str]) -> int:
 
 
 def curves(folder: Path) -> dict[str, dict[str, dict[int, float]]]:
-    """Run name to metric to its values by step, as MLflow has them."""
+    """Read from MLflow, for each name of a run and each metric, the values by step."""
     client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
     runs = client.search_runs([experiment.experiment_id for experiment in client.search_experiments()])
     return {
@@ -59,7 +68,7 @@ def curves(folder: Path) -> dict[str, dict[str, dict[int, float]]]:
 RANKS = {"single": 1, "ddp": 2, "full_shard": 2, "tensor_parallel": 2, "pipeline_parallel": 2, "nd_parallel": 4}
 
 
-def test_one_loss_curve_under_every_strategy(pool: WorkerPool, mlflow_folder: Path) -> None:
+def test_the_gpt_example_has_the_same_losses_under_every_strategy(pool: WorkerPool, mlflow_folder: Path) -> None:
     sizes = ["--trainer.strategy.dp_replicate_size=2", "--trainer.strategy.dp_shard_size=1"]
     output = fit(mlflow_folder, "gpt", "hybrid_shard", *SMALL_GPT, *sizes)
     for expected in ("dp_replicate 2 x dp_shard 1 = 2 processes", "this model, held-out text", "uniform guess, ln 256",
@@ -80,7 +89,7 @@ def test_one_loss_curve_under_every_strategy(pool: WorkerPool, mlflow_folder: Pa
         assert {"perf/step_ms", "perf/tokens_per_s", "memory/peak_mib"} <= metrics.keys()
 
 
-def test_digits_are_learned(pool: WorkerPool, mlflow_folder: Path) -> None:
+def test_the_vision_example_learns_to_recognize_digits(pool: WorkerPool, mlflow_folder: Path) -> None:
     flags = ["--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
     sizes = ["--trainer.strategy.dp_replicate_size=1", "--trainer.strategy.dp_shard_size=2"]
     flags += [*sizes, "--trainer.max_epochs=5"]

@@ -1,4 +1,4 @@
-"""Loss scaling: all ranks skip a step that overflows on one of them, as one process does."""
+"""With loss scaling, all ranks skip a step that overflows on one of them, as one process does."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from tests.pool import WorkerPool
 
 MARKER = VOCAB - 1
 MARKED = {1: 3, 4: 6}
-"""Steps in which a sample has the marker: which of the batch's."""
+"""Maps a step to the index of the sample in its global batch that has the marker."""
 NUM_STEPS = 7
 
 
 class InfiniteGradient(torch.autograd.Function):
-    """The identity, whose gradient is infinite where there is a marker."""
+    """Return the input, and make its gradient infinite if there is a marker among the tokens."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, tokens: Tensor) -> Tensor:
@@ -42,7 +42,7 @@ class Embedding(nn.Embedding):
 
 
 class Overflowing(GPT):
-    """A marker makes the gradients of the embedding infinite, and of nothing else."""
+    """Train on tokens with markers, which make the gradients of the embedding infinite, and of no other layer."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -57,6 +57,8 @@ class Overflowing(GPT):
 
 
 class Watch(pl.Callback):
+    """Record after each batch the scale of the loss, and whether any weight changed."""
+
     def __init__(self) -> None:
         self.scales: list[float] = []
         self.has_moved: list[bool] = []
@@ -68,7 +70,7 @@ class Watch(pl.Callback):
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         now = copies(pl_module)
         self.has_moved.append(any(not torch.equal(now[name], self.before[name]) for name in now))
-        self.scales.append(trainer.precision_plugin.scaler.get_scale())  # type: ignore[attr-defined]  # it has one
+        self.scales.append(trainer.precision_plugin.scaler.get_scale())  # type: ignore[attr-defined]  # MixedPrecision has one
 
 
 def copies(module: nn.Module) -> dict[str, Tensor]:
@@ -101,7 +103,12 @@ def train(strategy: str, **kwargs: Any) -> tuple[dict[str, Tensor], Watch]:
 
 
 def compare(strategy: str, **kwargs: Any) -> tuple[list[float], list[float], list[bool], float]:
-    """The scales of both ways, when weights moved, and how far off they end, relative to how far they went."""
+    """Train under a strategy and in one process.
+
+    Returns:
+        The scales in one process and under the strategy, whether weights changed in each step, and the difference of
+        the final weights relative to the total change of the weights.
+    """
     expected, alone = train("auto", devices=1, num_nodes=1, **kwargs)
     found, spread = train(strategy, **kwargs)
     off = sum(float(((found[name] - moved) ** 2).sum()) for name, moved in expected.items())
@@ -114,7 +121,7 @@ def compare(strategy: str, **kwargs: Any) -> tuple[list[float], list[float], lis
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_step_that_overflows_is_skipped_by_all(pool: WorkerPool, strategy: str) -> None:
+def test_all_ranks_skip_a_step_that_overflows_on_one_of_them(pool: WorkerPool, strategy: str) -> None:
     for alone, spread, has_moved, off in pool.run(compare, 4, strategy, gradient_clip_val=1.0):
         assert spread == alone
         assert [step for step, moved in enumerate(has_moved) if not moved] == list(MARKED)

@@ -1,4 +1,4 @@
-"""The Hugging Face example under each of its overlays: the same pretrained weights, and the same loss."""
+"""The Hugging Face example loads the same pretrained weights and has the same loss with each of its overlays."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ FLAGS = [
 
 
 def save_llama(folder: Path) -> None:
+    """Save a tiny Llama with random weights, as a pretrained model."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -29,13 +30,13 @@ def save_llama(folder: Path) -> None:
     LlamaForCausalLM(config).save_pretrained(folder)
 
 
-def test_one_loss_from_pretrained_weights_under_each_strategy(pool: WorkerPool, mlflow_folder: Path) -> None:
+def test_pretrained_weights_have_the_same_loss_under_each_strategy(pool: WorkerPool, mlflow_folder: Path) -> None:
     save_llama(mlflow_folder / "pretrained")
     sizes = ["--trainer.strategy.dp_replicate_size=2", "--trainer.strategy.dp_shard_size=1"]
     small_gpt = ["--model.init_args.dim=32", "--model.init_args.num_layers=2", "--model.init_args.num_heads=2"]
     strategies = {"full_shard": [], "hybrid_shard": sizes, "tensor_parallel": [], "ddp": []}
     runs = [([f"huggingface/{name}", "huggingface/pretrained"], flags) for name, flags in strategies.items()]
-    # And both examples as they are, from weights that are drawn.
+    # Both examples also run with randomly initialized weights.
     runs.append((["huggingface/full_shard"], ["--trainer.logger.init_args.run_name=drawn"]))
     runs.append((["gpt/tensor_parallel"], [*small_gpt, SHORT_SAMPLE, "--trainer.logger.init_args.run_name=gpt"]))
     for overlays, flags in runs:

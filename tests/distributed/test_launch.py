@@ -1,4 +1,4 @@
-"""The script of a user, started in the ways that users start it."""
+"""A user's script runs with every launcher, and ends when a rank fails."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ import lightning_dist
 class Last(torch.nn.Linear):
     calls = 0
     def forward(self, x):
-        self.calls += type(x) is torch.Tensor  # and no fake, on which the step is followed
+        self.calls += type(x) is torch.Tensor  # not a tensor without values, on which the step is traced
         if "fail_in_stage" in sys.argv and self.calls == 9:
             raise RuntimeError("the last layer fails")
         return super().forward(x)
@@ -71,6 +71,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def environment(**extra: object) -> dict[str, str]:
+    """Return the environment without the variables of launchers, and with ``extra`` variables."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("SLURM", "PMI", "TORCHELASTIC"))}
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK", "GROUP_RANK"):
         kept.pop(name, None)
@@ -84,7 +85,7 @@ def free_port() -> int:
 
 
 def ranks_of(output: str) -> list[tuple[str, str, str]]:
-    """(rank, world size, layout) of each line that the script printed, and that they agree on a small loss."""
+    """Return (rank, world size, layout) of each rank from the script's output, and check that all have a small loss."""
     lines = [line.split(" ", 3) for line in output.splitlines() if line.startswith("RANK")]
     losses = {line[3].rsplit(" ", 1)[1] for line in lines}
     assert len(losses) == 1, output
@@ -92,7 +93,7 @@ def ranks_of(output: str) -> list[tuple[str, str, str]]:
     return sorted((rank, world, rest.rsplit(" ", 1)[0]) for _, rank, world, rest in lines)
 
 
-def test_lightnings_own_launcher(script: Path) -> None:
+def test_a_script_runs_with_lightnings_own_launcher(script: Path) -> None:
     done = subprocess.run([sys.executable, script], env=environment(), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert ranks_of(done.stdout) == [(str(rank), "2", "dp_replicate 1 x dp_shard 2") for rank in range(2)]
@@ -100,7 +101,7 @@ def test_lightnings_own_launcher(script: Path) -> None:
     assert "the same as 'full_shard'" in done.stderr
 
 
-def test_torchrun(script: Path) -> None:
+def test_a_script_runs_with_torchrun(script: Path) -> None:
     command = [
         sys.executable,
         "-m",
@@ -114,8 +115,8 @@ def test_torchrun(script: Path) -> None:
     assert ranks_of(done.stdout) == [(str(rank), "2", "dp_replicate 1 x dp_shard 2") for rank in range(2)]
 
 
-def test_slurm(script: Path) -> None:
-    """As srun starts it, but forked: two tasks on two nodes, each told who it is by SLURM's variables."""
+def test_a_script_runs_with_slurm(script: Path) -> None:
+    """Two tasks on two nodes get SLURM's variables, as srun sets them, but are forked."""
     port = free_port()
     tasks = [
         Forked(
@@ -132,11 +133,11 @@ def test_slurm(script: Path) -> None:
         printed, _ = task.communicate(timeout=120)
         assert task.returncode == 0, printed
         output += printed
-    # By default a node is a replica.
+    # By default, each node has one replica.
     assert ranks_of(output) == [(str(rank), "2", "dp_replicate 2 x dp_shard 1") for rank in range(2)]
 
 
-def test_wrong_sizes_end_before_anything_is_launched(script: Path) -> None:
+def test_wrong_sizes_are_an_error_before_any_process_is_launched(script: Path) -> None:
     began = time.monotonic()
     process = Forked(run_script, script, "sizes", environment=environment())
     output, _ = process.communicate(timeout=60)
@@ -146,7 +147,7 @@ def test_wrong_sizes_end_before_anything_is_launched(script: Path) -> None:
     assert time.monotonic() - began < 30
 
 
-def test_a_first_rank_that_fails_ends_the_run(script: Path) -> None:
+def test_the_run_ends_when_rank_0_fails(script: Path) -> None:
     done = subprocess.run(
         [sys.executable, script, "fail", "0"], env=environment(), capture_output=True, text=True, timeout=60
     )
@@ -154,22 +155,22 @@ def test_a_first_rank_that_fails_ends_the_run(script: Path) -> None:
     assert "RuntimeError: rank 0 fails" in done.stderr
 
 
-def test_a_launched_rank_that_fails_ends_the_run(script: Path) -> None:
-    """The launched one is an interpreter; the first, which is to end, is forked."""
+def test_the_run_ends_when_a_launched_rank_fails(script: Path) -> None:
+    """Rank 0, which must end, is forked; rank 1, which it launches, is a new interpreter."""
     first = Forked(run_script, script, "fail", "1", environment=environment())
     output, _ = first.communicate(timeout=60)
     assert first.returncode != 0, output
     assert "RuntimeError: rank 1 fails" in output
 
 
-def test_a_stage_that_fails_ends_the_run(script: Path) -> None:
-    """The first stage waits for a gradient of the second, which has raised."""
+def test_the_run_ends_when_a_pipeline_stage_fails(script: Path) -> None:
+    """The first stage waits for a gradient of the second stage, which has raised an error."""
     began = time.monotonic()
     first = Forked(run_script, script, "fail_in_stage", environment=environment())
     output, _ = first.communicate(timeout=60)
     assert first.returncode != 0, output
     assert "RuntimeError: the last layer fails" in output
-    assert "in forward" in output  # its traceback
+    assert "in forward" in output  # The traceback is shown.
     assert time.monotonic() - began < 40
 
 
@@ -181,7 +182,7 @@ def more_nodes() -> int:
     return make_trainer("full_shard", num_nodes=3).num_nodes
 
 
-def test_torchrun_says_how_many_processes_and_nodes_there_are(pool: WorkerPool) -> None:
+def test_the_numbers_of_devices_and_nodes_are_those_of_torchrun(pool: WorkerPool) -> None:
     with pytest.raises(RankFailed, match="torchrun started 2 processes on this node"):
         pool.run(other_devices, 2)
     assert pool.run(more_nodes, 2, num_nodes=2) == [2, 2]
@@ -194,7 +195,7 @@ def timeouts_of_groups() -> dict[str, timedelta]:
     return {group.group_desc: group._get_backend(cpu).options._timeout for group in process_groups()}
 
 
-def test_the_timeout_is_that_of_all_process_groups(pool: WorkerPool) -> None:
+def test_the_timeout_of_the_strategy_applies_to_all_process_groups(pool: WorkerPool) -> None:
     (timeouts,) = {tuple(sorted(of_rank.items())) for of_rank in pool.run(timeouts_of_groups, 4)}
     assert {"default_pg", "mesh_pp", "mesh_tp", "same batch", "stage to stage"} <= dict(timeouts).keys()
     waiting = {name: of_group for name, of_group in timeouts if not name.startswith("background")}

@@ -1,4 +1,4 @@
-"""Optimizer steps on plain shards against the same steps on DTensors, bit for bit."""
+"""Optimizer steps on plain local shards equal the same steps on DTensors bit by bit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_dist.local_step import ELEMENTWISE, LocalStep
 from tests.pool import WorkerPool
 
-SHAPES = [(5, 3), (1,), (7,), (2, 3, 4), ()]  # on two ranks: uneven shards, an empty one, a replicated scalar
+SHAPES = [(5, 3), (1,), (7,), (2, 3, 4), ()]  # On two ranks, this gives uneven shards, an empty one, and a scalar.
 
 
 def make_params() -> list[nn.Parameter]:
@@ -34,7 +34,7 @@ def set_gradients(params: list[nn.Parameter], step: int) -> None:
     generator = torch.Generator().manual_seed(step + 1)
     for index, param in enumerate(params):
         whole = torch.randn(param.shape, generator=generator)
-        skips = index == 2 and step == 1  # a parameter that the step did not use
+        skips = index == 2 and step == 1  # stands for a parameter that the step did not use
         param.grad = (
             None if skips else distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
         )
@@ -79,7 +79,7 @@ def both(cls: type[Optimizer], kwargs: dict[str, Any], with_closure: bool) -> li
     if not dist.is_initialized():
         dist.init_process_group("gloo")
     on_shards = train(cls, kwargs, True, with_closure)
-    if cls is torch.optim.Rprop:  # cannot step on DTensors; so whole tensors are compared
+    if cls is torch.optim.Rprop:  # Rprop cannot step on DTensors, so the reference steps on whole tensors.
         return [train_whole(cls, kwargs), {key: value for key, value in on_shards.items() if key.isdigit()}]
     return [train(cls, kwargs, False, with_closure), on_shards]
 
@@ -111,7 +111,9 @@ CASES = [
 
 @pytest.mark.parametrize("with_closure", [False, True], ids=["step", "closure"])
 @pytest.mark.parametrize(("cls", "kwargs"), CASES)
-def test_is_the_same_step(cls: type[Optimizer], kwargs: dict[str, Any], with_closure: bool, pool: WorkerPool) -> None:
+def test_a_step_on_local_shards_equals_the_step_on_dtensors(
+    cls: type[Optimizer], kwargs: dict[str, Any], with_closure: bool, pool: WorkerPool
+) -> None:
     for reference, on_shards in pool.run(both, 2, cls, kwargs, with_closure):
         torch.testing.assert_close(on_shards, reference, rtol=0, atol=0)
 
@@ -134,7 +136,7 @@ def fail_in_the_update() -> list[bool]:
     ]
 
 
-def test_a_failed_step_leaves_dtensors(pool: WorkerPool) -> None:
+def test_after_a_failed_step_parameters_and_state_are_dtensors_again(pool: WorkerPool) -> None:
     for rank in pool.run(fail_in_the_update, 2):
         assert rank == [True, True, True]
 
@@ -151,12 +153,12 @@ def remove_twice() -> bool:
     return seen == [True] and all(isinstance(param, DTensor) for param in optimizer.param_groups[0]["params"])
 
 
-def test_an_optimizer_of_two_fits(pool: WorkerPool) -> None:
+def test_an_optimizer_can_be_used_in_two_fits(pool: WorkerPool) -> None:
     assert pool.run(remove_twice, 2) == [True, True]
 
 
 class OtherSGD(torch.optim.SGD):
-    """May do anything in its step."""
+    """Stand for a user's optimizer, whose step may not work on local shards."""
 
 
 def hooks_of(cls: type[Optimizer]) -> int:
@@ -165,7 +167,7 @@ def hooks_of(cls: type[Optimizer]) -> int:
     return len(optimizer._optimizer_step_pre_hooks)
 
 
-def test_subclasses_are_left_alone() -> None:
+def test_subclasses_and_optimizers_that_are_not_elementwise_step_on_dtensors() -> None:
     assert hooks_of(torch.optim.SGD) == 1
     assert hooks_of(OtherSGD) == 0
     assert hooks_of(torch.optim.Adafactor) == 0

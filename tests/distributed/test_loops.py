@@ -1,4 +1,4 @@
-"""Metrics, evaluation loops and callbacks in a sharded run."""
+"""Metrics, evaluation loops and callbacks give the same results in a sharded run as in one process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.pool import WorkerPool
 
 
 class Measured(GPT):
-    """torchmetrics, sums and means over ranks."""
+    """Log a torchmetrics metric, and sums and means over ranks."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -67,17 +67,17 @@ def loops(layout: str, folder: Path) -> dict[str, Any]:
     return result
 
 
-def test_loops_metrics_and_callbacks(pool: WorkerPool, tmp_path: Path) -> None:
+def test_loops_metrics_and_callbacks_agree_with_one_process(pool: WorkerPool, tmp_path: Path) -> None:
     expected = pool.run(loops, 1, "auto", tmp_path / "one")[0]
     ranks = pool.run(loops, 4, "2x2", tmp_path / "four")
-    assert expected["stopped_at"] == 6  # EarlyStopping: no check improves by 1000 after the first
+    assert expected["stopped_at"] == 6  # After the first check, none improves by 1000, so EarlyStopping stops.
     for actual in ranks:
         assert actual["best"] == expected["best"]
         assert actual["stopped_at"] == 6
         assert actual["val/count"] == expected["val/count"] == 3 * 8
         for name in ("val/accuracy", "val/loss", "best_score", "validate", "test", "train/loss"):
             assert actual[name] == pytest.approx(expected[name], rel=1e-4), name
-    # Each sample is predicted once: rank r has samples r, r + 4, ...
+    # Each sample is predicted once: rank r predicts samples r, r + 4, ...
     for batch in range(2):
         together = [None] * 8
         for rank, actual in enumerate(ranks):
@@ -101,10 +101,10 @@ def averaged(layout: str, folder: Path, num_steps: int, ckpt_path: str | None = 
     return weights_of(model), float(trainer.callback_metrics["val/loss"])
 
 
-def test_weight_averaging(pool: WorkerPool, tmp_path: Path) -> None:
+def test_averaged_weights_agree_with_one_process_and_are_resumed(pool: WorkerPool, tmp_path: Path) -> None:
     expected, loss = pool.run(averaged, 1, "auto", tmp_path / "one", 6)[0]
     actual, sharded_loss = pool.run(averaged, 4, "2x2", tmp_path / "four", 6)[0]
-    # The true gradient of a key's bias is zero: Adam divides rounding by rounding.
+    # The true gradient of a key's bias is zero, so Adam divides rounding errors by rounding errors.
     biases = [f"model.blocks.{block}.qkv.bias" for block in range(2)]
     assert_same(actual, expected, 1e-4, biases)
     assert sharded_loss == pytest.approx(loss, rel=1e-5)
@@ -138,9 +138,11 @@ def find_lr(layout: str, folder: Path) -> tuple[list[float], Weights]:
     return finder.results["loss"], weights_of(model)
 
 
-def test_learning_rate_finder(pool: WorkerPool, tmp_path: Path) -> None:
+def test_the_learning_rate_finder_agrees_with_one_process_and_restores_the_weights(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     losses, before = pool.run(find_lr, 1, "auto", tmp_path)[0]
     actual, after = pool.run(find_lr, 2, "full_shard", tmp_path)[0]
-    assert actual == pytest.approx(losses, rel=0.2)  # rank 0's own losses, not the batch's
+    assert actual == pytest.approx(losses, rel=0.2)  # The finder has rank 0's losses, not those of the global batch.
     assert_same(after, before)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,4 @@
-"""Looking at a sharded model where no step runs."""
+"""A sharded model can be called outside of steps within ``full_parameters``, and only there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from tests.pool import WorkerPool
 
 
 class Samples(pl.Callback):
-    """Looks at the model on rank 0 alone, at each epoch's end, with and without the documented context."""
+    """Call the model on rank 0 alone at the end of each epoch.
+
+    Args:
+        whole: Whether to do so within ``full_parameters``, as documented.
+    """
 
     def __init__(self, whole: bool) -> None:
         self.whole = whole
@@ -48,7 +52,7 @@ def sample(layout: str, whole: bool) -> tuple[list[float], Weights, str]:
     return samples.norms, weights_of(model), ""
 
 
-def test_sampling_on_rank_0(pool: WorkerPool) -> None:
+def test_rank_0_can_call_the_whole_model_within_full_parameters(pool: WorkerPool) -> None:
     norms, weights, _ = pool.run(sample, 1, "auto", True)[0]
     ranks = pool.run(sample, 4, "2x2", True)
     assert len(norms) == 4
@@ -83,5 +87,5 @@ def enter_alone() -> str:
     return ""
 
 
-def test_context_that_one_rank_enters_does_not_hang(pool: WorkerPool) -> None:
+def test_full_parameters_raises_if_only_one_rank_enters_it(pool: WorkerPool) -> None:
     assert "rank 1 did not arrive within 1 s" in pool.run(enter_alone, 2, timeout_s=20)[0]

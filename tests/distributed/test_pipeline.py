@@ -1,4 +1,4 @@
-"""What Lightning promises, under a pipeline: logs, metrics, lists, validation, predictions, and what is refused."""
+"""Logs, metrics, validation and predictions of a pipeline agree with one process, and wrong steps are refused."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.pool import RankFailed, WorkerPool
 
 
 class Talkative(Sequential):
-    """Logs in every way, keeps lists, and counts."""
+    """Log in every way, keep lists of tensors between steps, and update metrics."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -71,6 +71,8 @@ class Talkative(Sequential):
 
 
 class Outputs(pl.Callback):
+    """Record the metrics and the outputs of every training step."""
+
     def __init__(self) -> None:
         self.logged: list[dict[str, float]] = []
         self.shapes: list[Any] = []
@@ -98,7 +100,7 @@ def trainer(strategy: Any, **kwargs: Any) -> pl.Trainer:
 
 
 def everything(in_stages: bool) -> dict[str, Any]:
-    """Fit with validation, test and predict."""
+    """Fit with validation, then validate, test and predict, and return all that was logged, kept and predicted."""
     torch.manual_seed(0)
     model, outputs = Talkative(), Outputs()
     strategy = PipelineParallelStrategy(num_microbatches=4) if in_stages else "auto"
@@ -124,10 +126,10 @@ def close(actual: Any, expected: Any) -> None:
         for a, b in zip(actual, expected, strict=True):
             close(a, b)
     else:
-        assert actual == pytest.approx(expected, rel=1e-6)  # Lightning keeps means in float32
+        assert actual == pytest.approx(expected, rel=1e-6)  # Lightning computes means in float32.
 
 
-def test_what_lightning_is_told_is_that_of_one_process(pool: WorkerPool) -> None:
+def test_logs_metrics_outputs_and_predictions_equal_those_of_one_process(pool: WorkerPool) -> None:
     expected = pool.run(everything, 1, False)[0]
     for rank, found in enumerate(pool.run(everything, 2, True)):
         predictions = found.pop("predictions")
@@ -194,7 +196,7 @@ class Compiled(DeepGPT):
 
 
 class Hidden(DeepGPT):
-    """Something made within a block is used without the block returning it."""
+    """Use a tensor in the loss that is computed within a block and that the block does not return."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,11 +219,11 @@ class Raising(DeepGPT):
 
 
 SWITCHES = {"skips": False}
-"""A global variable: that a step depends on it is not seen."""
+"""A global variable. Tracing cannot notice that a step depends on it."""
 
 
 class Wandering(DeepGPT):
-    """Skips a block in some steps."""
+    """Skip a block in some steps."""
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         SWITCHES["skips"] = batch_idx == 1
@@ -235,7 +237,7 @@ class Wandering(DeepGPT):
 
 
 class Unpicklable(DeepGPT):
-    """Keeps what cannot be sent."""
+    """Assign an attribute in the step that cannot be pickled."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = self.loss(batch)
@@ -287,7 +289,7 @@ def without_stages() -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_what_has_no_effect_is_said(pool: WorkerPool) -> None:
+def test_pipeline_arguments_without_effect_give_a_warning(pool: WorkerPool) -> None:
     assert any("have no effect" in text for text in pool.run(without_stages, 2)[0])
 
 
@@ -298,14 +300,16 @@ def fit_deep(cls: type[DeepGPT]) -> None:
 @pytest.mark.parametrize(
     ("cls", "text"), [(Raising, "in the first stage"), (Wandering, "another path for some batches")]
 )
-def test_a_step_that_fails_says_why(pool: WorkerPool, cls: type[DeepGPT], text: str) -> None:
+def test_a_step_that_fails_raises_its_cause(pool: WorkerPool, cls: type[DeepGPT], text: str) -> None:
     with pytest.raises(RankFailed) as caught:
         pool.run(fit_deep, 2, cls)
     assert text in caught.value.errors[0]
 
 
 @pytest.mark.parametrize(("cls", "options", "text"), MISTAKES)
-def test_mistakes(pool: WorkerPool, cls: type[DeepGPT], options: dict[str, Any], text: str) -> None:
+def test_a_step_or_an_argument_that_pipelines_do_not_support_is_refused_with_the_reason(
+    pool: WorkerPool, cls: type[DeepGPT], options: dict[str, Any], text: str
+) -> None:
     errors = pool.run(refused, 2, cls, options, timeout_s=60)
     assert text in errors[0], errors
     assert all("no error" not in error for error in errors)

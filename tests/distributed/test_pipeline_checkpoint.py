@@ -1,4 +1,4 @@
-"""Checkpoints of a pipeline: from and to every other layout, the same weights and the same curve."""
+"""Checkpoints of a pipeline are resumed in every other layout and vice versa, with the same weights and losses."""
 
 from __future__ import annotations
 
@@ -41,6 +41,8 @@ STEPS = 2
 
 
 class Losses(pl.Callback):
+    """Record the loaded weights and optimizer state, and the loss of every step over all ranks."""
+
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.loaded: dict[str, np.ndarray] = {}
@@ -55,7 +57,7 @@ class Losses(pl.Callback):
 
 
 def state_of(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """Whole weights, and this rank's part of the optimizer's state by name, whole."""
+    """Return the whole weights of all stages, and the whole optimizer state of the parameters on this rank."""
     names = {param: name for name, param in module.named_parameters()}
     moments = {}
     for optimizer in trainer.optimizers:
@@ -70,7 +72,11 @@ def whole(value: torch.Tensor) -> torch.Tensor:
 
 
 def train(model_name: str, name: str, start: Path | None, end: Path, num_steps: int) -> tuple[Any, ...]:
-    """Go on from ``start`` to ``num_steps`` and save at ``end``."""
+    """Resume from ``start``, train until step ``num_steps``, and save to ``end``.
+
+    Returns:
+        The losses, the loaded weights and optimizer state, and the final weights and optimizer state.
+    """
     assert model_name in PIPELINE_MODELS
     model, losses = build(model_name, optimizer="adamw", global_batch_size=8), Losses()
     trainer = make_trainer(
@@ -96,15 +102,15 @@ CHAINS = [
 
 
 @functools.cache
-def staying(pool: WorkerPool, folder: Path) -> list[float]:
-    """The losses of one process, as long as the longest chain."""
+def losses_in_one_process(pool: WorkerPool, folder: Path) -> list[float]:
+    """Train without interruption in one process for as many steps as the longest chain, and return the losses."""
     num_steps = STEPS * max(len(chain) for _, chain in CHAINS)
     losses: list[float] = pool.run(train, 1, "deep_gpt", "one", None, folder / "stayed", num_steps)[0][0]
     return losses
 
 
 @pytest.mark.parametrize(("model", "chain"), CHAINS)
-def test_any_layout_goes_on_from_any_other(
+def test_any_layout_resumes_the_checkpoint_of_any_other(
     pool: WorkerPool, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, model: str, chain: list[str]
 ) -> None:
     losses: list[float] = []
@@ -121,13 +127,13 @@ def test_any_layout_goes_on_from_any_other(
                 np.testing.assert_array_equal(moment, saved[1][key])
         start, saved = end, (ranks[0][3], {key: value for rank in ranks for key, value in rank[4].items()})
     if model == "deep_gpt":
-        expected = staying(pool, tmp_path_factory.getbasetemp())
+        expected = losses_in_one_process(pool, tmp_path_factory.getbasetemp())
         np.testing.assert_allclose(losses, expected[: len(losses)], rtol=1e-10)
         assert len(losses) == STEPS * len(chain)
 
 
 def statistics(folder: Path) -> list[dict[str, np.ndarray]]:
-    """The buffers of a model that is trained on two stages, and those of the same model read by one process."""
+    """Train a model on two stages, and return this stage's buffers, and those that FSDP reads from the checkpoint."""
     path = folder / "saved"
     model = build("deep_batch_norm", global_batch_size=8)
     trainer = make_trainer("auto", strategy=PipelineParallelStrategy(num_microbatches=4), max_steps=2)
@@ -149,7 +155,7 @@ def test_each_stage_saves_its_buffers(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 class Remembers(torch.optim.SGD):
-    """Keeps of each parameter a plain tensor with a dimension."""
+    """Keep a plain tensor, which is no DTensor and has a dimension, as optimizer state of each parameter."""
 
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
@@ -161,7 +167,7 @@ class Remembers(torch.optim.SGD):
 
 
 class Counting(PIPELINE_MODELS["deep_gpt"]):  # type: ignore[misc]  # a class by name
-    """Counts in a buffer of its own, after the model: only where the last stage is does the step come so far."""
+    """Count samples in a buffer after the model was called, a part of the step that only the last stage reaches."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -177,7 +183,7 @@ class Counting(PIPELINE_MODELS["deep_gpt"]):  # type: ignore[misc]  # a class by
 
 
 def remembered(name: str, path: Path, num_steps: int, start: Path | None = None) -> tuple[int, dict[str, Any]]:
-    """The count and the optimizer's memory, by the parameter's name, after as many steps in all."""
+    """Train until step ``num_steps`` and save; return the count, and the optimizer's memory by parameter name."""
     model = Counting(global_batch_size=8)
     trainer = make_trainer(
         "auto", strategy=STRATEGIES[name][1](), devices=STRATEGIES[name][0], max_steps=num_steps, precision="64-true"
@@ -190,7 +196,7 @@ def remembered(name: str, path: Path, num_steps: int, start: Path | None = None)
 
 
 @pytest.mark.parametrize("name", ["pp2", "pp2 x tp2, zbv"])
-def test_what_only_one_stage_knows_is_saved(pool: WorkerPool, tmp_path: Path, name: str) -> None:
+def test_buffers_and_optimizer_state_of_a_single_stage_are_saved(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     pool.run(remembered, STRATEGIES[name][0], name, tmp_path / "first", 2)
     ranks = pool.run(remembered, STRATEGIES[name][0], name, tmp_path / "second", 3, tmp_path / "first")
     alone = pool.run(remembered, 1, "one", tmp_path / "alone", 4, tmp_path / "second")[0]
@@ -200,19 +206,21 @@ def test_what_only_one_stage_knows_is_saved(pool: WorkerPool, tmp_path: Path, na
 
 
 def call_alone() -> float:
-    """How far what rank 0 computes alone with the whole model is from one process."""
+    """Call the whole model on rank 0 alone, and return the largest difference to one process."""
     model, reference = build("deep_gpt"), build("deep_gpt", seed=1).double()
     trainer = make_trainer(
         "auto", strategy=PipelineParallelStrategy(num_microbatches=4), max_steps=2, precision="64-true"
     )
     trainer.fit(model)
-    reference.load_state_dict(whole_parameters(model), strict=False)  # tied
+    reference.load_state_dict(
+        whole_parameters(model), strict=False
+    )  # not strict, because tied parameters have one name only
     tokens = next(iter(reference.data()))[:3]
     error = 0.0
     with full_parameters(model):
         if trainer.is_global_zero:
             error = float((model.model(tokens) - reference.model(tokens)).abs().max())
-    trainer.validate(model, model.val_dataloader(), verbose=False)  # cut into stages again
+    trainer.validate(model, model.val_dataloader(), verbose=False)  # The model is cut into stages again.
     return error
 
 

@@ -1,4 +1,4 @@
-"""Modules and batches of all kinds under a pipeline, against one process."""
+"""Modules and batches of all kinds train in a pipeline as in one process."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from lightning_dist import PipelineParallelStrategy
 from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
 from tests.models import VOCAB, Transformer
 from tests.pipeline_models import DeepGPT, Dropout, ResNet
-from tests.pool import WorkerPool, beside
+from tests.pool import WorkerPool, in_parallel
 
 
 class Varying(DeepGPT):
-    """Batches of another size and length in each step."""
+    """Train on batches whose size and length change from step to step."""
 
     def train_dataloader(self) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(0)
@@ -38,7 +38,7 @@ class Varying(DeepGPT):
 
 
 class Frozen(DeepGPT):
-    """The first stage has nothing to train."""
+    """Freeze all parameters of the first stage."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -49,7 +49,7 @@ class Frozen(DeepGPT):
 
 
 class Nested(DeepGPT):
-    """A dictionary with a tuple and a list, changed in place by the step; a weighted loss; a count of samples."""
+    """Train on nested batches, which the step changes in place; weight the loss, and count samples in an attribute."""
 
     count = 0
 
@@ -78,7 +78,7 @@ def halve(module: nn.Module, args: Any, output: Tensor) -> None:
 
 
 class HookedLate(Callback):
-    """Takes what a block returns, by a hook that is not there when the model is cut."""
+    """Keep the output of a block by a hook that is registered after the model was cut into stages."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         def take(module: nn.Module, args: Any, output: Tensor) -> None:
@@ -88,16 +88,16 @@ class HookedLate(Callback):
 
 
 class Roundabout(DeepGPT):
-    """What blocks return is changed by hooks, and reaches the loss as a number, through a view, and by a hook.
+    """Let outputs of modules reach the loss in indirect ways: as a Python number, through a view, and by a hook.
 
-    Gradients are clipped by torch's function, which is given all parameters.
+    Hooks change the output of a block, and torch's function clips the gradients of all parameters.
     """
 
     taken: Tensor | None = None
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.model.blocks[3].register_forward_hook(halve)  # the last of the first stage
+        self.model.blocks[3].register_forward_hook(halve)  # This is the last block of the first stage.
         self.model.blocks[3].register_forward_hook(lambda module, args, output: output * 1.5)
 
     def configure_callbacks(self) -> Any:
@@ -111,7 +111,7 @@ class Roundabout(DeepGPT):
             x = block(x)
             if index == 2:
                 kept[:, :3].add_(x[:, :3])
-        penalty = 0.0 if self.taken is None else self.taken.square().mean()  # without a hook yet, where it is cut
+        penalty = 0.0 if self.taken is None else self.taken.square().mean()  # None before the hook is registered
         self.taken = None
         logits = self.model.head(self.model.norm(x + kept))
         return functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten()) * (1 + gain) + 0.1 * penalty
@@ -144,17 +144,17 @@ def trained(cls: type[DeepGPT], of_trainer: dict[str, Any], of_strategy: dict[st
 def test_trains_as_in_one_process(
     pool: WorkerPool, reference_pool: WorkerPool, cls: Any, of_trainer: Any, of_strategy: Any
 ) -> None:
-    ranks, ((expected, count),) = beside(
+    ranks, ((expected, count),) = in_parallel(
         lambda: pool.run(trained, 2, cls, of_trainer, of_strategy, True),
         lambda: reference_pool.run(trained, 1, cls, of_trainer, {}, False),
     )
     for weights, found in ranks:
-        assert_same(weights, expected, 1e-7 if cls is Averaged else 1e-10)  # torch's average divides in float32
+        assert_same(weights, expected, 1e-7 if cls is Averaged else 1e-10)  # torch averages in float32.
         assert found == count
 
 
 class Meta(DeepGPT):
-    """Made on the meta device."""
+    """Build the model in configure_model, on the meta device."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -171,21 +171,21 @@ class Initialized(Transformer):
 
 
 def materialized() -> tuple[Weights, int, int]:
-    """Weights after training, and how many elements are on this rank, and in all."""
+    """Train, and return the weights, the number of parameter elements on this rank, and the number of all."""
     model = Meta()
     make_trainer("auto", strategy=PipelineParallelStrategy(num_microbatches=4), max_steps=2).fit(model)
     own = sum(param.numel() for param in model.parameters() if not param.is_meta)
     return weights_of(model), own, sum(param.numel() for param in model.parameters())
 
 
-def test_each_rank_materializes_its_own_stages(pool: WorkerPool) -> None:
+def test_each_rank_materializes_only_its_own_stages(pool: WorkerPool) -> None:
     for weights, own, whole in pool.run(materialized, 2):
         assert own < 0.6 * whole
         assert all(weight.std() > 0 for name, weight in weights.items() if name.endswith("qkv.weight"))
 
 
 class Recomputing(Dropout):
-    """Runs its blocks again in the backward by itself, with the dropout of the forward."""
+    """Recompute the blocks in the backward by torch's checkpointing, with the dropout of the forward."""
 
     is_on = True
 
@@ -209,14 +209,14 @@ def dropped(cls: type[Dropout], schedule: str) -> Weights:
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
-def test_a_block_that_runs_again_drops_the_same(pool: WorkerPool, schedule: str) -> None:
+def test_a_recomputed_block_has_the_same_dropout(pool: WorkerPool, schedule: str) -> None:
     expected = pool.run(dropped, 2, Keeping, schedule)[0]
     for weights in pool.run(dropped, 2, Recomputing, schedule):
         assert_same(weights, expected)
 
 
 class Viewing(DeepGPT):
-    """Blocks hand on views, one of them not contiguous, and the embedding is used again at the end."""
+    """Use blocks that return views, some of them not contiguous, and use the embedding again at the end."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         embedded = self.model.embedding(batch[0])
@@ -245,14 +245,14 @@ def viewed(in_stages: bool) -> Weights:
     return weights_of(model)
 
 
-def test_views_are_handed_on(pool: WorkerPool) -> None:
+def test_views_are_sent_between_stages(pool: WorkerPool) -> None:
     expected = pool.run(viewed, 1, False)[0]
     for weights in pool.run(viewed, 2, True):
         assert_same(weights, expected)
 
 
 class Buffers(Callback):
-    """Whether validation leaves this rank's buffers alone."""
+    """Record after each validation whether this rank's buffers are those of the training step before."""
 
     def __init__(self) -> None:
         self.found: list[bool] = []
@@ -278,7 +278,7 @@ def validated() -> tuple[list[bool], int]:
     return buffers.found, len(buffers.kept)
 
 
-def test_validation_leaves_each_stage_its_buffers(pool: WorkerPool) -> None:
+def test_validation_does_not_change_the_buffers_of_any_stage(pool: WorkerPool) -> None:
     for found, number in pool.run(validated, 2):
         assert len(found) >= 2
         assert all(found)

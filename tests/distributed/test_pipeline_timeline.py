@@ -1,4 +1,4 @@
-"""What pipelines cost as their schedules say: the time that ranks wait, and the activations that they hold."""
+"""Ranks of a pipeline wait as long, and hold as many activations, as the formulas of the schedules say."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SECONDS = 0.02
 
 
 class Sleeping(torch.autograd.Function):
-    """Two cores run four ranks at once, if these sleep."""
+    """Sleep in forward and, twice as long, in backward; so two cores can run four ranks at the same time."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
@@ -52,18 +52,18 @@ class Sleeping(torch.autograd.Function):
 
 @dataclass
 class Live:
-    """How many activations are saved for a backward."""
+    """Count the activations that are saved for a backward."""
 
     now: int = 0
     peak: int = 0
 
 
 class Saved:
-    """An activation that autograd holds."""
+    """Hold an activation for autograd, and count it as long as it lives."""
 
     def __init__(self, tensor: Tensor, live: Live) -> None:
         self.tensor, self.live = tensor, live
-        self.counts = not isinstance(tensor, FakeTensor)  # on which a step is followed
+        self.counts = not isinstance(tensor, FakeTensor)  # Steps are traced on fake tensors.
         if self.counts:
             live.now += 1
             live.peak = max(live.peak, live.now)
@@ -102,7 +102,7 @@ class Sleeper(pl.LightningModule):
 
 @dataclass
 class Seen:
-    """Of each step, when what ran, and the most activations that this rank held."""
+    """Record for each step its timeline, and the largest number of activations that this rank held."""
 
     timelines: list[Timeline] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
@@ -111,17 +111,20 @@ class Seen:
 
 TOLERANCE = 0.1
 AT_LEAST = 3
-"""Steps, of which the first is also followed on tensors without values."""
+"""Smallest number of steps; the first of them is also traced on tensors without values."""
 
 
 class Look(pl.Callback):
-    """Ends the run once a step waited as long as ``theory`` says; all ranks see the same timelines."""
+    """Record each step, and end the run once the bubble of a step agrees with ``theory``.
+
+    All ranks see the same timelines, and so end at the same step.
+    """
 
     def __init__(self, theory: float | None) -> None:
         self.seen, self.theory = Seen(), theory
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Sleeper, *args: Any) -> None:
-        gc.collect()  # of tensors without values, on which the step was followed
+        gc.collect()  # frees the tensors without values on which the step was traced
         assert pl_module.live.now == 0
         pl_module.live.peak = 0
 
@@ -162,13 +165,13 @@ def run(
 
 
 @pytest.mark.parametrize(("schedule", "virtual_stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
-def test_bubbles_are_those_of_the_formulas(pool: WorkerPool, schedule: str, virtual_stages: int) -> None:
+def test_measured_bubbles_equal_the_formulas(pool: WorkerPool, schedule: str, virtual_stages: int) -> None:
     num_microbatches = 8
     theory = (PP_SIZE - 1) / (virtual_stages * num_microbatches + PP_SIZE - 1)
     ranks = pool.run(run, PP_SIZE, schedule, num_microbatches, virtual_stages * SECONDS, NUM_STEPS, theory)
     for seen in ranks:
         assert simulate(seen.order).bubble == pytest.approx(theory)
-        # Other processes on the machine only let ranks wait longer: the step that they disturbed least counts.
+        # Other processes on the machine can only make ranks wait longer, so the step with the smallest bubble counts.
         bubbles = [timeline.bubble for timeline in seen.timelines]
         assert min(bubbles) == pytest.approx(theory, rel=TOLERANCE), bubbles
     for timelines in zip(*(seen.timelines for seen in ranks), strict=True):
@@ -181,7 +184,9 @@ def test_bubbles_are_those_of_the_formulas(pool: WorkerPool, schedule: str, virt
 
 @pytest.mark.parametrize("num_microbatches", [4, 8])
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved_1f1b", "looped_bfs"])
-def test_activations_are_those_of_the_formulas(pool: WorkerPool, schedule: str, num_microbatches: int) -> None:
+def test_the_numbers_of_held_activations_equal_the_formulas(
+    pool: WorkerPool, schedule: str, num_microbatches: int
+) -> None:
     ranks = pool.run(run, PP_SIZE, schedule, num_microbatches, 0.0, 3)
     order = ranks[0].order
     stages_per_rank = len({action.stage for action in order[0]})
@@ -195,12 +200,12 @@ def test_activations_are_those_of_the_formulas(pool: WorkerPool, schedule: str, 
         in_flight = most_in_flight(order[rank])
         if schedule in formulas:
             assert in_flight == formulas[schedule](rank)
-        # Not in the first step, which is followed on tensors without values before it runs.
+        # The first step is left out, because it is traced on tensors without values before it runs.
         assert seen.peaks[1:] == [in_flight * NUM_BLOCKS // (PP_SIZE * stages_per_rank)] * 2
 
 
 def most_in_flight(actions: Sequence[Any]) -> int:
-    """Of how many microbatches and stages a rank has run the forward and not the backward."""
+    """Return the largest number of forwards that a rank has run and whose backward it has not run yet."""
     now = peak = 0
     for action in actions:
         now += {"F": 1, "B": -1}[action.kind]
@@ -236,7 +241,7 @@ def run_logged(folder: Path) -> list[list[tuple[int, float]]]:
     ]
 
 
-def test_bubbles_and_a_picture_are_logged(pool: WorkerPool, tmp_path: Path) -> None:
+def test_bubbles_and_a_picture_of_the_schedule_are_logged(pool: WorkerPool, tmp_path: Path) -> None:
     measured, theory = pool.run(run_logged, 4, tmp_path)[0]
     assert [step for step, _ in measured] == [1, 3, 4]
     assert all(0 < bubble < 1 for _, bubble in measured)

@@ -1,4 +1,4 @@
-"""Weights from Hugging Face's files: the same in every layout, read in parts, and refused where they do not fit."""
+"""Weights of Hugging Face's files are the same in every layout, each rank reads its part, and misfits are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "llama", "vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "hidden_size": 32,
         "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
     },
-    # Tied, and query, key and value packed in one layer.
+    # The head is tied, and query, key and value are packed in one layer.
     "gpt2": {
         "model_type": "gpt2", "vocab_size": VOCAB, "n_positions": CONTEXT, "n_embd": 32, "n_layer": 2, "n_head": 4,
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0,
@@ -48,7 +48,7 @@ class LanguageModel(pl.LightningModule):
         super().__init__()
         self.name = name
         self.model: nn.Module | None = None
-        self.scale = nn.Parameter(torch.full((3,), 2.0))  # in no file
+        self.scale = nn.Parameter(torch.full((3,), 2.0))  # This parameter is in no file.
 
     def configure_model(self) -> None:
         if self.model is None:
@@ -68,7 +68,7 @@ class LanguageModel(pl.LightningModule):
     val_dataloader = train_dataloader
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.0)  # what was loaded stays
+        return torch.optim.SGD(self.parameters(), lr=0.0)  # Training must not change the loaded weights.
 
 
 def trainer_of(layout: str, callback: pl.Callback, **kwargs: Any) -> pl.Trainer:
@@ -79,13 +79,13 @@ def trainer_of(layout: str, callback: pl.Callback, **kwargs: Any) -> pl.Trainer:
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Where each model is saved, in several files."""
+    """Save each model in several files, and return the folders by name."""
     result = {}
     for seed, name in enumerate(CONFIGS):
         torch.manual_seed(seed)
         result[name] = tmp_path_factory.mktemp(name)
         model = build(name)
-        for param in model.parameters():  # so that norms and biases, too, are not what they are drawn as
+        for param in model.parameters():  # Norms and biases, too, must differ from their initial values.
             nn.init.normal_(param, std=0.1)
         model.save_pretrained(result[name], max_shard_size="20KB")
         assert len(list(result[name].glob("*.safetensors"))) > 2
@@ -93,6 +93,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def stored(folder: Path) -> Weights:
+    """Read all tensors of the files in a folder."""
     result: Weights = {}
     for file in folder.glob("*.safetensors"):
         with safetensors.safe_open(file, framework="numpy") as tensors:
@@ -109,7 +110,7 @@ def assert_are_stored(weights: Weights, folder: Path) -> None:
 
 
 class CountingSlice:
-    """A slice of a file, that adds up how many elements are read of it."""
+    """Wrap a slice of a safetensors file, and count the elements that are read."""
 
     num_read = 0
 
@@ -127,7 +128,7 @@ class CountingSlice:
 
 
 class CountingFile:
-    """A file of which nothing but slices can be read."""
+    """Wrap a safetensors file, and allow reading slices only."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._file = REAL_OPEN(*args, **kwargs)
@@ -151,7 +152,7 @@ REAL_OPEN = safetensors.safe_open
 
 
 def fit(layout: str, name: str, folder: Path, **kwargs: Any) -> tuple[Weights, int]:
-    """The weights after loading, and how many elements of the files this rank has read."""
+    """Load and train, and return the weights and the number of elements that this rank has read from the files."""
     CountingSlice.num_read = 0
     model = LanguageModel(name)
     with patch("safetensors.safe_open", CountingFile):
@@ -164,7 +165,9 @@ def fit_in_layouts(name: str, folder: Path) -> list[tuple[Weights, int]]:
 
 
 @pytest.mark.parametrize("name", CONFIGS)
-def test_every_layout_has_what_is_in_the_files(pool: WorkerPool, folders: dict[str, Path], name: str) -> None:
+def test_every_layout_loads_the_files_and_each_rank_reads_little_more_than_its_part(
+    pool: WorkerPool, folders: dict[str, Path], name: str
+) -> None:
     (single,) = pool.run(fit, 1, "auto", name, folders[name])
     results = pool.run(fit_in_layouts, 4, name, folders[name])
     numel = sum(weight.size for weight in stored(folders[name]).values())
@@ -174,14 +177,19 @@ def test_every_layout_has_what_is_in_the_files(pool: WorkerPool, folders: dict[s
         num_read = [results[rank][i][1] for rank in range(4)]
         for of_rank in results:
             assert_are_stored(of_rank[i][0], folders[name])
-        # Replicas read the same; all that tensor parallelism replicates is small.
+        # Each replica reads all files once. With tensor parallelism, several ranks read the small replicated tensors.
         num_replicas = 2 if layout == "2x2" else 1
         assert num_replicas * numel <= sum(num_read) <= num_replicas * numel * (1.2 if layout == "tp4" else 1.05)
         assert max(num_read) < (0.6 if layout == "2x2" else 0.35) * numel
 
 
 def validate_and_resume(folder: Path, work: Path) -> tuple[Weights, Weights, int, Weights]:
-    """After a validation alone, a training from there, and a resume: what was read, and the weights at its end."""
+    """Validate, train, save and resume with LoadPretrained.
+
+    Returns:
+        The weights after the first validation and after training, the number of elements that the resume read from the
+        files, and the resumed weights.
+    """
     model, callback = LanguageModel("llama"), LoadPretrained(folder)
     trainer = trainer_of("full_shard", callback)
     trainer.validate(model, verbose=False)
@@ -189,7 +197,7 @@ def validate_and_resume(folder: Path, work: Path) -> tuple[Weights, Weights, int
     model.configure_optimizers = lambda: torch.optim.SGD(model.parameters(), lr=1.0)  # type: ignore[method-assign]
     trainer.fit(model)
     trained = weights_of(model)
-    trainer.validate(model, verbose=False)  # of what was trained, which is not loaded over
+    trainer.validate(model, verbose=False)  # This must not load the files again.
     assert all((weight == trained[name]).all() for name, weight in weights_of(model).items())
     trainer.save_checkpoint(work / "run.ckpt")
     CountingSlice.num_read = 0
@@ -199,7 +207,9 @@ def validate_and_resume(folder: Path, work: Path) -> tuple[Weights, Weights, int
     return loaded, trained, CountingSlice.num_read, weights_of(resumed)
 
 
-def test_what_was_trained_is_not_loaded_over(pool: WorkerPool, folders: dict[str, Path], tmp_path: Path) -> None:
+def test_trained_and_resumed_weights_are_not_overwritten_by_the_files(
+    pool: WorkerPool, folders: dict[str, Path], tmp_path: Path
+) -> None:
     for loaded, trained, num_read, resumed in pool.run(validate_and_resume, 4, folders["llama"], tmp_path):
         assert_are_stored(loaded, folders["llama"])
         assert any((weight != stored(folders["llama"])[name]).any() for name, weight in trained.items() if "." in name)
@@ -209,7 +219,7 @@ def test_what_was_trained_is_not_loaded_over(pool: WorkerPool, folders: dict[str
 
 
 def fit_wrong(folder: Path) -> tuple[str, bool]:
-    """The error on this rank, and whether any weight was changed."""
+    """Load files that do not fit, and return the error on this rank, and whether any weight was changed."""
     model = LanguageModel("llama")
     before: Weights = {}
 
@@ -227,7 +237,9 @@ def fit_wrong(folder: Path) -> tuple[str, bool]:
     return "no error", False
 
 
-def test_all_ranks_refuse_alike_and_change_nothing(pool: WorkerPool, folders: dict[str, Path]) -> None:
+def test_all_ranks_refuse_files_that_do_not_fit_and_change_no_weight(
+    pool: WorkerPool, folders: dict[str, Path]
+) -> None:
     results = pool.run(fit_wrong, 4, folders["gpt2"])
     assert len(set(results)) == 1
     error, is_changed = results[0]
@@ -236,7 +248,7 @@ def test_all_ranks_refuse_alike_and_change_nothing(pool: WorkerPool, folders: di
 
 
 def resaved(folder: Path, work: Path, change: Any) -> Path:
-    """A copy of a saved model in one file, with what ``change`` does to its tensors."""
+    """Copy a saved model to one file, after ``change`` was called with its tensors."""
     from safetensors.torch import save_file
 
     tensors = {name.removeprefix("model."): torch.from_numpy(weight) for name, weight in stored(folder).items()}
@@ -246,9 +258,9 @@ def resaved(folder: Path, work: Path, change: Any) -> Path:
     return work
 
 
-def test_what_does_not_fit_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+def test_the_error_names_the_tensors_and_files_that_do_not_fit(folders: dict[str, Path], tmp_path: Path) -> None:
     model = build("llama")
-    inner = model.model  # its names are those of resaved(): without "model."
+    inner = model.model  # Its names have no "model." at the beginning, like those of resaved().
     before = weights_of(model)
 
     def refused(folder: Path, prefix: str = "", module: Any = inner) -> str:
@@ -292,7 +304,7 @@ def test_what_does_not_fit_is_named(folders: dict[str, Path], tmp_path: Path) ->
 
 
 class Tied(nn.Module):
-    """A tied weight, buffers of both kinds, and a parameter without dimensions."""
+    """Have a tied weight, a persistent buffer and another one, and a parameter without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -304,7 +316,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("name", ["embedding.weight", "head.weight"])
-def test_ties_buffers_and_dtypes(tmp_path: Path, name: str) -> None:
+def test_loading_keeps_ties_and_dtypes_and_loads_persistent_buffers(tmp_path: Path, name: str) -> None:
     from safetensors.torch import save_file
 
     weight = torch.arange(12.0).reshape(4, 3)

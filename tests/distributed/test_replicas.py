@@ -1,4 +1,4 @@
-"""Replicas, their data and their nodes."""
+"""Replicas are checked for differences, get their parts of the data, and are nodes by default."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from tests.pool import WorkerPool
 
 
 class Diverges(pl.Callback):
+    """Change a weight of the second replica slightly after the third batch."""
+
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == 2 and trainer.global_rank >= 2:  # the second replica
+        if batch_idx == 2 and trainer.global_rank >= 2:
             with torch.no_grad():
                 pl_module.model.head.weight.to_local().flatten()[:1] *= 1 + 1e-7
 
@@ -34,7 +36,7 @@ def test_replicas_that_differ_are_found(pool: WorkerPool) -> None:
     assert pool.run(check_replicas, 4, 1, False) == [""] * 4
     for error in pool.run(check_replicas, 4, 2, True):
         assert error.startswith("3 ReplicasDifferError: 1 of ")
-        assert "model.embedding.weight" in error  # the head's, tied
+        assert "model.embedding.weight" in error  # The changed weight of the head is tied to it.
 
 
 def sampler_numbers() -> tuple[int, int, int]:
@@ -49,7 +51,7 @@ def sampler_numbers() -> tuple[int, int, int]:
     return sampler.num_replicas, sampler.rank, trainer.num_training_batches
 
 
-def test_data_is_split(pool: WorkerPool) -> None:
+def test_lightnings_sampler_splits_the_data_over_all_ranks(pool: WorkerPool) -> None:
     assert pool.run(sampler_numbers, 4) == [(4, rank, 4096 // 4 // 4) for rank in range(4)]
 
 
@@ -60,7 +62,7 @@ def default_sizes() -> dict[str, Any]:
     return strategy.layout.describe()
 
 
-def test_by_default_replicas_are_nodes(pool: WorkerPool) -> None:
+def test_by_default_each_node_has_one_replica(pool: WorkerPool) -> None:
     sizes = pool.run(default_sizes, 4, num_nodes=2)[0]
     assert sizes == {"pp_size": 1, "dp_replicate_size": 2, "dp_shard_size": 2, "tp_size": 1}
 
@@ -74,5 +76,5 @@ def default_on_one_node() -> list[str]:
     return [str(warning.message) for warning in caught]
 
 
-def test_hybrid_on_one_node_says_what_it_is(pool: WorkerPool) -> None:
+def test_hybrid_shard_on_one_node_warns_that_it_is_the_same_as_full_shard(pool: WorkerPool) -> None:
     assert any("the same as 'full_shard'" in text for text in pool.run(default_on_one_node, 2)[0])

@@ -1,4 +1,4 @@
-"""``ckpt_path="auto"`` and ``"last"``, and which checkpoints are left for them."""
+"""``ckpt_path="auto"`` and ``"last"`` resume from the newest good checkpoint, which retention keeps."""
 
 from __future__ import annotations
 
@@ -29,7 +29,20 @@ def run(
     folder: Path | None, num_steps: int, ckpt_path: str | None = None, layout: str = "full_shard",
     checkpoint: dict[str, Any] | None = None, failing: tuple[str, ...] = (), **kwargs: Any,
 ) -> tuple[int, list[str], list[str]]:  # fmt: skip
-    """Train to this step, saving at each; returns the first step, the warnings, and what is there at the end."""
+    """Train until step ``num_steps``, and save after every step.
+
+    Args:
+        folder: Folder of the checkpoints; None: ModelCheckpoint's default.
+        num_steps: Global step to train to.
+        ckpt_path: Checkpoint to resume from.
+        layout: Layout of :func:`make_trainer`.
+        checkpoint: Arguments of CheckpointOptions.
+        failing: Names of checkpoints whose save fails on rank 1.
+        kwargs: Arguments of ModelCheckpoint.
+
+    Returns:
+        The step that training started from, the warnings, and the names of the checkpoints that are there at the end.
+    """
     first = FirstStep()
     with warnings.catch_warnings(record=True) as caught, pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("always")
@@ -45,6 +58,7 @@ def run(
 
 
 def damage(path: Path) -> None:
+    """Flip a bit in the file of rank 1."""
     with open(path / "rank_1.bin", "r+b") as file:
         file.seek(10)
         byte = file.read(1)
@@ -52,30 +66,30 @@ def damage(path: Path) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-def test_auto_starts_afresh_and_then_goes_on(pool: WorkerPool, tmp_path: Path) -> None:
+def test_auto_starts_a_new_run_without_a_checkpoint_and_resumes_with_one(pool: WorkerPool, tmp_path: Path) -> None:
     assert [first for first, _, _ in pool.run(run, 2, tmp_path, 2, "auto")] == [0, 0]
     assert [first for first, _, _ in pool.run(run, 2, tmp_path, 4, "auto")] == [2, 2]
 
 
 @pytest.mark.parametrize("ckpt_path", ["auto", "last"])
-def test_damaged_ones_are_passed_over(pool: WorkerPool, tmp_path: Path, ckpt_path: str) -> None:
+def test_damaged_checkpoints_are_skipped_with_a_warning(pool: WorkerPool, tmp_path: Path, ckpt_path: str) -> None:
     pool.run(run, 2, tmp_path, 3, None, save_last=True)
     for name in ("last", "step=3"):
         damage(tmp_path / f"{name}.ckpt")
     results = pool.run(run, 2, tmp_path, 4, ckpt_path, save_last=True)
     assert [first for first, _, _ in results] == [2, 2]
-    said = "\n".join(results[0][1])
-    assert "last.ckpt" in said and "step=3.ckpt" in said and "Trying the one before" in said
+    warned = "\n".join(results[0][1])
+    assert "last.ckpt" in warned and "step=3.ckpt" in warned and "Trying the one before" in warned
 
 
-def test_a_path_that_was_asked_for_is_not_passed_over(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_that_the_user_names_is_an_error(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(run, 2, tmp_path, 3, None, save_last=True)
     damage(tmp_path / "last.ckpt")
     with pytest.raises(RankFailed, match=r"last\.ckpt cannot be read: its file rank_1.bin is damaged"):
         pool.run(run, 2, tmp_path, 4, str(tmp_path / "last.ckpt"))
 
 
-def test_where_none_is_good_nothing_starts_afresh(pool: WorkerPool, tmp_path: Path) -> None:
+def test_auto_raises_if_all_checkpoints_are_damaged(pool: WorkerPool, tmp_path: Path) -> None:
     pool.run(run, 2, tmp_path, 2)
     for path in tmp_path.glob("*.ckpt"):
         damage(path)
@@ -83,30 +97,30 @@ def test_where_none_is_good_nothing_starts_afresh(pool: WorkerPool, tmp_path: Pa
         pool.run(run, 2, tmp_path, 4, "auto")
 
 
-def test_auto_needs_a_folder_and_our_strategies(pool: WorkerPool, tmp_path: Path) -> None:
+def test_auto_needs_a_folder_and_a_strategy_of_this_project(pool: WorkerPool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="give ModelCheckpoint a dirpath"):
         pool.run(run, 2, None, 1, "auto")
     with pytest.raises(RankFailed, match="use 'last'"):
         pool.run(run, 2, tmp_path, 1, "auto", "ddp")
 
 
-def test_retention_thins_out_what_callbacks_keep(pool: WorkerPool, tmp_path: Path) -> None:
+def test_retention_removes_checkpoints_that_callbacks_keep(pool: WorkerPool, tmp_path: Path) -> None:
     keep = {"keep_last": 2, "keep_every_n_steps": 3}
     names = pool.run(run, 2, tmp_path, 5, None, checkpoint=keep)[0][2]
     assert names == ["step=3.ckpt", "step=4.ckpt", "step=5.ckpt"]
-    # A resumed run goes on with its own; another one's stay.
+    # A resumed run also removes the checkpoints that it saved before; those of another run are kept.
     names = pool.run(run, 2, tmp_path, 7, "auto", checkpoint=keep)[0][2]
     assert names == ["step=3.ckpt", "step=6.ckpt", "step=7.ckpt"]
     names = pool.run(run, 2, tmp_path, 2, None, checkpoint={"keep_last": 1})[0][2]
     assert names == ["step=2.ckpt", "step=3.ckpt", "step=6.ckpt", "step=7.ckpt"]
 
 
-def test_retention_keeps_what_a_callback_would_remove(pool: WorkerPool, tmp_path: Path) -> None:
+def test_retention_keeps_checkpoints_that_a_callback_would_remove(pool: WorkerPool, tmp_path: Path) -> None:
     names = pool.run(run, 2, tmp_path, 5, None, checkpoint={"keep_last": 3}, save_top_k=1)[0][2]
     assert names == ["step=3.ckpt", "step=4.ckpt", "step=5.ckpt"]
 
 
-def test_a_failed_save_removes_nothing(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_failed_save_removes_no_checkpoint(pool: WorkerPool, tmp_path: Path) -> None:
     names = pool.run(run, 2, tmp_path, 5, None, checkpoint={"keep_last": 1}, failing=("step=3.ckpt", "step=4.ckpt"))[0][
         2
     ]
@@ -114,7 +128,7 @@ def test_a_failed_save_removes_nothing(pool: WorkerPool, tmp_path: Path) -> None
 
 
 def damaged_on_disk(folder: Path) -> tuple[list[str], str]:
-    """The newest save is damaged as soon as it is written: what it would replace must stay."""
+    """Damage the newest checkpoint as soon as it is written, and return the files that are there, and the error."""
     from lightning_dist.checkpoint import file_system
 
     commit = file_system.LocalStorage.commit
@@ -134,7 +148,7 @@ def damaged_on_disk(folder: Path) -> tuple[list[str], str]:
     return sorted(os.listdir(folder)), error
 
 
-def test_nothing_older_goes_before_the_newest_proves_itself(pool: WorkerPool, tmp_path: Path) -> None:
+def test_an_older_checkpoint_is_only_removed_after_the_newest_was_verified(pool: WorkerPool, tmp_path: Path) -> None:
     for names, error in pool.run(damaged_on_disk, 2, tmp_path):
         assert {"step=2.ckpt", "step=3.ckpt"} <= set(names) and "step=1.ckpt" not in names
         assert "step=3.ckpt cannot be read: its file rank_1.bin is damaged" in error or "rank 1" in error

@@ -1,4 +1,4 @@
-"""Saves in the background: what they wait for, what they write, and what happens when they fail."""
+"""Saves in the background write the weights of their step while training goes on, and failures are handled."""
 
 from __future__ import annotations
 
@@ -27,7 +27,12 @@ from tests.pool import RankFailed, WorkerPool
 
 
 class Slow:
-    """Makes every new file of this process wait until ``release`` is set, or, given ``seconds``, for so long."""
+    """Delay the first write to every new file of this process.
+
+    Args:
+        monkeypatch: Fixture that undoes the patch.
+        seconds: Length of the delay in seconds; None: until ``release`` is set.
+    """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float | None = None) -> None:
         self.release = threading.Event()
@@ -42,7 +47,7 @@ class Slow:
 
 
 def fail_writes(monkeypatch: pytest.MonkeyPatch, which: set[str], rank: str = "1") -> None:
-    """Let rank ``rank`` have no space for the checkpoints of these names."""
+    """Make the saves of the checkpoints with the names ``which`` fail on rank ``rank``, for lack of disk space."""
     create = file_system.LocalStorage.create
 
     def full(self: Any, save_id: str, name: str) -> Any:
@@ -59,7 +64,7 @@ def fail_writes(monkeypatch: pytest.MonkeyPatch, which: set[str], rank: str = "1
 
 
 class AtSteps(pl.Callback):
-    """Calls a function after the optimizer steps that it is given."""
+    """Call the function in ``actions`` for the current global step after each batch."""
 
     def __init__(self, actions: dict[int, Any]) -> None:
         self.actions = actions
@@ -70,6 +75,7 @@ class AtSteps(pl.Callback):
 
 
 def every_step(folder: Path, **kwargs: Any) -> ModelCheckpoint:
+    """Make a ModelCheckpoint that saves after every step and keeps all checkpoints."""
     defaults = {"filename": "{step}", "every_n_train_steps": 1, "save_top_k": -1}
     return ModelCheckpoint(folder, **{**defaults, **kwargs})
 
@@ -84,7 +90,11 @@ def fit(callbacks: list[Any], layout: str = "full_shard", strategy: dict[str, An
 
 
 def goes_on(folder: Path) -> tuple[list[bool], dict[str, torch.Tensor], Any]:
-    """Save after step 2, hold the writes until step 5, and see what is there meanwhile and at the end."""
+    """Save after step 2, and delay the writes until step 5.
+
+    Returns:
+        Whether the checkpoint was there after steps 3, 4 and 5, the weights of step 2, and the saved step and weights.
+    """
     there: list[bool] = []
     weights: dict[str, torch.Tensor] = {}
     with pytest.MonkeyPatch.context() as patch:
@@ -141,7 +151,7 @@ def run_with_failures(folder: Path, which: set[str], **kwargs: Any) -> tuple[lis
 
 
 class Unpicklable(pl.Callback):
-    """Gives rank 1 something for the save after step 2 that cannot be pickled."""
+    """Add an object that cannot be pickled to the checkpoint of step 2 on rank 1."""
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
         if trainer.global_rank == 1 and trainer.global_step == 2:
@@ -153,12 +163,16 @@ def save_what_one_rank_cannot(folder: Path) -> list[str]:
     return sorted(Path(path).name for path, _ in find(folder))
 
 
-def test_a_rank_that_cannot_pickle_fails_the_save_of_all(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_rank_that_cannot_pickle_its_part_makes_the_save_fail_on_all_ranks(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run(save_what_one_rank_cannot, 2, tmp_path) == [["step=1.ckpt", "step=3.ckpt"]] * 2
 
 
 def storage_errors(folder: Path) -> tuple[list[str], list[str]]:
-    """Reading back and removing fail, as storage may, with errors that nobody has thought of."""
+    """Save while the verification fails on rank 1 with an unexpected error.
+
+    Returns:
+        The checkpoints that are there at the end, and a list of the error and the name of the best checkpoint.
+    """
 
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("the storage is away")
@@ -175,9 +189,11 @@ def storage_errors(folder: Path) -> tuple[list[str], list[str]]:
     return sorted(Path(path).name for path, _ in find(folder)), [error, Path(checkpoint.best_model_path).name]
 
 
-def test_errors_of_the_storage_do_not_end_the_writer(pool: WorkerPool, tmp_path: Path) -> None:
+def test_unexpected_errors_of_the_storage_are_raised_and_do_not_end_the_writer(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
     for names, (error, best) in pool.run(storage_errors, 2, tmp_path, timeout_s=60):
-        assert names == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]  # nothing older goes
+        assert names == ["step=1.ckpt", "step=2.ckpt", "step=3.ckpt"]  # No older checkpoint was removed.
         assert "the storage is away" in error
         assert best in names
 
@@ -190,7 +206,7 @@ def test_training_goes_on_after_a_failed_save(pool: WorkerPool, tmp_path: Path) 
     assert not (tmp_path / ".tmp").exists()
 
 
-def test_fit_raises_where_the_newest_save_failed(pool: WorkerPool, tmp_path: Path) -> None:
+def test_fit_raises_if_the_newest_save_failed(pool: WorkerPool, tmp_path: Path) -> None:
     for names, _, best, error in pool.run(run_with_failures, 4, tmp_path, {"step=6.ckpt"}):
         assert names[-1] == Path(best).name == "step=5.ckpt"
         assert "step=6.ckpt was not written" in error
@@ -198,8 +214,8 @@ def test_fit_raises_where_the_newest_save_failed(pool: WorkerPool, tmp_path: Pat
         assert "No space left on device" in error
 
 
-def test_what_a_failed_save_would_have_replaced_stays(pool: WorkerPool, tmp_path: Path) -> None:
-    """ModelCheckpoint keeps one and removes it when the next is asked for."""
+def test_the_checkpoint_that_a_failed_save_would_have_replaced_is_kept(pool: WorkerPool, tmp_path: Path) -> None:
+    """ModelCheckpoint keeps one checkpoint, and removes it as soon as it has requested the next save."""
     for names, _, best, _ in pool.run(run_with_failures, 4, tmp_path, {"step=6.ckpt"}, save_top_k=1):
         assert names == ["step=5.ckpt"]
         assert Path(best).name == "step=5.ckpt"
@@ -208,7 +224,11 @@ def test_what_a_failed_save_would_have_replaced_stays(pool: WorkerPool, tmp_path
 
 
 def scored(folder: Path, scores: list[float], failing: set[str], top_k: int) -> tuple[list[str], dict[str, float], str]:
-    """Save after every step, the metric as given; returns what is on the disk, and what ModelCheckpoint believes."""
+    """Save the ``top_k`` best checkpoints by a metric with the given scores, one per step.
+
+    Returns:
+        The checkpoints on the disk, ModelCheckpoint's names and scores of the best ones, and its best one.
+    """
 
     class Score(pl.Callback):
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
@@ -217,7 +237,7 @@ def scored(folder: Path, scores: list[float], failing: set[str], top_k: int) -> 
     checkpoint = every_step(folder, monitor="score", save_top_k=top_k)
     with pytest.MonkeyPatch.context() as patch:
         fail_writes(patch, failing)
-        with suppress(CheckpointError):  # where no save came after the one that failed
+        with suppress(CheckpointError):  # raised if the last save failed
             fit([Score(), checkpoint], max_steps=len(scores))
     models = {Path(path).name: round(float(score), 3) for path, score in checkpoint.best_k_models.items()}
     return sorted(Path(path).name for path, _ in find(folder)), models, Path(checkpoint.best_model_path).name
@@ -232,7 +252,7 @@ def scored(folder: Path, scores: list[float], failing: set[str], top_k: int) -> 
     ],
     ids=["none", "the best", "two in a row"],
 )
-def test_top_k_is_what_was_committed(
+def test_the_best_k_checkpoints_are_chosen_among_the_saves_that_did_not_fail(
     pool: WorkerPool, tmp_path: Path, failing: set[str], expected: dict[str, float]
 ) -> None:
     for names, models, best in pool.run(scored, 2, tmp_path, [0.9, 0.7, 0.5, 0.8, 0.4, 0.95], failing, 2):
@@ -241,8 +261,8 @@ def test_top_k_is_what_was_committed(
         assert best == min(expected, key=expected.__getitem__)
 
 
-def test_saves_of_one_name_get_versions(pool: WorkerPool, tmp_path: Path) -> None:
-    """ModelCheckpoint looks whether a file is there; one that is being written is not, yet."""
+def test_saves_with_the_same_name_get_different_versions(pool: WorkerPool, tmp_path: Path) -> None:
+    """ModelCheckpoint checks whether a file exists, and a checkpoint that is still being written does not exist yet."""
     names = pool.run(one_name, 2, tmp_path)[0]
     assert names == ["best-v1.ckpt", "best.ckpt"]
 
@@ -259,33 +279,35 @@ def one_name(folder: Path) -> list[str]:
 
 
 class Notes(DummyLogger):
-    """Notes what is there when it is told of a checkpoint."""
+    """Record whether a checkpoint exists when the logger is notified of it, and record all metrics."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.told: list[tuple[str, bool]] = []
+        self.notices: list[tuple[str, bool]] = []
         self.metrics: list[dict[str, float]] = []
 
     def after_save_checkpoint(self, checkpoint_callback: Any) -> None:
         path = Path(checkpoint_callback.best_model_path)
-        self.told.append((path.name, path.exists()))
+        self.notices.append((path.name, path.exists()))
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
         self.metrics.append({**metrics, "at": step})
 
 
-def told(folder: Path) -> tuple[list[tuple[str, bool]], list[dict[str, float]]]:
+def notices_of_saves(folder: Path) -> tuple[list[tuple[str, bool]], list[dict[str, float]]]:
     logger = Notes()
     with pytest.MonkeyPatch.context() as patch:
         Slow(patch, seconds=0.1)
         fail_writes(patch, {"step=4.ckpt"}, rank="0")
         fit([every_step(folder, every_n_train_steps=2)], logger=logger)
     assert "after_save_checkpoint" not in vars(logger)
-    return logger.told, [metrics for metrics in logger.metrics if "checkpoint/failed" in metrics]
+    return logger.notices, [metrics for metrics in logger.metrics if "checkpoint/failed" in metrics]
 
 
-def test_loggers_are_told_of_what_is_there_and_what_it_cost(pool: WorkerPool, tmp_path: Path) -> None:
-    notices, metrics = pool.run(told, 2, tmp_path)[0]
+def test_loggers_are_notified_of_existing_checkpoints_and_get_the_costs_of_saves(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    notices, metrics = pool.run(notices_of_saves, 2, tmp_path)[0]
     assert [exists for _, exists in notices] == [True, True]
     assert [(entry["at"], entry["checkpoint/failed"]) for entry in metrics] == [(2, 0), (4, 1), (6, 1)]
     for entry in metrics:
@@ -296,7 +318,11 @@ def test_loggers_are_told_of_what_is_there_and_what_it_cost(pool: WorkerPool, tm
 
 
 def change_weights(folder: Path) -> str:
-    """Save, and change weights before they are copied: the copy waits for that."""
+    """Save, and change a weight before it is copied: the copy is delayed until the change.
+
+    Returns:
+        The error of the fit, or ``"no error"``.
+    """
     changed = threading.Event()
     stage = DefaultStager.stage
 
@@ -310,7 +336,8 @@ def change_weights(folder: Path) -> str:
             next(module.parameters()).add_(1.0)
         changed.set()
 
-    # Until the end of the fit: the writer's thread stages when it comes to it, maybe after save_checkpoint returned.
+    # The patch must last until the end of the fit, because the writer's thread may copy the weights only after
+    # save_checkpoint has returned.
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DefaultStager, "stage", late)
         try:
@@ -320,15 +347,15 @@ def change_weights(folder: Path) -> str:
     return "no error"
 
 
-def test_weights_that_change_under_the_copy_are_noticed(pool: WorkerPool, tmp_path: Path) -> None:
+def test_weights_that_change_while_they_are_copied_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
     for error in pool.run(change_weights, 2, tmp_path):
         assert "mix two steps" in error
         assert "asynchronous=False" in error
     assert find(tmp_path) == []
 
 
-def save_beside(folder: Path) -> list[str]:
-    """Two writers at once, as two runs have."""
+def save_while_locked(folder: Path) -> list[str]:
+    """Save while the folder is locked, as by another run, and again after it was unlocked; return the errors."""
     errors = []
     other = storage_at(folder / "other.ckpt")
     unlock = other.lock() if os.environ["RANK"] == "0" else lambda: None
@@ -341,8 +368,8 @@ def save_beside(folder: Path) -> list[str]:
     return errors
 
 
-def test_two_runs_cannot_save_to_one_folder(pool: WorkerPool, tmp_path: Path) -> None:
-    for errors in pool.run(save_beside, 2, tmp_path):
+def test_two_runs_cannot_save_to_one_folder_at_the_same_time(pool: WorkerPool, tmp_path: Path) -> None:
+    for errors in pool.run(save_while_locked, 2, tmp_path):
         assert len(errors) == 1
         assert "another run (process " in errors[0]
         assert f"saves to {tmp_path}" in errors[0]
@@ -365,12 +392,16 @@ def synchronous(folder: Path) -> list[bool]:
     return there
 
 
-def test_synchronous_saves_are_there_at_once(pool: WorkerPool, tmp_path: Path) -> None:
+def test_synchronous_saves_are_complete_when_the_call_returns(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run(synchronous, 4, tmp_path) == [[True]] * 4
 
 
-def alone(folder: Path) -> str:
-    """Rank 1 works in another folder, and its disk is its own: it does not see what rank 0 makes there."""
+def save_on_separate_disks(folder: Path) -> str:
+    """Save while rank 1 does not see the folders that rank 0 creates, and works in another directory.
+
+    Returns:
+        The error of the fit, or ``"no error"``.
+    """
     (folder / os.environ["RANK"]).mkdir()
     before = os.getcwd()
     os.chdir(folder / os.environ["RANK"])
@@ -389,15 +420,15 @@ def alone(folder: Path) -> str:
     return "no error"
 
 
-def test_ranks_that_do_not_share_a_disk_are_told(pool: WorkerPool, tmp_path: Path) -> None:
-    for error in pool.run(alone, 2, tmp_path):
+def test_saving_raises_if_the_ranks_do_not_share_a_disk(pool: WorkerPool, tmp_path: Path) -> None:
+    for error in pool.run(save_on_separate_disks, 2, tmp_path):
         assert "rank 1 does not see the folder that rank 0 created" in error and "all ranks share" in error
         assert str(tmp_path / "0" / "run.ckpt") in error
     assert not (tmp_path / "0" / "run.ckpt").exists()
 
 
 def error_on_one_rank(folder: Path) -> None:
-    """A callback that saves on errors, on the only rank that has one."""
+    """Train with a callback that saves on errors, and raise an error on rank 1 only, which then saves alone."""
 
     class Raises(GPT):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -428,6 +459,8 @@ def test_a_save_after_an_error_of_one_rank_does_not_hang(pool: WorkerPool, tmp_p
 
 
 def error_on_one_rank_is_caught(folder: Path) -> None:
+    """Train while rank 1 raises an error, which it catches, and start another training."""
+
     class Raises(GPT):
         def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
             if batch_idx == 2 and self.global_rank == 1:

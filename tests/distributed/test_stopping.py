@@ -1,4 +1,4 @@
-"""Runs that are asked to stop: they save, exit with their code, and go on as if nothing had been."""
+"""Runs that get a signal to stop save a checkpoint, exit with a certain code, and resume without any difference."""
 
 from __future__ import annotations
 
@@ -23,7 +23,13 @@ from tests.pool import WorkerPool
 
 
 class Signal(pl.Callback):
-    """Sends a signal to these ranks' own processes, in batch 6: in its step, in its save, or in its validation."""
+    """Send a signal to the own process in batch 6.
+
+    Args:
+        where: Part of the batch to send it in: ``"step"``, ``"save"`` or ``"validation"``.
+        ranks: Ranks that send it.
+        number: Number of the signal.
+    """
 
     def __init__(self, where: str, ranks: list[int], number: int = signal.SIGTERM) -> None:
         self.where, self.ranks, self.number = where, ranks, number
@@ -87,7 +93,7 @@ def resumed(path: str) -> Any:
         ("validation", [1], signal.SIGTERM),
     ],
 )
-def test_a_stopped_run_goes_on_as_if_it_had_not(
+def test_a_stopped_and_resumed_run_equals_the_uninterrupted_one(
     pool: WorkerPool, expected: Any, tmp_path: Path, where: str, ranks: list[int], number: int
 ) -> None:
     stops = pool.run(stopped, 2, tmp_path, Signal(where, ranks, number), where == "save")
@@ -133,21 +139,21 @@ trainer.fit(GPT())
 
 
 def stop_launched_job(folder: Path, grace_seconds: float, forked: bool = False) -> tuple[int | None, str]:
-    """The signal comes from outside, to the process that was launched last. Returns the exit code and the output."""
+    """Launch a job, send SIGTERM to the rank that was launched last, and return the exit code and the output."""
     process, last = launch(SCRIPT, folder, str(grace_seconds), forked=forked)
     os.kill(last, signal.SIGTERM)
     output, _ = process.communicate(timeout=25)
     return process.returncode, output
 
 
-def test_a_launched_job_exits_with_its_code(tmp_path: Path) -> None:
+def test_a_stopped_job_saves_and_exits_with_the_code_for_stopped_runs(tmp_path: Path) -> None:
     code, output = stop_launched_job(tmp_path, 20.0)
     assert code == EXIT_STOPPED, output
     assert re.search(r"Stopped by SIGTERM after step \d+; saved .*checkpoints/last-stopped.ckpt", output), output
     assert [Path(path).name for path, _ in find(tmp_path / "checkpoints")] == ["last-stopped.ckpt"]
 
 
-def test_a_save_beyond_the_grace_period_ends_the_run(tmp_path: Path) -> None:
+def test_a_save_that_exceeds_the_grace_period_ends_the_run_with_an_error(tmp_path: Path) -> None:
     code, output = stop_launched_job(tmp_path, 0.5, forked=True)
     assert code == 1, output
     assert "was not written within grace_seconds=0.5" in output
@@ -155,7 +161,7 @@ def test_a_save_beyond_the_grace_period_ends_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kwargs", [{"grace_seconds": 0}, {"hang_timeout": -1.0}], ids=str)
-def test_what_cannot_be_is_refused(kwargs: dict[str, float]) -> None:
+def test_times_that_are_not_positive_are_refused(kwargs: dict[str, float]) -> None:
     name, value = next(iter(kwargs.items()))
     with pytest.raises(pl.utilities.exceptions.MisconfigurationException, match=f"{name}={value}"):
         FaultTolerance(**kwargs)

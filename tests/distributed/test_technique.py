@@ -1,4 +1,4 @@
-"""A technique that is nowhere else but here: one class, and one entry in the list."""
+"""A technique can be added by one class and one entry in the list, and then works with every strategy."""
 
 from __future__ import annotations
 
@@ -75,7 +75,16 @@ class Doubling(Technique):
 
 
 def doubled(name: str, folder: Path, resumes: bool) -> tuple[Weights, int, int, str]:
-    """Train two optimizer steps, after the two of a run that was saved if ``resumes``."""
+    """Train two optimizer steps with the technique, and save, or resume and train two more.
+
+    Args:
+        name: Key of :data:`STRATEGIES`.
+        folder: Folder of the checkpoint.
+        resumes: Whether to resume from the checkpoint of an earlier call.
+
+    Returns:
+        The weights, the technique's two counters, and the start-up table.
+    """
     own = parallelize._techniques
     with patch.object(parallelize, "_techniques", lambda *args: [Doubling(), *own(*args)]):
         model = build("gpt", optimizer="plain_sgd")
@@ -101,7 +110,7 @@ def doubled(name: str, folder: Path, resumes: bool) -> tuple[Weights, int, int, 
 
 
 def in_one_process() -> Weights:
-    """Train with twice the learning rate."""
+    """Train in one process without the technique, but with twice the learning rate, which has the same effect."""
 
     class TwiceAsFast(pl.Callback):
         def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -122,7 +131,9 @@ def expected(pool: WorkerPool) -> Weights:
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_a_technique_is_one_class_and_one_entry(pool: WorkerPool, name: str, expected: Weights, tmp_path: Path) -> None:
+def test_an_added_technique_changes_gradients_is_resumed_and_appears_in_the_table(
+    pool: WorkerPool, name: str, expected: Weights, tmp_path: Path
+) -> None:
     num_ranks = STRATEGIES[name][0]
     for _, num_gathers, num_doubled, table in pool.run(doubled, num_ranks, name, tmp_path, False):
         assert num_gathers > 0

@@ -1,4 +1,7 @@
-"""What a split model is besides equal to one that is not: smaller, refused where it cannot be, and fed alike."""
+"""A split model needs less memory, resumes in any layout, and is refused where it cannot be split.
+
+That it computes the same as one process is tested in ``tests/parity/test_tensor_parallel.py``.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def tp_trainer(tp: int = 2, layout: str = "", plan: Any = None, **kwargs: Any) -
 
 
 class Sizes(pl.Callback):
-    """Bytes on this rank, of parameters, gradients and optimizer state."""
+    """Measure the bytes of parameters, gradients and optimizer state on this rank."""
 
     held = 0
 
@@ -43,7 +46,12 @@ class Sizes(pl.Callback):
 
 
 def held(tp: int, shard: int) -> tuple[float, float]:
-    """What a rank holds, against 1 / tp of what is split and the rest, and against the whole model."""
+    """Train, and compare the bytes that this rank holds.
+
+    Returns:
+        Ratio to the formula, by which a rank holds 1 / tp of the split parameters and all others, sharded over
+        ``shard`` ranks; and ratio to the whole model.
+    """
     model, sizes = build("example_gpt", optimizer="adamw"), Sizes()
     strategy = TensorParallelStrategy(tp, shard)
     make_trainer("2x2", strategy=strategy, max_steps=2, callbacks=[sizes]).fit(model)
@@ -53,7 +61,7 @@ def held(tp: int, shard: int) -> tuple[float, float]:
     return sizes.held / (per_element * (split / tp + whole - split) / shard), sizes.held / (per_element * whole)
 
 
-def test_a_rank_holds_its_part(pool: WorkerPool) -> None:
+def test_a_rank_holds_only_its_part_of_parameters_gradients_and_optimizer_state(pool: WorkerPool) -> None:
     for tp, shard in ((4, 1), (2, 2)):
         for of_formula, of_whole in pool.run(held, 4, tp, shard):
             assert abs(of_formula - 1) < 0.02
@@ -61,7 +69,7 @@ def test_a_rank_holds_its_part(pool: WorkerPool) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The most elements of a tensor that anything returns."""
+    """Record the largest number of elements of a tensor that any operation returns."""
 
     numel = 0
 
@@ -74,6 +82,8 @@ class Largest(TorchDispatchMode):
 
 
 class Watching(pl.Callback):
+    """Apply :class:`Largest` to training steps."""
+
     def __init__(self) -> None:
         self.mode = Largest()
 
@@ -99,7 +109,7 @@ def test_whole_logits_are_never_in_memory(pool: WorkerPool) -> None:
 
 
 class AtStart(pl.Callback):
-    """Notes the weights that training begins with."""
+    """Record the weights that training begins with."""
 
     def __init__(self, seen: list[Weights]) -> None:
         self.seen = seen
@@ -109,7 +119,11 @@ class AtStart(pl.Callback):
 
 
 def resume(folder: Path) -> tuple[Weights, list[Weights], list[Weights]]:
-    """What was saved, what is read of it, and a step from there: split as it was, split otherwise, and only sharded."""
+    """Save with tp_size=2, and resume for one step with tp_size=2, with tp_size=4, and sharded only.
+
+    Returns:
+        The saved weights, and in the order of the layouts the loaded weights and the weights after the step.
+    """
     model = build("gpt")
     trainer = tp_trainer(precision="64-true")
     trainer.fit(model)
@@ -124,7 +138,7 @@ def resume(folder: Path) -> tuple[Weights, list[Weights], list[Weights]]:
     return weights_of(model), read, stepped
 
 
-def test_any_layout_resumes_it(pool: WorkerPool, tmp_path: Path) -> None:
+def test_any_layout_resumes_the_checkpoint_of_a_split_model(pool: WorkerPool, tmp_path: Path) -> None:
     for saved, read, stepped in pool.run(resume, 4, tmp_path):
         assert len(read) == len(stepped) == 3
         for weights in read:
@@ -135,26 +149,30 @@ def test_any_layout_resumes_it(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 class Logits(GPT):
-    """Returns logits, which are whole for whoever is given them."""
+    """Return logits from predict_step, which must be whole for the caller of ``predict``."""
 
     def predict_step(self, batch: Any, batch_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
         return batch[0], self.model(batch[0])
 
 
 def call_alone() -> tuple[float, float, Weights]:
-    """How far from one process is what all compute in a step, and what rank 0 does alone; and the weights after it."""
+    """Predict with all ranks, and call the whole model on rank 0 alone.
+
+    Returns:
+        The largest differences of both to one process, and the weights at the end.
+    """
     model, reference = Logits(), build("gpt", seed=1).double()
     trainer = tp_trainer(precision="64-true", limit_predict_batches=1)
     trainer.fit(model)
     reference.load_state_dict({name: torch.from_numpy(weight) for name, weight in weights_of(model).items()}, False)
     tokens = next(iter(model.predict_dataloader()))[0]
-    # One rank of each tp returns predictions.
+    # Of the ranks that split layers between them, one returns predictions.
     ((tokens, logits),) = trainer.predict(model, model.predict_dataloader()) or [(tokens, reference.model(tokens))]
     expected = alone = reference.model(tokens)
     with full_parameters(model):
         if trainer.is_global_zero:
             alone = model.model(tokens)
-    trainer.predict(model, model.predict_dataloader())  # split again
+    trainer.predict(model, model.predict_dataloader())  # The model is split again.
     return float((logits - expected).abs().max()), float((alone - expected).abs().max()), weights_of(model)
 
 
@@ -166,7 +184,11 @@ def test_a_rank_may_call_the_whole_model_alone(pool: WorkerPool) -> None:
 
 
 def bf16(precision: str) -> float:
-    """How far three steps in bfloat16 end from the same in one process, relative to how far they went."""
+    """Train three steps in bfloat16, split and in one process.
+
+    Returns:
+        The difference of the final weights, relative to the total change of the weights in one process.
+    """
     results = []
     for strategy, kwargs in ((TensorParallelStrategy(2), {}), ("auto", {"devices": 1, "num_nodes": 1})):
         model = build("example_gpt", global_batch_size=8)
@@ -177,15 +199,15 @@ def bf16(precision: str) -> float:
     return (off / sum(float((moved**2).sum()) for moved in results[1].values())) ** 0.5
 
 
-def test_bfloat16(pool: WorkerPool) -> None:
+def test_split_training_in_bfloat16_is_close_to_one_process(pool: WorkerPool) -> None:
     for precision in ("bf16-mixed", "bf16-true"):
         assert max(pool.run(bf16, 4, precision)) < 0.05
 
 
 def averages(tp: int | None) -> Weights:
-    """The weights after a fit that ends with their moving average."""
+    """Train with a moving average of the weights, and return the averaged weights."""
     average = WeightAveraging(avg_fn=lambda average, weight, number: 0.5 * average + 0.5 * weight)
-    kwargs: dict[str, Any] = {"max_steps": 3, "callbacks": [average]}  # Lightning keeps an average in float32
+    kwargs: dict[str, Any] = {"max_steps": 3, "callbacks": [average]}  # Lightning averages in float32.
     model = build("example_gpt")
     if tp is None:
         make_trainer("auto", devices=1, num_nodes=1, **kwargs).fit(model)
@@ -194,13 +216,15 @@ def averages(tp: int | None) -> Weights:
     return weights_of(model)
 
 
-def test_weight_averaging(pool: WorkerPool) -> None:
+def test_averaged_weights_of_a_split_model_agree_with_one_process(pool: WorkerPool) -> None:
     (expected,) = pool.run(averages, 1, None)
     for weights in pool.run(averages, 4, 2):
         assert_same(weights, expected, 1e-5)
 
 
 class TooLarge(GPT):
+    """Train on tokens that are larger than the vocabulary."""
+
     def data(self) -> tuple[torch.Tensor, ...]:
         return tuple(tensor + 20 for tensor in super().data())
 
@@ -209,13 +233,13 @@ def fit_too_large() -> str:
     return refused(TooLarge(), strategy=TensorParallelStrategy(2, plan=PLANS["gpt"]))
 
 
-def test_a_token_out_of_range_is_told(pool: WorkerPool) -> None:
+def test_a_token_out_of_range_is_an_error(pool: WorkerPool) -> None:
     for error in pool.run(fit_too_large, 4):
         assert "is out of range: the embedding has 32 rows" in error
 
 
 class OwnData(GPT):
-    """Splits the data by the global rank, as it must not."""
+    """Draw data that depend on the global rank, which is wrong for ranks that split layers between them."""
 
     def train_dataloader(self) -> Any:
         generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
@@ -227,7 +251,7 @@ def fit_own_data() -> str:
     return refused(OwnData(), strategy=TensorParallelStrategy(2), max_steps=2)
 
 
-def test_ranks_that_are_given_different_batches_are_told(pool: WorkerPool) -> None:
+def test_different_batches_on_ranks_that_split_layers_are_an_error(pool: WorkerPool) -> None:
     for error in pool.run(fit_own_data, 4):
         assert "split layers between them, and were given different data as the batch of a training_step" in error
 
@@ -260,7 +284,7 @@ class ThreeHeads(Llama):
         return LlamaForCausalLM(config)
 
 
-def test_what_cannot_be_split_is_refused_with_the_numbers(pool: WorkerPool) -> None:
+def test_plans_and_sizes_that_do_not_fit_the_model_are_refused_with_the_reason(pool: WorkerPool) -> None:
     for heads, layer, embedding, tied, size, wrong, zero, unused in pool.run(refusals, 4):
         assert "plan: the 6 heads of model.model.layers.0.self_attn." in heads
         assert "_proj, of 4 features each, do not divide by tp_size=4" in heads
@@ -274,38 +298,48 @@ def test_what_cannot_be_split_is_refused_with_the_numbers(pool: WorkerPool) -> N
 
 
 class Reshaping(GPT):
-    """Its attention counts on all heads being there, by a number in its code; its batch cannot be looked at."""
+    """Use attention with a fixed number of heads in its code, and raise when a batch is requested to infer the plan."""
 
     def train_dataloader(self) -> Any:
         raise RuntimeError("not now")
 
 
-def strict() -> tuple[str, str, str, str]:
-    """The errors where nothing can be inferred, or what was is wrong, and the table where it need not be right."""
+def errors_and_table_of_inferred_plans() -> tuple[str, str, str, str]:
+    """Train with plans that are inferred wrongly or not at all.
+
+    Returns:
+        The errors with ``strict_plan`` if the inferred plan is wrong and if none can be inferred, the errors if the
+        user requires sequence or loss parallelism that is not possible, and the start-up table without ``strict_plan``.
+    """
     wrong = refused(build("gpt"), strategy=TensorParallelStrategy(2, strict_plan=True))
-    unseen = refused(Reshaping(), strategy=TensorParallelStrategy(2, strict_plan=True))
-    asked = refused(build("encoder"), strategy=TensorParallelStrategy(2, sequence_parallel=True))
-    asked += refused(build("encoder"), strategy=TensorParallelStrategy(2, loss_parallel=True))
+    not_traced = refused(Reshaping(), strategy=TensorParallelStrategy(2, strict_plan=True))
+    required = refused(build("encoder"), strategy=TensorParallelStrategy(2, sequence_parallel=True))
+    required += refused(build("encoder"), strategy=TensorParallelStrategy(2, loss_parallel=True))
     lines: list[str] = []
     with patch("lightning_dist.plugins.strategies.mesh.rank_zero_info", lines.append):
         refused(build("gpt"), strategy=TensorParallelStrategy(2))
-    return wrong, unseen, asked, "\n".join(lines)
+    return wrong, not_traced, required, "\n".join(lines)
 
 
-def test_an_inferred_plan_is_confirmed(pool: WorkerPool) -> None:
-    ranks = pool.run(strict, 4)
-    for wrong, unseen, asked, _ in ranks:
+def test_an_inferred_plan_is_checked_and_a_wrong_part_is_replicated_or_refused(pool: WorkerPool) -> None:
+    ranks = pool.run(errors_and_table_of_inferred_plans, 4)
+    for wrong, not_traced, required, _ in ranks:
         assert "strict_plan=True: split as inferred, model.blocks.0 (Block) does not compute the same: its" in wrong
-        assert "strict_plan=True: no plan could be inferred: no batch could be made: RuntimeError: not now" in unseen
-        assert "sequence_parallel=True: TransformerEncoderLayer: its results differ by" in asked
-        assert "loss_parallel=True: no head is split along the vocabulary" in asked
+        assert (
+            "strict_plan=True: no plan could be inferred: no batch could be made: RuntimeError: not now" in not_traced
+        )
+        assert "sequence_parallel=True: TransformerEncoderLayer: its results differ by" in required
+        assert "loss_parallel=True: no head is split along the vocabulary" in required
     table = ranks[0][3]
     assert "replicate (inferred; " in table and "model.blocks.*.qkv" in table
     assert "colwise (inferred): 2 x model.blocks.*.mlp.0" in table
 
 
 def table_of_a_plan_with_gaps() -> str:
-    """The table where Hugging Face names the head alone, and the user one layer of each feed-forward pair."""
+    """Return the start-up table of a model for which Hugging Face's plan has the head only.
+
+    The user's plan has one layer of each pair of feed-forward layers.
+    """
     model, lines = build("llama3"), []
     for module in model.modules():
         if hasattr(module, "_tp_plan"):
@@ -316,7 +350,7 @@ def table_of_a_plan_with_gaps() -> str:
     return "\n".join(lines)
 
 
-def test_what_a_plan_leaves_out_is_inferred(pool: WorkerPool) -> None:
+def test_the_layers_that_a_plan_leaves_out_are_inferred(pool: WorkerPool) -> None:
     table = pool.run(table_of_a_plan_with_gaps, 4)[0]
     assert "  split       43% of the parameters\n" in table
     assert "colwise_gather_output (Hugging Face): model.lm_head" in table
@@ -327,14 +361,17 @@ def test_what_a_plan_leaves_out_is_inferred(pool: WorkerPool) -> None:
 
 
 class ReadsAlias(Masked):
-    """Reads the head's bias in a step that was not looked at, from the module that it hangs on without being used."""
+    """Read the head's bias in a step that was not traced, from a module that has it as an attribute but never uses it.
+
+    The prediction step is not traced, so the plan is inferred without this use.
+    """
 
     def predict_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
         return self.model.head.bias * 2.0
 
 
 def read_alias() -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return what the ranks that return predictions have read, and twice the bias."""
+    """Return pairs of the value that predict_step returned and the expected one, which is twice the bias."""
     model = ReadsAlias()
     loader = torch.utils.data.DataLoader(tokens(16), batch_size=8)
     trainer = make_trainer("2x2", strategy=TensorParallelStrategy(2), max_steps=1, limit_predict_batches=1)
@@ -343,7 +380,7 @@ def read_alias() -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(read, expected) for read in trainer.predict(model, loader) or []]
 
 
-def test_a_parameter_is_whole_where_it_hangs_without_being_used(pool: WorkerPool) -> None:
+def test_a_split_parameter_reads_as_whole_in_a_step_that_was_not_traced(pool: WorkerPool) -> None:
     results = [pair for pairs in pool.run(read_alias, 4) for pair in pairs]
     assert results
     for read, expected in results:

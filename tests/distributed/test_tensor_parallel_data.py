@@ -1,4 +1,4 @@
-"""What ranks that split layers draw and are given: alike where they must agree, their own where they must differ."""
+"""Ranks that split layers get the same data and draw the same random numbers where they must agree, else different."""
 
 from __future__ import annotations
 
@@ -34,7 +34,10 @@ class Block(nn.Module):
 
 
 class Dropping(LanguageModel):
-    """Dropout of features that ranks split, and of hidden states that they have alike, or some tokens of."""
+    """Apply dropout to features that are split over ranks, and to hidden states.
+
+    Ranks have the same hidden states, or with sequence parallelism those of different tokens.
+    """
 
     def make_model(self) -> nn.Module:
         return nn.Sequential(nn.Embedding(32, 24), *(Block() for _ in range(2)), nn.Linear(24, 32, bias=False))
@@ -48,8 +51,8 @@ class Dropping(LanguageModel):
 
 
 def dropped(sequence_parallel: bool) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """What each dropout has dropped last, and the weights after it."""
-    torch.manual_seed(int(os.environ["RANK"]))  # as a user might
+    """Train, and return the last mask of each dropout layer, and the final weights."""
+    torch.manual_seed(int(os.environ["RANK"]))  # A user may seed the ranks differently.
     model, masks = Dropping(), {}
     for name, module in model.named_modules():
         if isinstance(module, nn.Dropout):
@@ -63,7 +66,7 @@ def dropped(sequence_parallel: bool) -> tuple[dict[str, np.ndarray], dict[str, n
     return {name: mask.numpy() for name, mask in masks.items()}, weights_of(model)
 
 
-def test_dropout_agrees_where_ranks_have_the_same_and_differs_where_they_have_not(pool: WorkerPool) -> None:
+def test_dropout_agrees_on_ranks_with_the_same_activations_and_differs_on_others(pool: WorkerPool) -> None:
     for sequence_parallel in (False, True):
         results = pool.run(dropped, 4, sequence_parallel)
         for first, second in ((0, 1), (2, 3)):
@@ -79,7 +82,7 @@ def test_dropout_agrees_where_ranks_have_the_same_and_differs_where_they_have_no
 
 
 class Augmented(Dataset[Any]):
-    """Random in all the ways in which data can be."""
+    """Return samples with random numbers from the generators of Python, NumPy and torch."""
 
     def __len__(self) -> int:
         return 64
@@ -104,7 +107,7 @@ class OnAugmented(GPT):
 
 
 def augmented() -> tuple[np.ndarray, int]:
-    """What this rank was given, and the number by which Lightning seeds its workers."""
+    """Train, and return the batches of this rank, and the rank by which Lightning seeds its data loader workers."""
     seeds = {name: os.environ.pop(name, None) for name in ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")}
     pl.seed_everything(int(os.environ["RANK"]), workers=True, verbose=False)
     model = OnAugmented()
@@ -117,7 +120,7 @@ def augmented() -> tuple[np.ndarray, int]:
     return torch.cat(model.seen).numpy(), loader.worker_init_fn.keywords["rank"]
 
 
-def test_augmentation_is_the_same_on_the_ranks_of_a_group(pool: WorkerPool) -> None:
+def test_ranks_that_split_layers_get_the_same_augmented_data(pool: WorkerPool) -> None:
     seen, numbers = zip(*pool.run(augmented, 4), strict=True)
     np.testing.assert_array_equal(seen[0], seen[1])
     np.testing.assert_array_equal(seen[2], seen[3])
@@ -135,7 +138,7 @@ class Writer(BasePredictionWriter):
 
 
 class Counting(GPT):
-    """Counts samples in the ways in which users do."""
+    """Count samples by a metric and by a logged sum."""
 
     num_samples = 16
 
@@ -156,7 +159,7 @@ def counted() -> tuple[float, float]:
     return metrics["metric"], metrics["sum"]
 
 
-def test_each_sample_is_counted_once(pool: WorkerPool) -> None:
+def test_ranks_that_split_layers_count_each_sample_once(pool: WorkerPool) -> None:
     assert pool.run(counted, 4) == [(16.0, 16.0)] * 4
 
 
@@ -165,7 +168,7 @@ class Predicting(GPT):
 
 
 def predicted(folder: Path) -> int:
-    """How many samples this rank returns predictions of."""
+    """Return the number of samples for which this rank returns predictions."""
     model = Predicting()
     trainer = make_trainer("2x2", strategy=TensorParallelStrategy(2), callbacks=[Writer(folder)])
     batches = trainer.predict(model) or []
@@ -173,13 +176,13 @@ def predicted(folder: Path) -> int:
     return sum(len(batch) for batch in batches)
 
 
-def test_each_sample_is_predicted_once(pool: WorkerPool, tmp_path: Path) -> None:
+def test_of_the_ranks_that_split_layers_one_returns_and_writes_predictions(pool: WorkerPool, tmp_path: Path) -> None:
     assert pool.run(predicted, 4, tmp_path) == [8, 0, 8, 0]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0-0", "0-1", "2-0", "2-1"]
 
 
 def resume(folder: Path) -> tuple[Any, Any]:
-    """The weights after six steps with dropout, and after three, a save, and three more."""
+    """Train six steps with dropout, and three, a save, a resume and three more; return the weights of both."""
     whole, half, again = Dropping(), Dropping(), Dropping()
     results = []
     for model, max_steps, path in ((whole, 6, None), (half, 3, None), (again, 6, folder / "x.ckpt")):
@@ -197,7 +200,7 @@ def resume(folder: Path) -> tuple[Any, Any]:
     return results[0], results[2]
 
 
-def test_a_resume_goes_on_bit_by_bit(pool: WorkerPool, tmp_path: Path) -> None:
+def test_a_resumed_run_with_dropout_equals_the_uninterrupted_one_bit_by_bit(pool: WorkerPool, tmp_path: Path) -> None:
     for expected, actual in pool.run(resume, 4, tmp_path):
         for name, weight in expected.items():
             np.testing.assert_array_equal(weight, actual[name])

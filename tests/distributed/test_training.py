@@ -1,4 +1,4 @@
-"""Trainings written as users write them, each against the same in one process."""
+"""Trainings that are written as users write them give the same weights as in one process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
 from tests.models import GPT, ResNet, TestModule, Transformer
-from tests.pool import WorkerPool, beside
+from tests.pool import WorkerPool, in_parallel
 
 
 class ClippedByValue(GPT):
@@ -29,7 +29,7 @@ class PlainSGDClipped(GPT):
 
 
 class FunctionalHead(GPT):
-    """Reads a parameter without running the module that owns it, and calls another method than forward."""
+    """Read parameters of modules that are never called."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -45,13 +45,13 @@ class FunctionalHead(GPT):
 
 
 class ChannelsLast(ResNet):
-    """Memory formats are a matter of layout; an expanded buffer shares memory with itself."""
+    """Use another memory format, and a buffer that was expanded, so that its elements share memory."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self.to(memory_format=torch.channels_last)
         self.register_buffer("scale", torch.ones(1).expand(6))
-        self.eval()  # BatchNorm by its running statistics, which are the same on any number of ranks
+        self.eval()  # BatchNorm uses its running statistics, which are the same on any number of ranks.
 
     def train(self, mode: bool = True) -> Any:
         return super().train(False)
@@ -61,7 +61,7 @@ class ChannelsLast(ResNet):
 
 
 class NoModuleCalled(TestModule):
-    """All of the model is used through functions: no hook of any module ever runs."""
+    """Use all parameters through functions, so that no module is called and no hook runs."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -77,7 +77,7 @@ class NoModuleCalled(TestModule):
 
 
 class SeveralForms(GPT):
-    """Lists of optimizers with schedulers of both intervals cannot be automatic; a dict with a monitor can."""
+    """Return lists from configure_optimizers, with a scheduler that monitors a metric."""
 
     def configure_optimizers(self) -> Any:
         optimizer = self.make_optimizer(self.parameters())
@@ -87,7 +87,7 @@ class SeveralForms(GPT):
 
 
 class ManualWithRootParameter(GPT):
-    """Manual optimization, two backwards a step, parameters on the root module read between them."""
+    """Train by manual optimization with two backwards per step, each of which uses a parameter of the root module."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -108,18 +108,18 @@ class AccumulatesByHand(ManualWithRootParameter):
     def training_step(self, batch: Any, batch_idx: int) -> None:
         optimizer = self.optimizers()
         with torch.no_grad():
-            self.loss(batch)  # a forward that no backward follows
+            self.loss(batch)  # No backward follows this forward.
         self.manual_backward((self.loss(batch) + (self.offset - 1).square().mean()) / 2)
         with torch.no_grad():
             self.loss(batch)
         if batch_idx % 2:
             optimizer.step()
             optimizer.zero_grad()
-            assert self.loss(batch) > 0  # with the weights after the step
+            assert self.loss(batch) > 0  # This forward uses the weights after the step.
 
 
 class OverridesHooks(GPT):
-    """Users change gradients in hooks, write their own backward and clip themselves."""
+    """Change gradients in a hook, override backward, and clip gradients by torch's function."""
 
     def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
         (2 * loss).backward()
@@ -134,7 +134,7 @@ class OverridesHooks(GPT):
 
 
 class Recomputes(GPT):
-    """Activation checkpointing runs blocks again in the backward."""
+    """Recompute the blocks in the backward by torch's checkpointing."""
 
     def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
         from torch.utils.checkpoint import checkpoint
@@ -147,7 +147,7 @@ class Recomputes(GPT):
 
 
 class Unfreezes(BaseFinetuning):
-    """The blocks are frozen for two epochs."""
+    """Freeze the blocks for two epochs."""
 
     def freeze_before_training(self, pl_module: Any) -> None:
         self.freeze(pl_module.model.blocks)
@@ -198,7 +198,7 @@ def train(way: type[TestModule], layout: str) -> Weights:
 @pytest.mark.parametrize("way", WAYS)
 def test_trains_as_in_one_process(pool: WorkerPool, reference_pool: WorkerPool, way: type[TestModule]) -> None:
     before = {name: param.detach().numpy() for name, param in way().named_parameters()}
-    (hybrid, *_), (expected,) = beside(
+    (hybrid, *_), (expected,) = in_parallel(
         lambda: pool.run(train, 4, way, "2x2"), lambda: reference_pool.run(train, 1, way, "auto")
     )
     assert any(not np.array_equal(before[name], expected[name]) for name in expected)
@@ -207,7 +207,7 @@ def test_trains_as_in_one_process(pool: WorkerPool, reference_pool: WorkerPool, 
 
 
 class Weighted(GPT):
-    """Sequences of unequal length: a mean over tokens that says how many they are."""
+    """Train on sequences of unequal length, and return the number of tokens as the weight of the mean loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         tokens, targets = batch
@@ -220,7 +220,7 @@ class Weighted(GPT):
 
 def train_weighted(layout: str, accumulate: int, num_steps: int) -> Weights:
     torch.manual_seed(0)
-    # One process has what all ranks and microbatches have together in one batch; its plain mean is the weighted one.
+    # One process has the data of all ranks and accumulated batches in one batch, whose plain mean is the weighted mean.
     model = Weighted(global_batch_size=8 if layout != "auto" else 8 * accumulate)
     kwargs = {"accumulate_grad_batches": accumulate} if layout != "auto" else {}
     make_trainer(layout, max_steps=num_steps, precision="64-true", gradient_clip_val=1.0, **kwargs).fit(model)
@@ -228,13 +228,13 @@ def train_weighted(layout: str, accumulate: int, num_steps: int) -> Weights:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_weighted_mean_over_unequal_numbers_of_tokens(pool: WorkerPool, accumulate: int) -> None:
+def test_weighted_losses_give_the_mean_over_all_tokens(pool: WorkerPool, accumulate: int) -> None:
     expected = pool.run(train_weighted, 1, "auto", accumulate, 5)[0]
     assert_same(pool.run(train_weighted, 4, "2x2", accumulate, 5)[0], expected)
 
 
 class SeesGradients(GPT):
-    """Notes at the start of every ``training_step`` whether there are gradients."""
+    """Record at the start of every ``training_step`` whether there are gradients."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.__dict__.setdefault("seen", []).append(any(param.grad is not None for param in self.parameters()))
@@ -242,6 +242,8 @@ class SeesGradients(GPT):
 
 
 class LooksBeforeZeroGrad(Callback):
+    """Record before every ``zero_grad`` whether there are gradients."""
+
     def on_before_zero_grad(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         seen = any(param.grad is not None for param in pl_module.parameters())
         self.__dict__.setdefault("seen", []).append(seen)
@@ -255,13 +257,13 @@ def gradients_seen(with_hook: bool) -> tuple[list[bool], list[bool]]:
     return module.__dict__["seen"], hook.__dict__.get("seen", [])
 
 
-def test_old_gradients_are_freed_before_the_forward_where_no_hook_wants_them(pool: WorkerPool) -> None:
+def test_old_gradients_are_freed_before_the_forward_unless_a_hook_may_read_them(pool: WorkerPool) -> None:
     assert pool.run(gradients_seen, 2, False)[0] == ([False, True] * 3, [])
     assert pool.run(gradients_seen, 2, True)[0] == ([False, True, True, True, True, True], [False, True, True])
 
 
 class Addresses(GPT):
-    """Remembers where its embedding was in a step."""
+    """Record the memory address of the embedding's weight in a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -279,6 +281,8 @@ def gathers_in_place(layout: str) -> bool:
 
 
 @pytest.mark.parametrize(("layout", "in_place"), [("1x1", True), ("2x1", False), ("1x2", False)])
-def test_what_no_other_rank_has_is_not_copied(pool: WorkerPool, layout: str, in_place: bool) -> None:
+def test_a_parameter_is_not_copied_in_steps_if_there_is_only_one_rank(
+    pool: WorkerPool, layout: str, in_place: bool
+) -> None:
     num_ranks = 1 if in_place else 2
     assert pool.run(gathers_in_place, num_ranks, layout) == [in_place] * num_ranks

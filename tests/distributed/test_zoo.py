@@ -1,4 +1,4 @@
-"""The comparison of Hugging Face families with one process: a few of them, and what it finds where it must."""
+"""The comparison of Hugging Face families with one process runs for a few families, and finds planted errors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WORLD_SIZE = 2
         ("BERT", "pipeline_parallel"),
     ],
 )
-def test_a_family_equals_one_process(pool: WorkerPool, name: str, strategy: str) -> None:
+def test_a_family_under_a_strategy_equals_one_process(pool: WorkerPool, name: str, strategy: str) -> None:
     expected = pool.run(run, 1, name, None)[0]
     cell = compare(pool, FAMILIES[name], strategy, expected)
     assert cell.status == "equal", cell.details
@@ -56,12 +56,12 @@ CRASH = "Traceback ...\ntests.zoo.run.FitError: crashed: TypeError: 'NoneType' o
         ([REFUSAL, "the rank was still running when another rank had failed"], "HUNG", "the rank was still running"),
     ],
 )
-def test_how_failures_are_told_apart(texts: list[str], status: str, text: str) -> None:
+def test_refusals_crashes_and_hangs_are_told_apart(texts: list[str], status: str, text: str) -> None:
     cell = failed(RankFailed(dict(enumerate(texts))), WORLD_SIZE)
     assert cell.status == status and cell.text.startswith(text)
 
 
-def test_what_must_not_be_in_a_table() -> None:
+def test_failures_refusals_without_a_pipeline_and_too_few_split_parameters_are_complaints() -> None:
     equal, refused = Cell("equal", split=0.9), Cell("refused", "Packed.")
     assert complaints({"BERT": {"tensor_parallel": equal, "pipeline_parallel": refused}}) == []
     assert complaints({"BERT": {"tensor_parallel": replace(equal, split=0.7)}}) == [
@@ -73,7 +73,7 @@ def test_what_must_not_be_in_a_table() -> None:
     assert complaints(many) == ["3 families are refused under pipelines: OPT, MPT, BLOOM"]
 
 
-def test_only_its_own_section_is_written(tmp_path: Path) -> None:
+def test_writing_the_table_changes_only_its_own_section(tmp_path: Path) -> None:
     path = tmp_path / "compatibility.md"
     rows = {"BERT": {"tensor_parallel": Cell("equal", split=0.93), "pipeline_parallel": Cell("refused", "Packed.")}}
     path.write_text("# Compatibility\n\nBefore.\n")

@@ -1,4 +1,4 @@
-"""``python -m tests.faults``: saves that are killed, damaged and cut off from power, and runs, many times."""
+"""``python -m tests.faults``: kill saves at every operation, damage checkpoints, simulate power loss, kill ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Campaign = Callable[[Path], Counter[str]]
 
 
 def campaigns(quick: bool) -> dict[str, Campaign]:
-    """By name; quick ones take a sample of the same points."""
+    """Return the campaigns by name; quick ones try a sample of the same points."""
     return {
         "kill, new, 1 rank": partial(kill.campaign, num_ranks=1, overwrites=False, stride=5 if quick else 1),
         "kill, overwriting, 1 rank": partial(kill.campaign, num_ranks=1, overwrites=True, stride=5 if quick else 1),
@@ -34,9 +34,9 @@ def campaigns(quick: bool) -> dict[str, Campaign]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the campaigns, print what each found, and return 1 if one found what must not be."""
+    """Run the campaigns, print the result of each, and return 1 if one of them found a defect."""
     parser = argparse.ArgumentParser("python -m tests.faults", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="a sample of the points, in a minute")
+    parser.add_argument("--quick", action="store_true", help="try a sample of the points, which takes a minute")
     options = parser.parse_args(argv)
     failed = 0
     for name, campaign in campaigns(options.quick).items():

@@ -1,4 +1,4 @@
-"""Random damage to random files: all of it is noticed, before any live tensor is touched."""
+"""Damage random files of a checkpoint in random ways, and check that reading it notices all damage."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ def campaign(folder: Path, num_trials: int, num_ranks: int = 2, seed: int = 0) -
     """Damage a checkpoint in ``num_trials`` ways, one at a time, and try to read it.
 
     Returns:
-        How many of each kind of damage were noticed.
+        Number of trials of each kind of damage, all of which were noticed.
 
     Raises:
-        AssertionError: If one was not.
+        AssertionError: If reading did not notice the damage.
     """
     folder.mkdir(parents=True, exist_ok=True)
     good, damaged = folder / "good.ckpt", folder / "damaged.ckpt"
@@ -33,7 +33,7 @@ def campaign(folder: Path, num_trials: int, num_ranks: int = 2, seed: int = 0) -
     noticed: Counter[str] = Counter()
     for trial in range(num_trials):
         shutil.copytree(good, damaged)
-        # Most of the bytes are tensors; the manifest gets its share of the trials all the same.
+        # Most of the bytes are tensors, so the files take turns: the manifest is damaged as often as the others.
         file = damaged / files[trial % len(files)]
         kind = generator.choices(KINDS, [8, 4, 1, 2, 1])[0]
         what = _damage(file, kind, generator)
@@ -55,7 +55,7 @@ def _damage(file: Path, kind: str, generator: random.Random) -> str:
         content[where] ^= 1 << generator.randrange(8)
     elif kind == "truncate":
         del content[where:]
-    elif kind == "zero":  # a block that was never written
+    elif kind == "zero":  # as if a block of the file had never been written
         end = min(len(content), where + 4096)
         if not any(content[where:end]):
             content[where] = 1

@@ -1,4 +1,4 @@
-"""One rank of a training that beats, and then hangs as told."""
+"""A rank of a simulated training, which reports steps to the watchdog and then hangs in a given way."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ TIMEOUT_S = 2.0
 
 
 def run(fault: str, rank: int, world_size: int, ranks_per_node: int, folder: Path) -> None:
-    """Train five steps, say so by a file ``trained-<rank>``, and do what ``fault`` says, mostly on the last rank."""
+    """Run five steps, create the file ``trained-<rank>``, and then hang, mostly on the last rank.
+
+    Args:
+        fault: Name of the way to hang; ``none``, ``restart`` and ``beats`` do not hang.
+        rank: Rank of this process.
+        world_size: Number of ranks.
+        ranks_per_node: Number of ranks on a simulated node; each node has a watchdog of its own.
+        folder: Folder that all ranks share.
+    """
     os.dup2(os.open(folder / f"stderr-{rank}", os.O_WRONLY | os.O_CREAT), 2)
     watchdog = Watchdog(
         folder=folder / "reports",
@@ -69,7 +77,7 @@ def run(fault: str, rank: int, world_size: int, ranks_per_node: int, folder: Pat
     elif fault == "sleep":
         time.sleep(1000)  # hang: sleep
     elif fault == "busy":
-        # One line, because the stack of a busy loop may show any of its lines.
+        # The loop is on one line, because its stack may show any of its lines, and the test expects a certain one.
         while True: step += 1  # fmt: skip # noqa: E701 # hang: busy
     elif fault == "gil":
         re.match(r"(a+)+$", "a" * 60 + "b")  # hang: gil

@@ -1,4 +1,4 @@
-"""kill -9 at every operation of a save: what is found then is the checkpoint before, or the new one, whole."""
+"""Kill a rank by SIGKILL at every operation of a save: a complete checkpoint must be there, the old or the new one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["campaign", "num_operations"]
 
 
 def num_operations(folder: Path, num_ranks: int, overwrites: bool) -> list[int]:
-    """How many operations each rank's save has."""
+    """Return the number of file operations in a save, for each rank."""
     counts = folder / "counts"
     counts.mkdir(parents=True)
 
@@ -32,13 +32,13 @@ def num_operations(folder: Path, num_ranks: int, overwrites: bool) -> list[int]:
 
 
 def campaign(folder: Path, num_ranks: int, overwrites: bool, stride: int = 1) -> Counter[str]:
-    """Kill each rank at every ``stride``-th operation of a save, and look.
+    """Kill each rank at every ``stride``-th operation of a save, and read the checkpoint that is left.
 
     Args:
-        folder: To work in.
-        num_ranks: Processes that save.
-        overwrites: Whether there is a checkpoint at the path already.
-        stride: 1: at every operation.
+        folder: Folder to work in.
+        num_ranks: Number of processes that save one checkpoint.
+        overwrites: Whether there is already a checkpoint at the path.
+        stride: Distance between the operations that are tried; 1 tries all.
 
     Returns:
         How often the previous checkpoint was found (or none, if there was none), and how often the new one.
@@ -66,7 +66,7 @@ def campaign(folder: Path, num_ranks: int, overwrites: bool, stride: int = 1) ->
         number = found(path)
         assert number in ((1, 2) if overwrites else (None, 2)), f"rank {rank}, operation {index}: found {number}"
         outcomes["new" if number == 2 else "previous"] += 1
-        # And the next save is not disturbed by what this one left.
+        # The files that the killed save left must not disturb the next save.
         save(path, 3)
         assert found(path) == 3
     return outcomes

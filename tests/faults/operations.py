@@ -1,4 +1,4 @@
-"""A process's file operations: counted, recorded, and cut off by a kill."""
+"""Intercept the file operations of this process, in order to count or record them, or to kill the process at one."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ NAMES = (
 def intercepted(
     before: Callable[[str, tuple[Any, ...]], None], after: Callable[[str, tuple[Any, ...], Any], None]
 ) -> Iterator[None]:
-    """Inside, ``before`` and ``after`` are called around every operation of :data:`NAMES`, and of ``renameat2``.
+    """Call ``before`` and ``after`` around each operation of :data:`NAMES` and each ``renameat2`` within the context.
 
     Args:
-        before: Called with the operation's name and arguments.
-        after: Called with its result, too, if it did not raise.
+        before: Function that is called with the operation's name and positional arguments.
+        after: Function that is called with the name, the arguments and the result, unless the operation raised.
     """
 
     def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,9 +63,9 @@ def intercepted(
 
 @contextmanager
 def kill_at(index: int) -> Iterator[list[str]]:
-    """Inside, this process is killed before its ``index``-th operation, or, a half of a write later, in it.
+    """Kill this process before its ``index``-th operation within the context; of a write, half is written before.
 
-    Gives the names of the operations so far.
+    The context's value is the list of the names of the operations so far.
     """
     done: list[str] = []
     write = os.write

@@ -1,8 +1,8 @@
-"""Power loss: a save is recorded, and cut off at every operation with all that was not flushed to the disk lost.
+"""Simulate power loss after each operation of a save: everything that was not flushed to the disk is lost.
 
-A model of the worst file system that POSIX allows: what was written to a file is on the disk once the file was
-flushed; what was created in, renamed into or removed from a folder, once the folder was. A kill cannot show this: the
-system's cache outlives the process.
+The save is recorded on a model of the worst file system that POSIX allows. There, the content of a file is on the disk
+only after an fsync of the file; an entry that was created in, renamed into or removed from a folder only after an fsync
+of the folder. Killing the process cannot show such losses, because the system's cache outlives it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ __all__ = ["campaign"]
 
 @dataclass
 class Node:
-    """A file or a folder: as it is, and as it is on the disk."""
+    """Describe a file or a folder: its current state, and its durable state, which is on the disk."""
 
     is_folder: bool
     data: bytes = b""
@@ -31,12 +31,12 @@ class Node:
     durable_children: dict[str, Node] = field(default_factory=dict)
 
     def flush(self) -> None:
-        """As fsync: the node itself, not what is in its folders."""
+        """Make the current state durable, as fsync does: of a folder its entries, but not their content."""
         self.durable_data, self.durable_children = self.data, dict(self.children)
 
 
 class Disk:
-    """Follows the operations below ``root``."""
+    """Model the files below ``root`` by applying every operation on them."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -61,12 +61,12 @@ class Disk:
         path = Path(os.fspath(path))
         return self._node(path.parent).children, path.name
 
-    def follow(self, name: str, args: tuple[Any, ...], result: Any) -> None:
-        """Take note of an operation that succeeded."""
+    def apply(self, name: str, args: tuple[Any, ...], result: Any) -> None:
+        """Apply an operation that succeeded to the model."""
         if name == "open":
             path, flags = args[0], args[1]
             if not str(os.fspath(path)).startswith(f"{self.root}"):
-                return  # by a folder's descriptor, or elsewhere: only to remove or to read
+                return  # A path relative to a folder's descriptor, or one elsewhere, is opened only to remove or read.
             children, leaf = self._slot(path) if Path(path) != self.root else ({}, "")
             if flags & os.O_CREAT and leaf not in children:
                 children[leaf] = Node(False)
@@ -92,13 +92,13 @@ class Disk:
 
 
 def campaign(folder: Path, overwrites: bool) -> Counter[str]:
-    """Record a save, and look at the disk after each of its operations.
+    """Record a save, and read the checkpoint that would be on the disk after each of its operations.
 
     Returns:
         How often the previous checkpoint was found (or none, if there was none), and how often the new one.
 
     Raises:
-        AssertionError: If anything else was found, or the save was not on the disk when it was said to be.
+        AssertionError: If anything else was found, or the new checkpoint was not on the disk when the save returned.
     """
     root, after = folder / "disk", folder / "after"
     root.mkdir(parents=True)
@@ -108,12 +108,12 @@ def campaign(folder: Path, overwrites: bool) -> Counter[str]:
     outcomes: Counter[str] = Counter()
     numbers: list[int | None] = []
 
-    def look(name: str, args: tuple[Any, ...], result: Any) -> None:
-        disk.follow(name, args, result)
+    def take_snapshot(name: str, args: tuple[Any, ...], result: Any) -> None:
+        disk.apply(name, args, result)
         snapshots.append(_durable(disk.tree))
 
     snapshots: list[Any] = []
-    with intercepted(lambda name, args: None, look):
+    with intercepted(lambda name, args: None, take_snapshot):
         save(root / "runs" / "run.ckpt", 2)
     for snapshot in snapshots:
         shutil.rmtree(after, ignore_errors=True)
@@ -122,7 +122,7 @@ def campaign(folder: Path, overwrites: bool) -> Counter[str]:
         assert number in ((1, 2) if overwrites else (None, 2)), f"found {number}"
         numbers.append(number)
         outcomes["new" if number == 2 else "previous"] += 1
-    assert numbers == sorted(numbers, key=lambda number: number == 2), "the new one was there, and then was not"
+    assert numbers == sorted(numbers, key=lambda number: number == 2), "the new checkpoint was there, and then was not"
     assert numbers[-1] == 2, "the save returned before it was on the disk"
     return outcomes
 

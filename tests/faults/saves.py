@@ -1,4 +1,4 @@
-"""Small checkpoints whose content says which save they are of, and a look at what is on the disk."""
+"""Write small checkpoints whose content depends on the number of the save, and check which save is on the disk."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ SHAPES = {"weight": (64, 33), "bias": (33,), "odd": (7, 3)}
 
 
 def content(number: int) -> dict[str, Any]:
-    """What save ``number`` holds."""
+    """Return the content of save ``number``."""
     generator = torch.Generator().manual_seed(number)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     return {"state_dict": tensors, "number": number, "buffer": torch.arange(5) + number}
 
 
 def save(path: Path | str, number: int) -> None:
-    """Write save ``number`` to ``path``, sharded over the ranks, if there are any."""
+    """Write save ``number`` to ``path``, sharded over the ranks if there is a process group."""
     checkpoint = content(number)
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
@@ -39,11 +39,11 @@ def save(path: Path | str, number: int) -> None:
 
 
 def found(path: Path) -> int | None:
-    """The number of the save that is at ``path``, all of it; None if there is nothing at all.
+    """Return the number of the save at ``path`` after checking its content; None if there is nothing at ``path``.
 
     Raises:
-        AssertionError: If it is not exactly what one save wrote.
-        CheckpointError: If it cannot be read.
+        AssertionError: If the content is not exactly that of one save.
+        CheckpointError: If the checkpoint cannot be read.
     """
     if not os.path.lexists(path):
         return None
@@ -57,9 +57,9 @@ def found(path: Path) -> int | None:
 
 
 def with_ranks(num_ranks: int, store: Path, function: Callable[..., object], *args: Any) -> list[int]:
-    """Run ``function(rank, *args)`` in forks of this process, one a rank, and return their exit codes.
+    """Run ``function(rank, *args)`` in one fork of this process per rank, and return their exit codes.
 
-    Where a rank dies, the others see it and end by themselves.
+    With several ranks there is a process group: when a rank dies, the others notice it and end by themselves.
     """
 
     def run(rank: int) -> None:
@@ -73,7 +73,10 @@ def with_ranks(num_ranks: int, store: Path, function: Callable[..., object], *ar
 
 
 def forked(num_ranks: int, function: Callable[[int], object]) -> list[int]:
-    """Run ``function(rank)`` in forks of this process, one a rank, and return their exit codes."""
+    """Run ``function(rank)`` in one fork of this process per rank, and return their exit codes.
+
+    The exit code is 0, or 3 if the function raised CheckpointError, or 1 if it raised anything else.
+    """
     children = []
     for rank in range(num_ranks):
         child = os.fork()

@@ -1,4 +1,4 @@
-"""One training under torchrun, with ranks killed again and again: its loss curve must be the undisturbed one."""
+"""Train under torchrun while ranks are killed again and again: the losses must equal those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ from tests.faults.saves import forked
 __all__ = ["campaign"]
 
 _STEPS_PER_KILL = 14
-"""More than are lost: a life takes up to 20 steps, from a checkpoint that is up to 10 old."""
+"""Steps to train per kill, which must be more than a kill loses for the training to get ahead.
+
+A life lasts up to 20 steps, and starts from a checkpoint that is up to 10 steps old.
+"""
 
 
 @dataclass
 class Life:
-    """Of a rank's process, from one kill to the next.
+    """Record what one process of a rank did, from its start to its end or kill.
 
     Args:
-        pid: Its process.
-        start: The step that it went on from.
-        losses: By step.
-        times: When each step was done; in seconds.
+        pid: Id of the process.
+        start: Global step that the process resumed from.
+        losses: Maps a step to its loss, as hexadecimal text.
+        times: Maps a step to the time in seconds at which it was done.
     """
 
     pid: int
@@ -44,7 +47,7 @@ class Life:
 
 
 def lives(folder: Path, rank: int) -> list[Life]:
-    """What a rank noted so far."""
+    """Read the lives that a rank has recorded so far."""
     path = folder / f"rank{rank}.txt"
     found: list[Life] = []
     for line in path.read_text().splitlines() if path.exists() else []:
@@ -58,7 +61,16 @@ def lives(folder: Path, rank: int) -> list[Life]:
 
 
 def start(folder: Path, num_steps: int, num_ranks: int, num_restarts: int, is_forked: bool) -> ForkProcess:
-    """Train under torchrun, or under its agent in a fork of this process, whose ranks need not import anything."""
+    """Start a training under torchrun, in a fork of this process.
+
+    Args:
+        folder: Folder of the run, which must not exist.
+        num_steps: Number of steps to train.
+        num_ranks: Number of processes that train.
+        num_restarts: Number of restarts that torchrun allows.
+        is_forked: Whether to run torchrun's agent in the fork, with ranks that are forked too and so need not import
+            anything, instead of running the command.
+    """
     folder.mkdir(parents=True)
     function = _agent if is_forked else _torchrun
     process = mp.get_context("fork").Process(target=function, args=(folder, num_steps, num_ranks, num_restarts))
@@ -102,7 +114,7 @@ def _print_to(folder: Path) -> None:
 
 
 def undisturbed(folder: Path, num_steps: int, num_ranks: int) -> list[int]:
-    """Train in forks of this process, which need not import again what it has; returns their exit codes."""
+    """Train without kills in forks of this process, which need not import anything, and return their exit codes."""
     folder.mkdir(parents=True)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -132,7 +144,11 @@ def undisturbed(folder: Path, num_steps: int, num_ranks: int) -> list[int]:
 
 
 def disturb(process: ForkProcess, folder: Path, num_kills: int, num_ranks: int, seed: int) -> list[float]:
-    """Kill a rank, some steps after the last start, so many times; returns when, in seconds."""
+    """Kill a random rank ``num_kills`` times, a random number of steps after it started.
+
+    Returns:
+        The times of the kills, in seconds of the monotonic clock.
+    """
     chance = random.Random(seed)
     killed: list[float] = []
     while len(killed) < num_kills:
@@ -152,17 +168,20 @@ def disturb(process: ForkProcess, folder: Path, num_kills: int, num_ranks: int, 
 
 
 def campaign(folder: Path, num_kills: int, num_ranks: int = 2, seed: int = 1, is_forked: bool = False) -> Counter[str]:
-    """Train twice, once with kills, and compare every step of every life, bit by bit.
+    """Train twice, once with kills, and compare the losses of every step of every life, bit by bit.
 
     Args:
-        folder: To work in.
-        num_kills: Of ranks.
-        num_ranks: Processes that train.
-        seed: Of when which rank is killed.
-        is_forked: See :func:`start`.
+        folder: Folder to work in.
+        num_kills: Number of times that a rank is killed.
+        num_ranks: Number of processes that train.
+        seed: Seed of the choice of the ranks and of the times of the kills.
+        is_forked: Whether to run torchrun's agent in a fork, as of :func:`start`.
 
     Returns:
-        What it cost: steps lost, and seconds to the next step, in the median and at most.
+        The costs of the kills: median and largest number of lost steps, and of seconds to the next step.
+
+    Raises:
+        AssertionError: If a loss differs, a step is missing, or the training failed.
     """
     num_steps = max(_STEPS_PER_KILL * num_kills, 40)
     exits = undisturbed(folder / "undisturbed", num_steps, num_ranks)

@@ -1,4 +1,4 @@
-"""A rank of the soak's training, as torchrun starts it: the examples' GPT, logging each step's loss to a file."""
+"""A rank of the training in ``soak``, started by torchrun: it trains the examples' GPT and records every loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_dist.plugins.callbacks import FaultTolerance
 
 
 class Diary(pl.Callback):
-    """Notes this process, and then every step: its number, this rank's loss to the last bit, and when."""
+    """Record the start of this process, and each step with its number, this rank's exact loss, and the time."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / f"rank{os.environ['RANK']}.txt"
@@ -35,10 +35,10 @@ class Diary(pl.Callback):
 
 
 def train(folder: Path, num_steps: int) -> None:
-    """Train ``num_steps`` steps, from the newest checkpoint in ``folder`` on."""
+    """Train until step ``num_steps``, resuming from the newest checkpoint in ``folder`` if there is one."""
     torch.set_num_threads(1)
     pl.seed_everything(1, verbose=False)
-    # Dropout would be drawn anew if random numbers were not resumed; the example has none.
+    # The example has no dropout, so this training does not check that random number generators are resumed.
     module = GPTModule(dim=48, num_layers=2, num_heads=2, max_len=32, lr=3e-3, warmup_steps=30)
     trainer = pl.Trainer(
         accelerator="cpu", devices=int(os.environ["LOCAL_WORLD_SIZE"]), num_nodes=int(os.environ["GROUP_WORLD_SIZE"]),

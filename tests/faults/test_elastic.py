@@ -1,4 +1,4 @@
-"""A node dies: training goes on with those that are left, at the same global batch."""
+"""A run whose node dies goes on with the nodes that are left, with the same global batch size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NUM_STEPS = 60
 
 
 def agent(folder: Path, node: int, port: int) -> None:
-    """A node: what torchrun does in it, with one rank, which is forked and so need not import anything."""
+    """Run torchrun's agent of a node, with one rank, which is forked and so need not import anything."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     config = LaunchConfig(

@@ -1,4 +1,4 @@
-"""The campaigns, on a sample of their points."""
+"""The fault campaigns on a sample of their points."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def campaigns() -> None:
 
 
 def test_no_fault_loses_or_mixes_a_checkpoint() -> None:
-    """In a process of its own: the campaigns fork, which a process with threads cannot safely do."""
+    """Run the campaigns in a process of their own, because they fork, which is unsafe in a process with threads."""
     process = Forked(campaigns, environment=dict(os.environ), is_parent=True)
     try:
         printed, _ = process.communicate(timeout=280)

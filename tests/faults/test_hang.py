@@ -1,4 +1,4 @@
-"""A rank that hangs in a real run: found, named, and ended."""
+"""A rank that hangs in a real run is found and named, and the run is ended."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_stopped_rank_is_named_and_the_run_ends(mlflow_folder: Path) -> None:
     assert "rank 1 hangs: it is stopped (SIGSTOP)" in output
     first = next(line for line in output.splitlines() if line.startswith("lightning-dist: "))
     assert "rank 0 waits in" in first and "background" not in first
-    deadline = time.monotonic() + 10  # those that do not answer are killed after those that do have left
+    deadline = time.monotonic() + 10  # The watchdog kills ranks that do not respond after the others have exited.
     while is_running(last):
         assert time.monotonic() < deadline
         time.sleep(0.05)

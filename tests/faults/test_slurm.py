@@ -1,4 +1,4 @@
-"""SLURM's requeue: the job saves where Lightning looks, asks to be queued again, and goes on from there."""
+"""A SLURM job that gets its requeue signal saves where Lightning looks, asks to be requeued, and resumes from there."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ pl.Trainer(
 
 
 def start(folder: Path, max_steps: int, forked: bool = False) -> list[Job]:
-    """The job's two tasks, as srun starts them, or forked: then how they end is not shown."""
+    """Start the job's two tasks as srun would, or as forks, which do not exercise the shutdown of the interpreter."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -64,7 +64,7 @@ def start(folder: Path, max_steps: int, forked: bool = False) -> list[Job]:
     return tasks
 
 
-def test_a_requeued_job_goes_on(tmp_path: Path) -> None:
+def test_a_requeued_job_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     scontrol = tmp_path / "scontrol"
     scontrol.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked.txt\n')
     scontrol.chmod(0o755)

@@ -1,4 +1,4 @@
-"""Ranks that hang are found, named and ended; ranks that do not are left alone."""
+"""The watchdog finds, names and ends ranks that hang, and leaves other ranks alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ NOT_ENTERED = (
 
 
 class Ranks:
-    """Processes with one rank each."""
+    """Start one process per rank that runs :func:`hanging_rank.run`."""
 
     def __init__(self, fault: str, folder: Path, world_size: int = 2, ranks_per_node: int = 2) -> None:
         context = mp.get_context("forkserver")
@@ -43,7 +43,12 @@ class Ranks:
         _wait(lambda: all((self.folder / f"trained-{rank}").exists() for rank in range(len(self.processes))), 60)
 
     def exits(self, timeout_s: float = 30) -> list[Any]:
-        """Exit codes; a process that is left after ``timeout_s`` is killed, and so is the watchdog."""
+        """Wait for the processes to end, and return their exit codes.
+
+        Raises:
+            AssertionError: If a process is left after ``timeout_s`` seconds, or a watchdog a second later; they are
+                killed then.
+        """
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
             process.join(max(deadline - time.monotonic(), 0))
@@ -58,7 +63,7 @@ class Ranks:
         return [process.exitcode for process in self.processes]
 
     def watchers(self) -> list[int]:
-        """The watching processes; a zombie has no command line."""
+        """Return the ids of the watchdog processes; a zombie does not count, as it has no command line."""
         pids = []
         for path in Path("/proc").glob("[0-9]*/cmdline"):
             try:
@@ -81,6 +86,7 @@ def _wait(is_true: Callable[[], bool], timeout_s: float) -> None:
 
 
 def _place(fault: str) -> str:
+    """Return the file, line and function in which a rank with this fault hangs."""
     lines = Path(hanging_rank.__file__).read_text().splitlines()
     (number,) = (number for number, line in enumerate(lines, 1) if line.endswith(f"# hang: {fault}"))
     return f"{hanging_rank.__file__}:{number} in run"
@@ -150,13 +156,13 @@ def test_a_rank_that_has_left_the_loop_is_named(tmp_path: Path) -> None:
     assert line.startswith(NOT_ENTERED)
 
 
-def test_a_process_alone_is_watched(tmp_path: Path) -> None:
+def test_a_single_process_is_watched(tmp_path: Path) -> None:
     ranks = Ranks("sleep", tmp_path, world_size=1, ranks_per_node=1)
     assert ranks.exits() == [EXIT_HANG]
     assert ranks.stderr(0).startswith(f"lightning-dist: rank 0 hangs: it is in {_place('sleep')}. No training step")
 
 
-def test_each_node_says_whether_it_has_the_cause(tmp_path: Path) -> None:
+def test_each_node_reports_whether_one_of_its_ranks_is_the_cause(tmp_path: Path) -> None:
     ranks = Ranks("sleep", tmp_path, ranks_per_node=1)
     code, code_of_the_cause = ranks.exits()
     assert code_of_the_cause == EXIT_HANG
@@ -165,7 +171,7 @@ def test_each_node_says_whether_it_has_the_cause(tmp_path: Path) -> None:
             "lightning-dist: the training hangs: no rank of this node is the cause, so it is a rank of another node, or"
             f" the network between them; {WAITS}. "
         )
-    else:  # the other node was first: then the connection to it was lost
+    else:  # The other node ended its ranks first, so this one lost its connection to them.
         assert code == 1 and "Connection" in ranks.stderr(0)
     assert ranks.stderr(1).startswith(f"lightning-dist: rank 1 hangs: it is in {_place('sleep')}. ")
     assert (tmp_path / "reports" / "watchdog-rank1.txt").exists()
@@ -179,15 +185,15 @@ def test_the_ranks_are_watched_after_the_first_is_killed(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("fault", ["none", "restart"])
-def test_without_a_hang_nothing_is_said_and_nothing_is_left(fault: str, tmp_path: Path) -> None:
+def test_without_a_hang_nothing_is_printed_and_no_file_or_process_is_left(fault: str, tmp_path: Path) -> None:
     ranks = Ranks(fault, tmp_path)
     assert ranks.exits() == [0, 0]
     assert ranks.stderr(0) == ranks.stderr(1) == ""
     assert not (tmp_path / "reports").exists()
 
 
-def test_a_suspended_job_does_not_hang(tmp_path: Path) -> None:
-    """Ctrl-Z, or a scheduler that stops the job for a while."""
+def test_a_suspended_job_does_not_count_as_hanging(tmp_path: Path) -> None:
+    """A job may be suspended by Ctrl-Z, or by a scheduler that stops it for a while."""
     ranks = Ranks("beats", tmp_path)
     ranks.wait_trained()
     for number, pause_s in ((signal.SIGSTOP, 1.5 * TIMEOUT_S), (signal.SIGCONT, 0)):
@@ -199,7 +205,7 @@ def test_a_suspended_job_does_not_hang(tmp_path: Path) -> None:
     assert ranks.stderr(0) == ""
 
 
-def test_the_watching_process_outlives_signals_to_the_job_and_its_death_is_told(tmp_path: Path) -> None:
+def test_the_watchdog_process_survives_signals_to_the_job_and_its_death_is_reported(tmp_path: Path) -> None:
     ranks = Ranks("beats", tmp_path)
     ranks.wait_trained()
     (watcher,) = ranks.watchers()
@@ -219,13 +225,13 @@ def test_a_timeout_must_be_positive(timeout_s: float, tmp_path: Path) -> None:
         Watchdog(tmp_path, timeout_s, 0, 0, 1, "name")
 
 
-def test_a_rank_without_a_first_rank_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_finds_no_watchdog_of_local_rank_0_raises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lightning_dist.watchdog_process.JOIN_S", 0.1)
     with pytest.raises(TimeoutError, match=r"local_rank=0 must start one with the same name='nobody'"):
         Watchdog(tmp_path, 1.0, 1, 1, 2, "nobody").start()
 
 
-def test_a_beat_costs_nothing(tmp_path: Path) -> None:
+def test_a_beat_takes_less_than_10_microseconds(tmp_path: Path) -> None:
     watchdog = Watchdog(tmp_path, 60.0, 0, 0, 1, str(tmp_path))
     start = time.monotonic()
     watchdog.start()

@@ -1,4 +1,4 @@
-"""Training runs of a pipeline, and of one process over the same microbatches, with the same random numbers."""
+"""Train a model as a pipeline, and in one process on the same microbatches with the same random numbers."""
 
 from __future__ import annotations
 
@@ -67,7 +67,11 @@ class PipelineOutcome(Outcome):
 
 
 class Seeds(pl.Callback):
-    """Before each step of the optimizer, numbers that do not depend on the layout."""
+    """Seed torch before each optimizer step, in a way that does not depend on the layout.
+
+    Args:
+        every: Number of batches per optimizer step.
+    """
 
     def __init__(self, every: int) -> None:
         self._every = every
@@ -78,17 +82,23 @@ class Seeds(pl.Callback):
 
 
 class Losses(pl.Callback):
+    """Record the loss and the logged metrics of each batch."""
+
     def __init__(self) -> None:
         self.losses: list[float] = []
         self.logged: list[dict[str, float]] = []
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, out: Any, *args: Any) -> None:
-        self.losses.append(float(out["loss"]) * trainer.accumulate_grad_batches)  # by which it is divided
+        # Lightning divides the loss by the number of accumulated batches.
+        self.losses.append(float(out["loss"]) * trainer.accumulate_grad_batches)
         self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
 def pipelined(case: PipelineCase) -> PipelineOutcome:
-    """The case on this rank. Every rank draws other weights; rank 0's count."""
+    """Train the case on this rank.
+
+    Every rank draws different weights, since the strategy must broadcast those of rank 0.
+    """
     sizes = LAYOUTS[case.layout][1]
     cls = NDParallelStrategy if "tp_size" in sizes else PipelineParallelStrategy
     strategy = cls(schedule=case.schedule, num_microbatches=case.num_microbatches, **sizes)
@@ -97,7 +107,7 @@ def pipelined(case: PipelineCase) -> PipelineOutcome:
 
 
 def one_process(case: PipelineCase) -> PipelineOutcome:
-    """The same batches by Lightning's own single-device strategy, a microbatch of each rank at a time."""
+    """Train on the same batches by Lightning's own single-device strategy, one microbatch of a rank at a time."""
     model = build(case.model, seed=0, global_batch_size=8 * case.num_data_parallel)
     number = case.num_microbatches * case.num_data_parallel
     model.train_dataloader = lambda: _microbatches(type(model).train_dataloader(model), case)  # type: ignore[method-assign]
@@ -109,7 +119,7 @@ def one_process(case: PipelineCase) -> PipelineOutcome:
 
 
 def _microbatches(batches: Any, case: PipelineCase) -> Iterator[Any]:
-    """What each rank of the data has, cut into its microbatches, one after another."""
+    """Yield the microbatches of a batch: all of the first data-parallel rank, then those of the next."""
     for batch in batches:
         for rank in range(case.num_data_parallel):
             own = [tensor[rank :: case.num_data_parallel] for tensor in batch]
@@ -119,7 +129,7 @@ def _microbatches(batches: Any, case: PipelineCase) -> Iterator[Any]:
 
 
 def _reseed(model: pl.LightningModule, case: PipelineCase) -> None:
-    """Give the step of each microbatch, and each of the model's blocks and layers in it, a pipeline's numbers."""
+    """Seed the step of each microbatch, and each call of the model's ``calls`` in it, as a pipeline does."""
     step: Callable[..., Any] = model.training_step
     number = case.num_microbatches
     base, seed = 0, MicrobatchSeed(0, 0, 0)

@@ -1,4 +1,4 @@
-"""One training run, on one process or on many, and what is compared of it."""
+"""Train a model in one process or on several ranks, and return the values that are compared."""
 
 from __future__ import annotations
 
@@ -43,6 +43,8 @@ PLANS = {
 
 @dataclass(frozen=True)
 class Case:
+    """Describe a training run."""
+
     layout: str
     model: str
     accumulate: int
@@ -51,7 +53,7 @@ class Case:
     optimizer: str = "sgd"
     num_steps: int = 20
     options: tuple[tuple[str, Any], ...] = ()
-    """Of the strategy; ``("plan", "withheld")`` hides Hugging Face's."""
+    """Arguments of the strategy; ``("plan", "withheld")`` removes Hugging Face's plan from the model instead."""
 
     def __str__(self) -> str:
         parts = [self.model, self.layout, f"acc{self.accumulate}", "clip" if self.clip else "noclip"]
@@ -63,7 +65,10 @@ AnyCase = TypeVar("AnyCase")
 
 
 def briefly(cases: list[AnyCase]) -> list[AnyCase]:
-    """With eight steps, but for the first and those in single precision, whose roundings add up."""
+    """Reduce the cases to eight steps each, to save time.
+
+    The first case, and those in single precision, keep their number of steps, because rounding errors add up in them.
+    """
     return [
         case if index == 0 or case.precision == "32-true" else replace(case, num_steps=8)
         for index, case in enumerate(cases)
@@ -78,7 +83,7 @@ class Outcome:
 
 
 class Recorder(pl.Callback):
-    """Whole gradients before the first two optimizer steps, before clipping."""
+    """Record the whole gradients before the first two optimizer steps, before clipping."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, np.ndarray]] = []
@@ -89,12 +94,12 @@ class Recorder(pl.Callback):
 
 
 def reference(case: Case) -> Outcome:
-    """The case in one process, by Lightning's own single-device strategy: the whole batch at once."""
+    """Train the case in one process by Lightning's own single-device strategy, on the whole batch at once."""
     return _fit(replace(case, layout="auto"), chunks=4)
 
 
 def run(case: Case) -> Outcome:
-    """The case on this rank."""
+    """Train the case on this rank."""
     return _fit(case, chunks=1)
 
 
@@ -109,7 +114,7 @@ def _fit(case: Case, chunks: int) -> Outcome:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     rank = int(os.environ["RANK"])
     by_hand = {"accumulate": case.accumulate, "clip": case.clip} if case.model == "gan" else {}
-    # Every rank draws other weights; rank 0's count.
+    # Every rank draws different weights, since the strategy must broadcast those of rank 0.
     model = build(case.model, seed=rank, optimizer=case.optimizer, chunks=chunks, **by_hand)
     if ("plan", "withheld") in case.options:
         for module in model.modules():

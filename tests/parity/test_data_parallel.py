@@ -1,4 +1,4 @@
-"""Promise 2: a sharded run computes what one process computes, gradient by gradient and after its last step."""
+"""A sharded run has the same gradients as one process, and the same weights after its last step."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import pytest
 
 from lightning_dist.parity import assert_parity
 from tests.parity.run import LAYOUTS, Case, Outcome, briefly, reference, run, tensors
-from tests.pool import WorkerPool, beside
+from tests.pool import WorkerPool, in_parallel
 
 AXES = {"layout": list(LAYOUTS), "model": ["gpt", "resnet", "gan", "llama"], "accumulate": [1, 3], "clip": [None, 0.1]}
 EVERY = [Case(*values) for values in itertools.product(*AXES.values())]
-# FullShardStrategy is a hybrid one with one replica: 1x4 is run once only.
+# 1x4 is what FullShardStrategy does, a hybrid strategy with one replica. So one case of it is enough.
 ONE_REPLICA = Case("1x4", "llama", 3, 0.1)
 EXTRA = [
     *(Case(layout, model, 1, None, precision="32-true") for layout in ("full_shard", "2x2") for model in AXES["model"]),
     *(Case(layout, model, 1, None, optimizer="adamw") for layout in ("full_shard", "2x2") for model in AXES["model"]),
 ]
 TOLERANCE = {"64-true": 1e-10, "32-true": 1e-5}
-# A key's bias shifts all of a query's scores alike: its true gradient is zero, and Adam divides rounding by rounding.
+# The bias of a key shifts all scores of a query by the same amount, so its true gradient is zero. Adam would divide
+# rounding errors by rounding errors.
 TRUE_GRADIENT_IS_ZERO = {"gpt": ["model.blocks.0.qkv.bias", "model.blocks.1.qkv.bias"]}
 
 
 def pairwise(cases: list[Case]) -> list[Case]:
-    """A subset in which every pair of two axes' values occurs, chosen greedily."""
+    """Choose greedily a subset in which every pair of values of two axes occurs."""
 
     def pairs(case: Case) -> set[tuple[object, ...]]:
         values = [(axis, getattr(case, axis)) for axis in AXES]
@@ -46,7 +47,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "case" in metafunc.fixturenames:
         some = [*pairwise([case for case in EVERY if case.layout != "1x4"]), ONE_REPLICA]
         is_full = metafunc.config.getoption("--matrix") == "full"
-        # Of the others each model once, in one of the two layouts, in one of the two ways.
+        # Every fifth case of EXTRA has each model once, each time with another layout or setting.
         metafunc.parametrize("case", EVERY + EXTRA if is_full else briefly(some + EXTRA[::5]), ids=str)
 
 
@@ -55,13 +56,15 @@ def one_process(pool: WorkerPool, case: Case) -> Outcome:
     return pool.run(reference, 1, case)[0]
 
 
-def test_parity(pool: WorkerPool, reference_pool: WorkerPool, case: Case) -> None:
-    outcomes, expected = beside(
+def test_gradients_and_weights_equal_those_of_one_process(
+    pool: WorkerPool, reference_pool: WorkerPool, case: Case
+) -> None:
+    outcomes, expected = in_parallel(
         lambda: pool.run(run, 4, case), lambda: one_process(reference_pool, replace(case, layout=""))
     )
     tolerance = TOLERANCE[case.precision]
     assert len(expected.gradients) == 2
-    # The first step's gradients, before any weight has moved; the second of the GAN is its other optimizer's.
+    # The first gradients are from before any weight changed. The GAN's second gradients are of its other optimizer.
     for actual, wanted in zip(outcomes[0].gradients, expected.gradients, strict=True):
         assert_parity(tensors(actual), tensors(wanted), tolerance)
     adam = case.optimizer == "adamw"
@@ -76,14 +79,14 @@ def test_parity(pool: WorkerPool, reference_pool: WorkerPool, case: Case) -> Non
             np.testing.assert_array_equal(weight, outcomes[0].weights[name])
 
 
-def test_batch_norm_statistics_are_each_ranks_own(pool: WorkerPool) -> None:
-    """Running statistics see the rank's own part of the batch: all four together are what one process gathered."""
+def test_each_rank_has_batch_norm_statistics_of_its_part_of_the_batch(pool: WorkerPool) -> None:
+    """The statistics of all four ranks together give those of one process that runs the four parts in turn."""
     case = Case("2x2", "resnet", 1, None, num_steps=1)
     outcomes = pool.run(run, 4, case)
     expected = pool.run(reference, 1, case)[0]
     for name in expected.buffers:
         if name.endswith("running_mean"):
-            # One process applied four updates of momentum 0.1 in rank order, each rank one.
+            # One process made four updates with momentum 0.1, in the order of the ranks; each rank made one.
             momentum = 0.1
             applied = sum((1 - momentum) ** (3 - rank) * outcome.buffers[name] for rank, outcome in enumerate(outcomes))
             np.testing.assert_allclose(applied, expected.buffers[name], rtol=1e-9, atol=1e-12)

@@ -1,4 +1,4 @@
-"""Promise 2 for models that are cut into stages: gradients, weights and what is logged are those of one process."""
+"""A model that is cut into stages has the same gradients, weights and logged metrics as in one process."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_dist.parity import assert_parity
 from lightning_dist.pipeline import SCHEDULES
 from tests.parity.pipeline_run import PipelineCase, PipelineOutcome, one_process, pipelined
 from tests.parity.run import briefly, tensors
-from tests.pool import WorkerPool, beside
+from tests.pool import WorkerPool, in_parallel
 
 MODELS = [
     "deep_llama", "deep_gpt2", "bert", "deep_t5", "deep_batch_norm", "sequential", "deep_encoder", "unet",
@@ -20,7 +20,7 @@ MODELS = [
 ]  # fmt: skip
 LAYOUTS = ["pp2 x tp2", "pp2 x shard2", "pp2 x replicate2 x shard2"]
 SCHEDULED = [
-    # dualpipev wants a microbatch for each of its stages, of which a rank has two.
+    # dualpipev needs at least as many microbatches as there are stages, of which each rank has two.
     PipelineCase("deep_gpt", layout, schedule, num_microbatches=8 if schedule == "dualpipev" else 4)
     for schedule in SCHEDULES
     for layout in ("pp2", "pp4")
@@ -29,7 +29,7 @@ SPREAD = [
     PipelineCase(model, layout)
     for model in ["deep_gpt", *MODELS]
     for layout in LAYOUTS
-    # Ranks that split a layer drop each of its own part, which one process does otherwise.
+    # Ranks that split a layer draw the dropout of their parts separately, unlike one process.
     if (model, layout) != ("dropout", "pp2 x tp2")
 ]
 EXTRA = [
@@ -39,7 +39,7 @@ EXTRA = [
     PipelineCase("deep_gpt", "pp2 x tp2", "zbv", clip=0.1),
     PipelineCase("dropout", "pp2 x shard2", "interleaved_1f1b", accumulate=2),
 ]
-# With EXTRA every model, every schedule and every layout.
+# Together with EXTRA, these cases have every model, every schedule and every layout.
 SOME = [
     PipelineCase("deep_llama", "pp2", "gpipe"),
     PipelineCase("deep_gpt", "pp2", "interleaved_zero_bubble"),
@@ -70,11 +70,14 @@ def expected(pool: WorkerPool, case: PipelineCase) -> PipelineOutcome:
     return pool.run(one_process, 1, case)[0]
 
 
-def test_parity(pool: WorkerPool, reference_pool: WorkerPool, case: PipelineCase) -> None:
-    alike = {1: "pp2", 2: "pp2 x shard2", 4: "pp2 x replicate2 x shard2"}[case.num_data_parallel]
-    outcomes, wanted = beside(
+def test_gradients_weights_and_losses_equal_those_of_one_process(
+    pool: WorkerPool, reference_pool: WorkerPool, case: PipelineCase
+) -> None:
+    # Cases with equally many data-parallel ranks have the same reference, which the cache computes once.
+    reference_layout = {1: "pp2", 2: "pp2 x shard2", 4: "pp2 x replicate2 x shard2"}[case.num_data_parallel]
+    outcomes, wanted = in_parallel(
         lambda: pool.run(pipelined, case.world_size, case),
-        lambda: expected(reference_pool, replace(case, layout=alike, schedule="1f1b")),
+        lambda: expected(reference_pool, replace(case, layout=reference_layout, schedule="1f1b")),
     )
     tolerance = 1e-5 if case.precision == "32-true" else 1e-10
     for actual, reference in zip(outcomes[0].gradients, wanted.gradients, strict=True):

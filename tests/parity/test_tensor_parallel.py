@@ -1,4 +1,4 @@
-"""Promise 2 for layers that are split: gradients and weights are those of one process."""
+"""A model whose layers are split has the same gradients and weights as in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from lightning_dist.parity import assert_parity
 from tests.parity.run import SPLIT_MODELS, Case, Outcome, briefly, reference, run, tensors
-from tests.pool import WorkerPool, beside
+from tests.pool import WorkerPool, in_parallel
 
 WHOLE = (("sequence_parallel", False), ("loss_parallel", False))
 WITHHELD = (("plan", "withheld"),)
@@ -31,7 +31,7 @@ EXTRA = [
 
 
 def covering(cases: list[Case]) -> list[Case]:
-    """Every model, layout and option, and of a model one or two cases."""
+    """Choose one or two cases of each model, so that every layout and every option occurs."""
     return [case for index, case in enumerate(cases) if index % 4 == (index // 4) % 4]
 
 
@@ -47,13 +47,19 @@ def one_process(pool: WorkerPool, case: Case) -> Outcome:
     return pool.run(reference, 1, case)[0]
 
 
-# A key's bias shifts all of a query's scores alike: its true gradient is zero, and Adam divides rounding by rounding.
 def leave_out(case: Case, names: Any) -> list[str]:
+    """Return the weights that are not compared: with Adam, the biases of GPT-2's attention.
+
+    The bias of a key shifts all scores of a query by the same amount, so its true gradient is zero. Adam would divide
+    rounding errors by rounding errors.
+    """
     return [name for name in names if case.optimizer == "adamw" and name.endswith("c_attn.bias")]
 
 
-def test_parity(pool: WorkerPool, reference_pool: WorkerPool, case: Case) -> None:
-    outcomes, expected = beside(
+def test_gradients_and_weights_equal_those_of_one_process(
+    pool: WorkerPool, reference_pool: WorkerPool, case: Case
+) -> None:
+    outcomes, expected = in_parallel(
         lambda: pool.run(run, 4, case), lambda: one_process(reference_pool, replace(case, layout="", options=()))
     )
     tolerance = 1e-5 if case.precision == "32-true" else 1e-10

@@ -1,4 +1,4 @@
-"""Turns and statistics of the benchmark."""
+"""The benchmark's two sides take turns, and its statistics are right."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from tests.bench.harness import EndStep, Pace, Pairs, alternate, compare_steps, 
 
 @pytest.mark.parametrize(
     ("num_values", "expected"),
-    # Ranks of the two order statistics, from tables of the sign test.
+    # Ranks of the two order statistics among the sorted values, from tables of the sign test.
     [(5, None), (6, (1, 6)), (10, (2, 9)), (20, (6, 15)), (50, (18, 33))],
 )
-def test_interval_is_the_sign_tests(num_values: int, expected: tuple[int, int] | None) -> None:
+def test_the_interval_of_the_median_is_that_of_the_sign_test(num_values: int, expected: tuple[int, int] | None) -> None:
     values = list(range(num_values, 0, -1))
     assert median_interval(values) == expected
 
 
-def test_interval_holds_the_median_as_often_as_it_says() -> None:
+def test_the_interval_contains_the_median_as_often_as_its_confidence_says() -> None:
     draw = random.Random(0)
     hits = 0
     for _ in range(2000):
@@ -35,7 +35,7 @@ def test_interval_holds_the_median_as_often_as_it_says() -> None:
     assert hits / 2000 == pytest.approx(0.959, abs=0.015)
 
 
-def test_order_is_swapped_from_pair_to_pair() -> None:
+def test_the_order_of_the_sides_is_swapped_from_pair_to_pair() -> None:
     calls: list[str] = []
 
     def side(name: str, value: float) -> float:
@@ -49,7 +49,7 @@ def test_order_is_swapped_from_pair_to_pair() -> None:
     assert Pairs([3.0], [2.0], by=operator.sub).median == 1.0
 
 
-def test_stops_when_there_are_enough_pairs_and_the_interval_is_narrow() -> None:
+def test_measuring_stops_when_there_are_enough_pairs_and_the_interval_is_narrow_or_time_is_up() -> None:
     def figures(spread: float, num_pairs: int) -> Pairs:
         return Pairs([1 + spread * (i % 2) for i in range(num_pairs)], [1.0] * num_pairs)
 
@@ -104,7 +104,7 @@ def test_runs_that_do_not_do_the_same_work_are_refused(one_rank: None) -> None:
         compare_steps(lambda end: run([2.1, 1.5], end), lambda end: run([2.0, 1.5], end), PACE, True)
 
 
-def test_what_a_run_raises_is_raised(one_rank: None) -> None:
+def test_an_error_or_an_early_end_of_a_run_is_raised(one_rank: None) -> None:
     def broken(end_step: EndStep) -> None:
         raise ValueError("no data")
 

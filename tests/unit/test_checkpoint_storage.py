@@ -1,4 +1,4 @@
-"""Checkpoints of one process: on file systems of all kinds, and as objects."""
+"""Checkpoints of one process on file systems with and without directory exchange, and in object stores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.faults.saves import content, found, save
 
 @pytest.fixture
 def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file system that cannot exchange two directories, such as NFS."""
+    """Simulate a file system that cannot exchange two directories, such as NFS."""
 
     def refuse(source: Path, target: Path, flag: int) -> None:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), str(target))
@@ -35,10 +35,11 @@ def memory() -> Iterator[str]:
 
 
 def names(folder: Path) -> list[str]:
+    """Return the sorted names of the entries of a folder."""
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_save_replaces_the_one_before(tmp_path: Path) -> None:
+def test_a_save_replaces_the_checkpoint_at_its_path(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         save(tmp_path / "runs" / "run.ckpt", number)
         assert found(tmp_path / "runs" / "run.ckpt") == number
@@ -46,26 +47,26 @@ def test_a_save_replaces_the_one_before(tmp_path: Path) -> None:
     assert names(tmp_path / "runs" / ".tmp") == []
 
 
-def test_a_save_replaces_a_file(tmp_path: Path) -> None:
+def test_a_save_replaces_a_file_at_its_path(tmp_path: Path) -> None:
     (tmp_path / "run.ckpt").write_text("what another strategy saved")
     save(tmp_path / "run.ckpt", 1)
     assert found(tmp_path / "run.ckpt") == 1
 
 
-def test_where_nothing_can_be_exchanged_a_link_is_replaced(tmp_path: Path, no_exchange: None) -> None:
+def test_without_directory_exchange_each_save_replaces_a_link(tmp_path: Path, no_exchange: None) -> None:
     path = tmp_path / "run.ckpt"
     for number in (1, 2, 3):
         save(path, number)
         assert found(path) == number
         assert path.is_symlink()
-        assert not Path(os.readlink(path)).is_absolute(), "the folder could not be moved"
+        assert not Path(os.readlink(path)).is_absolute(), "an absolute link would break when the folder is moved"
         assert len(names(tmp_path / ".versions")) == 1
     storage_at(path).remove()
     assert names(tmp_path) == [".tmp", ".versions"]
     assert names(tmp_path / ".versions") == names(tmp_path / ".tmp") == []
 
 
-def test_where_nothing_can_be_exchanged_a_directory_is_not_replaced(
+def test_without_directory_exchange_replacing_a_directory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     save(tmp_path / "run.ckpt", 1)
@@ -75,13 +76,13 @@ def test_where_nothing_can_be_exchanged_a_directory_is_not_replaced(
     assert found(tmp_path / "run.ckpt") == 1
 
 
-def test_objects(memory: str) -> None:
+def test_a_checkpoint_in_an_object_store_is_written_replaced_verified_and_removed(memory: str) -> None:
     path = f"{memory}/run.ckpt"
     for number in (1, 2):
         save(path, number)
         checkpoint = read(path, lambda info: torch.empty(info.shape, dtype=info.dtype))
         assert checkpoint["number"] == number
-        assert len(fsspec.filesystem("memory").find("/runs")) == 4, "the files of the save before are still there"
+        assert len(fsspec.filesystem("memory").find("/runs")) == 4, "the files of the previous save are still there"
     assert [place for place, _ in find(memory)] == [path.replace("memory://", "memory:///")]
     verify(path)
     fsspec.filesystem("memory").rm_file(fsspec.filesystem("memory").find("/runs/run.ckpt")[0])
@@ -91,7 +92,9 @@ def test_objects(memory: str) -> None:
     assert not storage_at(path).exists()
 
 
-def test_an_object_store_that_fails_keeps_the_old(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_save_that_fails_in_an_object_store_keeps_the_old_checkpoint(
+    memory: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = f"{memory}/run.ckpt"
     save(path, 1)
     pipe = fsspec.implementations.memory.MemoryFileSystem.pipe_file
@@ -107,8 +110,8 @@ def test_an_object_store_that_fails_keeps_the_old(memory: str, monkeypatch: pyte
     assert len(fsspec.filesystem("memory").find("/runs")) == 4
 
 
-def test_an_object_store_that_fails_late_keeps_the_new(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer to the manifest's put is lost, and nothing can be removed: the new one is there all the same."""
+def test_a_lost_answer_of_an_object_store_keeps_the_new_one(memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers to all writes are lost, and nothing can be removed; the new checkpoint is there all the same."""
     path = f"{memory}/run.ckpt"
     save(path, 1)
     store = fsspec.implementations.memory.MemoryFileSystem
@@ -129,7 +132,7 @@ def test_an_object_store_that_fails_late_keeps_the_new(memory: str, monkeypatch:
     assert read(path, lambda info: torch.empty(info.shape, dtype=info.dtype))["number"] == 2
 
 
-def test_the_link_of_somebody_else_is_removed_alone(tmp_path: Path) -> None:
+def test_removing_a_link_that_a_user_made_keeps_its_target(tmp_path: Path) -> None:
     save(tmp_path / "best.ckpt", 1)
     (tmp_path / "last.ckpt").symlink_to("best.ckpt")
     assert [Path(path).name for path, _ in find(tmp_path)] == ["best.ckpt"]
@@ -138,7 +141,7 @@ def test_the_link_of_somebody_else_is_removed_alone(tmp_path: Path) -> None:
     assert not (tmp_path / "last.ckpt").is_symlink()
 
 
-def test_versions_that_no_link_names_are_swept(tmp_path: Path, no_exchange: None) -> None:
+def test_versions_that_no_link_points_to_are_removed(tmp_path: Path, no_exchange: None) -> None:
     save(tmp_path / "run.ckpt", 1)
     (tmp_path / ".versions" / "run.ckpt-of-a-dead-run").mkdir()
     storage_at(tmp_path / "run.ckpt").lock()()
@@ -146,7 +149,7 @@ def test_versions_that_no_link_names_are_swept(tmp_path: Path, no_exchange: None
     assert found(tmp_path / "run.ckpt") == 1
 
 
-def test_what_goes_wrong_after_the_new_one_is_there_fails_nothing(
+def test_an_error_after_the_new_checkpoint_is_in_place_is_only_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(tmp_path / "run.ckpt", 1)
@@ -163,7 +166,7 @@ def test_what_goes_wrong_after_the_new_one_is_there_fails_nothing(
     assert found(tmp_path / "run.ckpt") == 2
 
 
-def test_a_reader_keeps_its_checkpoint_while_the_path_gets_another(tmp_path: Path) -> None:
+def test_an_open_reader_keeps_reading_the_checkpoint_that_a_save_replaces(tmp_path: Path) -> None:
     path = tmp_path / "run.ckpt"
     save(path, 1)
     first = (path / "rank_0.bin").read_bytes()
@@ -175,7 +178,9 @@ def test_a_reader_keeps_its_checkpoint_while_the_path_gets_another(tmp_path: Pat
     assert content == first
 
 
-def test_no_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_little_space_is_an_error_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save(tmp_path / "run.ckpt", 1)
     monkeypatch.setattr(file_system.LocalStorage, "free_bytes", lambda self: 1000)
     with pytest.raises(CheckpointError, match="it needs 0 MiB, and there is space for 0 MiB"):
@@ -184,21 +189,21 @@ def test_no_space_is_said_before_anything_is_written(tmp_path: Path, monkeypatch
     assert names(tmp_path / ".tmp") == []
 
 
-def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Root may write everywhere; so a folder below a file stands for one that cannot be made."""
+def test_a_folder_that_cannot_be_created_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is below a file, rather than one without write permission, because root may write everywhere."""
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"was not written: NotADirectoryError.*file"):
         save(tmp_path / "file" / "runs" / "run.ckpt", 1)
 
 
 class Config:
-    """A user's own class."""
+    """Stand for a class of the user."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Config)
 
 
-def test_what_is_pickled_is_not_trusted(tmp_path: Path) -> None:
+def test_objects_of_other_classes_are_only_unpickled_with_weights_only_false(tmp_path: Path) -> None:
     write(tmp_path / "plain.ckpt", take_snapshot({"every": timedelta(hours=1), "path": Path("data"), "lr": [1e-3]}))
     plain = read(tmp_path / "plain.ckpt", lambda info: None)
     assert plain == {"every": timedelta(hours=1), "path": Path("data"), "lr": [1e-3]}
@@ -223,7 +228,7 @@ def test_what_is_pickled_is_not_trusted(tmp_path: Path) -> None:
     ],
     ids=["transposed", "empty", "scalar", "int16", "bfloat16", "float8", "complex", "bool", "sparse"],
 )
-def test_tensors_of_every_kind(tmp_path: Path, tensor: torch.Tensor) -> None:
+def test_tensors_of_every_kind_are_read_as_they_were_written(tmp_path: Path, tensor: torch.Tensor) -> None:
     write(tmp_path / "one.ckpt", take_snapshot({"state": [tensor]}))
     loaded = read(tmp_path / "one.ckpt", lambda info: torch.empty(info.shape, dtype=info.dtype))["state"][0]
     assert loaded.dtype == tensor.dtype
@@ -231,7 +236,7 @@ def test_tensors_of_every_kind(tmp_path: Path, tensor: torch.Tensor) -> None:
     assert torch.equal(loaded.to_dense().view(-1), tensor.to_dense().contiguous().view(-1)) or loaded.numel() == 0
 
 
-def test_files_outside_are_not_read(tmp_path: Path) -> None:
+def test_a_manifest_that_names_files_outside_of_the_checkpoint_is_refused(tmp_path: Path) -> None:
     from lightning_dist.checkpoint.manifest import FileEntry, Manifest
 
     (tmp_path / "run.ckpt").mkdir()
@@ -241,7 +246,7 @@ def test_files_outside_are_not_read(tmp_path: Path) -> None:
         read(tmp_path / "run.ckpt", lambda info: None)
 
 
-def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_lists_and_verifies_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from lightning_dist.cli.checkpoint import run
 
     for step in (10, 20):
@@ -256,9 +261,9 @@ def test_the_command_lists_and_verifies(tmp_path: Path, capsys: pytest.CaptureFi
     (tmp_path / "step=20.ckpt" / "state.pt").write_bytes(b"")
     (tmp_path / "step=10.ckpt" / "manifest.json").write_bytes(b"{}")
     assert run(["verify", *paths]) == 1
-    told = capsys.readouterr().err
-    assert "its manifest.json is damaged" in told
-    assert "its file state.pt has 0 bytes" in told
+    printed = capsys.readouterr().err
+    assert "its manifest.json is damaged" in printed
+    assert "its file state.pt has 0 bytes" in printed
     assert run(["ls", str(tmp_path)]) == 0
     assert f"{paths[0]}  damaged: " in capsys.readouterr().out
     assert run(["ls", str(tmp_path / "empty")]) == 2

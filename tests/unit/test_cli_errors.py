@@ -1,4 +1,4 @@
-"""Which process of a run prints an error."""
+"""Of the processes of a run that fail with the same error, exactly one prints it."""
 
 import os
 import tempfile
@@ -16,7 +16,7 @@ from lightning_dist.consensus import OtherRankError
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The environment of a process of a run, with little patience."""
+    """Set the environment of a process of a run, and shorten the time that a rank waits for another to report."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(errors, "_GRACE_S", 0.3)
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -26,7 +26,7 @@ def run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_lone_process_prints_at_once(
+def test_a_single_process_prints_its_error_at_once(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("MASTER_PORT")
@@ -48,7 +48,7 @@ def test_a_lone_process_prints_at_once(
     ],
 )
 @pytest.mark.parametrize("variable", ["RANK", "SLURM_PROCID", "LOCAL_RANK"])
-def test_an_error_is_printed_once(
+def test_an_error_of_several_ranks_is_printed_once(
     run: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -62,7 +62,7 @@ def test_an_error_is_printed_once(
     assert capsys.readouterr().err == printed
 
 
-def test_errors_of_one_cause_are_the_same(
+def test_errors_with_the_same_cause_are_printed_once(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank in range(2):
@@ -71,7 +71,7 @@ def test_errors_of_one_cause_are_the_same(
     assert capsys.readouterr().err == "frames of 0\n"
 
 
-def test_a_rank_waits_for_the_first_to_speak(
+def test_another_rank_waits_for_rank_0_to_print_the_error(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "1")
@@ -84,7 +84,7 @@ def test_a_rank_waits_for_the_first_to_speak(
     assert capsys.readouterr().err == "error: late\n"
 
 
-def test_what_an_earlier_run_said_on_the_same_port_is_forgotten(
+def test_errors_of_an_earlier_run_on_the_same_port_are_ignored(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -97,7 +97,7 @@ def test_what_an_earlier_run_said_on_the_same_port_is_forgotten(
     assert capsys.readouterr().err == "error: old\n[rank 1] error: old\n"
 
 
-def test_another_port_is_another_run(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_errors_of_a_run_on_another_port_are_ignored(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     errors.report("x", 2)
     assert errors.reported_by_another() == 2
@@ -113,7 +113,7 @@ def test_another_port_is_another_run(run: Path, monkeypatch: pytest.MonkeyPatch)
         torch.distributed.DistBackendError("NCCL communicator was aborted"),
     ],
 )
-def test_what_follows_from_another_ranks_error_adds_nothing(
+def test_an_error_that_follows_from_another_ranks_error_is_not_printed(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
 ) -> None:
     monkeypatch.setenv("RANK", "1")
@@ -123,7 +123,7 @@ def test_what_follows_from_another_ranks_error_adds_nothing(
     assert capsys.readouterr().err == "[rank 1] error: the cause\n"
 
 
-def test_a_lost_connection_that_nobody_explains_is_reported(
+def test_a_lost_connection_is_printed_if_no_rank_reported_its_cause(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("RANK", "0")
@@ -135,7 +135,7 @@ def test_a_lost_connection_that_nobody_explains_is_reported(
     ("name", "end"),
     [("hybird_shard", "; did you mean 'hybrid_shard'?"), ("full", "; did you mean 'full_shard'?"), ("zz", ".")],
 )
-def test_closest(name: str, end: str) -> None:
+def test_the_closest_known_name_is_suggested(name: str, end: str) -> None:
     assert errors.closest(name, ["hybrid_shard", "full_shard"]) == end
 
 

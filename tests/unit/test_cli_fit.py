@@ -1,4 +1,4 @@
-"""The command run to its end, in this process."""
+"""The commands fit, validate, test and predict, run to their end in this process or on two ranks."""
 
 import contextlib
 import logging
@@ -95,11 +95,13 @@ def command(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def the_run() -> Any:
+    """Return the only run in the MLflow database."""
     (run,) = all_runs()
     return run
 
 
 def all_runs() -> list[Any]:
+    """Return all runs in the MLflow database."""
     client = MlflowClient(f"sqlite:///{Path.cwd()}/mlflow.db")
     return list(client.search_runs([experiment.experiment_id for experiment in client.search_experiments()]))
 
@@ -108,7 +110,7 @@ def files(folder: str) -> set[str]:
     return {str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()}
 
 
-def test_fit_documents_itself(command: Any, caplog: pytest.LogCaptureFixture) -> None:
+def test_fit_logs_its_configuration_metrics_and_checkpoints(command: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         assert command("fit", "--model.dim=3", "--data.dim=3", "--seed_everything=7", val_check_interval="2") == 0
     run = the_run()
@@ -144,7 +146,7 @@ def test_the_saved_configuration_repeats_the_run(command: Any, capfd: pytest.Cap
 
 
 class Resharding(SingleDeviceStrategy):
-    """Puts new parameters in the module's place when it is set up, as a sharding strategy does."""
+    """Replace the parameters of the module in the setup, as a sharding strategy does."""
 
     def __init__(self, note: int = 0) -> None:
         super().__init__()
@@ -170,7 +172,7 @@ class Resharding(SingleDeviceStrategy):
         ([], torch.optim.SGD, 0.0),
     ],
 )
-def test_an_optimizer_trains_the_parameters_that_the_strategy_made(
+def test_an_optimizer_from_flags_trains_the_parameters_that_the_strategy_made(
     command: Any, flags: list[str], optimizer: type[torch.optim.Optimizer], lr: float
 ) -> None:
     assert command("fit", *flags, "--seed_everything=3", strategy=f"{HERE}.Resharding") == 0
@@ -185,13 +187,13 @@ def test_an_optimizer_trains_the_parameters_that_the_strategy_made(
 
 
 @pytest.mark.parametrize("name", ["fit", "validate", "test", "predict"])
-def test_commands(command: Any, name: str) -> None:
+def test_every_command_finishes_its_run_and_saves_the_configuration(command: Any, name: str) -> None:
     assert command(name) == 0
     assert the_run().info.status == "FINISHED"
     assert "config.yaml" in files(f"mlruns/lightning_logs/{the_run().info.run_id}")
 
 
-def test_two_runs_do_not_collide(command: Any) -> None:
+def test_two_runs_write_to_different_folders(command: Any) -> None:
     assert command("fit") == command("fit") == 0
     assert sorted(files("mlruns/lightning_logs")) == sorted(
         f"{run.info.run_id}/{name}"
@@ -200,7 +202,7 @@ def test_two_runs_do_not_collide(command: Any) -> None:
     )
 
 
-def test_without_a_logger_the_configuration_is_beside_the_checkpoints(command: Any) -> None:
+def test_without_a_logger_the_configuration_is_saved_next_to_the_checkpoints(command: Any) -> None:
     Path("config.yaml").write_text("mine")
     for _ in range(2):
         assert command("fit", logger="false") == 0
@@ -212,7 +214,7 @@ def test_without_a_logger_the_configuration_is_beside_the_checkpoints(command: A
     assert not Path("checkpoints/config.yaml").exists()
 
 
-def test_a_logger_of_lightning(command: Any) -> None:
+def test_a_logger_of_lightning_gets_the_configuration(command: Any) -> None:
     assert command("fit", logger="CSVLogger", **{"logger.save_dir": "csv"}) == 0
     assert "lightning_logs/version_0/config.yaml" in files("csv")
     assert all_runs() == []
@@ -229,14 +231,18 @@ def test_a_logger_of_lightning(command: Any) -> None:
         (["--trainer.callbacks=RichProgressBar", "--trainer.enable_progress_bar=true"], [None], ["step"]),
     ],
 )
-def test_default_callbacks(command: Any, flags: list[str], telemetry: list[Any], rates: list[str]) -> None:
+def test_default_callbacks_are_added_unless_the_user_gives_or_disables_them(
+    command: Any, flags: list[str], telemetry: list[Any], rates: list[str]
+) -> None:
     assert command("fit", *flags) == 0
     callbacks = Net.trainers[0].callbacks  # type: ignore[attr-defined]
     assert [c.log_every_n_steps for c in callbacks if isinstance(c, StepTelemetry)] == telemetry
     assert [c.logging_interval for c in callbacks if isinstance(c, LearningRateMonitor)] == rates
 
 
-def test_failing_in_training_keeps_the_traceback(command: Any, capfd: pytest.CaptureFixture[str]) -> None:
+def test_an_error_in_training_prints_its_traceback_and_fails_the_run(
+    command: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert command("fit", "--model.fail_at=2") == 1
     printed = capfd.readouterr().err
     assert "Traceback (most recent call last)" in printed
@@ -244,7 +250,7 @@ def test_failing_in_training_keeps_the_traceback(command: Any, capfd: pytest.Cap
     assert the_run().info.status == "FAILED"
 
 
-def test_resume_from_a_file_warns_of_its_hyperparameters(command: Any) -> None:
+def test_resuming_from_a_file_warns_if_its_hyperparameters_override_those_given(command: Any) -> None:
     assert command("fit") == 0
     (checkpoint,) = Path("mlruns").rglob("*.ckpt")
     with pytest.warns(UserWarning, match="hyperparameters are those of .*not those given"):
@@ -264,7 +270,7 @@ def test_resume_from_a_file_warns_of_its_hyperparameters(command: Any) -> None:
         (None, "is not a checkpoint of Lightning: "),
     ],
 )
-def test_an_odd_checkpoint_is_named(
+def test_a_file_that_is_no_checkpoint_is_refused_with_the_reason(
     command: Any, capfd: pytest.CaptureFixture[str], content: Any, message: str
 ) -> None:
     if content is None:
@@ -276,7 +282,7 @@ def test_an_odd_checkpoint_is_named(
     assert message in capfd.readouterr().err
 
 
-def test_a_checkpoint_folder_is_left_to_the_strategy(
+def test_a_checkpoint_folder_is_loaded_by_the_strategy(
     command: Any, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     asked = []
@@ -326,7 +332,7 @@ def _fit_hybrid_here() -> dict[str, Any]:
     }
 
 
-def test_two_ranks_sharded_with_an_optimizer_from_flags(pool: Any, workplace: Path) -> None:
+def test_two_sharded_ranks_with_an_optimizer_from_flags_train_as_one_process(pool: Any, workplace: Path) -> None:
     ranks = pool.run(_fit_hybrid, 2, str(workplace))
     assert [rank["code"] for rank in ranks] == [0, 0]
     assert [rank["owns"] for rank in ranks] == [True, True]

@@ -1,4 +1,4 @@
-"""What the command answers to a person who mistypes: one short message with the nearest name, and exit code 2."""
+"""The command answers a mistake of the user by a short message with the nearest known name, and exit code 2."""
 
 import sys
 from pathlib import Path
@@ -125,7 +125,7 @@ NET = f"--model={HERE}.Net"
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_mistake_is_answered_in_one_short_message(
+def test_a_mistake_on_the_command_line_is_answered_by_one_short_message(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     Path("good.yaml").write_text("trainer: {max_steps: 1}\n")
@@ -161,7 +161,7 @@ def test_a_mistake_is_answered_in_one_short_message(
         ("model: {init_args: {dim: '${trainer'}}", "model.init_args.dim: "),
     ],
 )
-def test_a_mistake_in_a_file_is_found_in_the_file(
+def test_the_message_about_a_mistake_in_a_file_names_the_file(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], text: str, message: str
 ) -> None:
     Path("x.yaml").write_text(text)
@@ -183,7 +183,7 @@ def test_a_mistake_in_a_file_is_found_in_the_file(
         ("raise OSError('no disk')", "broken_3.Net: no disk\n  at broken_3.py:1, in <module>"),
     ],
 )
-def test_a_module_that_cannot_be_imported_is_shown_where(
+def test_the_line_that_fails_in_an_import_is_shown(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], source: str, message: str
 ) -> None:
     name = message[message.index("broken_") :][:8]
@@ -200,7 +200,7 @@ def test_the_line_of_a_users_error_is_shown(monkeypatch: pytest.MonkeyPatch, cap
     assert ", in setup" in place
 
 
-def test_the_traceback_of_a_mistake_can_be_asked_for(
+def test_an_environment_variable_shows_the_traceback_of_a_mistake(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv(errors.SHOW_TRACEBACK, "1")
@@ -210,7 +210,7 @@ def test_the_traceback_of_a_mistake_can_be_asked_for(
     assert printed.rstrip().endswith("ValueError: the data are gone")
 
 
-def test_what_is_no_mistake_of_the_user_keeps_its_traceback(
+def test_an_error_that_is_no_mistake_of_the_user_is_printed_with_its_traceback(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert run(monkeypatch, "fit", NET, "--model.dim=0") == 1
@@ -219,7 +219,7 @@ def test_what_is_no_mistake_of_the_user_keeps_its_traceback(
     assert printed.rstrip().endswith("RuntimeError: a bug in the constructor")
 
 
-def test_without_the_extra_the_command_says_what_to_install(
+def test_without_its_optional_packages_the_command_says_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cli, "find_spec", lambda name: None if name in ("omegaconf", "mlflow") else object())
@@ -239,19 +239,23 @@ def test_without_the_extra_the_command_says_what_to_install(
         (["checkpoint", "consolidate", "--help"], 0, "file to write: .ckpt or .safetensors"),
     ],
 )
-def test_help(
+def test_help_and_version_are_printed(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: list[str], code: int, printed: str
 ) -> None:
     assert run(monkeypatch, *arguments) == code
     assert printed in " ".join(capfd.readouterr().out.split())
 
 
-def test_nothing_to_do_is_a_mistake(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_call_without_a_command_is_a_mistake(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert run(monkeypatch) == 2
     assert "COMMAND [options]" in capfd.readouterr().err
 
 
-def test_consolidate_hands_over_paths(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_consolidate_gets_its_paths_and_prints_the_size_of_the_file(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     calls: list[Any] = []
 
     def consolidate(source: str, destination: Path, trust: bool) -> None:

@@ -1,4 +1,4 @@
-"""Every way to write a strategy, and what it comes to."""
+"""Every way to write a strategy, in flags and files, gives the same configuration."""
 
 import sys
 from pathlib import Path
@@ -24,7 +24,7 @@ def parse(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *a
 
 
 def summary(strategy: Any, names: tuple[str, ...]) -> Any:
-    """Return a name, or a class with the arguments that matter here."""
+    """Return a strategy's name, or its class with those of its arguments that are in ``names``."""
     if isinstance(strategy, str):
         return strategy
     return strategy["class_path"], {name: value for name, value in strategy["init_args"].items() if name in names}
@@ -87,7 +87,7 @@ def summary(strategy: Any, names: tuple[str, ...]) -> Any:
         ),
     ],
 )
-def test_spellings(
+def test_every_spelling_of_a_strategy_gives_its_class_and_arguments(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     tmp_path: Path,
@@ -105,7 +105,7 @@ def test_spellings(
     assert summary(strategy, names) == expected
 
 
-def test_layers_and_interpolation(
+def test_later_files_and_flags_override_earlier_ones_before_interpolation(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     layers = {

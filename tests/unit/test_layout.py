@@ -15,7 +15,7 @@ from lightning_dist import ParallelLayout
         (1, {"dp_replicate": 1, "dp_shard": -1}, (1, 1)),
     ],
 )
-def test_sizes(world_size: int, requested: dict[str, int], sizes: tuple[int, int]) -> None:
+def test_sizes_of_minus_one_are_resolved(world_size: int, requested: dict[str, int], sizes: tuple[int, int]) -> None:
     layout = ParallelLayout.resolve(world_size, **requested)
     assert (layout.dp_replicate, layout.dp_shard) == sizes
     assert layout.world_size == layout.num_data_parallel == world_size
@@ -37,12 +37,14 @@ def test_sizes(world_size: int, requested: dict[str, int], sizes: tuple[int, int
         (4, {"dp_shard": 2}, "dp_shard_size=2 does not fit 4"),
     ],
 )
-def test_errors_name_argument_value_and_fix(world_size: int, requested: dict[str, int], message: str) -> None:
+def test_the_error_of_a_wrong_size_names_argument_value_and_fix(
+    world_size: int, requested: dict[str, int], message: str
+) -> None:
     with pytest.raises(ValueError, match=message):
         ParallelLayout.resolve(world_size, **requested)
 
 
-def test_groups_follow_from_the_roles_of_the_axes() -> None:
+def test_coordinates_and_groups_of_ranks_follow_from_the_order_of_the_axes() -> None:
     layout = ParallelLayout(pp=2, dp_replicate=2, dp_shard=2, tp=2)
     assert layout.coordinates(13) == {"pp": 1, "dp_replicate": 1, "dp_shard": 0, "tp": 1}
     assert [layout.data_parallel_rank(rank) for rank in range(16)] == [0, 0, 1, 1, 2, 2, 3, 3] * 2
@@ -52,7 +54,7 @@ def test_groups_follow_from_the_roles_of_the_axes() -> None:
     assert layout.ranks_over(["dp_replicate", "dp_shard", "tp"]) == [list(range(8)), list(range(8, 16))]
 
 
-def test_a_mesh_that_is_not_there_names_the_argument() -> None:
+def test_the_error_of_a_missing_mesh_names_the_argument_that_creates_it() -> None:
     class OneAxis:
         mesh_dim_names = ("dp_shard",)
 

@@ -58,7 +58,7 @@ def files(folder: str | Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()}
 
 
-def test_defaults_log_a_run_with_everything_in_its_folder() -> None:
+def test_by_default_a_run_is_logged_with_all_its_files_in_one_folder() -> None:
     logger = MLflowLogger()
     assert isinstance(logger, MLFlowLogger)
     fit(logger)
@@ -95,7 +95,7 @@ def test_defaults_log_a_run_with_everything_in_its_folder() -> None:
         ({"save_dir": Path("here")}, None, "sqlite:///mlflow.db", "here"),
     ],
 )
-def test_where_runs_are_kept(
+def test_the_tracking_uri_and_the_save_dir_follow_from_arguments_and_environment(
     monkeypatch: pytest.MonkeyPatch, arguments: dict[str, Any], environment: str | None, uri: str, save_dir: str
 ) -> None:
     if environment is not None:
@@ -108,11 +108,11 @@ def test_where_runs_are_kept(
     ("experiment", "name"),
     [("gpt", "gpt"), ("/Users/me/gpt", "_Users_me_gpt"), ("a b/c", "a_b_c"), ("..", "_"), ("v1.2-x", "v1.2-x")],
 )
-def test_name_is_one_folder(experiment: str, name: str) -> None:
+def test_the_name_of_an_experiment_is_made_a_valid_folder_name(experiment: str, name: str) -> None:
     assert MLflowLogger(experiment).name == name
 
 
-def test_other_ranks_never_reach_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_other_than_0_never_connect_to_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> None:
         raise AssertionError("connected")
 
@@ -130,7 +130,7 @@ def test_other_ranks_never_reach_the_store(monkeypatch: pytest.MonkeyPatch) -> N
     assert MLflowLogger("gpt", run_id="7f").log_dir == "mlruns/gpt/7f"
 
 
-def test_nothing_happens_before_something_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_logger_connects_once_and_only_when_something_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     connections = []
     connect = logger_module.connect
     monkeypatch.setattr(logger_module, "connect", lambda uri: connections.append(uri) or connect(uri))
@@ -155,7 +155,7 @@ def test_nothing_happens_before_something_is_logged(monkeypatch: pytest.MonkeyPa
         (None, {}),
     ],
 )
-def test_params(params: Any, expected: dict[str, str]) -> None:
+def test_hyperparameters_are_flattened_and_logged(params: Any, expected: dict[str, str]) -> None:
     logger = MLflowLogger()
     logger.log_hyperparams(params)
     assert run_of(logger).data.params == expected
@@ -173,7 +173,9 @@ def test_params(params: Any, expected: dict[str, str]) -> None:
         ({"a?": 3}, "does not take the name 'a\\?': logged as 'a_'", {"a": "1", "a_": "3"}),
     ],
 )
-def test_params_that_mlflow_does_not_take(params: dict[str, Any], warning: str, expected: dict[str, str]) -> None:
+def test_hyperparameters_that_mlflow_does_not_accept_are_adapted_with_a_warning(
+    params: dict[str, Any], warning: str, expected: dict[str, str]
+) -> None:
     logger = MLflowLogger()
     logger.log_hyperparams({"a": 1})
     with pytest.warns((UserWarning, RuntimeWarning), match=warning):
@@ -181,7 +183,7 @@ def test_params_that_mlflow_does_not_take(params: dict[str, Any], warning: str, 
     assert run_of(logger).data.params == expected
 
 
-def test_metrics_have_prefix_and_step_and_text_is_refused() -> None:
+def test_metrics_have_prefix_and_step_and_text_is_discarded() -> None:
     logger = MLflowLogger(prefix="run")
     with pytest.warns(UserWarning, match="Discarding the metric note='text'"):
         logger.log_metrics({"a/b": torch.tensor(1.5), "note": "text", "nan": float("nan")}, step=3)  # type: ignore[dict-item]
@@ -189,7 +191,7 @@ def test_metrics_have_prefix_and_step_and_text_is_refused() -> None:
     assert [(m.value, m.step) for m in client().get_metric_history(logger.run_id, "run-a/b")] == [(1.5, 3)]
 
 
-def test_config_is_an_artifact_and_parameters() -> None:
+def test_the_configuration_is_logged_as_an_artifact_and_as_parameters() -> None:
     logger = MLflowLogger()
     logger.log_config({"trainer": {"max_steps": 4}}, "trainer:\n  max_steps: 4\n")
     run = run_of(logger)
@@ -216,14 +218,14 @@ class Boom(Module):
         (SIGTERMException(), SystemExit, "KILLED"),
     ],
 )
-def test_status_of_a_run_that_dies(error: BaseException, raised: type[BaseException], status: str) -> None:
+def test_a_run_that_dies_is_failed_or_killed(error: BaseException, raised: type[BaseException], status: str) -> None:
     logger = MLflowLogger()
     with pytest.raises(raised):
         fit(logger, Boom(error))
     assert run_of(logger).info.status == status
 
 
-def test_going_on_with_a_run() -> None:
+def test_a_run_can_be_continued_by_its_run_id() -> None:
     first = MLflowLogger(run_name="one")
     fit(first)
     again = MLflowLogger(run_id=first.run_id, tags={"part": 2})
@@ -252,7 +254,7 @@ def _delete_experiment() -> None:
         ({"tracking_uri": "file:./runs"}, r"tracking_uri='file:./runs'\): The filesystem tracking backend"),
     ],
 )
-def test_what_cannot_be_used_is_named(arguments: dict[str, Any], message: str) -> None:
+def test_an_unusable_run_experiment_or_store_is_named(arguments: dict[str, Any], message: str) -> None:
     _delete_experiment()
     with pytest.raises(ValueError, match=message):
         _ = MLflowLogger(**arguments).run_id
@@ -264,18 +266,18 @@ def test_an_unused_logger_can_be_sent_to_another_process() -> None:
     assert run_of(copy).data.metrics == {"a": 1.0}
 
 
-def test_log_model_takes_three_values() -> None:
+def test_an_unknown_value_of_log_model_is_refused() -> None:
     with pytest.raises(ValueError, match="log_model='best'"):
         MLflowLogger(log_model="best")  # type: ignore[arg-type]
 
 
-def test_without_mlflow_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_mlflow_the_logger_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logger_module.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r'pip install "lightning-dist\[cli\]"'):
         MLflowLogger()
 
 
-def test_a_seed_names_no_run_and_a_run_moves_no_generator() -> None:
+def test_run_names_do_not_depend_on_the_seed_and_do_not_advance_the_random_number_generator() -> None:
     names, draws = [], []
     for _ in range(2):
         seed_everything(1)
@@ -288,7 +290,7 @@ def test_a_seed_names_no_run_and_a_run_moves_no_generator() -> None:
 
 
 @pytest.mark.parametrize("dirty", [False, True])
-def test_the_commit_is_a_tag(dirty: bool) -> None:
+def test_the_git_commit_is_logged_as_a_tag(dirty: bool) -> None:
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b"]
     Path("train.py").write_text("")
     for command in (["init", "-q"], ["add", "train.py"], ["commit", "-qm", "one"]):
@@ -301,7 +303,7 @@ def test_the_commit_is_a_tag(dirty: bool) -> None:
     assert tags["mlflow.source.git.commit"] == head
 
 
-def test_outside_a_repository_there_is_no_commit() -> None:
+def test_outside_of_a_repository_no_commit_is_logged() -> None:
     assert not {"git.commit", "git.dirty", "mlflow.source.git.commit"} & set(run_of(MLflowLogger()).data.tags)
 
 
@@ -318,7 +320,9 @@ def _checkpoint(path: Path, sharded: bool) -> str:
 
 @pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize(("log_model", "save_top_k", "when"), [("all", 1, "now"), (True, -1, "now"), (True, 1, "end")])
-def test_checkpoints_are_uploaded(sharded: bool, log_model: Any, save_top_k: int, when: str) -> None:
+def test_checkpoints_are_uploaded_at_once_or_at_the_end(
+    sharded: bool, log_model: Any, save_top_k: int, when: str
+) -> None:
     logger = MLflowLogger(log_model=log_model)
     for monitor in ("a", "b"):
         callback = ModelCheckpoint(monitor=monitor, save_top_k=save_top_k)
@@ -363,7 +367,7 @@ def test_the_layout_of_a_strategy_is_logged() -> None:
     assert (params["dist.layout.dp_replicate"], params["dist.layout.dp_shard"]) == ("2", "4")
 
 
-def test_a_new_database_is_made_without_a_word_of_its_migration() -> None:
+def test_creating_a_database_prints_one_line_instead_of_the_migrations() -> None:
     code = """if True:
         from lightning_dist.plugins.loggers import MLflowLogger
         import sys
@@ -377,7 +381,7 @@ def test_a_new_database_is_made_without_a_word_of_its_migration() -> None:
 
 
 class Store:
-    """Takes its time, or fails."""
+    """Simulate a store that waits until ``open`` is set, and raises in its first ``failing`` calls."""
 
     def __init__(self, failing: int = 0) -> None:
         self.taken: list[Any] = []
@@ -411,7 +415,7 @@ def test_metrics_are_sent_in_order_without_waiting() -> None:
     assert store.taken == [0.0, 1.0, 2.0, 3.0, 4.0, "FINISHED"]
 
 
-def test_an_error_of_the_store_is_raised_later_once() -> None:
+def test_an_error_of_the_store_is_raised_once_by_the_next_flush() -> None:
     store = Store(failing=1)
     logger = with_store(store)
     logger.log_metrics({"a": 0})
@@ -423,7 +427,7 @@ def test_an_error_of_the_store_is_raised_later_once() -> None:
     assert store.taken == [0.0, 1.0]
 
 
-def test_synchronous_raises_at_once() -> None:
+def test_a_synchronous_logger_raises_at_once() -> None:
     store = Store(failing=1)
     store.open.set()
     logger = with_store(store, synchronous=True)
@@ -431,7 +435,7 @@ def test_synchronous_raises_at_once() -> None:
         logger.log_metrics({"a": 7})
 
 
-def test_the_end_is_recorded_even_where_metrics_were_not() -> None:
+def test_the_end_of_a_run_is_recorded_even_if_logging_metrics_failed() -> None:
     store = Store(failing=1)
     logger = with_store(store)
     logger.log_metrics({"a": 0})
@@ -451,7 +455,7 @@ def test_a_failing_store_does_not_hide_why_a_run_failed() -> None:
     assert store.taken == [0.0, "FAILED"]
 
 
-def test_the_queue_is_bounded() -> None:
+def test_a_full_queue_blocks_the_caller() -> None:
     store = Store()
     writer = BackgroundWriter(max_pending=2)
     for value in range(2):

@@ -1,4 +1,4 @@
-"""Buffers that a step changes by the batch, or by weights and buffers alone."""
+"""Buffers that change by the data of the batch are told apart from those that change by weights and buffers alone."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Changes(nn.Module):
         return self.norm(x * self.constant)
 
 
-def test_what_the_batch_goes_into_is_told_from_the_rest() -> None:
+def test_buffers_that_depend_on_the_batch_are_told_apart_from_other_changed_buffers() -> None:
     module, batch = Changes(), torch.randn(4, 3)
     marks = BatchMarks()
     marks.begin(module)
@@ -40,7 +40,7 @@ def test_what_the_batch_goes_into_is_told_from_the_rest() -> None:
     assert "constant" not in changed
 
 
-def test_views_carry_marks_to_what_they_are_views_of() -> None:
+def test_writing_batch_data_into_a_view_marks_the_base_tensor() -> None:
     queue, batch = torch.zeros(4, 3), torch.ones(2, 3)
     marks = BatchMarks()
     marks.mark(batch)
@@ -49,7 +49,7 @@ def test_views_carry_marks_to_what_they_are_views_of() -> None:
     assert marks.is_marked(queue)
 
 
-def test_buffers_are_as_before_a_step_again_and_stay_the_same_objects() -> None:
+def test_restored_buffers_have_their_old_values_and_are_the_same_objects() -> None:
     module = Changes()
     vector = module.vector
     kept = BuffersOfStep(module, {"count", "vector", "norm.running_mean"})

@@ -1,4 +1,4 @@
-"""Random numbers of a pipeline's microbatches."""
+"""Random number generators and seeds of a pipeline's microbatches."""
 
 from __future__ import annotations
 
@@ -14,48 +14,50 @@ from lightning_dist.randomness import RngGenerators
 
 
 def draw() -> list[float]:
+    """Draw from the global generators of torch, Python and NumPy."""
     return [float(torch.rand(())), random.random(), float(np.random.rand()), float(np.random.randn())]
 
 
-@pytest.mark.parametrize("num_drawn", [0, 1, 3])  # a normal number leaves a second one
-def test_numbers_go_on_as_if_none_had_been_drawn(num_drawn: int) -> None:
-    numbers = RngGenerators(torch.device("cpu"))
+# NumPy draws normal numbers in pairs, and keeps the second of a pair after an odd number of draws.
+@pytest.mark.parametrize("num_drawn", [0, 1, 3])
+def test_draws_within_kept_do_not_affect_later_draws(num_drawn: int) -> None:
+    generators = RngGenerators(torch.device("cpu"))
 
     def drawn(has_part: bool) -> list[list[float]]:
-        numbers.seed(17)
+        generators.seed(17)
         before = [draw() for _ in range(num_drawn)]
         if has_part:
-            with numbers.kept():
-                numbers.seed(23)
+            with generators.kept():
+                generators.seed(23)
                 draw()
         return [*before, draw(), draw()]
 
-    with numbers.kept():
+    with generators.kept():
         assert drawn(has_part=True) == drawn(has_part=False)
 
 
-def test_numbers_follow_from_a_seed_and_leave_no_trace() -> None:
-    numbers = RngGenerators(torch.device("cpu"))
-    with numbers.kept():
+def test_the_same_seed_gives_the_same_numbers_and_kept_restores_the_state() -> None:
+    generators = RngGenerators(torch.device("cpu"))
+    with generators.kept():
         expected = draw()
     found = []
     for _ in range(2):
-        with numbers.kept():
+        with generators.kept():
             draw()
-            numbers.seed(2**63 - 1)
+            generators.seed(2**63 - 1)
             found.append(draw())
     assert found[0] == found[1]
     assert draw() == expected
 
 
-def test_generators_that_are_not_named_are_left_alone() -> None:
-    numbers = RngGenerators(torch.device("cpu"))
-    with numbers.kept():
-        numbers.seed(1)
+def test_generators_that_are_not_named_are_neither_seeded_nor_restored() -> None:
+    generators = RngGenerators(torch.device("cpu"))
+    with generators.kept():
+        generators.seed(1)
         first = draw()
-        numbers.seed(1)
-        with numbers.kept({"torch"}):
-            numbers.seed(2, {"torch"})
+        generators.seed(1)
+        with generators.kept({"torch"}):
+            generators.seed(2, {"torch"})
             inside = draw()
         assert inside[0] != first[0]
         assert inside[1:] == first[1:]

@@ -1,4 +1,4 @@
-"""Batches of all kinds, split."""
+"""Batches of all kinds are split into microbatches."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_every_container_is_split_and_keeps_its_kind() -> None:
     assert len(parts) == 3
     second = parts[1]
     assert second["tokens"].tolist() == [[4, 5], [6, 7]]
-    assert second["tokens"].data_ptr() == tokens[2:].data_ptr()  # a view
+    assert second["tokens"].data_ptr() == tokens[2:].data_ptr()  # It is a view.
     assert isinstance(second["pair"], Pair)
     assert second["pair"].second[1][0].tolist() == [[6, 7], [8, 9]]
     assert type(second["ordered"]) is OrderedDict
@@ -51,23 +51,23 @@ def test_every_container_is_split_and_keeps_its_kind() -> None:
     assert second["temperature"] == 2
 
 
-def test_tensors_must_have_as_many_samples() -> None:
+def test_tensors_with_different_numbers_of_samples_are_refused() -> None:
     with pytest.raises(ValueError, match=r"batch\['a'\] has shape \(4, 2\) and batch\['b'\]\[0\] has shape \(3,\)"):
         batch_size_of({"a": torch.zeros(4, 2), "b": [torch.zeros(3)]})
 
 
 @pytest.mark.parametrize(("size", "wanted", "number"), [(8, 4, 4), (6, 4, 3), (5, 4, 1), (2, 4, 2), (0, 4, 1)])
-def test_a_smaller_batch_is_split_as_it_can_be(size: int, wanted: int, number: int) -> None:
+def test_a_smaller_batch_is_split_into_as_many_microbatches_as_divide_it(size: int, wanted: int, number: int) -> None:
     assert num_microbatches_for(size, wanted) == number
 
 
-def test_a_full_batch_must_be_divisible() -> None:
+def test_a_full_batch_must_be_divisible_by_the_number_of_microbatches() -> None:
     check_divides(8, 4)
     with pytest.raises(ValueError, match=r"num_microbatches=4 does not divide the batch of 6 .* one of 1, 2, 3, 6"):
         check_divides(6, 4)
 
 
-def test_signatures_tell_shapes_dtypes_and_switches_apart() -> None:
+def test_signatures_differ_by_shapes_dtypes_and_flags_but_not_by_values_and_text() -> None:
     batches: list[Any] = [
         (torch.zeros(2, 3), True),
         (torch.zeros(2, 4), True),
@@ -79,7 +79,7 @@ def test_signatures_tell_shapes_dtypes_and_switches_apart() -> None:
     assert signature(("a", torch.zeros(2))) == signature(("b", torch.ones(2)))
 
 
-def test_lists_of_samples_are_split_and_lists_of_batches_are_not() -> None:
+def test_a_list_of_samples_is_split_and_the_batches_in_a_list_are_split_one_by_one() -> None:
     samples = [(torch.full((3,), float(k)), torch.tensor(k)) for k in range(4)]
     first, second = split_batch(samples, 2)
     assert batch_size_of(samples) == 4

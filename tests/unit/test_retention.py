@@ -1,4 +1,4 @@
-"""Which checkpoints stay."""
+"""The retention options decide which checkpoints are kept."""
 
 from __future__ import annotations
 
@@ -9,38 +9,44 @@ from lightning_dist.plugins.strategies.retention import Retention
 
 
 def saved(retention: Retention, steps: list[int], wanted: list[str] | None = None) -> list[str]:
-    """Save at these steps; what went, in order."""
-    gone = []
+    """Save at these steps, and return the checkpoints that were removed, in order.
+
+    Args:
+        retention: Options under test.
+        steps: Steps to save at; the path of a checkpoint is its step.
+        wanted: Paths that callbacks want to keep.
+    """
+    removed = []
     for step in steps:
         retention.asked_to_save(str(step), step)
         for path in retention.surplus(wanted or []):
             retention.asked_to_remove(path)
-            gone.append(path)
-    return gone
+            removed.append(path)
+    return removed
 
 
-def test_the_newest_stay() -> None:
+def test_the_newest_checkpoints_are_kept() -> None:
     assert saved(Retention(keep_last=2), [1, 2, 3, 4]) == ["1", "2"]
 
 
-def test_milestones_and_what_callbacks_want_stay() -> None:
+def test_checkpoints_of_every_n_steps_and_those_that_callbacks_want_are_kept() -> None:
     assert saved(Retention(keep_last=1, keep_every_n_steps=3), [1, 2, 3, 4, 5, 6, 7], ["2"]) == ["1", "4", "5"]
 
 
-def test_what_is_saved_again_is_the_newest() -> None:
+def test_a_checkpoint_that_is_saved_again_counts_as_the_newest() -> None:
     retention = Retention(keep_last=2)
     assert saved(retention, [1, 2]) == []
     retention.asked_to_save("1", 3)
     assert saved(retention, [4]) == ["2"]
 
 
-def test_a_callback_cannot_remove_what_is_kept() -> None:
+def test_only_the_checkpoints_of_every_n_steps_are_protected_from_callbacks() -> None:
     retention = Retention(keep_every_n_steps=2)
     assert saved(retention, [1, 2, 3]) == []
     assert [retention.keeps(path) for path in ("1", "2", "3", "other")] == [False, True, False, False]
 
 
-def test_what_was_to_go_for_a_save_that_failed_comes_back() -> None:
+def test_a_checkpoint_that_a_failed_save_would_have_replaced_is_kept() -> None:
     retention = Retention(keep_last=1)
     assert saved(retention, [1, 2]) == ["1"]
     retention.failed("2")
@@ -48,13 +54,13 @@ def test_what_was_to_go_for_a_save_that_failed_comes_back() -> None:
     assert saved(retention, [3]) == ["1"]
 
 
-def test_those_from_before_a_resume_count() -> None:
+def test_checkpoints_from_before_a_resume_count() -> None:
     retention = Retention(keep_last=2)
     retention.found({"1": 1, "2": 2})
     assert saved(retention, [3]) == ["1"]
 
 
 @pytest.mark.parametrize("name", ["keep_last", "keep_every_n_steps"])
-def test_less_than_one_is_refused(name: str) -> None:
+def test_options_below_one_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"checkpoint.{name}=0 must be at least 1"):
         CheckpointOptions(**{name: 0})

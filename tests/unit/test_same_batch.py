@@ -1,4 +1,4 @@
-"""A batch's hash on a device sees values and their order; tried on the CPU, which computes the same."""
+"""The hash of a batch that is computed on a device depends on the values and their order; the CPU computes the same."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lightning_dist.tensor_parallel.same_batch import hash_of_elements
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.float32, torch.bfloat16])
-def test_values_and_their_order_count(dtype: torch.dtype) -> None:
+def test_the_hash_depends_on_the_values_and_their_order(dtype: torch.dtype) -> None:
     tensor = torch.tensor([[0, 1, 2, 3], [4, 5, 0, 7]]).to(dtype)
     number = int(hash_of_elements(tensor))
     assert hash_of_elements(tensor).shape == ()
@@ -20,6 +20,6 @@ def test_values_and_their_order_count(dtype: torch.dtype) -> None:
         assert int(hash_of_elements(other)) != number
 
 
-def test_a_number_without_dimensions() -> None:
+def test_the_hash_of_a_tensor_without_dimensions_depends_on_its_value() -> None:
     assert int(hash_of_elements(torch.tensor(3.0))) != int(hash_of_elements(torch.tensor(2.0)))
     assert int(hash_of_elements(torch.tensor(1 + 2j))) != int(hash_of_elements(torch.tensor(2 + 1j)))

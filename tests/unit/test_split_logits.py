@@ -1,4 +1,4 @@
-"""Logits of which each rank has a part: the same losses and gradients as of the whole, by every way that users go."""
+"""Logits that are split over ranks have the same losses and gradients as whole logits, however users compute them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ Use = Callable[[Tensor, Tensor], Tensor]
 
 
 def given() -> tuple[Tensor, Tensor]:
+    """Return whole logits, and targets of which two are ignored."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(3, 5, VOCAB, generator=generator, dtype=torch.float64)
     targets = torch.randint(VOCAB, (3, 5), generator=generator)
@@ -33,6 +34,7 @@ def masked(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits[targets != -100], targets[targets != -100])
 
 
+# The losses that are computed from the parts of the ranks, without gathering the logits.
 SPLIT: dict[str, Use] = {
     "flatten": lambda x, y: functional.cross_entropy(x.flatten(0, 1), y.flatten()),
     "view": lambda x, y: functional.cross_entropy(x.view(-1, x.size(-1)), y.view(-1)),
@@ -46,6 +48,7 @@ SPLIT: dict[str, Use] = {
     "none": lambda x, y: functional.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="none").square().sum(),
     "index": lambda x, y: functional.cross_entropy(x.flatten(0, 1), y.clamp(0).flatten(), ignore_index=0),
 }
+# The uses for which the logits are gathered.
 GATHERED: dict[str, Use] = {
     "accuracy": accuracy,
     "masked": masked,
@@ -62,7 +65,7 @@ GATHERED: dict[str, Use] = {
 
 
 def compare(names: list[str]) -> dict[str, tuple[float, float, int]]:
-    """How far loss and gradient are from those of the whole, and how often it was gathered."""
+    """Return, for each use, the largest errors of loss and gradient, and how often the logits were gathered."""
     dist.init_process_group("gloo")
     results = {}
     for name in names:
@@ -95,7 +98,7 @@ def compare(names: list[str]) -> dict[str, tuple[float, float, int]]:
     return results
 
 
-def test_uses_of_logits(pool: WorkerPool) -> None:
+def test_every_use_of_split_logits_gives_the_loss_and_gradient_of_whole_logits(pool: WorkerPool) -> None:
     for results in pool.run(compare, 4, [*SPLIT, *GATHERED]):
         for name, (loss, gradient, num_gathered) in results.items():
             assert loss < 1e-12 and gradient < 1e-12, name
@@ -117,11 +120,11 @@ def in_place() -> None:
         logits[..., 2] = 0.0
 
 
-def test_changes_in_place_are_refused(pool: WorkerPool) -> None:
+def test_changing_split_logits_in_place_is_refused(pool: WorkerPool) -> None:
     pool.run(in_place, 4)
 
 
-def test_a_target_out_of_bounds_is_told(pool: WorkerPool) -> None:
+def test_a_target_out_of_bounds_is_an_error(pool: WorkerPool) -> None:
     pool.run(out_of_bounds, 4)
 
 
@@ -136,6 +139,6 @@ def bfloat16() -> tuple[torch.dtype, float]:
     return loss.dtype, float((loss - expected).abs())
 
 
-def test_autocast(pool: WorkerPool) -> None:
+def test_under_autocast_the_loss_of_split_logits_has_the_dtype_and_value_of_whole_ones(pool: WorkerPool) -> None:
     for dtype, difference in pool.run(bfloat16, 4):
         assert dtype == torch.float32 and difference < 1e-6

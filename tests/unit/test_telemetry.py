@@ -19,7 +19,7 @@ from lightning_dist.telemetry import BatchSize, StepTimer, Stopwatch, batch_size
 
 
 class Clock:
-    """Seconds pass only when somebody says so."""
+    """Replace the clock: time passes only by calls of :meth:`pass_ms`."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -56,11 +56,11 @@ INPUT_IDS = torch.zeros(4, 16, dtype=torch.int64)
         (None, BatchSize(0, 0)),
     ],
 )
-def test_batch_size(batch: Any, expected: BatchSize) -> None:
+def test_samples_and_tokens_of_a_batch_are_counted(batch: Any, expected: BatchSize) -> None:
     assert batch_size(batch) == expected
 
 
-def test_peak_memory_follows_the_resident_set() -> None:
+def test_peak_memory_is_the_peak_of_the_resident_set() -> None:
     before = peak_memory_mib(torch.device("cpu"))
     size = 64 * 2**20
     kept = ctypes.create_string_buffer(size)
@@ -72,7 +72,7 @@ def test_peak_memory_follows_the_resident_set() -> None:
     assert after >= before
 
 
-def test_step_timer_leaves_out_pauses_and_synchronizes_only_at_spans() -> None:
+def test_step_timer_leaves_out_pauses_and_synchronizes_only_at_pauses_and_resumes() -> None:
     clock, waits = Clock(), []
     timer = StepTimer(lambda: waits.append(clock.now), clock)
     clock.pass_ms(500)  # before the start
@@ -87,7 +87,7 @@ def test_step_timer_leaves_out_pauses_and_synchronizes_only_at_spans() -> None:
     timer.resume()
     clock.pass_ms(20)
     timer.step()
-    assert len(waits) == 3  # two resumes and a pause; none a step
+    assert len(waits) == 3  # It synchronized at two resumes and a pause, but at no step.
     assert timer.lap() == (4, pytest.approx(0.080))
     clock.pass_ms(7)
     timer.step()
@@ -95,7 +95,7 @@ def test_step_timer_leaves_out_pauses_and_synchronizes_only_at_spans() -> None:
     assert timer.lap() == (0, 0.0)
 
 
-def test_stopwatch_lap_continues_a_running_span() -> None:
+def test_a_lap_of_a_running_stopwatch_does_not_stop_it() -> None:
     clock = Clock()
     watch = Stopwatch(clock)
     watch.start()
@@ -108,7 +108,7 @@ def test_stopwatch_lap_continues_a_running_span() -> None:
 
 
 class Memory(DummyLogger):
-    """Keeps what it is told."""
+    """Keep all logged metrics in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,10 @@ class SlowCheckpoints(TorchCheckpointIO):
 
 
 class Slow(LightningModule):
-    """A step takes 20 ms, a sample 2.5 ms, a validation batch 300 ms, a checkpoint 3 s, an epoch's start 700 ms."""
+    """Let time pass in hooks and steps: 20 ms in a step, 300 ms in a validation batch, 700 ms at an epoch's start.
+
+    Loading a sample takes 2.5 ms (:class:`SlowData`), saving a checkpoint 3 s (:class:`SlowCheckpoints`).
+    """
 
     def __init__(self, clock: Clock, manual: bool = False, warm_up_ms: float = 0) -> None:
         super().__init__()
@@ -208,7 +211,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
         pytest.param({}, {"log_every_n_steps": 6}, [5, 11, 17, 19], 25, 5, id="the rest at the end"),
     ],
 )
-def test_step_telemetry(
+def test_step_telemetry_logs_times_and_rates_without_pauses(
     clock: Clock,
     tmp_path: Path,
     module: dict[str, Any],
@@ -225,12 +228,14 @@ def test_step_telemetry(
     assert logger.of("perf/samples_per_s") == pytest.approx(dict.fromkeys(steps_at, 2 / 0.025))
     assert logger.of("perf/tokens_per_s") == pytest.approx(dict.fromkeys(steps_at, 32 / 0.025))
     assert set(logger.of("memory/peak_mib")) == set(steps_at)
-    # What the module logs itself is drawn over the same steps.
+    # The metrics that the module itself logs have the same steps, so that they can be plotted together.
     assert set(logger.of("train/loss")) <= set(steps_at)
     assert bool(logger.of("train/loss")) == bool(steps_at)
 
 
-def test_step_telemetry_has_its_own_interval_and_the_progress_bar(clock: Clock, tmp_path: Path) -> None:
+def test_step_telemetry_has_its_own_interval_and_shows_tokens_per_second_in_the_progress_bar(
+    clock: Clock, tmp_path: Path
+) -> None:
     shown = []
 
     class Watch(StepTelemetry):
@@ -243,14 +248,14 @@ def test_step_telemetry_has_its_own_interval_and_the_progress_bar(clock: Clock, 
     assert shown[0]["tokens/s"] == 1280
 
 
-def test_step_telemetry_can_fit_again_and_with_another_trainer(clock: Clock, tmp_path: Path) -> None:
+def test_step_telemetry_can_be_used_in_two_fits_with_two_trainers(clock: Clock, tmp_path: Path) -> None:
     telemetry = StepTelemetry(log_every_n_steps=4)
     for _ in range(2):
         logger = fit(clock, Slow(clock), telemetry, tmp_path, max_steps=8)
         assert logger.of("perf/step_ms") == pytest.approx({3: 25, 7: 25})
 
 
-def test_step_telemetry_refuses_an_interval() -> None:
+def test_step_telemetry_refuses_an_interval_of_zero() -> None:
     with pytest.raises(MisconfigurationException, match=r"log_every_n_steps=0\): expected a positive number"):
         StepTelemetry(log_every_n_steps=0)
 
@@ -268,7 +273,7 @@ def _fit_two_ranks(folder: Path) -> list[tuple[int, dict[str, float]]]:
     return logger.logged
 
 
-def test_step_telemetry_counts_all_replicas(pool: Any, tmp_path: Path) -> None:
+def test_step_telemetry_counts_the_samples_and_the_memory_of_all_ranks(pool: Any, tmp_path: Path) -> None:
     logged, _ = pool.run(_fit_two_ranks, 2, tmp_path)
     ((step, metrics),) = [(step, metrics) for step, metrics in logged if "perf/step_ms" in metrics]
     assert step == 3

@@ -1,4 +1,4 @@
-"""A plan that is inferred is the one that is written by hand."""
+"""The plan that is inferred for a model is the one that a user would write by hand."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ BY_HAND = {
 }
 
 
-def seen(model: Any) -> Provenance:
+def traced(model: Any) -> Provenance:
+    """Trace the training step of a model, and return the provenance of its tensors."""
     provenance = Provenance(frozenset(find_blocks(model)), model)
     batch = [tensor[:4] for tensor in model.data()]
 
@@ -45,18 +46,18 @@ def seen(model: Any) -> Provenance:
 
 
 @pytest.mark.parametrize("name", ["example_gpt", "llama3", "qwen"])
-def test_it_equals_the_one_by_hand(name: str) -> None:
+def test_the_inferred_plan_equals_the_one_by_hand(name: str) -> None:
     model = build(name)
     if name == "example_gpt":
         names = [name for name, _ in model.named_modules()]
         by_hand = {n: style for pattern, style in BY_HAND.items() for n in fnmatch.filter(names, pattern)}
     else:
         by_hand = {n: entry.style for n, entry in with_tied(model, resolve_plan(model)).items()}
-    found = {n: entry.style for n, entry in with_tied(model, inferred(model, seen(model), 2).entries()).items()}
+    found = {n: entry.style for n, entry in with_tied(model, inferred(model, traced(model), 2).entries()).items()}
     assert len(found) > 10 and found == by_hand
 
 
-def test_the_model_is_as_it_was() -> None:
+def test_tracing_does_not_change_the_model() -> None:
     model: Any = build("example_gpt")
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.kept = []
@@ -69,22 +70,22 @@ def test_the_model_is_as_it_was() -> None:
         return model.last
 
     model.training_step = keeping
-    seen(model)
+    traced(model)
     assert model.kept == [] and not hasattr(model, "last")
     assert not model.model._forward_hooks and not model.model._forward_pre_hooks
     for name, tensor in model.state_dict().items():
         assert type(tensor) is torch.Tensor and torch.equal(tensor, before[name])
 
 
-def test_why_a_step_could_not_be_seen_to_its_end_is_told() -> None:
+def test_a_step_that_cannot_be_traced_to_its_end_gives_the_reason_and_a_plan() -> None:
     model: Any = build("example_gpt")
     step = model.training_step
 
-    def looking(batch: Any, batch_idx: int) -> Any:
+    def branching(batch: Any, batch_idx: int) -> Any:
         loss = step(batch, batch_idx)
         return loss if loss > 3 else 2 * loss
 
-    model.training_step = looking
+    model.training_step = branching
     provenance = Provenance(frozenset(find_blocks(model)), model)
     batch = [tensor[:4] for tensor in model.data()]
     why = run_on_fakes(
@@ -119,7 +120,7 @@ class Attention(nn.Module):
 
 
 class WithPositions(nn.Module):
-    """The first block makes the position bias, and hands it on, as in T5."""
+    """Compute the position bias in the first block and pass it to the second, as T5 does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,9 +136,9 @@ class WithPositions(nn.Module):
         return torch.zeros(4, 4).long(), torch.zeros(4, 1, 1, 4)
 
 
-def test_what_attention_is_computed_with_is_split_with_its_heads() -> None:
+def test_biases_of_queries_and_positions_are_split_with_the_heads() -> None:
     model = WithPositions()
-    first, second = inferred(model, seen(model), 2).groups
+    first, second = inferred(model, traced(model), 2).groups
     assert first.cols == ("first.key", "first.query", "first.value")
     assert first.parameters == {"first.query_bias": 0, "first.table.weight": 1}
     assert first.heads == {"first": SplitHeads(2, (), (1,))}
@@ -145,7 +146,7 @@ def test_what_attention_is_computed_with_is_split_with_its_heads() -> None:
     assert second.heads == {"second": SplitHeads(2, (2,), ())}
 
 
-def test_caches_of_functions_hold_no_fakes() -> None:
+def test_tracing_leaves_no_fake_tensors_in_caches_of_functions() -> None:
     distances.cache_clear()
-    seen(WithPositions())
+    traced(WithPositions())
     assert not isinstance(distances(4), FakeTensor)

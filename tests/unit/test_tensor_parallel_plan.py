@@ -1,4 +1,4 @@
-"""Plans: who says what of which module, and what is refused."""
+"""Plans are merged from the user, the module and Hugging Face, and wrong plans are refused."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ class WithPlan(nn.Module):
 
 
 def styles(root: nn.Module, user: dict[str, str] | None = None) -> dict[str, tuple[str, str]]:
+    """Resolve the plan of ``root``, and return the style and the source of each entry."""
     return {name: (entry.style, entry.source) for name, entry in resolve_plan(root, user).items()}
 
 
-def test_wildcards_and_left_out_beginnings() -> None:
+def test_patterns_may_have_wildcards_and_leave_out_the_beginning_of_names() -> None:
     assert styles(build("gpt"), {"blocks.*.mlp.0": "colwise", "model.**.out": "rowwise"}) == {
         f"model.blocks.{i}.{name}": (style, "user")
         for i in range(2)
@@ -31,12 +32,12 @@ def test_wildcards_and_left_out_beginnings() -> None:
     }
 
 
-def test_a_module_may_say_it_itself() -> None:
+def test_a_module_may_have_its_own_plan_which_the_user_overrides() -> None:
     assert styles(WithPlan()) == {"up": ("colwise", "user"), "down": ("rowwise", "user")}
     assert styles(WithPlan(), {"up": "replicate"}) == {"up": ("replicate", "user")}
 
 
-def test_hugging_faces_plan_is_used_where_the_user_says_nothing() -> None:
+def test_hugging_faces_plan_is_used_for_modules_that_the_user_does_not_name() -> None:
     plan = styles(build("llama"), {"q_proj": "replicate"})
     layer = "model.model.layers.0"
     assert plan[f"{layer}.self_attn.q_proj"] == ("replicate", "user")
@@ -54,13 +55,13 @@ def test_hugging_faces_plan_is_used_where_the_user_says_nothing() -> None:
         ({"blocks.*.out": "diagonal"}, "unknown style 'diagonal'. There are colwise, packed_colwise, "),
     ],
 )
-def test_what_is_refused(plan: dict[str, str], message: str) -> None:
+def test_a_wrong_plan_is_refused_with_a_suggestion(plan: dict[str, str], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         resolve_plan(build("gpt"), plan)
 
 
 class TiedBias(nn.Module):
-    """As in BERT: a layer has an embedding's weight, and a bias that hangs on the module around it, too."""
+    """Tie parameters as BERT does: the head's weight to the embedding, its bias to a parameter of the parent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +72,7 @@ class TiedBias(nn.Module):
         self.around.bias = self.around.head.bias
 
 
-def test_what_is_tied_to_what_cannot_be_split_is_replicated() -> None:
+def test_layers_tied_to_a_module_that_cannot_be_split_are_replicated() -> None:
     split = {"embedding": Entry("embedding_rowwise", "inferred"), "around.head": Entry("colwise", "inferred")}
     found = with_tied(TiedBias(), split)
     assert {name: entry.is_split for name, entry in found.items()} == {"embedding": False, "around.head": False}
@@ -80,7 +81,7 @@ def test_what_is_tied_to_what_cannot_be_split_is_replicated() -> None:
         with_tied(TiedBias(), {"around.head": Entry("colwise", "user")})
 
 
-def test_what_only_hangs_on_a_module_does_not_keep_a_layer_whole() -> None:
+def test_a_tied_parameter_of_a_module_that_does_not_read_it_does_not_prevent_the_split() -> None:
     split = {"embedding": Entry("embedding_rowwise", "inferred"), "around.head": Entry("colwise", "inferred")}
     readers = {"embedding.weight": {"embedding", "around.head"}, "around.bias": {"around.head"}}
     assert with_tied(TiedBias(), split, readers) == split

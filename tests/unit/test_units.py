@@ -38,6 +38,7 @@ class Stage(nn.Module):
 
 
 def holder(**children: nn.Module) -> nn.Module:
+    """Make a module with these children."""
     root = nn.Module()
     for name, child in children.items():
         root.add_module(name, child)
@@ -70,19 +71,19 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_blocks_are_found(case: str) -> None:
+def test_repeated_blocks_are_found(case: str) -> None:
     build, names = CASES[case]
     assert sorted(find_blocks(build())) == names
 
 
-def test_hugging_face_says_its_own() -> None:
+def test_the_blocks_of_a_hugging_face_model_are_found() -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(vocab_size=16, n_embd=8, n_layer=2, n_head=2, n_positions=8))
     assert list(find_blocks(holder(model=model))) == ["model.transformer.h.0", "model.transformer.h.1"]
 
 
-def test_named_classes() -> None:
+def test_blocks_of_named_classes_are_found_and_unknown_classes_are_refused() -> None:
     root = holder(layers=nn.ModuleList([MoELayer(), MoELayer()]))
     assert len(find_blocks(root, ["Expert"])) == 4
     with pytest.raises(ValueError, match=r"units=\['MoELayr'\]: the model has no module .* Did you mean MoELayer"):
@@ -90,10 +91,11 @@ def test_named_classes() -> None:
 
 
 def kinds(root: nn.Module, **kwargs: int) -> list[tuple[str, list[str], list[str]]]:
+    """Return the kind, the modules and the parameters of each unit."""
     return [(unit.kind, unit.names, sorted(unit.params)) for unit in find_units(root, **kwargs)]
 
 
-def test_every_parameter_is_in_one_unit() -> None:
+def test_every_parameter_is_in_exactly_one_unit() -> None:
     root = holder(model=Transformer())
     root.scale = nn.Parameter(torch.ones(2))
     root.temperature = nn.Parameter(torch.ones(()))
@@ -125,7 +127,7 @@ def test_a_model_without_blocks_is_cut_by_size() -> None:
         ("with the root", "root", [""]),
     ],
 )
-def test_a_tied_parameter_is_in_one_unit(tie: str, kind: str, names: list[str]) -> None:
+def test_a_tied_parameter_is_in_exactly_one_unit(tie: str, kind: str, names: list[str]) -> None:
     root = holder(a=nn.Linear(4, 4), body=nn.Sequential(Block(4), Block(4)), b=nn.Linear(4, 4))
     if tie == "between children":
         tied = root.b.weight = root.a.weight
@@ -139,12 +141,12 @@ def test_a_tied_parameter_is_in_one_unit(tie: str, kind: str, names: list[str]) 
     assert sum(len(unit.params) for unit in units) == len(list(root.parameters()))
 
 
-def test_no_parameters() -> None:
+def test_a_model_without_parameters_has_no_units() -> None:
     assert find_units(nn.Sequential(nn.ReLU())) == []
 
 
 class Pair(nn.Sequential):
-    """A block: plain nn.Sequential is a container."""
+    """Be a block, unlike a plain ``nn.Sequential``, which counts as a container."""
 
 
 def test_parameters_of_a_rarer_dtype_are_a_unit_of_their_own() -> None:

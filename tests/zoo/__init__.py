@@ -1,7 +1,7 @@
-"""Hugging Face families, built tiny and offline, under every strategy against one process.
+"""Tiny models of Hugging Face families, built offline, trained under every strategy and compared with one process.
 
-- ``family``: what a family is, and how its model and its batches are made; ``text`` and ``media``: the families.
-- ``run``: one training run on the ranks of a strategy, or in one process.
-- ``compare``: one cell of the table: equal, refused, wrong, crashed or hung.
-- ``table``: the table, printed and written into the documentation.
+- ``family`` defines a family, its model and its batches; ``text`` and ``media`` list the families.
+- ``run`` trains a model on the ranks of a strategy, or in one process.
+- ``compare`` compares the two, which gives one cell of the table: equal, refused, wrong, crashed or hung.
+- ``table`` writes the table into the documentation, and a summary of it.
 """

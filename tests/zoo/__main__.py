@@ -1,4 +1,4 @@
-"""``python -m tests.zoo``: Hugging Face families under every strategy, each compared with one process."""
+"""``python -m tests.zoo``: train Hugging Face families under every strategy, and compare each with one process."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from tests.zoo.run import PIPELINES, STRATEGIES, run
 from tests.zoo.table import Row, markdown, summary, write_section
 
 MAX_REFUSED = 2
-"""Families that may be refused under pipelines. Under strategies without stages none may."""
+"""Number of families that may be refused under pipelines. Under strategies without stages, none may be."""
 
 
 MOSTLY_SPLIT = ("BERT", "RoBERTa", "XLM-R", "MPNet", "DistilBERT", "DeBERTa", "ELECTRA", "T5", "ALBERT")
 MIN_SPLIT = 0.8
-"""The fraction of the parameters of those families that is split under tensor parallelism, at least."""
+"""Smallest accepted fraction of the parameters of these families that tensor parallelism splits."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Compare families, print the table, and return 1 if something in it must not be."""
+    """Compare families, print the outcomes, and return 1 if any of them is a defect."""
     parser = argparse.ArgumentParser("python -m tests.zoo", description=__doc__)
-    parser.add_argument("--families", help="names, separated by commas; all if left out")
-    parser.add_argument("--strategies", help="names, separated by commas; all if left out")
+    parser.add_argument("--families", help="names of families, separated by commas (default: all)")
+    parser.add_argument("--strategies", help="names of strategies, separated by commas (default: all)")
     parser.add_argument("--details", action="store_true", help="print the tracebacks of failures")
-    parser.add_argument("--write", type=Path, help="file whose generated section the table replaces; needs all of them")
+    parser.add_argument("--write", type=Path, help="file whose generated section is replaced by the table")
     options = parser.parse_args(argv)
     if options.write and (options.families or options.strategies):
         parser.error("--write writes the whole table: leave --families and --strategies out")
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def complaints(rows: Mapping[str, Row]) -> list[str]:
-    """Return what must not be in a table; empty if all is well."""
+    """Return a line for each defect in the table: failures, too many refusals, and too few split parameters."""
     found = [
         f"{name} under {strategy}: {cell}"
         for name, row in rows.items()
@@ -100,7 +100,7 @@ def _chosen(parser: argparse.ArgumentParser, option: str, text: str | None, know
 
 
 def _module_of(family: Family) -> str:
-    """Return the module of a family's model, which workers then need not import one by one."""
+    """Return the Python module of a family's model, which the fork server imports so that its workers need not."""
     return str(getattr(transformers, family.model).__module__)
 
 

@@ -1,4 +1,4 @@
-"""One cell of the table: how a strategy did with a family."""
+"""Compare a family under a strategy with one process, which gives one cell of the table."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ TIMEOUT_S, GRACE_S = 300.0, 60.0
 
 @dataclass(frozen=True)
 class Cell:
-    """What became of a comparison.
+    """Describe the outcome of a comparison.
 
     Args:
         status: ``equal``, ``refused``, ``WRONG``, ``CRASHED`` or ``HUNG``.
-        text: A refusal's first sentence, or what went wrong.
-        error: The largest relative error of what was compared.
-        split: The fraction of the parameters that is split over ``tp``.
-        details: Everything that is known of a failure.
+        text: First sentence of a refusal, or description of a failure.
+        error: Largest relative error of all compared values.
+        split: Fraction of the parameters that is split over ``tp``.
+        details: Tracebacks, or all values that are wrong.
     """
 
     status: str
@@ -44,7 +44,7 @@ class Cell:
 
     @property
     def is_failure(self) -> bool:
-        """Whether this must not be."""
+        """Return whether this is a defect."""
         return self.status not in ("equal", "refused")
 
 
@@ -52,10 +52,10 @@ def compare(pool: WorkerPool, family: Family, strategy: str, expected: Outcome) 
     """Run a family under a strategy, and compare it with one process.
 
     Args:
-        pool: Its workers run it.
-        family: The family.
-        strategy: The strategy's name.
-        expected: What one process has computed.
+        pool: Workers that run the family.
+        family: Family to run.
+        strategy: Name of the strategy.
+        expected: Outcome of the run in one process.
     """
     try:
         outcomes = pool.run(run, WORLD_SIZES[strategy], family.name, strategy, timeout_s=TIMEOUT_S, grace_s=GRACE_S)
@@ -74,7 +74,7 @@ def compare(pool: WorkerPool, family: Family, strategy: str, expected: Outcome) 
 
 
 def _errors(candidate: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Return relative errors by name; a gradient that is missing counts as zero, as a parameter that is unused has."""
+    """Return relative errors by name. A missing gradient counts as zero, since an unused parameter may have none."""
     names = dict.fromkeys([*reference, *candidate])
     like = {name: candidate.get(name, reference.get(name)) for name in names}
     tensors = [
@@ -102,7 +102,7 @@ def failed(error: RankFailed, world_size: int) -> Cell:
 
 
 def _message(text: str) -> str:
-    """Return what an error says, without its traceback."""
+    """Return the message of an error without its traceback."""
     return text.rpartition("FitError: ")[2].strip() if "FitError: " in text else text.strip().splitlines()[-1]
 
 

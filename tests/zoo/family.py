@@ -1,4 +1,4 @@
-"""What a family of Hugging Face models is, and how a tiny one with random weights is made of it."""
+"""The definition of a family of Hugging Face models, and helpers that make tiny models and batches of it."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ MakeBatch = Callable[[torch.Generator], Batch]
 
 @dataclass(frozen=True)
 class Family:
-    """A family of models.
+    """Describe a family of models.
 
     Args:
-        name: The family's name in the table.
-        kind: What its models do, such as ``causal`` or ``vision``.
+        name: Name of the family in the table.
+        kind: What the models of the family do, such as ``causal`` or ``vision``.
         model: Name of the model's class in ``transformers``.
-        config: Makes the configuration.
-        batch: Makes the keyword arguments of one forward, with as many samples as a microbatch has.
-        packed: Keyword arguments whose dimension 0 is not the number of samples, to their number of rows per sample.
-        options: Keyword arguments of every forward.
+        config: Function that makes the model's configuration.
+        batch: Function that makes the keyword arguments of one forward, with the samples of one microbatch.
+        packed: Maps a keyword argument whose dimension 0 is not the number of samples to its number of rows per sample.
+        options: Further keyword arguments of every forward, which do not depend on the batch.
     """
 
     name: str
@@ -52,7 +52,10 @@ class Family:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def build(self, seed: int) -> nn.Module:
-        """Make the model, without anything that draws random numbers, and far from the symmetry of small weights."""
+        """Make the model, without dropout or random masks.
+
+        Noise is added to the weights, because small initial weights are so symmetric that errors would not show.
+        """
         import transformers
 
         torch.manual_seed(seed)
@@ -66,7 +69,10 @@ class Family:
 
 
 def config_of(name: str, **values: Any) -> Callable[[], Any]:
-    """Return what makes a configuration of the class ``name``; ``values`` may be functions that make other ones."""
+    """Return a function that makes a configuration of the class ``name``.
+
+    A value that is a function is called, and its result is used; so configurations can be nested.
+    """
 
     def make() -> Any:
         import transformers
@@ -78,7 +84,7 @@ def config_of(name: str, **values: Any) -> Callable[[], Any]:
 
 
 def _switch_randomness_off(config: Any) -> None:
-    """Set everything that drops or masks at random to zero, in ``config`` and in the configurations inside it."""
+    """Disable dropout and random masks in ``config`` and in the configurations nested in it."""
     values = vars(config)
     for key, value in list(values.items()):
         if hasattr(value, "to_dict") and value is not config:
@@ -90,18 +96,18 @@ def _switch_randomness_off(config: Any) -> None:
 
 
 def labels(num_labels: int, *shape: int) -> Callable[[torch.Generator], Tensor]:
-    """Return what draws labels of a batch, each of ``shape``."""
+    """Return a function that draws the labels of a batch, with ``shape`` for each sample."""
     return lambda generator: torch.randint(num_labels, (BATCH_SIZE, *shape), generator=generator)
 
 
 def text(generator: torch.Generator, low: int = 4) -> Batch:
-    """Make tokens that are to be predicted from themselves."""
+    """Make random tokens, which are also the labels."""
     tokens = torch.randint(low, VOCAB, (BATCH_SIZE, LENGTH), generator=generator)
     return {"input_ids": tokens, "labels": tokens}
 
 
 def masked(generator: torch.Generator) -> Batch:
-    """Make tokens, some of which are masked and to be predicted, and padding at the end of the last sample."""
+    """Make tokens with every second position left out of the labels, and with padding in the last sample."""
     batch = text(generator)
     attended = torch.ones_like(batch["input_ids"])
     attended[-1, -2:] = 0
@@ -111,13 +117,13 @@ def masked(generator: torch.Generator) -> Batch:
 
 
 def seq2seq(generator: torch.Generator) -> Batch:
-    """Make tokens of a source with padding, and those of a target."""
+    """Make source tokens with padding, and target tokens as labels."""
     source = masked(generator)
     return {**source, "labels": torch.randint(4, VOCAB, (BATCH_SIZE, LENGTH), generator=generator)}
 
 
 def images(size: int, **more: Callable[[torch.Generator], Tensor]) -> MakeBatch:
-    """Return what makes square images of ``size``, and ``more`` beside them."""
+    """Return a function that makes a batch of images of ``size`` x ``size`` pixels and the further tensors ``more``."""
 
     def make(generator: torch.Generator) -> Batch:
         pixels = torch.randn(BATCH_SIZE, 3, size, size, generator=generator)

@@ -1,7 +1,7 @@
-"""Models that round to float32 on purpose, computed in float64 throughout.
+"""Compute in float64 in models that convert to float32 on purpose.
 
 Norms, rotary embeddings, softmaxes and losses of ``transformers`` convert to float32, which is meant to raise the
-precision of half-precision models. In a float64 run it would round, and hide everything below 1e-7.
+precision of half-precision models. In a float64 run the conversion would round, and hide all errors below 1e-7.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["float64_throughout"]
 
 @contextmanager
 def float64_throughout() -> Iterator[None]:
-    """Let conversions to float32 be conversions to float64."""
+    """Make conversions to float32 convert to float64 within the context."""
     with (
         mock.patch.object(Tensor, "float", Tensor.double),
         mock.patch.object(Tensor, "to", _converting(Tensor.to)),

@@ -1,4 +1,4 @@
-"""Families of models that see and hear."""
+"""Families of models of images, speech, and images with text."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _captioned(generator: torch.Generator) -> Batch:
 
 
 def _with_image_tokens(generator: torch.Generator, token: int, number: int) -> Batch:
-    """Make text of which the first ``number`` tokens stand for the image."""
+    """Make text in which ``number`` tokens after the first stand for the image."""
     tokens = torch.randint(4, token, (BATCH_SIZE, number + LENGTH), generator=generator)
     tokens[:, 1 : 1 + number] = token
     wanted = tokens.masked_fill(tokens == token, -100)
@@ -122,7 +122,7 @@ def _idefics(generator: torch.Generator) -> Batch:
 
 
 def _qwen2_vl(generator: torch.Generator) -> Batch:
-    """Make images as patches, those of all samples one after another."""
+    """Make images as patches; the patches of all samples are concatenated along dimension 0."""
     rows = 4 * 4
     return {
         **_with_image_tokens(generator, IMAGE_TOKEN, rows // 4),

@@ -1,4 +1,4 @@
-"""One training run of a family, on the ranks of a strategy or in one process, and what is compared of it."""
+"""Train a family on the ranks of a strategy or in one process, and return the values that are compared."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ from tests.zoo.float64 import float64_throughout
 __all__ = ["CRASHED", "PIPELINES", "REFUSED", "STRATEGIES", "WORLD_SIZES", "Outcome", "run"]
 
 REFUSED, CRASHED = "refused at start", "crashed"
-"""How the text of an error begins."""
+"""How the text of a :class:`FitError` begins."""
 
 PACKAGE = tuple(Path(module.__path__[0]).resolve() for module in (lightning_dist, lightning_dist.plugins))
 
 NUM_STEPS = 2
 NUM_PARTS = 2
-"""A global batch has that many parts: of two ranks, two microbatches, or two batches that are accumulated."""
+"""Number of parts of a global batch: one for each of two ranks, two microbatches, or two accumulated batches."""
 
 STRATEGIES = {
     "full_shard": lambda: FullShardStrategy(),
@@ -48,13 +48,13 @@ PIPELINES = ("pipeline_parallel", "nd_parallel")
 
 @dataclass
 class Outcome:
-    """What a run has computed.
+    """Hold the results of a run.
 
     Args:
-        losses: Those of each step, of this rank's part of the data.
-        gradients: Full name of a parameter to its whole gradient in the first step; only on rank 0.
-        weights: Full name of a parameter to what it is after the last step; only on rank 0.
-        split: The fraction of the parameters that is split over ``tp``.
+        losses: Loss of each step on this rank's part of the data.
+        gradients: Maps the full name of a parameter to its whole gradient in the first step; empty except on rank 0.
+        weights: Maps the full name of a parameter to its whole value after the last step; empty except on rank 0.
+        split: Fraction of the parameters that is split over ``tp``; 0 except on rank 0.
     """
 
     losses: list[float]
@@ -64,11 +64,12 @@ class Outcome:
 
 
 class FitError(Exception):
-    """A fit that has raised, told by its text alone: not every exception can be sent to another process.
+    """Say that a fit raised an error, by text alone, because not every exception can be sent to another process.
 
     Args:
-        error: What was raised.
-        is_at_start: Whether no step had been run.
+        error: Error that the fit raised.
+        is_at_start: Whether it was raised before the first step had finished. Such an error that a ``raise`` statement
+            of lightning-dist raised counts as a refusal, any other as a crash.
     """
 
     def __init__(self, error: Exception, is_at_start: bool) -> None:
@@ -80,12 +81,12 @@ class FitError(Exception):
 
 
 class ZooModule(pl.LightningModule):
-    """An ordinary module around a Hugging Face model.
+    """Train a Hugging Face model, as a user would.
 
     Args:
-        family: The family of the model.
-        seed: The seed of its weights.
-        is_joined: Whether a batch has all parts of a global batch; else each is a batch.
+        family: Family of the model.
+        seed: Seed of the model's weights.
+        is_joined: Whether a batch has all parts of a global batch; otherwise each part is a batch.
     """
 
     def __init__(self, family: Family, seed: int, is_joined: bool) -> None:
@@ -112,10 +113,10 @@ class ZooModule(pl.LightningModule):
 
 
 class PackedModule(ZooModule):
-    """A module whose batches have tensors with several rows for each sample."""
+    """Train a model whose batches have tensors with several rows for each sample."""
 
     def split_batch(self, batch: Batch, num_microbatches: int) -> list[Batch]:
-        """Return the microbatches of a batch."""
+        """Split a batch into microbatches, with as many rows of each tensor as their samples have."""
         rows = {key: BATCH_SIZE * self.family.packed.get(key, 1) for key in batch}
         return [
             {key: value[index * rows[key] : (index + 1) * rows[key]] for key, value in batch.items()}
@@ -124,7 +125,7 @@ class PackedModule(ZooModule):
 
 
 class Recorder(pl.Callback):
-    """Whole gradients of the first step, and the loss of each batch."""
+    """Record the whole gradients of the first step, and the loss of each batch."""
 
     def __init__(self) -> None:
         self.gradients: dict[str, np.ndarray] = {}
@@ -135,7 +136,8 @@ class Recorder(pl.Callback):
             self.gradients = {name: grad.numpy() for name, grad in whole_gradients(pl_module).items()}
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, out: Any, *args: Any) -> None:
-        self.losses.append(float(out["loss"]) * trainer.accumulate_grad_batches)  # by which it is divided
+        # Lightning divides the loss by the number of accumulated batches.
+        self.losses.append(float(out["loss"]) * trainer.accumulate_grad_batches)
 
 
 def run(name: str, strategy: str | None) -> Outcome:
@@ -143,12 +145,12 @@ def run(name: str, strategy: str | None) -> Outcome:
 
     Args:
         name: Name of the family.
-        strategy: A name of :data:`STRATEGIES`; None: Lightning's own for one process.
+        strategy: Key of :data:`STRATEGIES`; None: Lightning's own strategy for one process.
     """
     for logger in ("lightning.pytorch", "transformers"):
         logging.getLogger(logger).setLevel(logging.ERROR)
     is_joined = strategy in PIPELINES
-    # Every rank draws other weights; those of rank 0 count.
+    # Every rank draws different weights, since the strategy must broadcast those of rank 0.
     cls = PackedModule if FAMILIES[name].packed else ZooModule
     module = cls(FAMILIES[name], seed=int(os.environ["RANK"]), is_joined=is_joined)
     recorder = Recorder()

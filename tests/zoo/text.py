@@ -24,7 +24,7 @@ def _causal(
 
 
 def _experts(name: str, prefix: str, **values: Any) -> Family:
-    """A mixture of experts; grouped_mm, which is the default, has no float64."""
+    """Return a family of mixtures of experts, without the default ``grouped_mm``, which does not support float64."""
     return _causal(name, prefix, "experts", **values, num_experts_per_tok=2, experts_implementation="batched_mm")
 
 

@@ -1,4 +1,4 @@
-"""Plain training, and what every run uses."""
+"""Plain training, a tied language model, and the most common callbacks."""
 
 from __future__ import annotations
 

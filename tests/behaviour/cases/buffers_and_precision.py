@@ -1,4 +1,4 @@
-"""Buffers that change, and precisions."""
+"""Buffers that change during training, and precisions."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def late_buffer(run: Run) -> None:
     run.fit(Late())
 
 
-# name: (title, precision, tolerance)
+# Each name maps to (title, precision, tolerance).
 _PRECISIONS: dict[str, tuple[str, str, float]] = {
     "32_true": ("precision='32-true'", "32-true", 1e-3),
     "bf16_mixed": ("precision='bf16-mixed'", "bf16-mixed", 0.3),

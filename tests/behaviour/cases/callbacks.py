@@ -1,4 +1,4 @@
-"""Lightning's own callbacks, but for checkpoints."""
+"""Lightning's own callbacks, except those for checkpoints, and callbacks of the user."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class _Cosine(Classifier):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-# name: (title, what makes the callback, arguments of the Trainer)
+# Each name maps to (title, function that makes the callback, arguments of the Trainer).
 _CALLBACKS: dict[str, tuple[str, Callable[[], Callback], dict[str, Any]]] = {
     "stopping_max": ("EarlyStopping, mode='max'", lambda: EarlyStopping("val/accuracy", mode="max", patience=1), {}),
     "stopping_threshold": (

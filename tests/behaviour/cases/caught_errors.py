@@ -1,4 +1,4 @@
-"""Errors in a run, with a checkpoint after them, and caught."""
+"""Errors in a run after which a checkpoint is saved, and which the user catches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.behaviour.models import Classifier
 
 
 class _Fails(Classifier):
-    """Raises in its third step."""
+    """Raise in the given hook of the third step."""
 
     def __init__(self, hook: str) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class _Fails(Classifier):
 
 
 def _fail_and_go_on(run: Run, model: _Fails) -> None:
-    """Catch the error of a fit that saves after it; go on with a new module, and from what was saved."""
+    """Catch the error of a fit that saves after the error; then train a new module, and resume from the checkpoint."""
     callbacks = [
         OnExceptionCheckpoint(run.folder, "error"),
         ModelCheckpoint(run.folder / "best", "error", save_on_exception=True),

@@ -1,4 +1,4 @@
-"""ModelCheckpoint in its variants, checkpoints by hand, and reading them again."""
+"""ModelCheckpoint with all kinds of options, checkpoints that are saved by hand, and loading of both."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_dist.consensus import timed_barrier
 from tests.behaviour.case import Run, case
 from tests.behaviour.models import Classifier, LanguageModel, tokens
 
-# name: (title, arguments of ModelCheckpoint, arguments of the Trainer)
+# Each name maps to (title, arguments of ModelCheckpoint, arguments of the Trainer).
 _VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "every_2_steps": ("every_n_train_steps, all kept", {"every_n_train_steps": 2, "save_top_k": -1}, {}),
     "every_2_epochs": ("every_n_epochs", {"every_n_epochs": 2, "save_top_k": -1}, {"max_epochs": 4}),
@@ -240,7 +240,8 @@ def hyperparameters_ignored(run: Run) -> None:
     run.record("weights", loaded.state_dict())
 
 
-_OTHERS_END = r"closed by peer|reset by peer|did not arrive|DistNetworkError|Broken pipe"  # rank 0 has left them
+# Errors of the other ranks after rank 0 has left them.
+_OTHERS_END = r"closed by peer|reset by peer|did not arrive|DistNetworkError|Broken pipe"
 
 
 @case(
@@ -282,6 +283,6 @@ def save_pretrained(run: Run) -> None:
     model = Llama()
     trainer = run.fit(model, run.loader(tokens()))
     with full_parameters(model):
-        model.net.save_pretrained(run.folder / "saved")  # which writes on rank 0 alone
+        model.net.save_pretrained(run.folder / "saved")  # It writes on rank 0 only.
     trainer.strategy.barrier()
     run.record("loaded", LlamaForCausalLM.from_pretrained(run.folder / "saved").state_dict())

@@ -1,4 +1,4 @@
-"""Decisions and tensors that a user exchanges between processes."""
+"""Communication of decisions and tensors between processes by the user."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.behaviour.models import Classifier
 
 
 class _Improves(Classifier):
-    """Logs a metric that gets better by itself."""
+    """Log a metric that improves with every step."""
 
     def on_validation_epoch_end(self) -> None:
         self.log("improves", torch.tensor(10.0 - self.trainer.global_step), sync_dist=True)

@@ -1,4 +1,4 @@
-"""What changes while training goes on: data by epoch, weights of losses, rates, state of the user's own."""
+"""Data, weights of losses, learning rates and states of the user that change in the course of training."""
 
 from __future__ import annotations
 
@@ -166,7 +166,7 @@ def own_bar(run: Run) -> None:
 
 @case(
     "metrics with states that are merged in ways of their own: Pearson, Spearman, R2, retrieval, calibration",
-    tolerance=1e-6,  # torchmetrics keeps the states of some in float32
+    tolerance=1e-6,  # torchmetrics keeps the states of some metrics in float32.
 )
 def correlations(run: Run) -> None:
     class Measures(Classifier):

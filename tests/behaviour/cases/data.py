@@ -1,4 +1,4 @@
-"""Batches, loaders and data sets of all kinds."""
+"""Batches, loaders and datasets of all kinds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Data:
 
 
 class _Own:
-    """A batch of a class of the user's own, as of PyTorch Geometric."""
+    """Hold a batch in a class of the user, like those of PyTorch Geometric."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
@@ -43,7 +43,7 @@ def _stack(items: list[Any]) -> tuple[Tensor, Tensor]:
     return torch.stack([x for x, _ in items]), torch.stack([y for _, y in items])
 
 
-# name: (title, what a batch is made into, how the step takes it apart)
+# Each name maps to (title, function that makes the batch, function by which the step gets features and labels).
 _BATCHES: dict[str, tuple[str, Callable[[Tensor, Tensor], Any], Callable[[Any], Any]]] = {
     "dict": ("a dictionary", lambda x, y: {"x": x, "y": y}, lambda b: (b["x"], b["y"])),
     "nested": (
@@ -116,7 +116,7 @@ def batch_tensor(run: Run) -> None:
 
 
 class _Part(Dataset[Tensor]):
-    """This rank's samples of a tensor, one at a time."""
+    """Return this rank's rows of a tensor."""
 
     def __init__(self, x: Tensor, run: Run) -> None:
         self.x = x[run.data_parallel_rank :: run.layout.num_data_parallel]
@@ -129,7 +129,7 @@ class _Part(Dataset[Tensor]):
 
 
 class _Stream(IterableDataset[Any]):
-    """This rank's samples, as a stream."""
+    """Yield this rank's samples."""
 
     def __init__(self, run: Run, num: int = 64) -> None:
         self.part, self.parts, self.num = run.data_parallel_rank, run.layout.num_data_parallel, num

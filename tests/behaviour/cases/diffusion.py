@@ -1,4 +1,4 @@
-"""Diffusion models: noise schedules in buffers, averages by hand, sampling, guidance, distillation."""
+"""Diffusion models: noise schedules in buffers, hand-written weight averages, sampling, guidance, distillation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ N, C, STEPS = NUM_FEATURES, NUM_CLASSES, 10
 
 
 def _noised() -> TensorDataset:
-    """Samples, each with a time, a noise and whether its label is kept."""
+    """Make a dataset of samples, each with a label, a time, a noise, and a flag whether to keep the label."""
     x, y = samples().tensors
     generator = torch.Generator().manual_seed(5)
     noise = torch.randn(64, N, generator=generator, dtype=torch.float64)
@@ -45,7 +45,7 @@ class _AdaBlock(nn.Module):
 
 
 class _Denoiser(nn.Module):
-    """A small DiT over vectors."""
+    """Predict noise by a small diffusion transformer (DiT) whose inputs are vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _Ddpm(pl.LightningModule):
 
 
 class _Ema(nn.Module):
-    """The average of latent-diffusion: buffers under the parameters' names without dots."""
+    """Average weights as latent-diffusion does: in buffers with the names of the parameters without dots."""
 
     def __init__(self, model: nn.Module, decay: float = 0.9) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Exceptions in every hook, and wrong arguments: the user's own error ends every rank."""
+"""Exceptions in every hook, and wrong modules: every rank ends with the user's own error."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _HOOKS = [
 
 
 def _raises_in(hook: str) -> Classifier:
-    """Make a module whose ``hook`` raises when it is called for the second time, or the first where there is one."""
+    """Make a module whose ``hook`` raises from its fifth call on, or in the first call if it is called once per fit."""
     calls = 0
     once = hook in ("setup", "on_fit_start", "on_train_start", "on_train_end", "teardown") or "configure" in hook
 
@@ -157,8 +157,9 @@ for _hook in ("test_step", "predict_step", "on_test_epoch_end"):
         run.record_error("error", lambda: getattr(run.trainer(), function)(model, run.loader()))
 
 
-# name: (title, what is wrong about the module)
 def _without(name: str) -> type:
+    """Make a class of modules that do not override the method ``name`` of LightningModule."""
+
     class Without(Classifier):
         pass
 

@@ -1,4 +1,4 @@
-"""Several fits of one module, evaluation, and predictions."""
+"""Several fits of one module, evaluations, and predictions."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def predicts_by_forward(run: Run) -> None:
         def forward(self, batch: Any) -> Tensor:
             return super().forward(batch[0])
 
-        predict_step = pl.LightningModule.predict_step  # which calls forward
+        predict_step = pl.LightningModule.predict_step  # Lightning's default calls forward.
 
     run.record_predictions(run.trainer().predict(Forward(), run.loader()))
 

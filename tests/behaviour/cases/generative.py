@@ -1,4 +1,4 @@
-"""Variational autoencoders, quantisation, flows, and critics with clipped weights."""
+"""Variational autoencoders, quantisation, normalising flows, and critics with clipped weights."""
 
 from __future__ import annotations
 

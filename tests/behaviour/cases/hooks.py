@@ -73,7 +73,7 @@ _OF_MODULE = [
 
 
 def _spy(base: type, names: list[str], calls: list[str]) -> type:
-    """Make a subclass of ``base`` that notes each call of a hook, and does what ``base`` does."""
+    """Make a subclass of ``base`` that appends the name of each called hook to ``calls``."""
 
     def noting(name: str) -> Callable[..., Any]:
         def hook(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -93,7 +93,7 @@ class _Scheduled(Classifier):
 
 
 def _without_repeats(calls: list[str]) -> list[str]:
-    """Leave out what a step calls again for each of its microbatches: a run of the same names is one."""
+    """Replace consecutive equal names by one, because a step calls some hooks once for each microbatch."""
     return [name for i, name in enumerate(calls) if i == 0 or calls[i - 1] != name]
 
 
@@ -106,7 +106,7 @@ def hooks_of_module(run: Run) -> None:
     )
     trainer.test(model, run.loader(), verbose=False)
     trainer.predict(model, run.loader())
-    begin = calls.index("on_fit_start")  # before it, a pipeline follows the step once, on an example batch
+    begin = calls.index("on_fit_start")  # Before it, a pipeline traces the step once, on an example batch.
     run.record("hooks", _without_repeats(calls[begin:]))
 
 
@@ -151,7 +151,7 @@ def hooks_of_datamodule(run: Run) -> None:
     run.record("validated", trainer.validate(model, data, verbose=False))
     run.record("tested", trainer.test(model, data, verbose=False))
     trainer.predict(model, data)
-    # Strategies that look at an example batch before the run give it to the hooks for batches as well.
+    # Strategies that trace the step on an example batch before the run also call the hooks for batches with it.
     transfers = ["on_before_batch_transfer", "on_after_batch_transfer"]
     run.record("hooks", _without_repeats([call for call in calls if call not in transfers]))
     run.record("are transfers in pairs", len({calls.count(name) for name in transfers}) == 1)

@@ -1,4 +1,4 @@
-"""Layers that hang directly on the LightningModule, and backwards of every kind."""
+"""Layers that are direct children of the LightningModule, and backwards of every kind."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ NO_PIPELINE = dict.fromkeys(("pp", "nd", "nd_tp"), "automatic_optimization = Fal
 
 
 class _Sequences(LanguageModel):
-    """A language model whose middle is one layer, a direct child of the LightningModule."""
+    """Model language with one further layer before the head, which is a direct child of the LightningModule.
+
+    Args:
+        make: Function that makes the layer.
+        use: Function that is called with the layer and its input, and returns its output.
+        width: Number of features of the output.
+    """
 
     def __init__(self, make: Callable[[], nn.Module], use: Callable[[Any, Tensor], Tensor], width: int) -> None:
         super().__init__()
@@ -87,7 +93,7 @@ def tied_by_function(run: Run) -> None:
 
 
 class _UsedEarlyAndLate(Classifier):
-    """Uses a layer's weight before and after the layer."""
+    """Use a layer's weight by functions before and after the layer is called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +110,7 @@ def used_early_and_late(run: Run) -> None:
 
 
 class _SplitHead(LanguageModel):
-    """Penalises the weights that tensor parallelism splits along the vocabulary."""
+    """Penalise the weights that tensor parallelism splits along the vocabulary."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         loss = super().training_step(batch, batch_idx)
@@ -147,7 +153,7 @@ def gradient_penalty_of_loss(run: Run) -> None:
 
 
 class _LanguageModelPenalty(LanguageModel):
-    """A double backward through logits that tensor parallelism splits along the vocabulary."""
+    """Run a double backward through logits that tensor parallelism splits along the vocabulary."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         ids = batch[0]
@@ -167,7 +173,7 @@ def double_backward_of_logits(run: Run) -> None:
 
 
 class _Adversarial(LanguageModel):
-    """Perturbs the embeddings by the sign of their gradient."""
+    """Perturb the embeddings by the sign of their gradient."""
 
     def rest(self, x: Tensor, ids: Tensor) -> Tensor:
         for block in self.blocks:
@@ -188,7 +194,7 @@ def adversarial_embeddings(run: Run) -> None:
 
 
 class _ByHand(Classifier):
-    """Manual optimization with a step of the user's own."""
+    """Train by manual optimization with several backwards or optimizer steps in a step."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -226,7 +232,7 @@ for _kind in ("two backwards", "two forwards first", "one graph", "two steps"):
 
 
 class _SharpnessAware(Classifier):
-    """Ascends, computes the gradient there, returns and descends (Foret et al., 2021)."""
+    """Minimise sharpness-aware: ascend, compute the gradient there, return and descend (Foret et al., 2021)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -256,7 +262,7 @@ def sharpness_aware(run: Run) -> None:
 
 
 class _Critic(Classifier):
-    """A GAN with a gradient penalty (Gulrajani et al., 2017), by hand."""
+    """Train a GAN with a gradient penalty (Gulrajani et al., 2017) by manual optimization."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -330,7 +336,7 @@ def base_finetuning(run: Run) -> None:
 
 
 class _Normed(Classifier):
-    """Wraps layers outside of the blocks, in the blocks, and the head."""
+    """Apply a weight norm to the first layer, to layers in the blocks, and to the head."""
 
     def __init__(self, norm: Callable[[nn.Module], nn.Module]) -> None:
         super().__init__()
@@ -408,7 +414,7 @@ def embedding_with_scale_grad_by_freq(run: Run) -> None:
 
 
 class _ViewBlock(Block):
-    """A block that returns a view."""
+    """Return a view from the block."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).unsqueeze(1).squeeze(1)

@@ -1,4 +1,4 @@
-"""What ``self.log`` and loggers get."""
+"""Metrics that ``self.log`` and loggers get."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.nn import functional
 from tests.behaviour.case import History, Run, case
 from tests.behaviour.models import Classifier, samples
 
-# name: (title, arguments of self.log)
+# Each name maps to (title, arguments of self.log).
 _VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "on_step_and_epoch": ("on_step and on_epoch", {"on_step": True, "on_epoch": True}),
     "on_epoch": ("on_epoch alone", {"on_step": False, "on_epoch": True}),

@@ -1,4 +1,4 @@
-"""Losses and what a training step does besides."""
+"""Losses of many kinds, and further code in training steps."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def distillation(run: Run) -> None:
 
 
 class _Byol(Classifier):
-    """A student that predicts the outputs of a teacher, which follows it."""
+    """Train a student to predict the outputs of a teacher, whose weights are a moving average of the student's."""
 
     def __init__(self) -> None:
         super().__init__()

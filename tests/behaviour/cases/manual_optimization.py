@@ -1,4 +1,4 @@
-"""Manual optimization: GANs, SAM, several optimizers, accumulation by hand."""
+"""Manual optimization: GANs, sharpness-aware minimisation, several optimizers, accumulation by hand."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def manual_scheduler(run: Run) -> None:
 
 
 class _TwoOptimizers(_Manual):
-    """The body and the head have an optimizer each."""
+    """Give the body and the head an optimizer each."""
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.net.parameters(), lr=0.05), torch.optim.Adam(self.head.parameters(), lr=0.01)
@@ -150,7 +150,7 @@ def toggled_model(run: Run) -> None:
 
 
 class _Gan(Classifier):
-    """A generator and a critic, trained in turns."""
+    """Train a generator and a critic in turns."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Torchmetrics."""
+"""Metrics of torchmetrics."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.behaviour.models import NUM_CLASSES, Classifier
 
 
 class _Margin(Metric):
-    """A metric of a user's own, with a state that is joined."""
+    """Stand for a metric of the user, with a state that is concatenated over the ranks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class _Measured(Classifier):
         self.train_metric, self.val_metric = make(), make()
 
 
-# name: (title, what makes the metric)
+# Each name maps to (title, function that makes the metric).
 _LOGGED_AS_OBJECT: dict[str, tuple[str, Callable[[], Metric]]] = {
     "accuracy": ("accuracy", lambda: MulticlassAccuracy(NUM_CLASSES)),
     "auroc": ("AUROC, which keeps all outputs", lambda: MulticlassAUROC(NUM_CLASSES)),
@@ -86,7 +86,7 @@ for _name, (_title, _make) in _LOGGED_AS_OBJECT.items():
         run.fit(Logs(make), val=True, max_epochs=2)
 
 
-# A step's value is that of each rank's own part of the batch, as under ddp.
+# The value of a step belongs to each rank's own part of the batch, as under ddp, and so is not compared.
 @case(
     "a metric's value of a step and of the epoch: on_step and on_epoch",
     reference="ddp",
@@ -152,7 +152,7 @@ def confusion_matrix(run: Run) -> None:
     run.fit(Logs(lambda: MulticlassConfusionMatrix(NUM_CLASSES)), val=True, max_epochs=2)
 
 
-# torchmetrics adds up in float32.
+# torchmetrics sums in float32.
 @case("MeanMetric and SumMetric of losses, updated in training", tolerance=1e-6)
 def mean_metric(run: Run) -> None:
     class Logs(_Measured):

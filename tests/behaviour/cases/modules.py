@@ -1,4 +1,4 @@
-"""Shapes of modules."""
+"""Modules of many architectures."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ N, C = NUM_FEATURES, NUM_CLASSES
 
 
 def _around(make_block: Callable[[], nn.Module], num: int = 4) -> Callable[[], nn.Module]:
-    """Make ``num`` blocks between a linear layer and a head."""
+    """Return a function that makes a network of ``num`` blocks between a linear layer and a head."""
     return lambda: nn.Sequential(nn.Linear(N, N), *[make_block() for _ in range(num)], nn.Linear(N, C))
 
 
 class _Tokens(nn.Module):
-    """Reads the features as 4 tokens of 4 numbers, embeds them, runs ``make()`` on them, and classifies their mean."""
+    """Embed the features as 4 tokens of 4 numbers, apply ``num`` layers of ``make()``, and classify the mean token."""
 
     def __init__(self, make: Callable[[], nn.Module], num: int = 1) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class _SelfAttention(nn.MultiheadAttention):
 
 
 class _Attention(nn.Module):
-    """Attention as everyone writes it by hand."""
+    """Compute attention by hand."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class _Attention(nn.Module):
 
 
 class _Cell(nn.Module):
-    """An RNN cell that is run over the tokens."""
+    """Run an RNN cell over the tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,10 +75,10 @@ class _Cell(nn.Module):
 
 
 class _Convolutions(nn.Module):
-    """Convolutions over the features as 4 by 4 pixels.
+    """Convolve the features as an image of 4 by 4 pixels.
 
     Args:
-        norm: Makes the norm of a block for a number of channels.
+        norm: Function that makes the norm of a block for the given number of channels.
     """
 
     def __init__(self, norm: Callable[[int], nn.Module]) -> None:
@@ -98,7 +98,7 @@ class _Convolutions(nn.Module):
 
 
 class _UNet(nn.Module):
-    """A path down and a path up, with skips."""
+    """Connect layers that narrow the features to layers that widen them by skip connections."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class _UNet(nn.Module):
 
 
 class _Repeated(nn.Module):
-    """One block that is run several times."""
+    """Run one block several times."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -133,7 +133,7 @@ class _Repeated(nn.Module):
 
 
 class _Dict(nn.Module):
-    """Branches in a ModuleDict, chosen by name."""
+    """Use branches and a head in ModuleDicts by their names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class _Dict(nn.Module):
 
 
 class _Parameters(nn.Module):
-    """Layers that are parameters in a ParameterList and a ParameterDict."""
+    """Use parameters in a ParameterList and a ParameterDict as layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,14 +171,14 @@ class _Square(torch.autograd.Function):
 
 
 class _Custom(Block):
-    """A block with an autograd Function of its own."""
+    """Use an autograd Function of the user in a block."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.down(_Square.apply(self.up(self.norm(x)))) * 0.1
 
 
 class _Scaled(nn.Module):
-    """A block with a scalar parameter, and parameters between blocks."""
+    """Scale the output of a block by a scalar parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class _Out(NamedTuple):
 
 
 class _Tuples(nn.Module):
-    """A block that takes and returns a NamedTuple with a part that is None."""
+    """Take and return a NamedTuple with a field that is None."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -206,7 +206,7 @@ class _Tuples(nn.Module):
 
 
 class _Structured(nn.Module):
-    """Blocks whose inputs and outputs are structures, called with keywords."""
+    """Call blocks with a NamedTuple, which they also return, or with keyword arguments."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -226,7 +226,7 @@ class _Structured(nn.Module):
 
 
 class _Checkpointed(nn.Module):
-    """Blocks that the user runs under activation checkpointing."""
+    """Run blocks by torch's activation checkpointing."""
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
@@ -242,7 +242,7 @@ class _Checkpointed(nn.Module):
 
 
 class _Experts(nn.Module):
-    """A mixture of experts by hand, each token to its best expert."""
+    """Compute a mixture of experts by hand, in which each sample uses its best expert."""
 
     def __init__(self, num: int = 4) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ class _Experts(nn.Module):
 
 
 class _Lora(nn.Module):
-    """A frozen layer with a trained addition of low rank."""
+    """Add a trained low-rank layer to a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,7 +270,7 @@ class _Lora(nn.Module):
 
 
 class _Hyper(nn.Module):
-    """A network that computes the weights of another."""
+    """Compute the weights of a linear layer by a network."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ class _Hyper(nn.Module):
 
 
 class _Functional(nn.Module):
-    """A layer that is called by torch.func.functional_call with changed weights."""
+    """Call a layer by ``torch.func.functional_call`` with changed weights."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -293,7 +293,7 @@ class _Functional(nn.Module):
 
 
 class _EarlyExit(nn.Module):
-    """Every block's output is classified; the mean is returned."""
+    """Classify the output of every block, and return the mean of the logits."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -332,7 +332,7 @@ def _unused() -> nn.Module:
     return block
 
 
-# name: (title, what builds the network, arguments of the case)
+# Each name maps to (title, function that builds the network, arguments of the case).
 _SHAPES: dict[str, tuple[str, Callable[[], nn.Module], dict[str, Any]]] = {
     "nested": ("nested Sequentials", lambda: nn.Sequential(_around(Block, 2)(), _OneMore(), nn.Linear(C, C)), {}),
     "lstm": ("nn.LSTM", lambda: _Tokens(lambda: nn.LSTM(N, N, batch_first=True), 2), {}),

@@ -1,4 +1,4 @@
-"""Optimizers of torch and of the user's own."""
+"""Optimizers of torch and of the user."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.behaviour.models import Classifier
 
 PIPELINED = ("pp", "nd", "nd_tp")
 
-# name: (arguments, arguments of the case)
+# Each name of a class of torch.optim maps to (arguments of the optimizer, arguments of the case).
 _OPTIMIZERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "SGD": ({"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {}),
     "Adam": ({"lr": 0.01, "weight_decay": 0.1}, {"tolerance": 1e-8}),
@@ -52,7 +52,7 @@ def _with(configure: Callable[[Any], Any]) -> Classifier:
     return With()
 
 
-# name: (title, configure_optimizers, arguments of the case)
+# Each name maps to (title, configure_optimizers, arguments of the case).
 _WAYS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
     "no_foreach": (
         "foreach=False",
@@ -89,7 +89,7 @@ _WAYS: dict[str, tuple[str, Callable[[Any], Any], dict[str, Any]]] = {
     "muon": (
         "torch.optim.Muon, which looks at whole matrices",
         lambda m: torch.optim.Muon([p for p in m.net.parameters() if p.dim() == 2], lr=0.01),
-        {"tolerance": 1e-2},  # it orthogonalises in bfloat16
+        {"tolerance": 1e-2},  # Muon orthogonalises in bfloat16.
     ),
     "as_dictionary": (
         "a dictionary with an optimizer and a scheduler",
@@ -110,7 +110,7 @@ for _name, (_title, _configure, _more) in _WAYS.items():
 
 
 class _Lion(Optimizer):
-    """An elementwise optimizer of the user's own."""
+    """Stand for an elementwise optimizer of the user."""
 
     def __init__(self, params: Any, lr: float = 0.01) -> None:
         super().__init__(params, {"lr": lr})
@@ -132,7 +132,7 @@ class _Lion(Optimizer):
 
 
 class _Lamb(Optimizer):
-    """An optimizer of the user's own that needs the norm of each whole weight."""
+    """Stand for an optimizer of the user that needs the norm of each whole weight."""
 
     def __init__(self, params: Any, lr: float = 0.05, as_number: bool = False) -> None:
         super().__init__(params, {"lr": lr})

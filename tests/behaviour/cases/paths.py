@@ -1,4 +1,4 @@
-"""Steps that take other paths in some steps, and steps that look at values of tensors."""
+"""Training steps whose path through the model changes between steps or depends on values of tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _PIPELINES = ("pp", "nd")
 
 
 class _EarlyState(Classifier):
-    """Adds a term of an early hidden state to the loss, in some steps."""
+    """Add a term of an early hidden state to the loss in the steps for which ``has_term`` is true."""
 
     def has_term(self, batch_idx: int) -> bool:
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""What Lightning, its callbacks and its hooks see of a model that is cut into stages."""
+"""Lightning's features, callbacks and hooks with a model that is cut into stages."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def combined_loader(run: Run) -> None:
 
 
 class _Points:
-    """A batch of a class of the user's own."""
+    """Hold a batch in a class of the user."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y
@@ -270,7 +270,10 @@ def validate_moving_averages(run: Run) -> None:
 
 
 class _Teacher(pl.LightningModule):
-    """A target network that follows the online network, as in BYOL; on other stages than that."""
+    """Train with a target network that is a moving average of the online network, as in BYOL.
+
+    A pipeline has the two networks on different stages.
+    """
 
     def __init__(self, hook: str) -> None:
         super().__init__()
@@ -309,7 +312,7 @@ for _hook in ("on_train_batch_end", "on_before_zero_grad"):
 
 
 class _OfAllGradients(Classifier):
-    """Looks at all gradients, and clips by a total norm of its own."""
+    """Compute norms of all gradients in hooks, and clip by a total norm that is computed by hand."""
 
     def __init__(self) -> None:
         super().__init__()

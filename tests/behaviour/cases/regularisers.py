@@ -1,4 +1,4 @@
-"""Regularisers and constraints: dropped blocks, standardised and quantised weights, pruning, margins."""
+"""Regularisation and constraints: dropped blocks, standardised and quantised weights, pruning, margins."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def standardised(run: Run) -> None:
 
 
 class _Quantise(torch.autograd.Function):
-    """Rounds to whole steps (LSQ); the step has a gradient."""
+    """Quantise weights to multiples of a step size, which gets a gradient too (LSQ)."""
 
     @staticmethod
     def forward(ctx: Any, w: Tensor, step: Tensor) -> Tensor:
@@ -159,7 +159,7 @@ def arcface(run: Run) -> None:
 
 
 class _Mixed(torch.utils.data.Dataset[Any]):
-    """Samples that are each mixed with a partner, CutMix-like, with soft labels."""
+    """Return samples that are each mixed with a partner as in CutMix, with the labels of both."""
 
     def __init__(self) -> None:
         self.x, self.y = samples().tensors

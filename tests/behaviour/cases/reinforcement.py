@@ -19,7 +19,7 @@ PIPELINED = dict.fromkeys(("pp", "nd", "nd_tp"), "[Mm]anual optimization|automat
 
 
 class _Replay(Dataset[dict[str, Tensor]]):
-    """Transitions as dictionaries."""
+    """Return transitions as dictionaries."""
 
     def __init__(self) -> None:
         self.x, self.y = samples().tensors

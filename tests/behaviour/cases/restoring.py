@@ -1,4 +1,4 @@
-"""What a run restores, when, and how it starts."""
+"""The states that a run restores, when it restores them, and how a run starts."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.behaviour.models import NUM_CLASSES, NUM_FEATURES, Classifier
 
 
 class _Remembers(Callback):
-    """Has a state, and writes down when it was given it."""
+    """Save a state, and record which value it has in each hook of a resumed run."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -39,7 +39,7 @@ class _Remembers(Callback):
 
 
 class _LearningRateInCheckpoint(Classifier):
-    """Reads in ``configure_optimizers`` what its ``on_load_checkpoint`` has set."""
+    """Use in ``configure_optimizers`` a value that ``on_load_checkpoint`` has set."""
 
     saved_lr: float | None = None
 
@@ -106,7 +106,7 @@ def no_optimizer(run: Run) -> None:
 
 
 class _Constant(pl.LightningModule):
-    """Layers whose ``reset_parameters`` draw nothing, so that every process makes the same."""
+    """Use layers whose ``reset_parameters`` draws no random numbers, so that every process makes the same weights."""
 
     class Layer(nn.Linear):
         def reset_parameters(self) -> None:
@@ -159,7 +159,7 @@ def zero_redundancy(run: Run) -> None:
 
 
 class _Baseline(pl.LightningModule):
-    """Has no parameters."""
+    """Evaluate without any parameters."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         x, y = batch

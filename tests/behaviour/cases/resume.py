@@ -1,4 +1,4 @@
-"""Resuming: inside an epoch, at its end, from best and last, with everything that has a state."""
+"""Runs that resume inside an epoch and at its end, from the best and the last checkpoint, with all kinds of states."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import EarlyStopping, LearningRateMonitor, Mode
 from tests.behaviour.case import Run, case
 from tests.behaviour.models import Classifier
 
-# name: (title, arguments of the first fit, of the second)
+# Each name maps to (title, arguments of the first fit, arguments of the second fit).
 _RESUMES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "next_epoch": ("at the end of an epoch", {"max_epochs": 1}, {"max_epochs": 3}),
     "inside": ("inside an epoch", {"max_steps": 6}, {"max_epochs": 3}),

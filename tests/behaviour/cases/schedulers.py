@@ -18,7 +18,7 @@ def _sequential(o: Optimizer) -> Any:
     return lr_scheduler.SequentialLR(o, [first, lr_scheduler.ExponentialLR(o, 0.8)], [2])
 
 
-# name: (title, what makes it, how Lightning is told)
+# Each name maps to (title, function that makes the scheduler, further entries of Lightning's scheduler dictionary).
 _SCHEDULERS: dict[str, tuple[str, Callable[[Optimizer], Any], dict[str, Any]]] = {
     "by_epoch": ("StepLR by epoch", lambda o: lr_scheduler.StepLR(o, 1, 0.5), {}),
     "by_step": ("StepLR by step", lambda o: lr_scheduler.StepLR(o, 2, 0.5), {"interval": "step"}),

@@ -1,4 +1,4 @@
-"""Weights that are shared, hooked, read, changed or penalised by the user's own code."""
+"""Weights that the user's code shares, reads, changes, penalises, or registers hooks on."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from tests.behaviour.models import NUM_FEATURES, Block, Classifier
 
 OTHER_STAGES_WEIGHTS = dict.fromkeys(("pp", "nd", "nd_tp"), r"uses the parameter '.*' outside of .*, the block that it")
 CHANGED_IN_STEP = dict.fromkeys(("pp", "nd", "nd_tp"), r"uses the parameter|changes the parameter '.*'")
-"""A stage has the weights of its own blocks only, and the code between them runs on every stage."""
+"""Refused, because a stage has only the weights of its own blocks, and all stages run the code between the blocks."""
 
 
 class _SharedWeight(Classifier):
-    """One weight in every block."""
+    """Share one weight between all blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class _SharedWeight(Classifier):
 
 
 class _SharedModule(Classifier):
-    """One module in every block."""
+    """Share one module between all blocks."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class _SharedModule(Classifier):
 
 
 class _RepeatedBlock(Classifier):
-    """One block that runs three times."""
+    """Run the same blocks three times."""
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(3):
@@ -63,7 +63,7 @@ def repeated_network(run: Run) -> None:
 
 
 class _TensorHooks(Classifier):
-    """Scales and records gradients by hooks on parameters, set before training."""
+    """Scale and record gradients by hooks on parameters, which are registered in ``__init__``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ def post_accumulate_hooks(run: Run) -> None:
 
 
 class _Norms(pl.Callback):
-    """Reads norms of weights and gradients as numbers, and logs them."""
+    """Read norms of weights and gradients as Python numbers, and log them."""
 
     def __init__(self, record: dict[str, list[float]]) -> None:
         self.record = record
@@ -150,7 +150,7 @@ def clipped_by_hand(run: Run) -> None:
 
 
 class _Penalty(Classifier):
-    """Adds a penalty on weights to the loss."""
+    """Add a penalty on weights to the loss."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -192,7 +192,7 @@ def orthogonality(run: Run) -> None:
 
 
 class _OtherMethod(Classifier):
-    """Calls parts of blocks, not the blocks."""
+    """Call the layers of blocks instead of the blocks."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.net[0](x)
@@ -244,7 +244,7 @@ def functional_use(run: Run) -> None:
 
 
 class _Prototypes(Classifier):
-    """Normalises weights in place in the step."""
+    """Normalise weights in place in the step."""
 
     def __init__(self, through_data: bool) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ def normalised_through_data(run: Run) -> None:
 
 
 class _Momentum(pl.LightningModule):
-    """A momentum encoder that is updated at the beginning of the step, as in MoCo."""
+    """Update a momentum encoder at the beginning of the step, as in MoCo."""
 
     def __init__(self, through_data: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Layers that are found to be split under tensor parallelism, in models that say nothing about it."""
+"""Layers that tensor parallelism splits by an inferred plan, in models without a plan of their own."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH, HEADS = 16, 4
 
 
 class Attention(nn.Module):
-    """With a bias of its own for the queries, and one for each head and relative position."""
+    """Compute attention with a bias of the queries, and with a position bias for each head, which is an input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """The output layer's bias hangs here too, as in BERT; nothing uses it here."""
+    """Have the output layer's bias as an attribute too, as in BERT, without using it."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ def masked_attention(run: Run) -> None:
 
 
 class Remembering(Layer):
-    """Keeps what it was given last, which is not a leaf of the graph and cannot be copied."""
+    """Keep a tensor of the last forward, which is not a leaf of the graph and so cannot be deep-copied."""
 
     def forward(self, x: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
         self.last = x * 2

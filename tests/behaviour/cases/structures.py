@@ -1,4 +1,4 @@
-"""Data and networks of other shapes: graphs, boxes, ensembles, differential equations, forecasts."""
+"""Data and networks of other structures: graphs, boxes, ensembles, differential equations, forecasts."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 from tests.behaviour.case import Run, case
 from tests.behaviour.models import Classifier, samples
 
-# name: (title, arguments of the Trainer, whether it validates)
+# Each name maps to (title, arguments of the Trainer, whether it validates).
 _OPTIONS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "accumulate": ("accumulate_grad_batches", {"accumulate_grad_batches": 2}, False),
     "accumulate_uneven": (

@@ -1,4 +1,4 @@
-"""Weights that go from one training to another: backbones, adapters, soups, averages."""
+"""Weights that are transferred from one training to another: backbones, adapters, soups, averages."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def layerwise_decay(run: Run) -> None:
 
 
 class _Lora(nn.Module):
-    """A frozen linear layer and a trained addition of low rank."""
+    """Add a trained low-rank layer to a frozen linear layer."""
 
     def __init__(self, base: nn.Linear, rank: int = 2) -> None:
         super().__init__()

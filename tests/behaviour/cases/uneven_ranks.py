@@ -1,4 +1,4 @@
-"""Ranks that do unequal things: unused parameters, unequal numbers of batches, buffers that steps change."""
+"""Ranks that behave differently: parameters unused on some, unequal numbers of batches, buffers that steps change."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class _Expert(nn.Module):
 
 
 class _Mixture(nn.Module):
-    """Sends each sample to one of four experts; an expert without samples is not called."""
+    """Send each sample to one of four experts; an expert without samples is not called."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ def experts_by_hand(run: Run) -> None:
 
 
 class _SometimesUnused(Classifier):
-    """A head that only every second step uses, on all ranks alike."""
+    """Use a further head in every second step, on all ranks, and another one never."""
 
     def __init__(self) -> None:
         super().__init__(optimizer="adamw")
@@ -81,7 +81,7 @@ def sometimes_unused(run: Run) -> None:
 
 
 class _OneRankUses(Classifier):
-    """A head that only the samples of one class use, so that it is unused on some ranks."""
+    """Use a further head for the samples of one class only, so that it is unused on some ranks."""
 
     def __init__(self) -> None:
         super().__init__(optimizer="adamw")
@@ -105,7 +105,7 @@ def unused_on_some_ranks(run: Run) -> None:
 
 
 class _SkipsBlocks(Classifier):
-    """Skips a block where the rank's part of the batch says so."""
+    """Skip a block on ranks with an odd number."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.net[0](x)
@@ -169,7 +169,7 @@ def unequal_streams(run: Run) -> None:
 
 
 class _Centre(Classifier):
-    """Keeps a running centre of its outputs in a buffer, which the loss depends on."""
+    """Keep a running mean of the logits in a buffer, which the loss depends on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -214,7 +214,7 @@ def batch_norm(run: Run) -> None:
 
 
 class _GradientPenalty(Classifier):
-    """Adds the norm of the gradient by the input to the loss."""
+    """Add the norm of the gradient with respect to the input to the loss."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch

@@ -1,4 +1,4 @@
-"""Hooks that change weights and gradients by views, assignments, and tensors that are no parameters."""
+"""Hooks that change weights and gradients by views and assignments, and by values of tensors that are no parameters."""
 
 from __future__ import annotations
 

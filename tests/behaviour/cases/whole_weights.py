@@ -1,4 +1,4 @@
-"""Saving, loading, reading and copying whole weights by the calls that work in one process."""
+"""Whole weights that are saved, loaded, read and copied by the same calls as in one process."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.behaviour.models import NUM_CLASSES, NUM_FEATURES, Block, Classifier
 
 
 class Inside(Classifier):
-    """The classifier with all of its layers in one child."""
+    """Classify with all layers in one child of the LightningModule."""
 
     def __init__(self, seed: int = 1, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -99,7 +99,7 @@ def copy_module(run: Run) -> None:
 
 
 class _Graph(Logger):
-    """Runs the module on rank 0 when Lightning asks for its graph, as TensorBoardLogger(log_graph=True) does."""
+    """Run the module on rank 0 in ``log_graph``, as TensorBoardLogger(log_graph=True) does."""
 
     _log_graph = True
     name, version = "graph", 0
@@ -181,14 +181,14 @@ def lightning_grad_norm(run: Run) -> None:
 
 
 class _FloatNorm(nn.LayerNorm):
-    """Computes in float32, whatever its input is."""
+    """Compute in float32 for inputs of any dtype."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.float()).to(x.dtype)
 
 
 class _MixedDtypes(Inside):
-    """Blocks in float64, with norms in float32."""
+    """Use blocks in float64 with norms in float32."""
 
     def __init__(self) -> None:
         super().__init__()
