@@ -31,6 +31,7 @@ __all__ = [
     "ReduceScatter",
     "accept_sequential_redistribution",
     "at_end_of_backward",
+    "averages_grouped_by_dtype",
     "call",
     "call_forward_hooks",
     "call_gradient_hooks",

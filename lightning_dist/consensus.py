@@ -148,8 +148,9 @@ def timed_barrier_unless_missed(what: str, timeout_s: float = 1800.0) -> None:
         # A late rank may have arrived after the check above and gone on, so it is checked again after its progress.
         missing = [rank for rank in late if _progress_of(rank) > own and not store.check([keys[rank]])]
         if missing or time.monotonic() > deadline:
+            did = "has gone on without it" if missing else f"did not call it within {timeout_s:.0f} s"
             raise OtherRankError(
-                f"{what}: rank {', '.join(map(str, missing or late))} has gone on without it. Every rank must call it,"
+                f"{what}: rank {', '.join(map(str, missing or late))} {did}. Every rank must call it,"
                 " as each has a part; is it under `if trainer.is_global_zero`?"
             )
 

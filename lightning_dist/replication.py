@@ -337,6 +337,8 @@ class _Bucket:
             if param.grad is None:
                 view.zero_()
             else:
+                if param.grad.layout != torch.strided:
+                    param.grad = param.grad.to_dense()
                 torch.mul(param.grad.to(view.dtype), self._scale, out=view)
         self._counts.copy_(torch.tensor(self.is_used, dtype=self._counts.dtype))
         self._work = dist.all_reduce(self._flat, group=self._mesh.get_group(0), async_op=True)

@@ -53,7 +53,7 @@ def _slices(tensor: DTensor) -> Iterator[ShardSlice]:
     (chunk,) = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # torch gives it no types
     offsets, sizes = tuple(chunk.offsets), tuple(chunk.sizes)
     packed = [(axis, num_packed(placement)) for axis, placement in enumerate(tensor.placements)]
-    packed = [(axis, number) for axis, number in packed if number and _is_packed(tensor, axis, number)]
+    packed = [(axis, number) for axis, number in packed if number and _is_packed(tensor, axis)]
     if not packed:
         yield ShardSlice(offsets, sizes, (slice(None),) * tensor.ndim)
         return
@@ -73,7 +73,7 @@ def _slices(tensor: DTensor) -> Iterator[ShardSlice]:
         )
 
 
-def _is_packed(tensor: DTensor, axis: int, number: int) -> bool:
+def _is_packed(tensor: DTensor, axis: int) -> bool:
     """Return whether the placement on a mesh axis belongs to a packed layer rather than to FSDP2.
 
     FSDP2 uses the same class of placement where a later axis, ``tp``, shards the same dimension.

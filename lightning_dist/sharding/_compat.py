@@ -494,10 +494,6 @@ def _held(param: FSDPParam) -> Iterator[tuple[nn.Module, str, torch.Tensor | Non
         yield module, name, module._parameters.get(name)
 
 
-def _hooks(tensor: torch.Tensor) -> dict[int, Any]:
-    return tensor._backward_hooks or {}
-
-
 def _name(param: FSDPParam) -> str:
     return (param._param_fqn or "").removeprefix("module.")
 

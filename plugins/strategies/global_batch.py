@@ -48,10 +48,11 @@ def rescale_batch(total: int, configured: Batch, given: Batch, can_accumulate: b
     if given.total == total or has_other_sizes:
         return given
     if total % given.num_ranks:
-        fitting = [str(ranks) for ranks in range(1, total + 1) if total % ranks == 0]
+        *fitting, last = [str(ranks) for ranks in range(1, total + 1) if total % ranks == 0]
+        fitting = [", ".join(fitting), last] if fitting else [last]
         raise ValueError(
             f"The checkpoint's step takes {total} samples, which {given.num_ranks} ranks cannot share. Resume on"
-            f" {', '.join(fitting[:-1])} or {fitting[-1]} of them, or give another batch size."
+            f" {' or '.join(fitting)} of them, or give another batch size."
         )
     share = total // given.num_ranks
     if can_accumulate:

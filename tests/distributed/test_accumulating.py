@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_dist import _compat
+from lightning_dist.sharding import _compat as fsdp2
 from tests.pool import WorkerPool
 
 
@@ -35,11 +36,11 @@ def accumulate(param_dtype: torch.dtype | None, grouped: bool) -> tuple[list[str
         fully_shard(unit, mesh=mesh, mp_policy=policy)
     root = nn.Sequential(model)
     fully_shard(root, mesh=mesh, mp_policy=policy)
-    _compat.initialize_root(root)
-    groups = [_compat.parameter_group(unit) for unit in (model[:1] if grouped else model)]
+    fsdp2.initialize_root(root)
+    groups = [fsdp2.sharded_group(unit) for unit in (model[:1] if grouped else model)]
     before, dtypes = hooks_of(root), []
     rank = int(os.environ["RANK"])
-    with _compat.accumulating(root, groups) as is_idle:
+    with fsdp2.accumulating(root, groups) as is_idle:
         for group in groups:
             group.gather()
         hooked = root.modules() if is_idle else ()
@@ -49,7 +50,7 @@ def accumulate(param_dtype: torch.dtype | None, grouped: bool) -> tuple[list[str
                 output = root(torch.full((2, 4), number + 2 * rank))
                 dtypes.append(str(output.dtype))
                 output.float().square().mean().backward()
-    _compat.reduce_gradients(root, groups)
+    fsdp2.reduce_gradients(root, groups)
     for group in groups:
         group.free()
     assert hooks_of(root) == before

@@ -108,7 +108,7 @@ class Drifts(pl.Callback):
     def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
         if trainer.global_rank == 1:
             with torch.no_grad():
-                pl_module.head.bias.to_local().add_(0.01)
+                pl_module.head.bias.add_(0.01)
 
 
 class EmbeddingWithMaxNorm(Classifier):
