@@ -117,6 +117,8 @@ class ParallelLayout:
                     divisors = ", ".join(str(size) for size in range(1, rest + 1) if rest % size == 0)
                     raise ValueError(f"{asked} does not fit {processes}: {axis}_size must be one of {divisors}.")
                 rest //= size
+            if "dp_replicate" in sizes and "dp_shard" not in sizes:
+                raise ValueError(f"{asked} does not fit {processes}: dp_replicate_size must be {rest}, or -1 for it.")
             raise ValueError(
                 f"{asked} does not fit {processes}: the sizes must multiply to {world_size}. Set one of them to -1, or"
                 f" use dp_replicate_size x dp_shard_size ="

@@ -35,6 +35,7 @@ def test_sizes_of_minus_one_are_resolved(world_size: int, requested: dict[str, i
         (4, {"dp_shard": -1, "tp": 3}, "dp_shard_size=-1 x tp_size=3 does not fit 4 .* tp_size must be one of 1, 2, 4"),
         (4, {"dp_shard": 1, "tp": 2}, "dp_shard_size=1 x tp_size=2 does not fit 4 .* 1x2, 2x1"),
         (4, {"dp_shard": 2}, "dp_shard_size=2 does not fit 4"),
+        (4, {"dp_replicate": 3}, "dp_replicate_size=3 does not fit 4 .* dp_replicate_size must be 4, or -1"),
     ],
 )
 def test_the_error_of_a_wrong_size_names_argument_value_and_fix(
