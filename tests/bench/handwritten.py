@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -17,7 +18,7 @@ from lightning_dist.collectives import TwoShotReduceScatter
 from tests.bench.harness import EndStep
 from tests.bench.workload import Workload
 
-__all__ = ["configure_optimizer", "shard", "train"]
+__all__ = ["configure_optimizer", "shard", "train", "train_ddp"]
 
 
 def train(workload: Workload, end_step: EndStep, dp_replicate_size: int = 1, two_shot: bool = False) -> None:
@@ -41,6 +42,23 @@ def train(workload: Workload, end_step: EndStep, dp_replicate_size: int = 1, two
     shard(model, mesh, two_shot)
 
     optimizer, scheduler = configure_optimizer(model, workload.num_steps)
+    _loop(model, optimizer, scheduler, workload, end_step)
+
+
+def train_ddp(workload: Workload, end_step: EndStep) -> None:
+    """Train by DistributedDataParallel, with its default arguments, until ``end_step`` returns False.
+
+    Args:
+        workload: Size of the model, and the data.
+        end_step: Function that is called with the loss after every step.
+    """
+    torch.manual_seed(workload.seed)
+    model = DistributedDataParallel(GPT(**workload.model))
+    optimizer, scheduler = configure_optimizer(model, workload.num_steps)
+    _loop(model, optimizer, scheduler, workload, end_step)
+
+
+def _loop(model: torch.nn.Module, optimizer: AdamW, scheduler: LambdaLR, workload: Workload, end_step: EndStep) -> None:
     for inputs, targets in workload.batches():
         optimizer.zero_grad()
         loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())

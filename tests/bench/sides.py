@@ -20,7 +20,13 @@ from torch.nn import functional
 from torch.utils.data import DataLoader
 
 from examples.gpt.model import GPT, GPTModule
-from lightning_dist import FullShardStrategy, HybridShardStrategy, PipelineParallelStrategy, TensorParallelStrategy
+from lightning_dist import (
+    DataParallelStrategy,
+    FullShardStrategy,
+    HybridShardStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+)
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 from tests.bench import handwritten, handwritten_pp, handwritten_tp
 from tests.bench.harness import EndStep
@@ -49,6 +55,7 @@ def _model_parallel() -> Strategy:
 
 
 STRATEGIES: dict[str, tuple[Callable[[], Strategy], type[GPTModule]]] = {
+    "data_parallel": (DataParallelStrategy, GPTModule),
     "full_shard": (FullShardStrategy, GPTModule),
     "hybrid_2x1": (partial(HybridShardStrategy, 2, 1), GPTModule),
     "hybrid_1x2": (partial(HybridShardStrategy, 1, 2), GPTModule),
@@ -110,6 +117,7 @@ SIDES: dict[str, Callable[[Workload, EndStep], None]] = {
     **{name: partial(with_trainer, name) for name in STRATEGIES},
     "by_hand": handwritten.train,
     "by_hand_two_shot": partial(handwritten.train, two_shot=True),
+    "by_hand_ddp": handwritten.train_ddp,
     "by_hand_2x1": partial(handwritten.train, dp_replicate_size=2, two_shot=True),
     "by_hand_2x2": partial(handwritten.train, dp_replicate_size=2, two_shot=True),
     "by_hand_tp": handwritten_tp.train,
