@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
-from torchmetrics import MetricCollection
+from torchmetrics import Metric, MetricCollection
 
 from lightning_dist._compat import process_groups
 from lightning_dist.checkpoint import is_sharded_checkpoint, read_whole
@@ -470,6 +470,20 @@ def run_examples_by(run: Callable[[LightningModule, Callable[[], None]], None]) 
         run(self._model, lambda: own(self))
 
     ModelSummary._forward_example_input = forward  # type: ignore[method-assign]
+
+
+def metric_state(metric: Metric) -> dict[str, Any]:
+    """Return a copy of what updates of ``metric`` change. Replaceable by public calls of torchmetrics for it."""
+    states = {
+        key: value.clone() if isinstance(value, torch.Tensor) else list(value)
+        for key, value in metric.metric_state.items()
+    }
+    return states | {key: vars(metric)[key] for key in ("_update_count", "_computed", "_forward_cache")}
+
+
+def set_metric_state(metric: Metric, state: Mapping[str, Any]) -> None:
+    """Put what :func:`metric_state` returned back into ``metric``."""
+    vars(metric).update(state)
 
 
 @contextmanager

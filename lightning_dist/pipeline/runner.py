@@ -171,6 +171,8 @@ class Pipeline(Technique):
         self._recorder = Recorder(device)
         self.order: Order = ()
         self._running: _Running | None = None
+        self.runs_last_stage = False
+        """Whether the stage that runs now, or ran last, is the last one. Only its run of a step counts."""
 
     def select_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """Move what only other ranks' stages need to the meta device, and return the units that this rank has."""
@@ -315,6 +317,7 @@ class Pipeline(Technique):
             values: The tensors that :meth:`values_at_end` describes, in the same order.
             step: The user's step with its arguments bound.
         """
+        self.runs_last_stage = True
         plan = self._plan_of_end(graph)
         with self._replay.numbers_kept(graph), self._replay.stand_in_parameters(graph.params_between):
             given = [value.to(self._device) for value in values]
@@ -513,6 +516,7 @@ class Pipeline(Technique):
         assert running is not None
         seed = MicrobatchSeed(running.base, microbatch, self._data_parallel_rank)
         plan, step = running.plans[stage], running.steps[microbatch]
+        self.runs_last_stage = plan.is_last
 
         def run() -> Any:
             if plan.graph.steady_buffers or plan.graph.buffers_between:

@@ -25,6 +25,12 @@ FURTHER_CELLS = (
     ("weights_in_hooks.own_values_into_weights", "nd"),
     ("hooks.gathers_in_training", "nd"),
     ("pipelines.device_of_parameters", "pp"),
+    ("pipelines.early_logs_of_two_stages", "pp"),
+    ("fits.two_trainers", "data"),
+    ("manual_optimization.gan", "data"),
+    ("checkpoints.checkpoint_default", "data"),
+    ("uneven_ranks.unused_on_some_ranks", "data"),
+    ("sharing_and_weights.post_accumulate_hooks", "data"),
 )
 """Cases of other areas, with a column, whose code paths no other test covers."""
 

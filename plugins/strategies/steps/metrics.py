@@ -15,6 +15,7 @@ from torchmetrics import Metric
 
 from lightning_dist.consensus import OtherRankError
 from lightning_dist.pipeline import Pipeline
+from lightning_dist.plugins import _compat
 
 __all__ = ["SharedMetrics"]
 
@@ -61,6 +62,7 @@ class SharedMetrics:
         self._module = module
         self._pipeline = pipeline
         self._in_step = False
+        self._is_undone = False
         self._of_batch: dict[int, Metric] = {}  # keyed by id, because a metric's hash changes with its state
         self._given: dict[int, tuple[Tensor, Metric, str | None, bool]] = {}  # keyed by the id of the tensor
         self._copies: list[Metric] = []
@@ -93,6 +95,18 @@ class SharedMetrics:
             yield
         finally:
             self._in_step = before
+
+    @contextmanager
+    def unchanged(self) -> Iterator[None]:
+        """Undo at the end of this context what a step does to metrics in it."""
+        kept = [(metric, _compat.metric_state(metric)) for metric in self._metrics()]
+        before, self._is_undone = self._is_undone, True
+        try:
+            yield
+        finally:
+            self._is_undone = before
+            for metric, state in kept:
+                _compat.set_metric_state(metric, state)
 
     def value_of_batch(self, metric: Metric) -> Any:
         """Return the value of ``metric`` over all microbatches of the last step; None if the step has not called it."""
@@ -127,7 +141,7 @@ class SharedMetrics:
 
     def forward(self, metric: Metric, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``metric``, whose forward is ``own``; in a step, also update a copy of it that covers the whole batch."""
-        if not self._in_step:
+        if not self._in_step or self._is_undone:
             return own(*args, **kwargs)
         if id(metric) not in self._of_batch:
             self._of_batch[id(metric)] = self._copied(metric)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -338,7 +338,9 @@ class PipelinedSteps(Steps):
         if result.graph.changes_batch:  # All stages of this rank run on the same batch.
             batch = apply_to_collection(batch, Tensor, Tensor.clone)
         result.microbatch = index
-        with self._context(name):
+        # The rank of the last stage may have other stages, too; what the step logs and measures there is undone.
+        result.is_recorded = self._pipeline.runs_last_stage or not self._pipeline.is_last
+        with self._context(name), nullcontext() if result.is_recorded else self._metrics.unchanged():
             return getattr(self._module, name)(batch, *others[0], **others[1])
 
 

@@ -75,12 +75,16 @@ class StepResult:
         self._of_whole_batch: _OfWholeBatch | None = None
         self.microbatch = 0
         """The index of the microbatch on which the step runs now."""
+        self.is_recorded = True
+        """Whether what the step logs counts. A rank with several stages runs the step once for each of them."""
 
     @contextmanager
     def logging(self) -> Iterator[None]:
         """Record what steps log in this context, each time for the microbatch :attr:`microbatch`."""
 
         def on_log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+            if not self.is_recorded:
+                return
             kwargs = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
             size = kwargs.get("batch_size") or self._sizes[self.microbatch]
             metric = None

@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.utilities import CombinedLoader, grad_norm
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import MetricCollection
+from torchmetrics import MetricCollection, SumMetric
 from torchmetrics.classification import MulticlassAccuracy, MulticlassF1Score, MulticlassPrecision
 
 from tests.behaviour.case import Run, case
@@ -375,3 +375,24 @@ def device_of_parameters(run: Run) -> None:
             return functional.cross_entropy(self(x + shift) * factor, y)
 
     run.fit(Makes())
+
+
+@case(
+    "logs and metrics before the first layer, where the last rank has two stages",
+    strategy={column: {"schedule": "interleaved_1f1b"} for column in STAGES},
+)
+def early_logs_of_two_stages(run: Run) -> None:
+    class Early(Classifier):
+        def __init__(self) -> None:
+            super().__init__(num_blocks=6)
+            self.total = SumMetric()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            self.log("sum", x.sum(), on_step=False, on_epoch=True, reduce_fx="sum", sync_dist=True)
+            self.log("mean", x.mean(), on_step=False, on_epoch=True, sync_dist=True)
+            self.total.update(float(len(x)))
+            self.log("total", self.total, on_step=False, on_epoch=True)
+            return functional.cross_entropy(self(x), y)
+
+    run.fit(Early(), max_epochs=2)
