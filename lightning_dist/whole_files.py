@@ -33,6 +33,9 @@ __all__ = ["install", "register", "whole_state_dicts"]
 _meshes: WeakSet[DeviceMesh] = WeakSet()
 """Device meshes over which the parameters of registered modules are sharded."""
 
+_remote: WeakKeyDictionary[nn.Module, set[tuple[torch.Size, torch.dtype]]] = WeakKeyDictionary()
+"""Shapes and dtypes of the tensors of registered modules that only other ranks have; they are on the meta device."""
+
 _modules: WeakKeyDictionary[nn.Module, None] = WeakKeyDictionary()
 """Modules that must not be copied or saved as objects."""
 
@@ -50,6 +53,9 @@ def register(root: nn.Module, units: Sequence[nn.Module]) -> None:
     for param in root.parameters():
         if isinstance(param, DTensor):
             _meshes.add(param.device_mesh)
+    remote = {(tensor.shape, tensor.dtype) for tensor in (*root.parameters(), *root.buffers()) if tensor.is_meta}
+    if remote:
+        _remote[root] = remote
     for module in {root, *units}:
         _modules[module] = None
         vars(module)["__deepcopy__"] = partial(_refuse_copy, type(root).__name__)
@@ -182,7 +188,13 @@ def _refuse_shards(obj: object) -> None:
                 f" ({', '.join(map(str, value.placements))} over {value.device_mesh.size()} ranks): the file would be"
                 f" incomplete, and could not be loaded elsewhere. {INSTEAD}"
             )
-        if isinstance(value, nn.Module) and any(part in _modules for part in value.modules()):
+        if isinstance(value, Tensor) and value.is_meta:
+            if any((value.shape, value.dtype) in remote for remote in _remote.values()):
+                raise TypeError(
+                    f"torch.save was given {name or 'a tensor'}, which is on another rank: this rank has only a shard"
+                    f" of the model, and the file would be incomplete. {INSTEAD}"
+                )
+        elif isinstance(value, nn.Module) and any(part in _modules for part in value.modules()):
             raise TypeError(
                 f"torch.save was given {type(value).__name__}, a module that is spread over processes and cannot be"
                 f" pickled. {INSTEAD}"
