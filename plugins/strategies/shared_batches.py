@@ -211,8 +211,10 @@ class SharedBatchStrategy(ProcessStrategy):
         self._agree_on_random_numbers()
         if agrees_on_buffers:
             self.parallel.agree_on_buffers(self._same_stage_group)
+        if self.parallel.holds_whole_model:
+            return
         self._evaluation = EvaluationBatches(self._trainer)
-        if self._evaluation.are_unequal and not self.parallel.holds_whole_model:
+        if self._evaluation.are_unequal:
             rank_zero_warn(
                 f"Ranks have unequal numbers of batches to evaluate ({self._evaluation}). Every rank holds the whole"
                 " model until the evaluation ends, since ranks could not gather it together for each batch. Give all"
