@@ -115,7 +115,8 @@ class ParallelModule:
         register(module, [owner for unit in self.units for owner in unit.modules])
         for technique in reversed(techniques):
             technique.finish()
-        # The modules' hooks hold this object; so it lives as long as the module.
+        # The modules' hooks hold this object, so that it lives as long as the module; where no module needs a hook, the
+        # strategy holds it, and a later Trainer makes the module parallel anew.
         _modules[module] = weakref.ref(self)
 
     def _bind(self) -> None:
