@@ -8,11 +8,18 @@ name and so must be at module level, and gets the return value of each rank.
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import gc
+import itertools
 import multiprocessing as mp
 import os
+import random
+import shutil
+import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -20,6 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from pathlib import Path
 from typing import Any, TypeVar
 
 __all__ = ["RankFailed", "WorkerPool", "fork_server", "in_parallel"]
@@ -64,6 +72,7 @@ class WorkerPool:
     def __init__(self) -> None:
         self._context = fork_server()
         self._workers: list[tuple[Any, Connection]] = []
+        self._stacks = Path(tempfile.mkdtemp(prefix="stacks-"))
 
     def run(
         self,
@@ -90,7 +99,8 @@ class WorkerPool:
             The return values of all ranks, in the order of the ranks.
 
         Raises:
-            RankFailed: If a rank raised, died, or had not finished after ``timeout_s``.
+            RankFailed: If a rank raised, died, or had not finished after ``timeout_s``. For a rank that had not
+                finished, the error has the stacks of its threads.
         """
         while len(self._workers) < world_size:
             self._workers.append(self._start())
@@ -133,17 +143,25 @@ class WorkerPool:
             if errors:
                 deadline = min(deadline, time.monotonic() + grace_s)
             if not ready:
+                reason = "was still running when another rank had failed" if errors else f"hung for {timeout_s} s"
                 for rank in ranks.values():
-                    reason = "was still running when another rank had failed" if errors else f"hung for {timeout_s} s"
-                    errors[rank] = f"the rank {reason}"
+                    errors[rank] = f"the rank {reason}:\n{self._stack_of(workers[rank][0].pid)}"
                 break
         if errors:
             self._replace(workers)
         return results, errors
 
+    def _stack_of(self, pid: int, seconds: float = 1.0) -> str:
+        """Return the Python stacks of all threads of a worker, which the worker writes when it gets SIGUSR1."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGUSR1)
+        time.sleep(seconds)
+        path = self._stacks / str(pid)
+        return path.read_text() if path.exists() else "its stack is not known"
+
     def _start(self) -> tuple[Any, Connection]:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, dict(os.environ)), daemon=True)
+        process = self._context.Process(target=_serve, args=(theirs, dict(os.environ), str(self._stacks)), daemon=True)
         process.start()
         theirs.close()
         return process, ours
@@ -157,10 +175,13 @@ class WorkerPool:
     def close(self) -> None:
         """Kill all workers."""
         self._replace(list(self._workers))
+        shutil.rmtree(self._stacks, ignore_errors=True)
 
 
-def _serve(connection: Connection, environment: dict[str, str]) -> None:
+def _serve(connection: Connection, environment: dict[str, str], stacks: str) -> None:
     os.environ.update(environment)
+    file = open(os.path.join(stacks, str(os.getpid())), "w")  # noqa: SIM115 - it is open as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
     while True:
         try:
             function, args, kwargs, env = connection.recv()
@@ -196,6 +217,20 @@ def _leave_process_group(destroy: bool) -> None:
 
 
 def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
+    """Return a port that nothing listens on, which no other pool of this process gets.
+
+    It is below the range that the kernel takes the ports of outgoing connections from: such a connection could
+    otherwise take the port before the worker of rank 0 listens on it.
+    """
+    while True:
+        port = next(_PORTS)
+        with socket.socket() as listener:
+            try:
+                listener.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+
+
+_FIRST_PORT = random.randrange(10_000, 31_000)
+_PORTS = itertools.chain(range(_FIRST_PORT, 32_000), itertools.cycle(range(10_000, 32_000)))

@@ -135,7 +135,7 @@ class Matrix:
                 run_on_rank, layout.world_size, case.name, column, folder, timeout_s=case.timeout_s, grace_s=20.0
             )
         except RankFailed as failed:
-            texts = " | ".join(f"rank {rank}: {text.strip()[-600:]}" for rank, text in sorted(failed.errors.items()))
+            texts = " | ".join(f"rank {rank}: {text.strip()[-3000:]}" for rank, text in sorted(failed.errors.items()))
             return Cell("hung" if "hung for" in texts or "still running" in texts else "crashed", texts)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
