@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
@@ -55,7 +55,6 @@ __all__ = [
     "replace_local",
     "route_calls",
     "share_hooks",
-    "without_forward_hooks",
     "without_torch_functions",
 ]
 
@@ -156,37 +155,6 @@ def call_gradient_hooks(param: torch.Tensor, gradient: torch.Tensor) -> torch.Te
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient
-
-
-@contextmanager
-def without_forward_hooks(modules: Iterable[nn.Module], origins: tuple[str, ...]) -> Iterator[None]:
-    """Disable those forward and forward-pre hooks of ``modules`` that were defined in certain Python modules.
-
-    Calling the hooks of a module takes as long as a small layer. Other hooks keep their order, and hooks may be added
-    and removed meanwhile.
-
-    Replaced by: a public way to disable a hook.
-
-    Args:
-        modules: Modules whose hooks are disabled.
-        origins: Prefixes of the names of the Python modules whose hooks are disabled.
-    """
-    before: list[tuple[dict[int, Any], dict[int, Any], set[int]]] = []
-    for module in modules:
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            taken = {number for number, hook in hooks.items() if _origin(hook).startswith(origins)}
-            if taken:
-                before.append((hooks, dict(hooks), taken))
-                for number in taken:
-                    del hooks[number]
-    try:
-        yield
-    finally:
-        for hooks, were, taken in before:
-            now = dict(hooks)
-            hooks.clear()
-            hooks.update({number: hook for number, hook in were.items() if number in now or number in taken})
-            hooks.update(now)
 
 
 _OURS = ("torch.distributed", "lightning_dist")

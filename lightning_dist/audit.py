@@ -14,15 +14,17 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from lightning_dist._compat import local_of
 from lightning_dist.consensus import timed_barrier
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.replicas import bit_sums, differ
@@ -222,26 +224,17 @@ class FirstStepAudit(Technique):
             Name of a mesh axis and its process group, to names and local tensors.
         """
         found: dict[tuple[str, dist.ProcessGroup], list[tuple[str, Tensor]]] = defaultdict(list)
-        axes_of_plain = {
-            id(param): [
-                (axis, group.mesh.get_group(dim))
-                for dim, axis in enumerate(group.mesh.mesh_dim_names or ())
-                if group.mesh.size(dim) > 1
-            ]
-            for group in self._groups
-            for param in group.params
-            if not isinstance(param, DTensor)
-        }
+        meshes = {id(param): group.mesh for group in self._groups for param in group.params}
         for name, param in self._module.named_parameters():
-            if not isinstance(param, DTensor):
-                for axis, group in axes_of_plain.get(id(param), ()):
-                    found[axis, group].append((name, param.detach()))
-                continue
-            mesh = param.device_mesh
-            for dim, placement in enumerate(param.placements):
-                if isinstance(placement, Replicate) and mesh.size(dim) > 1 and param.to_local().numel():
-                    axis = (mesh.mesh_dim_names or [str(dim)] * mesh.ndim)[dim]
-                    found[axis, mesh.get_group(dim)].append((name, param.to_local().detach()))
+            own = local_of(param.detach())
+            # A DTensor may say otherwise of an axis than that its group's ranks all have the same.
+            axes = {axis: (group, True) for axis, group in _axes(meshes.get(id(param)))}
+            if isinstance(param, DTensor):
+                for (axis, group), placement in zip(_axes(param.device_mesh), param.placements, strict=True):
+                    axes[axis] = group, isinstance(placement, Replicate)
+            for axis, (group, is_replicated) in axes.items():
+                if is_replicated and group.size() > 1 and own.numel():
+                    found[axis, group].append((name, own))
         return found
 
     def _raise_unless_rounding(self, name: str, local: Tensor, axis: str, group: dist.ProcessGroup) -> None:
@@ -262,6 +255,13 @@ class FirstStepAudit(Technique):
             f"{text} after the optimizer step. Its gradient was not reduced, or the parameter was changed by code under"
             " `if rank == 0`, or by a value that depends on a rank's own data."
         )
+
+
+def _axes(mesh: DeviceMesh | None) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    """Yield the name and the process group of each axis of ``mesh``; None has none."""
+    if mesh is not None:
+        for dim, name in enumerate(mesh.mesh_dim_names or ()):
+            yield name, mesh.get_group(dim)
 
 
 def _mark(audit: weakref.ref[FirstStepAudit]) -> Callable[[nn.Module, str, Any], None]:

@@ -58,8 +58,9 @@ class LocalStep:
         # Each parameter that is replaced now, its shard, and the DTensors in its state.
         self._shards: list[tuple[DTensor, Tensor, dict[str, DTensor]]] = []
         self._handles: list[RemovableHandle] = []
-        self._unwraps = type(optimizer) in ELEMENTWISE
-        self._has_others = any(param.is_meta for group in optimizer.param_groups for param in group["params"])
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        self._unwraps = type(optimizer) in ELEMENTWISE and any(isinstance(param, DTensor) for param in params)
+        self._has_others = any(param.is_meta for param in params)
         if self._unwraps or self._has_others:
             self._handles = [
                 optimizer.register_step_pre_hook(self._before),

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dist._compat import without_forward_hooks
 from lightning_dist.consensus import timed_barrier
 from lightning_dist.initialization import broadcast_weights, materialize, refuse_meta_attributes
 from lightning_dist.parameter_group import ParameterGroup
@@ -97,6 +96,7 @@ class ParallelModule:
         self._bind()
         self.groups = self._build(torch.device(mesh.device_type))
         self._outer = [group for group in self.groups if group.unit.stays_gathered]
+        self._freed_after_backward = [g for g in self.groups if g.unit.stays_gathered or not g.is_sharded]
         self._root_groups = [group for group in self._outer if not group.unit.has_forward]
         self.stays_gathered = False
         """Whether every rank holds the whole model (see :meth:`stay_gathered`)."""
@@ -109,7 +109,6 @@ class ParallelModule:
         self._may_run_first = all(technique.runs_before_first_step for technique in techniques)
         needs_gather = any(group.needs_gather for group in self.groups)
         self._is_free_to_call = self._may_run_first and not needs_gather and not self.watches_gathers
-        self._hooked: list[nn.Module] = []
         for group in self.groups:
             self._add_hooks(group)
         register(module, [owner for unit in self.units for owner in unit.modules])
@@ -174,7 +173,6 @@ class ParallelModule:
 
     def _add_hooks(self, group: ParameterGroup) -> None:
         unit = group.unit
-        self._hooked += [*unit.modules, *unit.owners]
         if not unit.has_forward or self._is_free_to_call:
             return
         for module in unit.modules:
@@ -184,8 +182,8 @@ class ParallelModule:
             # These two come between FSDP2's own hooks, which gather and free.
             if self._on_gather:
                 module.register_forward_pre_hook(lambda module, args: self._tell_gathered(group, [module]))
-            if self._on_free:
-                module.register_forward_hook(lambda *args: self._tell_free(group), prepend=True, always_call=True)
+            if self._on_free or not group.is_sharded:
+                module.register_forward_hook(lambda *args: self._after_forward(group), prepend=True, always_call=True)
         if unit.kind == "outer":
             # Its modules may run through other methods than forward, or after a backward inside the step freed them.
             def gather(module: nn.Module, args: object) -> None:
@@ -201,8 +199,15 @@ class ParallelModule:
 
     def _before_forward(self, group: ParameterGroup, module: nn.Module, args: object) -> None:
         self._check_running(module, args)
-        if torch.is_inference_mode_enabled():
-            group.gather()  # FSDP2's own hook, which runs next, would make inference tensors
+        # Where parameters are sharded, FSDP2's own hook gathers them next, but would make inference tensors.
+        if not group.is_sharded or torch.is_inference_mode_enabled():
+            group.gather()
+
+    def _after_forward(self, group: ParameterGroup) -> None:
+        for on_free in self._on_free:
+            on_free(group)
+        if not self.runs_microbatches:
+            group.after_forward()
 
     def _check_running(self, module: nn.Module, args: object) -> None:
         if self._running:
@@ -314,7 +319,7 @@ class ParallelModule:
         reduces = self.reduces_gradients
         for after_backward in self._after_backward:
             after_backward(reduces)
-        for group in self._outer:
+        for group in self._freed_after_backward:
             group.free()
 
     @property
@@ -433,8 +438,6 @@ class ParallelModule:
                 for around_microbatches in self._around_microbatches:
                     around.enter_context(around_microbatches())
                 self.gather_all()
-                if not self.watches_gathers:  # everything is gathered: hooks would do nothing, and take time
-                    around.enter_context(without_forward_hooks(self._hooked, (__name__,)))
                 yield run
         except BaseException:
             for after_error in self._after_error:
@@ -474,10 +477,6 @@ class ParallelModule:
     def _tell_gathered(self, group: ParameterGroup, running: Collection[nn.Module] = ()) -> None:
         for on_gather in self._on_gather:
             on_gather(group, running)
-
-    def _tell_free(self, group: ParameterGroup) -> None:
-        for on_free in self._on_free:
-            on_free(group)
 
     def _gather_root_groups(self) -> None:
         # A step that runs a backward itself goes on afterwards, and reads what hangs on the root module through no

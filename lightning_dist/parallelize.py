@@ -113,11 +113,14 @@ def _techniques(
         part = layout.data_parallel_rank(dist.get_rank())
         pipeline = Pipeline(module, config.pipeline, units, group, stage_to_stage, same_stage, part, splits_backward)
         techniques.append(pipeline)
-    if layout.dp_shard == 1 and layout.tp == 1:
-        techniques.append(Replication(layout.sharding_mesh(mesh), config.sharding.reduce_dtype))
+    sharding_mesh, parameter_mesh = layout.sharding_mesh(mesh), layout.parameter_mesh(mesh)
+    if layout.dp_shard > 1:
+        techniques.append(Scalars(parameter_mesh, parameter_mesh))  # which FSDP2 does not take
+        techniques.append(Sharding(sharding_mesh, config.sharding))
     else:
-        techniques.append(Scalars(layout.parameter_mesh(mesh)))  # which FSDP2 does not take
-        techniques.append(Sharding(layout.sharding_mesh(mesh), config.sharding))
+        if layout.tp > 1:
+            techniques.append(Scalars(sharding_mesh, layout.get_mesh(mesh, "tp")))
+        techniques.append(Replication(sharding_mesh, parameter_mesh, config.sharding.reduce_dtype))
     if config.activation_checkpointing:
         techniques.append(ActivationCheckpointing())
     if layout.tp > 1:

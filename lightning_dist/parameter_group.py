@@ -95,6 +95,10 @@ class ParameterGroup(ABC):
         """Return a context in which nothing frees the gathered parameters, such as moving the module to a device."""
         return nullcontext()
 
+    def after_forward(self) -> None:
+        """Act after the forward of a block, where FSDP2 frees its parameters."""
+        return
+
     def kept_after_forward(self) -> AbstractContextManager[None]:
         """Return a context in which parameters are not freed after a forward."""
         return nullcontext()

@@ -9,8 +9,8 @@ keeps its gradient, or has none.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
@@ -18,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_map
 
-from lightning_dist._compat import at_end_of_backward, post_accumulate_hooks
+from lightning_dist._compat import at_end_of_backward, local_of, post_accumulate_hooks, put_parameter
+from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
 from lightning_dist.parameter_group import ParameterGroup
-from lightning_dist.technique import Parallel, Technique
+from lightning_dist.technique import Parallel, Technique, bound
 from lightning_dist.units import Unit
 
 __all__ = ["Replication"]
@@ -39,17 +40,37 @@ _FIRST_BUCKET_BYTES = 2**20
 
 
 class ReplicatedGroup(ParameterGroup):
-    """Manage plain parameters, which are the same whether a step or an optimizer uses them.
+    """Manage parameters that no rank shards: plain ones, or parts of layers that are split over ``tp``.
+
+    Plain parameters are the same whether a step or an optimizer uses them. Parameters of split layers are DTensors over
+    ``tp``. When they are gathered, :class:`~lightning_dist.tensor_parallel.TensorParallel` replaces them by this rank's
+    parts, in the same memory. In a step, while the forward of their unit does not run, the modules hold stand-ins that
+    are gathered over ``tp`` where they are used.
 
     Args:
-        params: The parameters by their full names.
+        unit: The unit of the parameters.
         mesh: The mesh whose ranks have parts of the batch.
+        techniques: All techniques.
     """
 
-    def __init__(self, params: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
-        self._params = dict(params)
+    def __init__(self, unit: Unit, mesh: DeviceMesh, techniques: Sequence[Technique]) -> None:
+        self._params = dict(unit.params)
         self._mesh = mesh
+        self._take_replaced = bound(techniques, "take_replaced")
+        self._is_form = bound(techniques, "is_form_of_parameter")
         self._syncs_gradients = True
+        split = {id(param) for param in self._params.values() if isinstance(param, DTensor)}
+        self._places = [
+            (owner, key, param)
+            for owner in unit.owners
+            for key, param in owner._parameters.items()
+            if param is not None and id(param) in split
+        ]
+        self._is_gathered = self._gives_whole = not self._places
+        self._is_kept = self._has_stand_ins = False
+        self._stand_ins: dict[nn.Parameter, Tensor] = {}
+        for owner in {owner for owner, _, _ in self._places}:
+            owner.register_state_dict_post_hook(partial(self._put_into_state_dict))  # type: ignore[no-untyped-call]
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -68,26 +89,94 @@ class ReplicatedGroup(ParameterGroup):
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the modules hold the whole parameters: always."""
-        return True
+        """Whether the modules hold what they compute with: always, if the parameters are plain."""
+        return self._is_gathered
 
     @property
     def needs_gather(self) -> bool:
-        """Whether a call of the module is a collective: never."""
-        return False
+        """Whether the modules hold DTensors outside of steps, with which they cannot compute."""
+        return bool(self._places)
 
     def holds(self, param: Tensor) -> bool:
         """Return whether ``param`` is one of the parameters."""
         return any(own is param for own in self._params.values())
 
     def gather(self) -> None:
-        """Do nothing: the modules hold the parameters."""
+        """Put the DTensors into the modules, for techniques to replace them. There is nothing to communicate."""
+        if self._is_gathered:
+            return
+        for owner, key, param in self._places:
+            held = owner._parameters.get(key)
+            # Another tensor was put there by torch.func.functional_call.
+            is_own = held is None or held is param or held is self._stand_ins.get(param)
+            if is_own or any(is_form(owner, key, held) for is_form in self._is_form):
+                put_parameter(owner, key, param)
+        self._is_gathered = True
 
     def free(self) -> None:
-        """Do nothing: the modules hold the parameters."""
+        """Put the DTensors, or their stand-ins, back into the modules."""
+        self.write_back()
+        for owner, key, param in self._places:
+            put_parameter(owner, key, self._stand_ins[param] if self._has_stand_ins else param)
+        self._is_gathered = not self._places
+
+    def after_forward(self) -> None:
+        """Free the parameters after a forward of the unit, so that what uses them next finds them as they are."""
+        if not self._is_kept:
+            self.free()
+
+    @contextmanager
+    def kept_after_forward(self) -> Iterator[None]:
+        """Inside, parameters are not freed after a forward."""
+        before, self._is_kept = self._is_kept, True
+        try:
+            yield
+        finally:
+            self._is_kept = before
+
+    @contextmanager
+    def with_stand_ins(self) -> Iterator[None]:
+        """Inside, let the modules hold stand-ins while the parameters are free."""
+        for param in {param for _, _, param in self._places} - self._stand_ins.keys():
+            self._stand_ins[param] = GatheredOnUse(param, partial(whole_for_step, data_parallel_axes=()))
+        self._has_stand_ins = True
+        if not self._is_gathered:
+            self.free()
+        try:
+            yield
+        finally:
+            self._has_stand_ins = False
+            if not self._is_gathered:
+                self.free()
+
+    def write_back(self, compares: bool = False) -> None:
+        """Keep values that a step has put in the place of those of a parameter, by ``param.data = ...``.
+
+        Args:
+            compares: It makes no difference, since all other changes are made in the memory of the parameters.
+        """
+        for _, _, param in self._places if self._is_gathered else ():
+            for take_replaced in self._take_replaced:
+                take_replaced(param)
+
+    @contextmanager
+    def whole_state_dict(self) -> Iterator[None]:
+        """Inside, let ``state_dict()`` take what the modules hold."""
+        before, self._gives_whole = self._gives_whole, True
+        try:
+            yield
+        finally:
+            self._gives_whole = before
+
+    def _put_into_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+        """Put the DTensors into the state dict of a module, also while it holds this rank's parts of them."""
+        for owner, key, param in self._places if not self._gives_whole else ():
+            name = prefix + key
+            if owner is module and name in state_dict:
+                state_dict[name] = param if isinstance(state_dict[name], nn.Parameter) else param.detach()
 
     def copy_requires_grad(self) -> None:
-        """Do nothing: the parameters that a step uses are those that the optimizer sees."""
+        """Do nothing: what modules compute with follows the parameters whenever they have been gathered."""
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Choose whether gradients are reduced after a backward, or added up on each rank (accumulation)."""
@@ -104,11 +193,13 @@ class Replication(Technique):
 
     Args:
         mesh: A mesh with the axes ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``, of which ``dp_shard`` has one rank.
+        parameter_mesh: The same mesh, and ``tp`` as its last axis if layers are split.
         reduce_dtype: The dtype that gradients are reduced in; None: that of each parameter.
     """
 
-    def __init__(self, mesh: DeviceMesh, reduce_dtype: torch.dtype | None = None) -> None:
+    def __init__(self, mesh: DeviceMesh, parameter_mesh: DeviceMesh, reduce_dtype: torch.dtype | None = None) -> None:
         self._mesh = mesh
+        self._parameter_mesh = parameter_mesh
         self._reduce_dtype = reduce_dtype
         self._groups: list[ReplicatedGroup] = []
         self._buckets: list[_Bucket] = []
@@ -125,7 +216,7 @@ class Replication(Technique):
 
     def manage_unit(self, unit: Unit) -> ReplicatedGroup:
         """Take charge of the parameters of ``unit``, which stay as they are."""
-        self._groups.append(ReplicatedGroup(unit.params, self._mesh))
+        self._groups.append(ReplicatedGroup(unit, self._mesh, self._parallel.techniques))
         return self._groups[-1]
 
     def finish(self) -> None:
@@ -151,6 +242,15 @@ class Replication(Technique):
                 param.requires_grad_(requires_grad)
             self._buckets.append(bucket)
 
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Inside, let split parameters be used also while the forward of their unit does not run."""
+        with ExitStack() as stack:
+            for group in self._groups:
+                if group.needs_gather:
+                    stack.enter_context(group.with_stand_ins())
+            yield
+
     def on_gradient(self, bucket_index: int, index: int) -> None:
         """Note that autograd has set a gradient, and reduce the bucket if it is full.
 
@@ -168,9 +268,13 @@ class Replication(Technique):
             self._is_armed = True
             at_end_of_backward(self._end)
         if bucket.has_fired[index]:  # a backward inside the backward, as of reentrant checkpointing, uses it again
-            bucket.is_stale |= bucket.is_launched
+            bucket.renew(index)
             return
         bucket.has_fired[index] = True
+        if bucket.is_launched:  # a parameter that was frozen when the backward began
+            bucket.renew(index)
+            return
+        bucket.copy_in(index)  # now, while the gradient is in the processor's cache
         bucket.num_pending -= 1
         if bucket.num_pending == 0:
             self._launch_full()
@@ -245,16 +349,28 @@ class Replication(Technique):
     def state_to_write(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state dict whose parameters are replicated DTensors, so that each replica writes a part of them."""
         names = {name for group in self._groups for name in group.names}
-        return {name: self._replicated(value) if name in names else value for name, value in state.items()}
+        return {
+            name: self._replicated(value) if name in names or isinstance(value, DTensor) else value
+            for name, value in state.items()
+        }
 
     def whole_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state whose tensors are replicated DTensors, so that each replica writes a part."""
         return {**state, "state": tree_map(self._replicated, state["state"])}
 
     def _replicated(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.is_meta or value.ndim == 0:
+        if not isinstance(value, Tensor) or value.is_meta or self._mesh.size() == 1:
             return value
-        return DTensor.from_local(value.detach(), self._mesh, [Replicate()] * self._mesh.ndim, run_check=False)
+        replicated = [Replicate()] * self._mesh.ndim
+        if isinstance(value, DTensor):  # over tp
+            placements = [*replicated, *value.placements]
+            return _dtensor(local_of(value.detach()), self._parameter_mesh, placements, value)
+        return value if value.ndim == 0 else _dtensor(value.detach(), self._mesh, replicated, value)
+
+
+def _dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> Tensor:
+    """Return a DTensor of the shape of ``like`` with the local tensor ``local``."""
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=like.shape, stride=like.stride())
 
 
 def _on_gradient(replication: weakref.ref[Replication], bucket_index: int, index: int, param: Tensor) -> None:
@@ -267,18 +383,21 @@ def _bucketed(params: Sequence[nn.Parameter], reduce_dtype: torch.dtype | None) 
     """Yield lists of parameters of one dtype, each about as large as a bucket, in the order of ``params``."""
     limit, num_bytes, bucket = _FIRST_BUCKET_BYTES, 0, list[nn.Parameter]()
     for param in params:
-        itemsize = (reduce_dtype or param.dtype).itemsize
-        if bucket and (param.dtype != bucket[0].dtype or num_bytes + param.numel() * itemsize > limit):
+        size = local_of(param).numel() * (reduce_dtype or param.dtype).itemsize
+        if bucket and (param.dtype != bucket[0].dtype or num_bytes + size > limit):
             yield bucket
             limit, num_bytes, bucket = _BUCKET_BYTES, 0, []
         bucket.append(param)
-        num_bytes += param.numel() * itemsize
+        num_bytes += size
     if bucket:
         yield bucket
 
 
 class _Bucket:
     """All-reduce the gradients of some parameters as one tensor.
+
+    The tensor is new for each backward, and the parameters' gradients are views of it afterwards: they need not be
+    copied back, and a gradient that the user's code keeps stays what it is. It is freed with the gradients.
 
     Args:
         params: The parameters, of one dtype.
@@ -298,12 +417,11 @@ class _Bucket:
         self.num_pending = self.num_expected = 0
         self._mesh = mesh
         self._scale = 1.0 / mesh.size()
-        numel = sum(param.numel() for param in params)
-        # Behind the gradients is, for each parameter, on how many ranks it was used.
-        self._flat = torch.zeros(numel + len(params), dtype=dtype or params[0].dtype, device=params[0].device)
-        parts = torch.split(self._flat[:numel], [param.numel() for param in params])
-        self._views = [part.view(param.shape) for part, param in zip(parts, params, strict=True)]
-        self._counts = self._flat[numel:]
+        self._dtype = dtype or params[0].dtype
+        self._shapes = [local_of(param).shape for param in params]
+        self._is_copied = [False] * len(params)
+        self._flat: Tensor | None = None
+        self._views: list[Tensor] = []
         self._work: dist.Work | None = None
 
     @property
@@ -324,23 +442,53 @@ class _Bucket:
     def begin(self) -> None:
         """Forget the last backward."""
         self.has_fired = [False] * len(self.params)
+        self._is_copied = [False] * len(self.params)
         self.is_stale = False
         self.num_expected = self.num_pending = sum(param.requires_grad for param in self.params)
-        self._work = None
+        self._flat, self._views, self._work = None, [], None
+
+    @torch.no_grad()
+    def copy_in(self, index: int) -> Tensor:
+        """Copy the gradient of a parameter, divided by the number of ranks, or zeros where it has none.
+
+        Args:
+            index: The index of the parameter in the bucket.
+
+        Returns:
+            The tensor of the whole bucket: the gradients, and behind them, for each parameter, on how many ranks it was
+            used.
+        """
+        if self._flat is None:
+            sizes = [*(shape.numel() for shape in self._shapes), len(self.params)]
+            self._flat = torch.empty(sum(sizes), dtype=self._dtype, device=self.params[0].device)
+            parts = torch.split(self._flat, sizes)
+            self._views = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=False)]
+        param = self.params[index]
+        if param.grad is None:
+            self._views[index].zero_()
+        else:
+            if param.grad.layout != torch.strided:
+                param.grad = param.grad.to_dense()
+            torch.mul(local_of(param.grad).to(self._dtype), self._scale, out=self._views[index])
+        self._is_copied[index] = True
+        return self._flat
+
+    def renew(self, index: int) -> None:
+        """Note that a gradient has changed that may be copied or reduced already."""
+        self._is_copied[index] = False
+        self.is_stale |= self.is_launched
 
     @torch.no_grad()
     def launch(self) -> None:
         """Begin to all-reduce the gradients, after the last all-reduce of the bucket. A collective."""
         if self._work is not None:
             self._work.wait()
-        for param, view in zip(self.params, self._views, strict=True):
-            if param.grad is None:
-                view.zero_()
-            else:
-                if param.grad.layout != torch.strided:
-                    param.grad = param.grad.to_dense()
-                torch.mul(param.grad.to(view.dtype), self._scale, out=view)
-        self._counts.copy_(torch.tensor(self.is_used, dtype=self._counts.dtype))
+            self._is_copied = [False] * len(self.params)
+        for index, is_copied in enumerate(self._is_copied):
+            if not is_copied:
+                self.copy_in(index)
+        assert self._flat is not None
+        self._flat[-len(self.params) :] = torch.tensor(self.is_used, dtype=self._dtype)
         self._work = dist.all_reduce(self._flat, group=self._mesh.get_group(0), async_op=True)
 
     @torch.no_grad()
@@ -349,15 +497,16 @@ class _Bucket:
         if self._work is None:
             return
         self._work.wait()
-        self._work = None
+        assert self._flat is not None
         is_used = self.is_used
         self.has_accumulated = [False] * len(self.params)
         # On an accelerator, reading the counts waits for it; they are known if this rank has used all.
-        counts = self._counts.tolist() if not all(is_used) else [1.0] * len(self.params)
+        counts = self._flat[-len(self.params) :].tolist() if not all(is_used) else [1.0] * len(self.params)
         for param, view, count in zip(self.params, self._views, counts, strict=True):
-            if count == 0:
+            if not count:
                 continue
-            if param.grad is None:
-                param.grad = view.to(param.dtype, copy=True)
-            else:
-                param.grad.copy_(view)
+            gradient = view.to(param.dtype)
+            if isinstance(param, DTensor):
+                gradient = _dtensor(gradient, param.device_mesh, param.placements, param)
+            param.grad = gradient
+        self._flat, self._views, self._work = None, [], None

@@ -26,11 +26,13 @@ class Scalars(Technique):
     """Replicate the 0-dimensional parameters on every rank.
 
     Args:
-        mesh: The mesh of all data-parallel ranks and of the ranks that split layers.
+        mesh: The mesh over which gradients are averaged.
+        parameter_mesh: The mesh over which the parameters are DTensors, as the module's other parameters are.
     """
 
-    def __init__(self, mesh: DeviceMesh) -> None:
+    def __init__(self, mesh: DeviceMesh, parameter_mesh: DeviceMesh) -> None:
         self._mesh = mesh
+        self._parameter_mesh = parameter_mesh
         self._groups: list[ScalarGroup] = []
 
     def attach(self, parallel: Parallel) -> None:
@@ -41,7 +43,7 @@ class Scalars(Technique):
         """Return a group for the unit of 0-dimensional parameters, and None for any other."""
         if unit.kind != "scalars":
             return None
-        self._groups.append(ScalarGroup(self._module, unit.params, self._mesh))
+        self._groups.append(ScalarGroup(self._module, unit.params, self._mesh, self._parameter_mesh))
         return self._groups[-1]
 
     def after_backward(self, reduces: bool) -> None:
@@ -58,14 +60,17 @@ class ScalarGroup(ParameterGroup):
     Args:
         module: The model; each of its modules that holds one of the parameters gets the replicated one instead.
         params: Full name to parameter.
-        mesh: The mesh that the parameters are replicated over; gradients are averaged over all of its ranks.
+        mesh: The mesh over which gradients are averaged.
+        parameter_mesh: The mesh over which the parameters are replicated DTensors.
     """
 
-    def __init__(self, module: nn.Module, params: Mapping[str, nn.Parameter], mesh: DeviceMesh) -> None:
+    def __init__(
+        self, module: nn.Module, params: Mapping[str, nn.Parameter], mesh: DeviceMesh, parameter_mesh: DeviceMesh
+    ) -> None:
         self._is_gathered = False
         self._sync = True
         self._mesh = mesh
-        self._placements = [Replicate()] * mesh.ndim
+        self._parameter_mesh, self._placements = parameter_mesh, [Replicate()] * parameter_mesh.ndim
         self._owners: list[list[tuple[nn.Module, str]]] = []
         self._whole: list[nn.Parameter] = []
         self._replicated: list[nn.Parameter] = []
@@ -80,7 +85,7 @@ class ScalarGroup(ParameterGroup):
             )
             local = param.detach()
             self._whole.append(nn.Parameter(local, param.requires_grad))
-            dtensor = DTensor.from_local(local, mesh, self._placements, run_check=False)
+            dtensor = DTensor.from_local(local, parameter_mesh, self._placements, run_check=False)
             self._replicated.append(nn.Parameter(dtensor, param.requires_grad))
             move_hooks(param, self._replicated[-1])
         self._put(self._replicated)
@@ -92,7 +97,7 @@ class ScalarGroup(ParameterGroup):
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Return the mesh that the parameters are replicated over."""
+        """Return the mesh over which gradients are averaged."""
         return self._mesh
 
     @property
@@ -148,7 +153,8 @@ class ScalarGroup(ParameterGroup):
             if count == 0:
                 continue
             if replicated.grad is None:
-                replicated.grad = DTensor.from_local(mean.clone(), self._mesh, self._placements, run_check=False)
+                local = mean.clone()
+                replicated.grad = DTensor.from_local(local, self._parameter_mesh, self._placements, run_check=False)
             else:
                 replicated.grad.to_local().add_(mean)  # type: ignore[attr-defined]
             call_post_accumulate_hooks(replicated)

@@ -22,7 +22,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_modu
 from torch.utils._pytree import tree_leaves
 
 from lightning_dist._compat import (
-    call_post_accumulate_hooks,
     is_in_backward,
     local_of,
     move_hooks,
@@ -432,27 +431,6 @@ class ShardedGroup(ParameterGroup):
                 param._module_info.shared_param_names.append(name)
             param._setattr_on_modules(param.sharded_param)
 
-    def gather_in_place(self) -> None:
-        """Let the gathered parameters share the memory of the shards, if this rank alone holds the parameters.
-
-        FSDP2 copies them even then. Nothing changes if the parameters are replicated, or if a forward writes into a
-        parameter (``max_norm`` of an embedding): a forward must change neither a replica, nor what is being saved.
-
-        Replaced by: an FSDP2 that makes no copy on a mesh of one rank.
-        """
-        if self._group.mesh_info.mesh.size() > 1:
-            return
-        for param in self._group.fsdp_params:
-            data = param._sharded_param_data
-            owners = [param._module_info.module, *param._module_info.shared_modules]
-            if any(getattr(owner, "max_norm", None) is not None for owner in owners):
-                continue
-            is_all = data.storage_offset() == 0 and data.untyped_storage().size() == data.numel() * data.itemsize
-            is_plain = type(data) is torch.Tensor and not hasattr(param._sharded_local_tensor, "fsdp_post_all_gather")
-            if is_all and is_plain and param.param_dtype is None and not param.offload_to_cpu:
-                param.all_gather_outputs = [data]
-                param.free_unsharded_param = _do_nothing  # type: ignore[method-assign]  # it would free the shard
-
     def free(self) -> None:
         """Put the sharded parameters back into the modules."""
         self._is_kept = False
@@ -577,15 +555,11 @@ def flush_gradients(root: nn.Module) -> None:
 
 
 @contextmanager
-def accumulating(root: nn.Module, groups: Sequence[ShardedGroup]) -> Iterator[bool]:
+def accumulating(root: nn.Module, groups: Sequence[ShardedGroup]) -> Iterator[None]:
     """Keep parameters gathered and gradients unreduced inside, while forwards and backwards run in any order.
 
     Replaced by: ``set_reshard_after_backward`` and similar methods, once they work on a root without parameters and
     can be undone.
-
-    Yields:
-        Whether FSDP2's hooks have nothing to do. They do if mixed precision casts tensors; ``root`` itself must be
-        called then.
     """
     before = [(g._group.reshard_after_backward, g._group.reduce_grads, g._group.all_reduce_grads) for g in groups]
     for group in groups:
@@ -596,7 +570,7 @@ def accumulating(root: nn.Module, groups: Sequence[ShardedGroup]) -> Iterator[bo
         with ExitStack() as kept:
             for group in groups:
                 kept.enter_context(group.kept_after_forward())
-            yield not _casts(groups)
+            yield
     finally:
         context.is_last_backward = True
         for group, (reshard, reduce, all_reduce) in zip(groups, before, strict=True):
@@ -605,29 +579,15 @@ def accumulating(root: nn.Module, groups: Sequence[ShardedGroup]) -> Iterator[bo
             group._group.all_reduce_grads = all_reduce
 
 
-def _casts(groups: Sequence[ShardedGroup]) -> bool:
-    policies = [group._group.mp_policy for group in groups]
-    return any((p.param_dtype, p.reduce_dtype, p.output_dtype) != (None, None, None) for p in policies)
-
-
 def _do_nothing() -> None:
     pass
 
 
 def reduce_gradients(root: nn.Module, groups: Sequence[ShardedGroup]) -> None:
     """Reduce the gradients that backwards inside :func:`accumulating` left, as torch's own pipeline stages do."""
-    alone = [group for group in groups if group._group.mesh_info.mesh.size() == 1]
-    for group in alone:
-        _keep_gradients(group._group)
-    if len(alone) < len(groups) or _casts(groups):
-        for group in reversed(groups):
-            group._reduce()
-        _state(root)._root_post_backward_final_callback()
-        return
-    # The callback also clears these lists, to which FSDP2's hooks append in forwards outside of steps.
-    _state(root)._comm_ctx.post_forward_order.clear()
-    for group in groups:
-        group._group._post_forward_indices.clear()
+    for group in reversed(groups):
+        group._reduce()
+    _state(root)._root_post_backward_final_callback()
 
 
 def drop_gradients(groups: Sequence[ShardedGroup]) -> None:
@@ -637,26 +597,6 @@ def drop_gradients(groups: Sequence[ShardedGroup]) -> None:
             param.unsharded_accumulated_grad = None
             if hasattr(param, "_unsharded_param"):
                 param._unsharded_param.grad = None
-
-
-def _keep_gradients(group: FSDPParamGroup) -> None:
-    """Do what FSDP2's ``post_backward`` does on a mesh of one rank, but without copying each gradient twice."""
-    for param in group.fsdp_params:
-        if not hasattr(param, "_unsharded_param"):
-            continue
-        param.accumulate_unsharded_grad_if_needed()
-        if param.unsharded_accumulated_grad is not None:
-            gradient, param.unsharded_accumulated_grad = param.unsharded_accumulated_grad_data, None
-        elif param.unsharded_param.grad is not None:
-            gradient, param.unsharded_param.grad = param.unsharded_grad_data, None
-        else:
-            continue
-        gradient = param.to_sharded_dtensor(gradient.to(param.orig_dtype).view(param.sharded_size))
-        if param.sharded_param.grad is None:
-            param.sharded_param.grad = gradient
-        else:
-            param.sharded_param.grad += gradient
-        call_post_accumulate_hooks(param.sharded_param)
 
 
 def reset_after_error(root: nn.Module) -> None:

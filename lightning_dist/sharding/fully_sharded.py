@@ -13,7 +13,7 @@ are gathered for the whole step, as FSDP2's root is, so that ``F.linear(x, self.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -25,7 +25,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
-from lightning_dist._compat import without_forward_hooks
 from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter
 from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
 from lightning_dist.sharding import _compat
@@ -73,7 +72,6 @@ class Sharding(Technique):
             self._is_direct = dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo"
         self._groups: list[ShardedGroup] = []
         self._holders: list[nn.Module] = []
-        self._skips_root = False
 
     def attach(self, parallel: Parallel) -> None:
         """Take the module, its units and its techniques."""
@@ -151,8 +149,6 @@ class Sharding(Technique):
         self._root = _StepRoot(self._module, self._holders)
         fully_shard(self._root, mesh=self._mesh, ignored_params=set(self._module.parameters()))
         _compat.initialize_root(self._root)
-        for group in self._groups:
-            group.gather_in_place()
 
     def _check_path(self, action: Action, unit: int, group: dist.ProcessGroup) -> None:
         if not self._parallel.stays_gathered:
@@ -164,7 +160,7 @@ class Sharding(Technique):
 
     def wrap_step(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """Run ``step`` as a forward of the FSDP root."""
-        return step if self._skips_root else partial(self._root, step)
+        return partial(self._root, step)
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
@@ -205,20 +201,9 @@ class Sharding(Technique):
         if any(group.has_unreduced_gradients() for group in self._groups):
             _compat.flush_gradients(self._root)
 
-    @contextmanager
-    def around_microbatches(self) -> Iterator[None]:
-        """Inside, backwards add up gradients. Where FSDP2's hooks would do nothing, they are not called."""
-        with _compat.accumulating(self._root, self._groups) as is_idle:
-            if not is_idle:
-                yield
-                return
-            modules = [module for unit in self._parallel.units for module in (*unit.modules, *unit.owners)]
-            self._skips_root = True
-            try:
-                with without_forward_hooks([self._root, *modules], ("torch.distributed.fsdp",)):
-                    yield
-            finally:
-                self._skips_root = False
+    def around_microbatches(self) -> AbstractContextManager[None]:
+        """Return a context in which backwards add up gradients."""
+        return _compat.accumulating(self._root, self._groups)
 
     def reduce_microbatches(self, reduces: bool) -> None:
         """Reduce the gradients that the backwards of microbatches have added up."""

@@ -282,6 +282,7 @@ class TensorParallel(Technique):
             for key, param in owner._parameters.items():
                 if isinstance(param, DTensor):
                     self._whole[owner, key] = cast(nn.Parameter, param)
+                    self._follow_memory(cast(nn.Parameter, param))
                 if (owner, key) in self._whole and self.is_form_of_parameter(owner, key, param):
                     holders.append((owner, key, self._whole[owner, key]))
         # The parts are made with gradients in any case, because the next call may need them if this one does not.
@@ -408,6 +409,12 @@ class TensorParallel(Technique):
         if local.requires_grad != whole.requires_grad:
             local.requires_grad_(whole.requires_grad)
         return local
+
+    def _follow_memory(self, whole: nn.Parameter) -> None:
+        """Let this rank's part have the memory of ``whole``, which has another one after ``module.to(...)``."""
+        local, memory = self._local.get(whole), _compat.local_of(whole)
+        if local is not None and local.data_ptr() != memory.data_ptr():
+            local.data = memory.detach()
 
     def _has_partial_grad(self, owner: nn.Module, key: str) -> bool:
         """Return whether each rank computes a replicated parameter's gradient from its own features or tokens only."""
@@ -634,6 +641,7 @@ def _hand_on_gradient(whole: nn.Parameter, local: Tensor) -> None:
     )
     gradient = _compat.call_gradient_hooks(whole, gradient)
     whole.grad = gradient if whole.grad is None else whole.grad + gradient
+    _compat.call_post_accumulate_hooks(whole)
 
 
 def _gather(split: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Microbatches that only accumulate gradients bypass FSDP2's hooks where FSDP2 has nothing to do."""
+"""Microbatches accumulate gradients without a reduction, which follows for all of them together."""
 
 from __future__ import annotations
 
@@ -11,21 +11,15 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lightning_dist import _compat
 from lightning_dist.sharding import _compat as fsdp2
 from tests.pool import WorkerPool
 
 
-def hooks_of(model: nn.Module) -> list[tuple[int, object]]:
-    dicts = [hooks for m in model.modules() for hooks in (m._forward_pre_hooks, m._forward_hooks)]
-    return [item for hooks in dicts for item in hooks.items()]
-
-
-def accumulate(param_dtype: torch.dtype | None, grouped: bool) -> tuple[list[str], list[torch.Tensor], int]:
+def accumulate(param_dtype: torch.dtype | None, grouped: bool) -> tuple[list[str], list[torch.Tensor]]:
     """Accumulate the gradients of two microbatches on each of two ranks.
 
     Returns:
-        The dtypes of the outputs, the gradients averaged over the ranks, and the number of hooks that were removed.
+        The dtypes of the outputs, and the gradients averaged over the ranks.
     """
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (2,))
@@ -38,23 +32,19 @@ def accumulate(param_dtype: torch.dtype | None, grouped: bool) -> tuple[list[str
     fully_shard(root, mesh=mesh, mp_policy=policy)
     fsdp2.initialize_root(root)
     groups = [fsdp2.sharded_group(unit) for unit in (model[:1] if grouped else model)]
-    before, dtypes = hooks_of(root), []
+    dtypes = []
     rank = int(os.environ["RANK"])
-    with fsdp2.accumulating(root, groups) as is_idle:
+    with fsdp2.accumulating(root, groups):
         for group in groups:
             group.gather()
-        hooked = root.modules() if is_idle else ()
-        with _compat.without_forward_hooks(hooked, ("torch.distributed.fsdp",)):
-            num_off = len(before) - len(hooks_of(root))
-            for number in (1.0, 2.0):
-                output = root(torch.full((2, 4), number + 2 * rank))
-                dtypes.append(str(output.dtype))
-                output.float().square().mean().backward()
+        for number in (1.0, 2.0):
+            output = root(torch.full((2, 4), number + 2 * rank))
+            dtypes.append(str(output.dtype))
+            output.float().square().mean().backward()
     fsdp2.reduce_gradients(root, groups)
     for group in groups:
         group.free()
-    assert hooks_of(root) == before
-    return dtypes, [param.grad.full_tensor() for param in model.parameters()], num_off
+    return dtypes, [param.grad.full_tensor() for param in model.parameters()]
 
 
 @pytest.mark.parametrize("grouped", [False, True])
@@ -66,8 +56,7 @@ def test_accumulated_gradients_equal_those_of_one_process(
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     for number in (1.0, 2.0, 3.0, 4.0):
         (model(torch.full((2, 4), number)).square().mean() / 2).backward()
-    for dtypes, gradients, num_off in pool.run(accumulate, 2, param_dtype, grouped):
-        assert (num_off > 0) == (param_dtype is None)
+    for dtypes, gradients in pool.run(accumulate, 2, param_dtype, grouped):
         assert dtypes == [str(param_dtype or torch.float32)] * 2
         tolerance = 1e-6 if param_dtype is None else 0.05
         for actual, param in zip(gradients, model.parameters(), strict=True):
