@@ -36,6 +36,7 @@ __all__ = [
     "call_forward_hooks",
     "call_gradient_hooks",
     "call_post_accumulate_hooks",
+    "give_post_accumulate_hooks",
     "is_in_backward",
     "leave_out_hooks",
     "local_of",
@@ -47,7 +48,6 @@ __all__ = [
     "on_scalar_read",
     "overwrite",
     "packed_shard",
-    "post_accumulate_hooks",
     "prepend_step_post_hook",
     "process_groups",
     "put_parameter",
@@ -55,6 +55,7 @@ __all__ = [
     "replace_local",
     "route_calls",
     "share_hooks",
+    "take_post_accumulate_hooks",
     "without_torch_functions",
 ]
 
@@ -124,23 +125,31 @@ def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
 
 def call_post_accumulate_hooks(param: torch.Tensor) -> None:
     """Call the post-accumulate-grad hooks of ``param``, for a gradient that autograd has not set itself."""
-    for hook in (getattr(param, "_post_accumulate_grad_hooks", None) or {}).values():
-        hook(param)
+    hooks: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    for key in list(hooks):
+        if key in hooks:  # a hook may take others away
+            hooks[key](param)
 
 
-def post_accumulate_hooks(param: torch.Tensor, but: int | None = None) -> dict[int, Any]:
-    """Return the post-accumulate-grad hooks of ``param``; given ``but``, take all others away and return them.
+def take_post_accumulate_hooks(param: torch.Tensor, but: int | None) -> dict[int, Any]:
+    """Take away the post-accumulate-grad hooks of ``param``, and return them.
 
     Replaced by: as for :func:`move_hooks`.
 
     Args:
         param: The parameter.
-        but: The key of the hook that stays; None: the parameter's own dictionary is returned, with all hooks in it.
+        but: The key of a hook that stays; None: there is none.
     """
     hooks: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-    if but is None:
-        return hooks
-    return {key: hooks.pop(key) for key in [*hooks] if key != but} if len(hooks) > 1 else {}
+    if len(hooks) <= (but is not None):
+        return {}
+    return {key: hooks.pop(key) for key in [*hooks] if key != but}
+
+
+def give_post_accumulate_hooks(param: torch.Tensor, hooks: dict[int, Any]) -> None:
+    """Give ``param`` the hooks back that :func:`take_post_accumulate_hooks` took."""
+    assert param._post_accumulate_grad_hooks is not None
+    param._post_accumulate_grad_hooks.update(hooks)
 
 
 def call_gradient_hooks(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_map
 
-from lightning_dist._compat import at_end_of_backward, local_of, post_accumulate_hooks, put_parameter
+from lightning_dist._compat import (
+    at_end_of_backward,
+    give_post_accumulate_hooks,
+    local_of,
+    put_parameter,
+    take_post_accumulate_hooks,
+)
 from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.technique import Parallel, Technique, bound
@@ -205,7 +211,8 @@ class Replication(Technique):
         self._buckets: list[_Bucket] = []
         self._num_launched = 0
         self._is_armed = False
-        self._hooks_of_users: list[tuple[Tensor, dict[int, Any]]] = []
+        self._own_hooks: dict[nn.Parameter, int] = {}
+        self._hooks_of_users: list[tuple[nn.Parameter, dict[int, Any]]] = []
 
     def attach(self, parallel: Parallel) -> None:
         """Let embeddings have dense gradients, which can be reduced in buckets; the values are the same."""
@@ -238,7 +245,7 @@ class Replication(Technique):
                 param.requires_grad_(True)  # to have a hook, also if it is frozen now
                 # The garbage collector does not see what a parameter's hooks hold.
                 hook = partial(_on_gradient, weakref.ref(self), len(self._buckets), index)
-                bucket.hook_ids.append(param.register_post_accumulate_grad_hook(hook).id)  # type: ignore[no-untyped-call]
+                self._own_hooks[param] = param.register_post_accumulate_grad_hook(hook).id  # type: ignore[no-untyped-call]
                 param.requires_grad_(requires_grad)
             self._buckets.append(bucket)
 
@@ -302,23 +309,49 @@ class Replication(Technique):
             raise
         self._end()
 
+    @contextmanager
+    def around_microbatches(self) -> Iterator[None]:
+        """Inside, hold back the hooks of users, which are to see the gradients of all microbatches together."""
+        self._take_hooks_of_users()
+        try:
+            yield
+        finally:
+            self._give_hooks_back()
+
     def reduce_microbatches(self, reduces: bool) -> None:
         """Reduce the gradients that microbatches have added up. A collective if gradients are reduced."""
-        if not self._buckets or not reduces:
-            return
-        self._begin()
-        for bucket in self._buckets:
-            bucket.has_fired = [param.grad is not None for param in bucket.params]
-        self._end()
+        if self._buckets and reduces:
+            self._begin()
+            for bucket in self._buckets:
+                bucket.has_fired = [param.grad is not None for param in bucket.params]
+            self._end()
+        else:
+            self._take_hooks_of_users()
+            self._call_hooks_of_users()
 
     def _begin(self) -> None:
         self._num_launched = 0
         for bucket in self._buckets:
             bucket.begin()
-            for param, hook_id in zip(bucket.params, bucket.hook_ids, strict=True):
-                # Hooks of users are to see the reduced gradient, once.
-                if others := post_accumulate_hooks(param, but=hook_id):
+        self._take_hooks_of_users()
+
+    def _take_hooks_of_users(self) -> None:
+        """Take the hooks of users from the parameters: they are to see the reduced gradient, once."""
+        for group in self._groups:
+            for param in group.params:
+                if others := take_post_accumulate_hooks(param, self._own_hooks.get(param)):
                     self._hooks_of_users.append((param, others))
+
+    def _give_hooks_back(self) -> list[tuple[nn.Parameter, dict[int, Any]]]:
+        hooks, self._hooks_of_users = self._hooks_of_users, []
+        for param, others in hooks:
+            give_post_accumulate_hooks(param, others)
+        return hooks
+
+    def _call_hooks_of_users(self) -> None:
+        for param, others in self._give_hooks_back():
+            for hook in others.values() if param.grad is not None else ():
+                hook(param)
 
     def _end(self) -> None:
         """Reduce the buckets that are not full on this rank but used on some, and hand out the means."""
@@ -332,19 +365,12 @@ class Replication(Technique):
             if state == _STALE:
                 bucket.launch()
             bucket.hand_out()
-        hooks, self._hooks_of_users = self._hooks_of_users, []
-        for param, others in hooks:
-            for hook_id, hook in others.items():
-                post_accumulate_hooks(param)[hook_id] = hook
-                if param.grad is not None:
-                    hook(param)
+        self._call_hooks_of_users()
 
     def after_error(self) -> None:
         """Forget what a step has left that raised an error."""
         self._is_armed = False
-        for param, others in self._hooks_of_users:
-            post_accumulate_hooks(param).update(others)
-        self._hooks_of_users = []
+        self._give_hooks_back()
 
     def state_to_write(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state dict whose parameters are replicated DTensors, so that each replica writes a part of them."""
@@ -407,7 +433,6 @@ class _Bucket:
 
     def __init__(self, params: Sequence[nn.Parameter], mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
         self.params = list(params)
-        self.hook_ids: list[int] = []
         self.has_fired = [False] * len(params)
         """Which parameters have got a gradient in the backward that runs."""
         self.has_accumulated = [False] * len(params)
