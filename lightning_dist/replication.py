@@ -36,7 +36,10 @@ from lightning_dist.units import Unit
 __all__ = ["Replication"]
 
 _BUCKET_BYTES = 25 * 2**20
-"""The size of a bucket, as in DistributedDataParallel."""
+"""The largest size of a bucket, as in DistributedDataParallel."""
+
+_NUM_BUCKETS = 4
+"""The number of buckets of a smaller model: with fewer, most of the communication would follow the backward."""
 
 _STALE = 2
 """The state of a bucket that must be reduced again."""
@@ -407,12 +410,14 @@ def _on_gradient(replication: weakref.ref[Replication], bucket_index: int, index
 
 def _bucketed(params: Sequence[nn.Parameter], reduce_dtype: torch.dtype | None) -> Iterator[list[nn.Parameter]]:
     """Yield lists of parameters of one dtype, each about as large as a bucket, in the order of ``params``."""
+    total = sum(local_of(param).numel() * (reduce_dtype or param.dtype).itemsize for param in params)
+    largest = min(max(total // _NUM_BUCKETS, _FIRST_BUCKET_BYTES), _BUCKET_BYTES)
     limit, num_bytes, bucket = _FIRST_BUCKET_BYTES, 0, list[nn.Parameter]()
     for param in params:
         size = local_of(param).numel() * (reduce_dtype or param.dtype).itemsize
         if bucket and (param.dtype != bucket[0].dtype or num_bytes + size > limit):
             yield bucket
-            limit, num_bytes, bucket = _BUCKET_BYTES, 0, []
+            limit, num_bytes, bucket = largest, 0, []
         bucket.append(param)
         num_bytes += size
     if bucket:
