@@ -2,10 +2,7 @@
 
 The modules, in the order in which they build on each other:
 
-- ``graph``: which tensors the parts of a model pass to each other in a step;
-- ``draws``, ``of_batch``: which parts draw random numbers, and which buffers depend on the batch;
-- ``checkpointing``: activation checkpointing in the user's model;
-- ``ways``, ``path``, ``follow``: how a step is traced, and when it is traced again;
+- ``buffers``: buffers that a step changes;
 - ``balance``, ``schedules``, ``stages``: which parts and parameters are on which stage, and which rank has the stage;
 - ``replay``: how a step runs on one stage;
 - ``microbatches``: how a batch is split;
@@ -19,9 +16,8 @@ The modules, in the order in which they build on each other:
 - ``runner``: how a step runs on all stages.
 """
 
+from lightning_dist.pipeline.buffers import BuffersOfStep
 from lightning_dist.pipeline.failures import Failure, agreed_path, raise_together
-from lightning_dist.pipeline.follow import note_exchange, trace_step
-from lightning_dist.pipeline.graph import Leaf, StepGraph, TraceError
 from lightning_dist.pipeline.microbatches import (
     batch_size_of,
     check_divides,
@@ -30,7 +26,6 @@ from lightning_dist.pipeline.microbatches import (
     signature,
     split_batch,
 )
-from lightning_dist.pipeline.of_batch import BuffersOfStep
 from lightning_dist.pipeline.original_module import OriginalModule
 from lightning_dist.pipeline.outside_of_steps import AllStages
 from lightning_dist.pipeline.runner import Pipeline, PreparedStep, Ran, RunRoot
@@ -45,7 +40,6 @@ __all__ = [
     "AllStages",
     "BuffersOfStep",
     "Failure",
-    "Leaf",
     "OriginalModule",
     "Pipeline",
     "PipelineConfig",
@@ -53,16 +47,13 @@ __all__ = [
     "Ran",
     "RunRoot",
     "Stages",
-    "StepGraph",
     "Timeline",
-    "TraceError",
     "agreed_path",
     "batch_size_of",
     "check_divides",
     "drop_remote",
     "find_stages",
     "map_leaves",
-    "note_exchange",
     "num_microbatches_for",
     "own_units",
     "raise_together",
@@ -70,5 +61,4 @@ __all__ = [
     "signature",
     "simulate",
     "split_batch",
-    "trace_step",
 ]

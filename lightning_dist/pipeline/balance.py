@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 
 from torch import nn
 
-from lightning_dist.pipeline.graph import StepGraph, TraceError
+from lightning_dist.step_graph import StepGraph, TraceError
 
 __all__ = ["balanced", "costs", "split_by_hand"]
 

@@ -26,10 +26,17 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dist import _compat
-from lightning_dist.pipeline.checkpointing import checkpointing_without_reentry
-from lightning_dist.pipeline.graph import InnerCall, Leaf, Output, StepGraph, TraceError, Value
 from lightning_dist.pipeline.stand_in import refuse_stand_ins, seeming_here, stand_in
 from lightning_dist.randomness import RngGenerators
+from lightning_dist.step_graph import (
+    InnerCall,
+    Leaf,
+    Output,
+    StepGraph,
+    TraceError,
+    Value,
+    checkpointing_without_reentry,
+)
 
 __all__ = ["MicrobatchSeed", "Replay", "StagePlan"]
 

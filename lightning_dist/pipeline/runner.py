@@ -18,12 +18,10 @@ from torch.nn.utils import get_total_norm
 from lightning_dist.consensus import check_agreement, raise_on_all_ranks
 from lightning_dist.initialization import broadcast_tensors
 from lightning_dist.pipeline.attributes import unchanged
+from lightning_dist.pipeline.buffers import BuffersOfStep
 from lightning_dist.pipeline.failures import Failure
-from lightning_dist.pipeline.graph import Leaf, StepGraph
-from lightning_dist.pipeline.of_batch import BuffersOfStep
 from lightning_dist.pipeline.original_module import OriginalModule
 from lightning_dist.pipeline.outside_of_steps import AllStages
-from lightning_dist.pipeline.path import KnownPaths, Readable
 from lightning_dist.pipeline.replay import MicrobatchSeed, Replay, StagePlan
 from lightning_dist.pipeline.schedules import SCHEDULES
 from lightning_dist.pipeline.shared import SharedParameters
@@ -32,6 +30,7 @@ from lightning_dist.pipeline.stages import PipelineConfig, drop_remote, find_sta
 from lightning_dist.pipeline.timeline import Order, Recorder, TimedStage, Timeline
 from lightning_dist.pipeline.whole_model import whole_model
 from lightning_dist.pipeline.whole_state import optimizer_state_of_all, written_by_stage
+from lightning_dist.step_graph import KnownPaths, Leaf, Readable, StepGraph
 from lightning_dist.technique import Rows, Technique
 from lightning_dist.units import Unit
 

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.pipeline.graph import StepGraph
 from lightning_dist.pipeline.stages import PipelineConfig, Stages
+from lightning_dist.step_graph import StepGraph
 
 __all__ = ["SharedParameters"]
 

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from lightning_dist import _compat
 from lightning_dist.pipeline.balance import balanced, costs, split_by_hand
-from lightning_dist.pipeline.follow import find_parts, trace_step
-from lightning_dist.pipeline.graph import NotFollowedError, StepGraph, TraceError
 from lightning_dist.pipeline.schedules import SCHEDULES, stages_of
+from lightning_dist.step_graph import StepGraph, TraceError, find_parts, trace_step
+from lightning_dist.step_graph.graph import NotFollowedError
 from lightning_dist.tensor_places import put, tensor_places
 from lightning_dist.units import Unit
 
@@ -31,7 +31,7 @@ class PipelineConfig:
         num_microbatches: The number of microbatches into which a rank's batch is split; 0 until it is chosen.
         split: The names of the parts with which the stages after the first begin; None: the stages are balanced by
             cost.
-        step: A step of the module on a microbatch, for :func:`~lightning_dist.pipeline.follow.trace_step`; None if
+        step: A step of the module on a microbatch, for :func:`~lightning_dist.step_graph.trace.trace_step`; None if
             none is known.
         why_no_step: The reason, for the error, if ``step`` is None.
         step_in_run: The same step after the hooks that precede it in a run, which may set attributes that it reads. It

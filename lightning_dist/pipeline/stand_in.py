@@ -21,9 +21,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dist import _compat
-from lightning_dist.pipeline.graph import Leaf, TraceError
-from lightning_dist.tensor_reads import READS, TEXTS
-from lightning_dist.tracing import tensors_in
+from lightning_dist.step_graph import Leaf, TraceError, tensors_in
+from lightning_dist.step_graph.tensor_reads import READS, TEXTS
 
 __all__ = ["StandIn", "refuse_stand_ins", "seeming_here", "stand_in"]
 

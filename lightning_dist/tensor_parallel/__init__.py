@@ -3,9 +3,8 @@
 Finding a plan:
 
 - ``plan``: The plan itself (which module is split in which style), and the plans of the user and of Hugging Face.
-- ``layers``: Which layers can be split, and along which dimension of their weights.
-- ``provenance``: Runs a step on fake tensors and records the data flow between layers.
-- ``infer``: Infers a plan from that record.
+- ``layers``: Which embeddings and attention heads can be split.
+- ``infer``: Infers a plan from the data flow between layers, which a step on fake tensors has recorded.
 - ``find_sequence``: Finds where hidden states can be split along the sequence (sequence parallelism).
 - ``confirm``: Compares a split block with the whole one on random inputs, outputs and gradients.
 - ``planner``: Combines these into the plan of a model.
@@ -21,7 +20,6 @@ Applying it:
 from lightning_dist.tensor_parallel.apply import TensorParallel
 from lightning_dist.tensor_parallel.plan import STYLES, Entry, Plan, PlanError, resolve_plan
 from lightning_dist.tensor_parallel.planner import StepTrace, TensorParallelConfig, find_plan, make_plan
-from lightning_dist.tensor_parallel.provenance import Provenance
 from lightning_dist.tensor_parallel.same_batch import DifferentBatchError, SameBatch
 from lightning_dist.tensor_parallel.split_logits import SplitLogits, whole_logits
 
@@ -31,7 +29,6 @@ __all__ = [
     "Entry",
     "Plan",
     "PlanError",
-    "Provenance",
     "SameBatch",
     "SplitLogits",
     "StepTrace",

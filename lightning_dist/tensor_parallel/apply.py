@@ -20,12 +20,13 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_dist import _compat
 from lightning_dist.gather_on_use import GatheredOnUse
+from lightning_dist.linear_layers import linear_layer
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.randomness import RankRng
 from lightning_dist.technique import Rows, Technique
 from lightning_dist.tensor_parallel import exchanges
 from lightning_dist.tensor_parallel.heads import add_head_hooks
-from lightning_dist.tensor_parallel.layers import linear_layer, num_heads, shared_heads, why_not_split
+from lightning_dist.tensor_parallel.layers import num_heads, shared_heads, why_not_split
 from lightning_dist.tensor_parallel.plan import Plan, PlanError
 from lightning_dist.tensor_parallel.sequence import SequenceParallel
 from lightning_dist.tensor_parallel.split_logits import SplitLogits, whole_logits

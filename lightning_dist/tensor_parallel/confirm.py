@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.step_graph import tensors_in
+from lightning_dist.step_graph.dataflow import Call, is_learned
 from lightning_dist.tensor_parallel.apply import TensorParallel
 from lightning_dist.tensor_parallel.plan import Plan
-from lightning_dist.tensor_parallel.provenance import Call, is_learned
-from lightning_dist.tracing import tensors_in
 
 __all__ = ["BLOCK", "Trial"]
 

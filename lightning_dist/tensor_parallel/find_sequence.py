@@ -10,10 +10,10 @@ from itertools import takewhile
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.step_graph import Dataflow, tensors_in
+from lightning_dist.step_graph.dataflow import Call, is_stream, is_used_outside
 from lightning_dist.tensor_parallel.confirm import BLOCK
 from lightning_dist.tensor_parallel.plan import Entry, SplitSequence
-from lightning_dist.tensor_parallel.provenance import Call, Provenance, is_stream, is_used_outside
-from lightning_dist.tracing import tensors_in
 
 __all__ = ["SequenceFinder"]
 
@@ -29,7 +29,7 @@ class SequenceFinder:
 
     Args:
         blocks: The model's blocks, by full name.
-        provenance: The record of a step of the model.
+        dataflow: The record of a step of the model.
         num_ranks: Number of ranks that tokens are split over.
         sharing: Names of the blocks with a parameter that is also held outside of the block.
         difference: Function that tries a block; see :data:`Difference`.
@@ -38,17 +38,17 @@ class SequenceFinder:
     def __init__(
         self,
         blocks: Mapping[str, nn.Module],
-        provenance: Provenance,
+        dataflow: Dataflow,
         num_ranks: int,
         sharing: Collection[str],
         difference: Difference,
     ) -> None:
         self._blocks = blocks
-        self._provenance = provenance
+        self._dataflow = dataflow
         self._num_ranks = num_ranks
         self._sharing = sharing
         self._difference = difference
-        self._calls = {call.name: call for call in reversed(provenance.calls)}
+        self._calls = {call.name: call for call in reversed(dataflow.calls)}
 
     def find(
         self, entries: Mapping[str, Entry], sizes: Mapping[str, Mapping[str, int]]
@@ -63,8 +63,8 @@ class SequenceFinder:
             Where they are split, or None if nowhere; and the reasons why other chains of blocks are not, or an empty
             text.
         """
-        provenance = self._provenance
-        counts = Counter(call.name for call in provenance.calls if call.name in self._blocks)
+        dataflow = self._dataflow
+        counts = Counter(call.name for call in dataflow.calls if call.name in self._blocks)
         chains, found, whys = [], SplitSequence((), {}, {}), []
         for chain in self._chains():
             of_chain = SplitSequence((tuple(chain),), {}, {})
@@ -107,7 +107,7 @@ class SequenceFinder:
         """Return the chains of blocks: each is given the output of the one before, and no other code uses that."""
         chains: list[list[str]] = []
         before: Tensor | None = None
-        for call in self._provenance.calls:
+        for call in self._dataflow.calls:
             if call.name not in self._blocks:
                 continue
             stream = _stream(call)
@@ -137,7 +137,7 @@ class SequenceFinder:
         regions: dict[str, tuple[int | str, ...]] = {}
         layers: set[str] = set()
         for row in rows:
-            cols = [col for col in self._provenance.into[row] if col in of_block]
+            cols = [col for col in self._dataflow.into[row] if col in of_block]
             around = _around((row, *cols))
             if len(around) > len(name) and around in self._calls and around != row:
                 keys = _arguments_like(self._calls[around], hidden)

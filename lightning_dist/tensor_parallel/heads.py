@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dist.step_graph import tensors_in
 from lightning_dist.tensor_parallel import exchanges
 from lightning_dist.tensor_parallel.plan import SplitHeads
-from lightning_dist.tracing import tensors_in
 
 __all__ = ["add_head_hooks"]
 
@@ -78,7 +78,8 @@ def _with_all_heads(
 
     Args:
         output: The value that the module returned.
-        indices: Indices of the tensors to gather, in the order of :func:`~lightning_dist.tracing.tensors_in`.
+        indices: Indices of the tensors to gather, in the order of
+            :func:`~lightning_dist.step_graph.fake_run.tensors_in`.
         entered: Pairs of a tensor that the module was given, with this rank's heads, and the same with all heads. A
             returned tensor that is the first of a pair is replaced by the second.
         group: Process group of the ranks of ``tp``.

@@ -14,10 +14,11 @@ from itertools import takewhile
 
 from torch import Tensor, nn
 
-from lightning_dist.tensor_parallel.layers import LinearLayer, linear_layer, looks_at_tokens, num_heads, why_not_split
+from lightning_dist.linear_layers import LinearLayer, linear_layer
+from lightning_dist.step_graph import Dataflow, tensors_in
+from lightning_dist.step_graph.dataflow import BATCH, Call, sources
+from lightning_dist.tensor_parallel.layers import looks_at_tokens, num_heads, why_not_split
 from lightning_dist.tensor_parallel.plan import Entry, SplitHeads
-from lightning_dist.tensor_parallel.provenance import BATCH, Call, Provenance, sources
-from lightning_dist.tracing import tensors_in
 
 __all__ = ["Group", "Inferred", "inferred", "innermost_around"]
 
@@ -84,15 +85,15 @@ class Inferred:
         return {name: entry for group in self.groups for name, entry in group.entries().items()} | dict(self.vocabulary)
 
 
-def inferred(root: nn.Module, provenance: Provenance, num_ranks: int) -> Inferred:
+def inferred(root: nn.Module, dataflow: Dataflow, num_ranks: int) -> Inferred:
     """Find the modules of ``root`` that can be split; modules that the result does not name are replicated.
 
     Args:
         root: The model.
-        provenance: The record of a step of the model.
+        dataflow: The record of a step of the model.
         num_ranks: Number of ranks that layers are split over.
     """
-    return Inferred(list(_groups(root, provenance, num_ranks)), _vocabulary(root, provenance, num_ranks))
+    return Inferred(list(_groups(root, dataflow, num_ranks)), _vocabulary(root, dataflow, num_ranks))
 
 
 def innermost_around(names: Iterable[str], among: Mapping[str, object]) -> str:
@@ -112,15 +113,15 @@ def innermost_around(names: Iterable[str], among: Mapping[str, object]) -> str:
     return ".".join(common)
 
 
-def _groups(root: nn.Module, provenance: Provenance, num_ranks: int) -> Iterator[Group]:
-    layers = {name: linear_layer(root.get_submodule(name)) for name in provenance.called}
-    calls = {call.name: call for call in reversed(provenance.calls)}
-    rows = {name for name in provenance.residual if layers.get(name) is not None}
+def _groups(root: nn.Module, dataflow: Dataflow, num_ranks: int) -> Iterator[Group]:
+    layers = {name: linear_layer(root.get_submodule(name)) for name in dataflow.called}
+    calls = {call.name: call for call in reversed(dataflow.calls)}
+    rows = {name for name in dataflow.residual if layers.get(name) is not None}
     for row in sorted(rows):
-        found = provenance.into[row] - BATCH
+        found = dataflow.into[row] - BATCH
         cols = {name for name in found if layers.get(name) is not None}
-        users = {name for name in layers for col in cols if col in provenance.into[name]}
-        if not cols or not users <= rows or cols & provenance.residual:
+        users = {name for name in layers for col in cols if col in dataflow.into[name]}
+        if not cols or not users <= rows or cols & dataflow.residual:
             continue
         its_layer, of_cols = layers[row], [layers[col] for col in cols]
         assert its_layer is not None
@@ -131,7 +132,7 @@ def _groups(root: nn.Module, provenance: Provenance, num_ranks: int) -> Iterator
         others = {name for name in found - cols if around and name.startswith(f"{around}.")}
         between = {
             name
-            for name, its_sources in provenance.into.items()
+            for name, its_sources in dataflow.into.items()
             if name not in layers and its_sources & cols and its_sources <= cols | others | BATCH
         }
         heads = _num_heads(root, around, (row, *cols), its_layer, num_ranks)
@@ -140,8 +141,8 @@ def _groups(root: nn.Module, provenance: Provenance, num_ranks: int) -> Iterator
             tuple(sorted(cols)),
             tuple(sorted(between)),
             num_packed,
-            dict(_parameters(root, others, provenance, its_layer, heads)),
-            dict(_heads(calls[around], provenance, heads, found)) if around and heads else {},
+            dict(_parameters(root, others, dataflow, its_layer, heads)),
+            dict(_heads(calls[around], dataflow, heads, found)) if around and heads else {},
         )
 
 
@@ -175,14 +176,14 @@ def _num_heads(root: nn.Module, around: str, names: Sequence[str], row: LinearLa
 
 
 def _parameters(
-    root: nn.Module, names: Iterable[str], provenance: Provenance, row: LinearLayer, heads: int | None
+    root: nn.Module, names: Iterable[str], dataflow: Dataflow, row: LinearLayer, heads: int | None
 ) -> Iterator[tuple[str, int]]:
     """Yield free parameters and position tables with a dimension of heads or features, and that dimension.
 
     Args:
         root: The model.
         names: Full names of free parameters, or of modules that hold parameters.
-        provenance: The record of a step of the model.
+        dataflow: The record of a step of the model.
         row: The ``rowwise`` layer of the group.
         heads: Number of heads; None: it is not known.
     """
@@ -190,16 +191,16 @@ def _parameters(
     for name in sorted(names):
         for full_name in [name] if name in params else [key for key in params if key.rpartition(".")[0] == name]:
             dims = [dim for dim, size in enumerate(params[full_name].shape) if size in (heads, row.in_features)]
-            if dims and provenance.readers[full_name] == {full_name.rpartition(".")[0]}:
+            if dims and dataflow.readers[full_name] == {full_name.rpartition(".")[0]}:
                 yield full_name, dims[-1]
 
 
-def _heads(call: Call, provenance: Provenance, heads: int, into_row: set[str]) -> Iterator[tuple[str, SplitHeads]]:
+def _heads(call: Call, dataflow: Dataflow, heads: int, into_row: set[str]) -> Iterator[tuple[str, SplitHeads]]:
     """Find the arguments and outputs of a module that have the shape ``(..., heads, queries, keys)``.
 
     Args:
         call: A call of the module around the group.
-        provenance: The record of a step of the model.
+        dataflow: The record of a step of the model.
         heads: Number of heads.
         into_row: Sources of the input of the ``rowwise`` layer. Tensors that come from other layers are left out.
     """
@@ -215,7 +216,7 @@ def _heads(call: Call, provenance: Provenance, heads: int, into_row: set[str]) -
         for key, value in named
         if isinstance(value, Tensor) and has_heads(value) and sources(value) - BATCH <= into_row
     )
-    later = provenance.used_later[call.name]
+    later = dataflow.used_later[call.name]
     outputs = tuple(
         index
         for index, value in enumerate(tensors_in(call.output))
@@ -225,9 +226,9 @@ def _heads(call: Call, provenance: Provenance, heads: int, into_row: set[str]) -
         yield call.name, SplitHeads(heads, arguments, outputs)
 
 
-def _vocabulary(root: nn.Module, provenance: Provenance, num_ranks: int) -> dict[str, Entry]:
+def _vocabulary(root: nn.Module, dataflow: Dataflow, num_ranks: int) -> dict[str, Entry]:
     """Return entries for the output head of a language model and the embedding with the same vocabulary."""
-    modules = {name: root.get_submodule(name) for name in provenance.called}
+    modules = {name: root.get_submodule(name) for name in dataflow.called}
     embeddings = {
         name: module
         for name, module in modules.items()
@@ -236,14 +237,14 @@ def _vocabulary(root: nn.Module, provenance: Provenance, num_ranks: int) -> dict
         and not looks_at_tokens(module)
         and not module.num_embeddings % num_ranks
     }
-    used = {name for name in modules for other in modules if name in provenance.into[other]}
+    used = {name for name in modules for other in modules if name in dataflow.into[other]}
     entries: dict[str, Entry] = {}
     for name, module in modules.items():
         layer = linear_layer(module)
-        if layer is None or name in used or name in provenance.residual:
+        if layer is None or name in used or name in dataflow.residual:
             continue
         for embedding, rows in embeddings.items():
-            if rows.num_embeddings == layer.out_features and embedding in provenance.called:
+            if rows.num_embeddings == layer.out_features and embedding in dataflow.called:
                 entries[name] = Entry("colwise_gather_output", "inferred")
                 entries[embedding] = Entry("embedding_rowwise", "inferred")
     return entries

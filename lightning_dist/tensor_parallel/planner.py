@@ -19,10 +19,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist.consensus import check_agreement
+from lightning_dist.linear_layers import linear_layer
+from lightning_dist.step_graph import Dataflow, run_on_fakes, tensors_in
+from lightning_dist.step_graph.dataflow import Call
 from lightning_dist.tensor_parallel.confirm import BLOCK, Trial
 from lightning_dist.tensor_parallel.find_sequence import SequenceFinder
 from lightning_dist.tensor_parallel.infer import Group, inferred, innermost_around
-from lightning_dist.tensor_parallel.layers import linear_layer, shared_heads
+from lightning_dist.tensor_parallel.layers import shared_heads
 from lightning_dist.tensor_parallel.plan import (
     Entry,
     Plan,
@@ -32,9 +35,8 @@ from lightning_dist.tensor_parallel.plan import (
     resolve_plan,
     with_tied,
 )
-from lightning_dist.tensor_parallel.provenance import Call, Provenance
+from lightning_dist.tensor_parallel.split_logits import works_on_parts
 from lightning_dist.tensor_parallel.unsplit import reasons_for_whole
-from lightning_dist.tracing import run_on_fakes, tensors_in
 from lightning_dist.units import Unit
 
 __all__ = ["StepTrace", "TensorParallelConfig", "find_plan", "make_plan"]
@@ -88,9 +90,9 @@ def find_plan(
     blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
     trace = StepTrace(None, config.why_no_step)
     if config.step is not None:
-        provenance = Provenance(frozenset(blocks), root)
+        dataflow = Dataflow(frozenset(blocks), root, works_on_parts)
         device = torch.device(mesh.device_type)
-        trace = StepTrace(provenance, run_on_fakes(root, config.step, device, provenance))
+        trace = StepTrace(dataflow, run_on_fakes(root, config.step, device, dataflow))
     plan = make_plan(
         root,
         blocks,
@@ -111,11 +113,11 @@ class StepTrace:
     """Represent the record of one step of a model on fake tensors.
 
     Args:
-        provenance: The recorded data flow; None: no step could be run.
+        dataflow: The recorded data flow; None: no step could be run.
         why_not: Why the step ended early or could not begin; empty: it ran to its end.
     """
 
-    provenance: Provenance | None
+    dataflow: Dataflow | None
     why_not: str = ""
 
 
@@ -221,18 +223,18 @@ class _Planner:
         self._trials: dict[object, Trial] = {}
         self._answers: dict[object, str] = {}
         self._calls: dict[str, Call] = {}
-        if seen.provenance is not None:
-            self._calls = {call.name: call for call in reversed(seen.provenance.calls)}
+        if seen.dataflow is not None:
+            self._calls = {call.name: call for call in reversed(seen.dataflow.calls)}
         self._impossible: set[str] = set()  # errors of splits that cannot even be tried
         self._notes: list[str] = []
         self._units: dict[str, nn.Module] = {}
         self._kept = _Split({})
 
     def plan(self, entries: dict[str, Entry], splits_sequence: bool | None, splits_logits: bool | None) -> Plan:
-        provenance = self._seen.provenance
+        dataflow = self._seen.dataflow
         groups: list[Group] = []
-        if provenance is not None:
-            found = inferred(self._root, provenance, self._mesh.size())
+        if dataflow is not None:
+            found = inferred(self._root, dataflow, self._mesh.size())
             groups = [group for group in found.groups if entries.keys().isdisjoint(group.names)]
             given, entries = entries, {**found.vocabulary, **entries}
             if not given and not groups and not entries:
@@ -264,7 +266,7 @@ class _Planner:
         self._notes.append(f"hidden states are {'' if sequence else 'not '}split along the sequence" +
                            (f" ({why_not})" if why_not else ""))  # fmt: skip
         heads = [name for name, entry in entries.items() if entry.style == "colwise_gather_output"]
-        uses = provenance.uses if provenance is not None else {}
+        uses = dataflow.uses if dataflow is not None else {}
         needs = sorted({use for head in heads for use in uses.get(head, ())})
         keeps = splits_logits is not False and (not needs or bool(splits_logits))
         if splits_logits and not heads:
@@ -272,7 +274,7 @@ class _Planner:
         if heads:
             why = f" (used by {', '.join(needs)})" if needs else " (loss_parallel=False)" if not keeps else ""
             self._notes.append(f"logits are {'split along the vocabulary' if keeps else 'gathered'}{why}")
-        self._notes += reasons_for_whole(self._root, entries, self._kept.parameters, provenance)
+        self._notes += reasons_for_whole(self._root, entries, self._kept.parameters, dataflow)
         return Plan(
             entries,
             sizes,
@@ -290,9 +292,9 @@ class _Planner:
         Returns:
             The entries of all modules that are in no remaining group, and the remaining groups.
         """
-        provenance = self._seen.provenance
-        is_whole_step = provenance is not None and not self._seen.why_not
-        readers = provenance.readers if provenance is not None and is_whole_step else None
+        dataflow = self._seen.dataflow
+        is_whole_step = dataflow is not None and not self._seen.why_not
+        readers = dataflow.readers if dataflow is not None and is_whole_step else None
         of_groups = {name: entry for group in groups for name, entry in group.entries().items()}
         tied = self._without_shared(with_tied(self._root, {**of_groups, **entries}, readers))
         if readers is not None:
@@ -357,11 +359,11 @@ class _Planner:
     def _split_sequence(
         self, entries: Mapping[str, Entry], sizes: Mapping[str, Mapping[str, int]]
     ) -> tuple[SplitSequence | None, str]:
-        provenance = self._seen.provenance
-        if provenance is None or not provenance.calls:
+        dataflow = self._seen.dataflow
+        if dataflow is None or not dataflow.calls:
             return None, f"no step could be run on fake tensors: {self._seen.why_not}"
         num_ranks, sharing = self._mesh.size(), self._sharing_blocks()
-        return SequenceFinder(self._blocks, provenance, num_ranks, sharing, self.difference).find(entries, sizes)
+        return SequenceFinder(self._blocks, dataflow, num_ranks, sharing, self.difference).find(entries, sizes)
 
     def _sharing_blocks(self) -> set[str]:
         """Return the names of blocks with a parameter that is also held outside of the block."""
@@ -386,8 +388,8 @@ class _Planner:
         self._notes.append(text)
 
     def _may_draw(self) -> bool:
-        provenance = self._seen.provenance
-        return provenance is None or bool(self._seen.why_not) or provenance.draws_random
+        dataflow = self._seen.dataflow
+        return dataflow is None or bool(self._seen.why_not) or dataflow.draws_random
 
     def _tried(self, name: str, given: _Split, groups: Sequence[Group]) -> _Split:
         """Try a unit as planned, and replicate the inferred groups with which it does not compute the same.
@@ -462,16 +464,16 @@ class _Planner:
 
     def _parts(self, entries: Mapping[str, Entry]) -> list[dict[str, Entry]]:
         """Partition a block's entries by the ``rowwise`` layer that they feed; those that feed none come last."""
-        provenance = self._seen.provenance
-        assert provenance is not None
+        dataflow = self._seen.dataflow
+        assert dataflow is not None
         rows = [name for name, entry in entries.items() if entry.style == "rowwise"]
         parts = []
         for row in rows:
-            cols = provenance.into[row]
+            cols = dataflow.into[row]
             feeding = [
                 name
                 for name in entries
-                if name in cols or (name not in rows and provenance.into[name] and provenance.into[name] <= cols)
+                if name in cols or (name not in rows and dataflow.into[name] and dataflow.into[name] <= cols)
             ]
             parts.append({name: entries[name] for name in (*feeding, row)})
         taken = {name for part in parts for name in part}
@@ -512,7 +514,7 @@ class _Planner:
         for row in rows:
             layer = linear_layer(self._root.get_submodule(row))
             assert layer is not None
-            cols = self._seen.provenance.into[row] if self._seen.provenance is not None else set()
+            cols = self._seen.dataflow.into[row] if self._seen.dataflow is not None else set()
             for owner in sorted({key.rpartition(".")[0] for key in (row, *cols) if key.startswith(f"{name}.")}):
                 module = self._root.get_submodule(owner)
                 for key, value in vars(module).items():
@@ -572,7 +574,7 @@ class _Planner:
             heads={inside(key): heads for key, heads in sorted(split.heads.items())},
         )
         shapes = tuple((key, tuple(param.shape)) for key, param in unit.named_parameters())
-        used = () if self._seen.provenance is None else self._seen.provenance.used_later.get(name, ())
+        used = () if self._seen.dataflow is None else self._seen.dataflow.used_later.get(name, ())
         kind = (type(unit), shapes, _shapes(self._calls[name]), tuple(sorted(used)))
         if kind not in self._trials:
             self._trials[kind] = Trial(unit, self._calls[name], self._mesh, self._num_shards, used)

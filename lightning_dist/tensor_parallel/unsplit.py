@@ -8,9 +8,9 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from lightning_dist.tensor_parallel.layers import linear_layer
+from lightning_dist.linear_layers import linear_layer
+from lightning_dist.step_graph import Dataflow
 from lightning_dist.tensor_parallel.plan import Entry
-from lightning_dist.tensor_parallel.provenance import Provenance
 
 __all__ = ["reasons_for_whole"]
 
@@ -24,7 +24,7 @@ def reasons_for_whole(
     root: nn.Module,
     entries: Mapping[str, Entry],
     parameters: Mapping[str, int],
-    provenance: Provenance | None,
+    dataflow: Dataflow | None,
 ) -> Iterator[str]:
     """Yield a line for each reason why parameters are not split, with the reason that concerns most of them first.
 
@@ -32,7 +32,7 @@ def reasons_for_whole(
         root: The model.
         entries: Full module name to entry of the plan.
         parameters: Full names of split parameters that belong to no split layer, to the dimension of the split.
-        provenance: The record of a step; None: no step could be run.
+        dataflow: The record of a step; None: no step could be run.
     """
     split = {param for name, param in root.named_parameters() if name in parameters}
     for name, entry in entries.items():
@@ -46,7 +46,7 @@ def reasons_for_whole(
     for name, param in root.named_parameters():
         if param not in split:
             short = re.sub(r"\.\d+(?=\.)", ".*", name)
-            numbers[_reason(root, name, param, entries, provenance)][short] += param.numel()
+            numbers[_reason(root, name, param, entries, dataflow)][short] += param.numel()
     total = sum(param.numel() for param in root.parameters())
     for reason, names in sorted(numbers.items(), key=lambda item: -sum(item[1].values())):
         part = sum(names.values()) / total
@@ -57,7 +57,7 @@ def reasons_for_whole(
 
 
 def _reason(
-    root: nn.Module, name: str, param: nn.Parameter, entries: Mapping[str, Entry], provenance: Provenance | None
+    root: nn.Module, name: str, param: nn.Parameter, entries: Mapping[str, Entry], dataflow: Dataflow | None
 ) -> str:
     owner = name.rpartition(".")[0]
     module = root.get_submodule(owner)
@@ -66,9 +66,9 @@ def _reason(
         return entry.why
     if param.ndim < 2:
         return "norms, biases and other vectors are small"
-    if provenance is None:
+    if dataflow is None:
         return "no step could be run on fake tensors"
-    if not provenance.readers.get(name):
+    if not dataflow.readers.get(name):
         return "the recorded part of the step did not use them"
     if isinstance(module, nn.Embedding):
         return "an embedding is split only if a head has as many outputs as the embedding has rows"

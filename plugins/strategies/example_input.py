@@ -12,7 +12,7 @@ from torch.overrides import BaseTorchFunctionMode
 
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.pipeline import Pipeline
-from lightning_dist.tracing import run_on_fakes
+from lightning_dist.step_graph import run_on_fakes
 
 __all__ = ["run_example"]
 

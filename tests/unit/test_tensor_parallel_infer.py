@@ -11,10 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from lightning_dist.tensor_parallel import Provenance, resolve_plan
+from lightning_dist.step_graph import Dataflow, run_on_fakes
+from lightning_dist.tensor_parallel import resolve_plan
 from lightning_dist.tensor_parallel.infer import inferred
 from lightning_dist.tensor_parallel.plan import SplitHeads, with_tied
-from lightning_dist.tracing import run_on_fakes
+from lightning_dist.tensor_parallel.split_logits import works_on_parts
 from lightning_dist.units import find_blocks
 from tests.models import build
 from tests.split_models import SPLIT_MODELS
@@ -33,16 +34,16 @@ BY_HAND = {
 }
 
 
-def traced(model: Any) -> Provenance:
-    """Trace the training step of a model, and return the provenance of its tensors."""
-    provenance = Provenance(frozenset(find_blocks(model)), model)
+def traced(model: Any) -> Dataflow:
+    """Trace the training step of a model, and return the dataflow of its tensors."""
+    dataflow = Dataflow(frozenset(find_blocks(model)), model, works_on_parts)
     batch = [tensor[:4] for tensor in model.data()]
 
     def step(fake: Any) -> Any:
         return model.training_step([fake(tensor) for tensor in batch], 0)
 
-    assert run_on_fakes(model, step, torch.device("cpu"), provenance) == ""
-    return provenance
+    assert run_on_fakes(model, step, torch.device("cpu"), dataflow) == ""
+    return dataflow
 
 
 @pytest.mark.parametrize("name", ["example_gpt", "llama3", "qwen"])
@@ -86,13 +87,13 @@ def test_a_step_that_cannot_be_traced_to_its_end_gives_the_reason_and_a_plan() -
         return loss if loss > 3 else 2 * loss
 
     model.training_step = branching
-    provenance = Provenance(frozenset(find_blocks(model)), model)
+    dataflow = Dataflow(frozenset(find_blocks(model)), model, works_on_parts)
     batch = [tensor[:4] for tensor in model.data()]
     why = run_on_fakes(
-        model, lambda fake: model.training_step([fake(t) for t in batch], 0), torch.device("cpu"), provenance
+        model, lambda fake: model.training_step([fake(t) for t in batch], 0), torch.device("cpu"), dataflow
     )
     assert why.startswith("GuardOnDataDependentSymNode")
-    assert len(inferred(model, provenance, 2).entries()) == 2 * 7 + 2
+    assert len(inferred(model, dataflow, 2).entries()) == 2 * 7 + 2
 
 
 @functools.lru_cache

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_dist
-from lightning_dist.pipeline import TraceError, note_exchange
+from lightning_dist.step_graph import TraceError, note_exchange
 
 __all__ = ["stand_ins_for_collectives", "without_foreign_collectives"]
 

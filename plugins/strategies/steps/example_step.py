@@ -19,8 +19,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric, MetricCollection
 
-from lightning_dist.pipeline import TraceError
 from lightning_dist.plugins import _compat
+from lightning_dist.step_graph import TraceError
 
 __all__ = ["FakeStep", "example_args", "example_step", "fake_step", "parameters_unchanged", "without_updates"]
 

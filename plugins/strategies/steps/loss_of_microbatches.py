@@ -11,7 +11,8 @@ import torch
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
-from lightning_dist.pipeline import Leaf, Pipeline, StepGraph, map_leaves
+from lightning_dist.pipeline import Pipeline, map_leaves
+from lightning_dist.step_graph import Leaf, StepGraph
 
 __all__ = ["warn_of_other_losses"]
 

@@ -22,18 +22,7 @@ from torchmetrics import Metric, MetricCollection
 
 from lightning_dist.collectives import BytesBroadcast
 from lightning_dist.parallel_module import ParallelModule
-from lightning_dist.pipeline import (
-    AllStages,
-    Failure,
-    Pipeline,
-    Ran,
-    StepGraph,
-    TraceError,
-    agreed_path,
-    raise_together,
-    signature,
-    trace_step,
-)
+from lightning_dist.pipeline import AllStages, Failure, Pipeline, Ran, agreed_path, raise_together, signature
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.steps.base import Steps, begins_accumulation
 from lightning_dist.plugins.strategies.steps.collectives import without_foreign_collectives
@@ -44,6 +33,7 @@ from lightning_dist.plugins.strategies.steps.microbatching import BatchSplitter
 from lightning_dist.plugins.strategies.steps.result import StepResult, joined, merged_outputs
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
 from lightning_dist.shards_in_hooks import ShardsInHooks
+from lightning_dist.step_graph import StepGraph, TraceError, trace_step
 
 __all__ = ["PipelinedSteps"]
 

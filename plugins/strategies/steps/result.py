@@ -23,11 +23,12 @@ from torchmetrics import Metric
 
 from lightning_dist.collectives import BytesBroadcast
 from lightning_dist.consensus import OtherRankError
-from lightning_dist.pipeline import BuffersOfStep, Leaf, Pipeline, Ran, StepGraph, refuse_stand_ins
+from lightning_dist.pipeline import BuffersOfStep, Pipeline, Ran, refuse_stand_ins
 from lightning_dist.pipeline.attributes import keep, restore
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.steps.example_step import without_updates
 from lightning_dist.plugins.strategies.steps.metrics import SharedMetrics
+from lightning_dist.step_graph import Leaf, StepGraph
 
 __all__ = ["StepResult", "joined", "merged_outputs"]
 

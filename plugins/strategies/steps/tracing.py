@@ -10,9 +10,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_dist.pipeline import note_exchange
 from lightning_dist.plugins.strategies.steps.collectives import stand_ins_for_collectives
 from lightning_dist.plugins.strategies.steps.example_step import parameters_unchanged
+from lightning_dist.step_graph import note_exchange
 
 __all__ = ["StepTracing"]
 

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dist.pipeline.graph import TraceError
+from lightning_dist.step_graph.graph import TraceError
 
 __all__ = ["Draws"]
 

@@ -23,9 +23,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
-from lightning_dist.fake_rules import FakeRules
+from lightning_dist.step_graph.fake_rules import FakeRules
+from lightning_dist.step_graph.tensor_reads import MadeUpValues
 from lightning_dist.tensor_places import put, tensor_places
-from lightning_dist.tensor_reads import MadeUpValues
 
 __all__ = ["Observer", "RefusalError", "WhyNot", "run_on_fakes", "tensors_in"]
 

@@ -1,137 +1,35 @@
-"""Trace a step on fake tensors, to find which tensors the parts of a model pass to each other.
-
-This happens before the model is split into stages.
-"""
+"""Observe a step on fake tensors, and build the graph of what its parts pass to each other."""
 
 from __future__ import annotations
 
 import sys
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode, handle_torch_function, has_torch_function
+from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_dist.pipeline.checkpointing import checkpointing_without_reentry
-from lightning_dist.pipeline.draws import Draws
-from lightning_dist.pipeline.graph import InnerCall, Leaf, Output, PartCall, StepGraph, TraceError, Value
-from lightning_dist.pipeline.of_batch import BatchMarks
-from lightning_dist.pipeline.ways import follow_ways
-from lightning_dist.tensor_reads import READS, TEXTS, MadeUpValues
-from lightning_dist.tracing import Observer, run_on_fakes, tensors_in
-from lightning_dist.watched_numbers import ask_for_value
+from lightning_dist.step_graph.batch_marks import BatchMarks
+from lightning_dist.step_graph.draws import Draws
+from lightning_dist.step_graph.fake_run import Observer, tensors_in
+from lightning_dist.step_graph.graph import InnerCall, Leaf, Output, PartCall, StepGraph, TraceError, Value
+from lightning_dist.step_graph.marks import Marks, history_of, marks_of
+from lightning_dist.step_graph.tensor_reads import READS, TEXTS
+from lightning_dist.step_graph.watched_numbers import ask_for_value
 
-__all__ = ["find_parts", "note_exchange", "trace_step"]
+__all__ = ["GraphObserver", "note_exchange"]
 
 _FLOPS_PER_ELEMENT = 30
 """Cost of writing one element of a tensor, in floating-point operations of a matrix product that take the same time."""
 
 
 _BASE = Tensor._base.__get__  # type: ignore[union-attr]  # On the class, _base is a descriptor.
-
-
-def find_parts(
-    root: nn.Module,
-    step: Callable[..., Any],
-    device: torch.device,
-    blocks: Mapping[str, nn.Module],
-    num_wanted: int,
-) -> list[str]:
-    """Return the names of the parts of ``root``, in the order of their first calls.
-
-    The parts are the blocks, and outside of them the outermost modules that have parameters and contain no blocks. An
-    ``nn.Sequential`` is replaced by its children. While there are fewer parts than wanted, the largest part that is
-    no block, and has several children with parameters, is replaced by these.
-
-    Args:
-        root: The user's module.
-        step: Function that runs the step, as for :func:`trace_step`.
-        device: The device of the fake tensors.
-        blocks: The repeated blocks of the model, by name.
-        num_wanted: The number of parts that are wanted.
-
-    Raises:
-        TraceError: If the step does not run on fake tensors, or calls no module with parameters.
-    """
-    tree = next(follow_ways(_CallTree, partial(_run, root, step, device))).observer
-    modules = dict(root.named_modules())
-    with_blocks = {name.rpartition(".")[0] for name in blocks}
-    with_blocks |= {parent for name in with_blocks for parent in _parents(name)}
-
-    def has_params(name: str) -> bool:
-        return any(True for _ in modules[name].parameters())
-
-    def inside(name: str) -> list[str]:
-        return [child for child in tree.children[name] if has_params(child)]
-
-    parts: list[str] = []
-
-    def visit(name: str) -> None:
-        if name in blocks or (name not in with_blocks and not isinstance(modules[name], nn.Sequential)):
-            if name not in parts:
-                parts.append(name)
-        else:
-            for child in inside(name):
-                visit(child)
-
-    for name in inside(""):
-        visit(name)
-    while len(parts) < num_wanted:
-        divisible = [name for name in parts if name not in blocks and len(inside(name)) > 1]
-        if not divisible:
-            break
-        largest = max(divisible, key=lambda name: sum(param.numel() for param in modules[name].parameters()))
-        index = parts.index(largest)
-        parts[index : index + 1] = [child for child in inside(largest) if child not in parts]
-    if not parts:
-        raise TraceError(
-            "The step calls no module with parameters, so there is nothing to split into stages: call the model in it,"
-            " by `self(...)` or `self.model(...)`."
-        )
-    return parts
-
-
-def trace_step(
-    root: nn.Module,
-    step: Callable[..., Any],
-    device: torch.device,
-    parts: list[str],
-    blocks: Mapping[str, nn.Module],
-    has_loss: bool = True,
-) -> StepGraph:
-    """Trace one step on fake tensors, and return its graph.
-
-    Args:
-        root: The user's module.
-        step: Function that runs the step. It is given a function that returns a fake tensor for a tensor of the batch,
-            and, as ``on_log``, a function to call with the arguments of ``self.log``.
-        device: The device of the fake tensors.
-        parts: The names of the parts.
-        blocks: The parts that are repeated blocks, by name.
-        has_loss: Whether the step must return a loss that depends on the model's output.
-
-    Raises:
-        TraceError: If the step does not run on fake tensors, or cannot be split into stages.
-    """
-
-    def make() -> _GraphObserver:
-        return _GraphObserver(root, frozenset(parts), blocks)
-
-    first, *others = follow_ways(make, partial(_run, root, step, device))
-    graph: StepGraph = first.observer.graph(has_loss)
-    for other in others:
-        if other.observer.has_loss:  # A step that returns no loss on this way is refused when it takes the way.
-            first.observer.check_same_loss(other.observer, other.by_number)
-            graph = graph.merged_with(other.observer.graph(has_loss))
-    return graph
 
 
 def note_exchange(tensor: Tensor) -> None:
@@ -145,25 +43,6 @@ def note_exchange(tensor: Tensor) -> None:
     """
     if has_torch_function((tensor,)):
         handle_torch_function(note_exchange, (tensor,), tensor)
-
-
-def _run(
-    root: nn.Module,
-    step: Callable[..., Any],
-    device: torch.device,
-    observer: _CallTree | _GraphObserver,
-    values: MadeUpValues | None,
-) -> str:
-    if values is not None:
-        values.may_decide = observer.is_between
-    with checkpointing_without_reentry():
-        return run_on_fakes(root, partial(step, on_log=observer.on_log), device, observer, True, values)
-
-
-def _parents(name: str) -> Iterator[str]:
-    while name:
-        name = name.rpartition(".")[0]
-        yield name
 
 
 def _check_function(function: Any) -> None:
@@ -180,37 +59,7 @@ def _check_function(function: Any) -> None:
         )
 
 
-class _CallTree:
-    """Observe a step, and record which modules each module calls."""
-
-    def __init__(self) -> None:
-        self.functions: TorchFunctionMode = BaseTorchFunctionMode()
-        self.children: dict[str, list[str]] = defaultdict(list)
-        self._running = [""]
-
-    def is_between(self) -> bool:
-        """Return True: the outcome of any decision may matter, because the parts are not known yet."""
-        return True
-
-    def on_input(self, tensor: Tensor) -> None:
-        pass
-
-    def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if name not in self.children[self._running[-1]]:
-            self.children[self._running[-1]].append(name)
-        self._running.append(name)
-
-    def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        self._running.pop()
-
-    def on_log(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    def on_end(self, result: Any) -> None:
-        pass
-
-
-class _GraphObserver:
+class GraphObserver:
     """Observe a step, and mark each tensor with the values and parameters from which it was computed."""
 
     def __init__(self, root: nn.Module, parts: frozenset[str], blocks: Mapping[str, nn.Module]) -> None:
@@ -250,7 +99,7 @@ class _GraphObserver:
         """Return whether the step has returned a tensor."""
         return self._loss_history is not None
 
-    def check_same_loss(self, other: _GraphObserver, by_number: bool) -> None:
+    def check_same_loss(self, other: GraphObserver, by_number: bool) -> None:
         """Check that a decision by a tensor's value changes neither the parts that the step calls nor its loss.
 
         Args:
@@ -289,10 +138,12 @@ class _GraphObserver:
         self._of_batch.begin(self._root)
 
     def on_input(self, tensor: Tensor) -> None:
+        """Mark a tensor of the batch, and watch whether the step changes it."""
         self._of_batch.mark(tensor)
         self._inputs.append((tensor, tensor._version))
 
     def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin the call of a part, or note that a module inside a part runs."""
         if self._active is not None:
             self._inner_args[name] = Output.of(args)
             return
@@ -306,9 +157,10 @@ class _GraphObserver:
         given = list(tensors_in((args, kwargs)))
         for tensor in given:
             self._use(self._active, tensor)
-        self._input_history = hash(tuple(map(_history, given)))
+        self._input_history = hash(tuple(map(history_of, given)))
 
     def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+        """End the call of a part, and make the tensors that it returns values."""
         call = self._active
         if call is None:
             return
@@ -326,7 +178,7 @@ class _GraphObserver:
             if isinstance(leaf, Tensor):
                 leaf.__dict__.pop("_made_in", None)
                 leaf.__dict__.pop("_made_by", None)
-                leaf.__dict__["_marks"] = _Marks(frozenset({(index, place)}))
+                leaf.__dict__["_marks"] = Marks(frozenset({(index, place)}))
                 leaf.__dict__["_history"] = 2 * (hash((name, place, self._input_history)),)
                 self._outputs.append(((index, place), leaf, leaf._version))
         call.cost += self.functions.flops() - self._flops_before
@@ -335,6 +187,7 @@ class _GraphObserver:
         self._active = None
 
     def on_end(self, result: Any) -> None:
+        """Record what the step leaves: its result, changed buffers, and attributes that have another value."""
         self._changed_buffers = self._of_batch.changed(self._root)
         self._note_result(result)
         self._end.draws |= self._draws.were_drawn()
@@ -343,7 +196,7 @@ class _GraphObserver:
             self._use(self._end, tensor)
         if returned:
             loss = result.get("loss", returned[0]) if isinstance(result, Mapping) else returned[0]
-            self._loss_history = _history(loss)
+            self._loss_history = history_of(loss)
         hooked = [name for name, module in self._root.named_modules() if _num_hooks(module) > self._num_hooks[name]]
         for name, key, value in self._attributes():
             for tensor in tensors_in(value):
@@ -406,7 +259,7 @@ class _GraphObserver:
             for tensor in inputs:  # The step may return, log or keep the number.
                 self._use(self._end, tensor)
         if name == "register_hook" and self._active is None and not _is_called_by_torch():
-            self._hooked += [(_marks(tensor).values, len(self._calls)) for tensor in inputs]
+            self._hooked += [(marks_of(tensor).values, len(self._calls)) for tensor in inputs]
         if not outputs and name != "__setitem__":
             return  # The function only reads metadata such as the shape.
         written = sum(tensor.numel() for tensor in outputs if not _is_view(tensor, inputs))
@@ -419,24 +272,24 @@ class _GraphObserver:
                     tensor.__dict__["_made_in"] = self._active.name
             return
         self._end.cost += _FLOPS_PER_ELEMENT * written
-        marks = _Marks()
+        marks = Marks()
         for tensor in inputs:
             self._note_escape(tensor, function)
             marks |= self._marks_of(tensor)
-        before = tuple(map(_history, inputs))
+        before = tuple(map(history_of, inputs))
         structure = hash((name, *(history[0] for history in before)))
         constants = [repr(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int | float | str)]
         history = (structure, hash((name, *constants, *(history[1] for history in before))))
         changed = inputs[:1] if name == "__setitem__" else [out for out in outputs if any(out is t for t in inputs)]
         bases = [tensor._base for tensor in changed if tensor._base is not None]
         for tensor in [*outputs, *changed, *bases]:
-            tensor.__dict__["_marks"] = marks | _marks(tensor)
+            tensor.__dict__["_marks"] = marks | marks_of(tensor)
             tensor.__dict__["_history"] = history
 
-    def _marks_of(self, tensor: Tensor) -> _Marks:
+    def _marks_of(self, tensor: Tensor) -> Marks:
         name = tensor.__dict__.get("_param_name")
         if name is None:
-            return _marks(tensor)
+            return marks_of(tensor)
         block = next((block for block in self._blocks if name.startswith(f"{block}.")), None)
         if block is not None:
             raise TraceError(
@@ -445,7 +298,7 @@ class _GraphObserver:
                 " and what swaps or averages weights into hooks such as on_validation_start."
             )
         self._params_between.add(name)
-        return _Marks(params=frozenset({name}))
+        return Marks(params=frozenset({name}))
 
     def _use(self, call: PartCall, tensor: Tensor) -> None:
         name = tensor.__dict__.get("_param_name")
@@ -454,7 +307,7 @@ class _GraphObserver:
             return
         if call is self._end:
             self._note_escape(tensor, None)
-        marks = _marks(tensor)
+        marks = marks_of(tensor)
         call.uses |= marks.values
         call.params |= marks.params
 
@@ -487,7 +340,7 @@ class _GraphObserver:
             call.leaves.append(inner.output.leaves[leaf])
             self._outputs.append(((index, inner.places[leaf]), tensor, tensor._version))
         del tensor.__dict__["_made_in"], tensor.__dict__["_made_by"]
-        tensor.__dict__["_marks"] = _Marks(frozenset({(index, inner.places[leaf])}))
+        tensor.__dict__["_marks"] = Marks(frozenset({(index, inner.places[leaf])}))
 
     def graph(self, has_loss: bool = True) -> StepGraph:
         """Return the graph of the step that was observed.
@@ -522,6 +375,7 @@ class _GraphObserver:
         inside = {name: by_batch for name, by_batch in self._changed_buffers.items() if name.startswith(prefixes)}
         # In a part that has both kinds, such as a queue and the position in it, one buffer may depend on the other.
         by_batch = {next(p for p in prefixes if name.startswith(p)) for name, by_batch in inside.items() if by_batch}
+        steady = frozenset(name for name in inside if not name.startswith(tuple(by_batch)))
         return StepGraph(
             self._calls,
             self._end,
@@ -529,38 +383,13 @@ class _GraphObserver:
             params,
             tuple(self._changed),
             tuple(place for place in self._changed_inside if place not in self._changed),
-            frozenset(name for name in inside if not name.startswith(tuple(by_batch))),
+            steady,
+            frozenset(inside) - steady,
             frozenset(self._changed_buffers.keys() - inside.keys()),
             self._logs_otherwise,
             tuple(self._plain_numbers),
             tuple(dict.fromkeys(self._hooked)),
         )
-
-
-@dataclass(frozen=True)
-class _Marks:
-    values: frozenset[Value] = frozenset()
-    params: frozenset[str] = frozenset()
-
-    def __or__(self, other: _Marks) -> _Marks:
-        return _Marks(self.values | other.values, self.params | other.params)
-
-
-_NOTHING = _Marks()
-
-
-def _marks(tensor: Tensor) -> _Marks:
-    """Return the marks of ``tensor``, and those of its base, which may have been changed through another view."""
-    marks: _Marks = tensor.__dict__.get("_marks", _NOTHING)
-    return marks if tensor._base is None else marks | tensor._base.__dict__.get("_marks", _NOTHING)
-
-
-def _history(tensor: Tensor) -> tuple[int, int]:
-    """Return two hashes of the operations that computed ``tensor``: without and with the numbers in their arguments."""
-    name = tensor.__dict__.get("_param_name")
-    made: tuple[int, int] = tensor.__dict__.get("_history", (0, 0))
-    base = (0, 0) if tensor._base is None else tensor._base.__dict__.get("_history", (0, 0))
-    return (hash((name, made[0], base[0])), hash((name, made[1], base[1])))
 
 
 def _num_hooks(module: nn.Module) -> int:
@@ -575,7 +404,7 @@ _ABSENT = object()
 
 
 class _Functions(TorchFunctionMode):
-    def __init__(self, observer: _GraphObserver, *operations: TorchDispatchMode) -> None:
+    def __init__(self, observer: GraphObserver, *operations: TorchDispatchMode) -> None:
         super().__init__()
         self._observer = observer
         self._operations = operations
@@ -635,4 +464,4 @@ def _is_view(tensor: Tensor, inputs: list[Tensor]) -> bool:
     return tensor._base is not None and any(tensor._base is given or tensor._base is given._base for given in inputs)
 
 
-_: type[Observer] = _GraphObserver
+_: type[Observer] = GraphObserver

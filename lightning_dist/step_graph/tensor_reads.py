@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from lightning_dist.watched_numbers import watched
+from lightning_dist.step_graph.watched_numbers import watched
 
 __all__ = ["READS", "TEXTS", "MadeUpValues", "Script"]
 

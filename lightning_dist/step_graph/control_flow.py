@@ -9,13 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from functools import partial
+from typing import Any, Generic, Protocol, TypeVar
 
-from lightning_dist.pipeline.graph import NotFollowedError
-from lightning_dist.tensor_reads import MadeUpValues, Script
-from lightning_dist.tracing import WhyNot
+import torch
+from torch import nn
 
-__all__ = ["Way", "follow_ways"]
+from lightning_dist.step_graph.fake_run import Observer, WhyNot, run_on_fakes
+from lightning_dist.step_graph.graph import NotFollowedError
+from lightning_dist.step_graph.reentrant_checkpointing import checkpointing_without_reentry
+from lightning_dist.step_graph.tensor_reads import MadeUpValues, Script
+
+__all__ = ["Branch", "run_all_branches"]
 
 _MAX_DECISIONS = 12
 """Number of decisions whose both outcomes are traced; of later decisions, one outcome is traced."""
@@ -23,11 +28,22 @@ _MAX_DECISIONS = 12
 _NUMBERS = (1e30, -1e30)
 """Made-up values above and below any number with which a step compares a value."""
 
-Observer = TypeVar("Observer")
+
+class StepObserver(Observer, Protocol):
+    """Observe a step that may read values of tensors."""
+
+    def is_between(self) -> bool:
+        """Return whether the outcome of a decision that the step takes now may matter."""
+
+    def on_log(self, *args: Any, **kwargs: Any) -> None:
+        """Handle a call of ``self.log``."""
+
+
+SomeObserver = TypeVar("SomeObserver", bound=StepObserver)
 
 
 @dataclass(frozen=True)
-class Way(Generic[Observer]):
+class Branch(Generic[SomeObserver]):
     """Represent one run of a step on fake tensors.
 
     Args:
@@ -35,31 +51,40 @@ class Way(Generic[Observer]):
         by_number: Whether the run differs from the first one by its made-up numbers, and not by one decision.
     """
 
-    observer: Observer
+    observer: SomeObserver
     by_number: bool = False
 
 
-def follow_ways(
-    make: Callable[[], Observer], run: Callable[[Observer, MadeUpValues | None], str]
-) -> Iterator[Way[Observer]]:
-    """Trace a step along each way that its decisions can take; a step that reads no values has one way.
+def run_all_branches(
+    make: Callable[[], SomeObserver], root: nn.Module, step: Callable[..., Any], device: torch.device
+) -> Iterator[Branch[SomeObserver]]:
+    """Trace a step along each branch that its decisions can take; a step that reads no values has one branch.
 
     Args:
         make: Function that creates an observer.
-        run: Function that runs the step on fake tensors for an observer, with made-up values for reads of tensors
-            (None: a read raises). It returns the reason if the step could not run to its end, else an empty text.
+        root: The user's module.
+        step: Function that runs the step. It is given a function that returns a fake tensor for a tensor of the batch,
+            and, as ``on_log``, a function to call with the arguments of ``self.log``.
+        device: The device of the fake tensors.
 
     Yields:
-        The first way on which the step raises no exception, then the others.
+        The first branch on which the step raises no exception, then the others.
 
     Raises:
-        NotFollowedError: If the step raises an exception on every way.
+        NotFollowedError: If the step raises an exception on every branch.
         Exception: The error of the step's own code that it raises before it reads any value, as in one process.
     """
+
+    def run(observer: SomeObserver, values: MadeUpValues | None) -> str:
+        if values is not None:
+            values.may_decide = observer.is_between
+        with checkpointing_without_reentry():
+            return run_on_fakes(root, partial(step, on_log=observer.on_log), device, observer, True, values)
+
     observer = make()
     why_not = run(observer, None)
     if not why_not:
-        yield Way(observer)
+        yield Branch(observer)
         return
     if isinstance(why_not, WhyNot) and why_not.is_of_the_code:
         raise why_not.error
@@ -74,24 +99,24 @@ def follow_ways(
             + " If sizes in the step depend on values, as those of packed sequences do, use a strategy without stages."
         )
     first, values = found
-    yield Way(first)
+    yield Branch(first)
     decisions = values.decisions[:_MAX_DECISIONS]
     for index, decision in enumerate(decisions):
         other = _without_exception(make, run, Script((*decisions[:index], not decision)))
         if not isinstance(other, str):  # Otherwise the decision is a check in the user's code, which raises.
-            yield Way(other[0])
+            yield Branch(other[0])
     for number in _NUMBERS if values.has_read_numbers else ():
         other = _without_exception(make, run, Script(tuple(decisions), number))
         if not isinstance(other, str):
-            yield Way(other[0], by_number=True)
+            yield Branch(other[0], by_number=True)
 
 
 _ABOUT_VALUES = ("DataDependent", "Symbolic", "SymInt", "SymFloat", "SymBool")
 
 
 def _without_exception(
-    make: Callable[[], Observer], run: Callable[[Observer, MadeUpValues | None], str], script: Script
-) -> tuple[Observer, MadeUpValues] | str:
+    make: Callable[[], SomeObserver], run: Callable[[SomeObserver, MadeUpValues | None], str], script: Script
+) -> tuple[SomeObserver, MadeUpValues] | str:
     """Trace the step with the values of ``script``; while it raises, set its last False decision after these to True.
 
     Returns:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec, tree_flatten
 
-from lightning_dist.tracing import RefusalError
+from lightning_dist.step_graph.fake_run import RefusalError
 
 __all__ = ["InnerCall", "Leaf", "NotFollowedError", "Output", "PartCall", "StepGraph", "TraceError", "Value"]
 
@@ -136,6 +136,7 @@ class StepGraph:
             as the module's name and the attribute's name.
         changed_inside: The attributes that the step changes and has restored at its end, named likewise.
         steady_buffers: The names of the buffers in parts that the step changes to values independent of the batch.
+        batch_buffers: The names of the other buffers in parts that the step changes.
         buffers_between: The names of the buffers outside of parts that the step changes.
         logs_otherwise: Whether the step logs or returns a value that is no mean over samples.
         numbers: The Python numbers that the step logs or returns, in order.
@@ -152,6 +153,7 @@ class StepGraph:
     changed: tuple[tuple[str, str], ...] = ()
     changed_inside: tuple[tuple[str, str], ...] = ()
     steady_buffers: frozenset[str] = frozenset()
+    batch_buffers: frozenset[str] = frozenset()
     buffers_between: frozenset[str] = frozenset()
     logs_otherwise: bool = False
     numbers: tuple[float, ...] = field(default=(), compare=False)
@@ -199,7 +201,8 @@ class StepGraph:
             self.params_between | other.params_between,
             changed,
             tuple(dict.fromkeys((*self.changed_inside, *other.changed_inside))),
-            self.steady_buffers & other.steady_buffers,
+            (self.steady_buffers | other.steady_buffers) - self.batch_buffers - other.batch_buffers,
+            self.batch_buffers | other.batch_buffers,
             self.buffers_between | other.buffers_between,
             self.logs_otherwise or other.logs_otherwise,
             self.numbers,

@@ -3,8 +3,9 @@
 While a step is traced, every plain value that it reads from a module, from the Trainer or from its own arguments is
 recorded (``self.current_epoch``, ``self.use_auxiliary``, ``self.config``, ``batch_idx``). Before a later step these
 values are compared with the current ones, and the step is traced again if one has changed. A number that has changed
-once is watched from then on (see :mod:`lightning_dist.watched_numbers`): the outcomes of the step's comparisons with it
-are compared, and not its value, so that a step with ``if self.global_step > 1000`` is traced twice and not every time.
+once is watched from then on (see :mod:`lightning_dist.step_graph.watched_numbers`): the outcomes of the step's
+comparisons with it are compared, and not its value, so that a step with ``if self.global_step > 1000`` is traced twice
+and not every time.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_dist.pipeline.graph import StepGraph
-from lightning_dist.watched_numbers import watched
+from lightning_dist.step_graph.graph import StepGraph
+from lightning_dist.step_graph.watched_numbers import watched
 
 __all__ = ["KnownPaths", "Readable"]
 

@@ -11,7 +11,7 @@ queries. It is a source too, under its full name. So is the batch.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,11 +20,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lightning_dist.tensor_parallel.layers import linear_layer
-from lightning_dist.tensor_parallel.split_logits import works_on_parts
-from lightning_dist.tracing import tensors_in
+from lightning_dist.linear_layers import linear_layer
+from lightning_dist.step_graph.fake_run import tensors_in
 
-__all__ = ["BATCH", "Call", "Provenance", "is_learned", "is_stream", "is_used_outside", "sources"]
+__all__ = ["BATCH", "Call", "Dataflow", "is_learned", "is_stream", "is_used_outside", "sources"]
 
 BATCH = frozenset({"<the batch>"})
 """The sources of the tensors of the batch."""
@@ -73,16 +72,19 @@ class Call:
 
 
 @dataclass
-class Provenance:
-    """Record the data flow between layers, as the observer of a step (:func:`lightning_dist.tracing.run_on_fakes`).
+class Dataflow:
+    """Record the data flow between layers, as the observer of a step on fake tensors.
 
     Args:
         blocks: Full names of the model's blocks.
         root: The model. Parameters are recorded by their full names, tied ones by the first of their names.
+        works_on_parts: Function that returns whether a torch function can work on each rank's part of a tensor whose
+            features are split over ranks. Its arguments are the torch function, the tensor, and the arguments.
     """
 
     blocks: frozenset[str]
     root: nn.Module
+    works_on_parts: Callable[[Any, Tensor, tuple[Any, ...], Mapping[str, Any]], bool]
     calls: list[Call] = field(default_factory=list)
     """The calls of all modules, in the order in which they returned."""
     called: set[str] = field(default_factory=set)
@@ -178,7 +180,7 @@ class Provenance:
             outputs = inputs[:1]
         for tensor in inputs if outputs else ():
             layer = tensor.__dict__.get("_features_of")
-            if layer is not None and not works_on_parts(function, tensor, args, kwargs):
+            if layer is not None and not self.works_on_parts(function, tensor, args, kwargs):
                 self.uses[layer].add(name.strip("_"))
             elif layer is not None and function is not functional.cross_entropy:
                 for result in outputs:
@@ -194,13 +196,13 @@ class Provenance:
 
 
 class _Functions(TorchFunctionMode):
-    def __init__(self, provenance: Provenance) -> None:
+    def __init__(self, dataflow: Dataflow) -> None:
         super().__init__()
-        self._provenance = provenance
+        self._dataflow = dataflow
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        self._provenance.on_function(func, args, kwargs or {}, out)
+        self._dataflow.on_function(func, args, kwargs or {}, out)
         return out
 
 

@@ -1,14 +1,7 @@
-"""Find the buffers that a step changes, tell whether they depend on the batch, and restore them.
-
-A step of a pipeline runs once for each microbatch. A buffer in a part that depends on the batch (a running mean) is
-updated by one microbatch after another, as in gradient accumulation. A buffer whose new value depends on weights and
-buffers alone (the power iteration of a spectral norm, a count of forwards) would be updated once for each microbatch,
-where one process updates it once. Such a buffer is therefore reset before each microbatch to its value before the step.
-"""
+"""Tell which buffers a step changes, and whether their new values depend on the batch."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -17,7 +10,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["BatchMarks", "BuffersOfStep"]
+__all__ = ["BatchMarks"]
 
 
 class BatchMarks(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -77,43 +70,3 @@ class BatchMarks(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and bool(argument.alias_info.is_write)
-
-
-class BuffersOfStep:
-    """Hold copies of buffers from before a step, and restore them.
-
-    Buffers on the meta device are left out.
-
-    Args:
-        root: The user's module.
-        names: The names of the buffers.
-    """
-
-    def __init__(self, root: nn.Module, names: Collection[str]) -> None:
-        self._places: dict[str, tuple[dict[str, Any], str, Tensor, Tensor]] = {}
-        for name in names:
-            path, _, key = name.rpartition(".")
-            buffers = root.get_submodule(path)._buffers
-            buffer = buffers.get(key)
-            if buffer is not None and not buffer.is_meta:
-                self._places[name] = (buffers, key, buffer, buffer.detach().clone())
-
-    def current(self) -> dict[str, Tensor]:
-        """Return copies of the buffers' current values, by name."""
-        return {name: buffers[key].detach().clone() for name, (buffers, key, _, _) in self._places.items()}
-
-    def restore(self, outside_of: tuple[str, ...] = ()) -> None:
-        """Restore the buffers to their values before the step.
-
-        Args:
-            outside_of: Prefixes of names; buffers whose names begin with one of them are left unchanged.
-        """
-        self.set({name: value for name, (*_, value) in self._places.items() if not name.startswith(outside_of)})
-
-    @torch.no_grad()
-    def set(self, values: Mapping[str, Tensor]) -> None:
-        """Set the buffers to ``values``, which are given by name."""
-        for name, value in values.items():
-            buffers, key, buffer, _ = self._places[name]
-            buffer.copy_(value)
-            buffers[key] = buffer  # The step may have registered another tensor under this name.

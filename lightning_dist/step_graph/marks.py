@@ -1,0 +1,47 @@
+"""Mark the tensors of a traced step with what they were computed from.
+
+A mark is an attribute of a fake tensor. It is set where the tensor is made, and holds for its views as well.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from lightning_dist.step_graph.graph import Value
+
+__all__ = ["Marks", "history_of", "marks_of"]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """Hold what a tensor was computed from.
+
+    Args:
+        values: The tensors that parts returned.
+        params: The names of the parameters that code between parts used.
+    """
+
+    values: frozenset[Value] = frozenset()
+    params: frozenset[str] = frozenset()
+
+    def __or__(self, other: Marks) -> Marks:
+        return Marks(self.values | other.values, self.params | other.params)
+
+
+_NOTHING = Marks()
+
+
+def marks_of(tensor: Tensor) -> Marks:
+    """Return the marks of ``tensor``, and those of its base, which may have been changed through another view."""
+    marks: Marks = tensor.__dict__.get("_marks", _NOTHING)
+    return marks if tensor._base is None else marks | tensor._base.__dict__.get("_marks", _NOTHING)
+
+
+def history_of(tensor: Tensor) -> tuple[int, int]:
+    """Return two hashes of the operations that computed ``tensor``: without and with the numbers in their arguments."""
+    name = tensor.__dict__.get("_param_name")
+    made: tuple[int, int] = tensor.__dict__.get("_history", (0, 0))
+    base = (0, 0) if tensor._base is None else tensor._base.__dict__.get("_history", (0, 0))
+    return (hash((name, made[0], base[0])), hash((name, made[1], base[1])))
