@@ -29,6 +29,7 @@ from lightning_dist.consensus import timed_barrier
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.replicas import bit_sums, differ
 from lightning_dist.technique import Parallel, Technique
+from lightning_dist.tensor_state import is_remote
 
 __all__ = ["AuditError", "FirstStepAudit"]
 
@@ -93,7 +94,7 @@ class FirstStepAudit(Technique):
         counts = Counter(id(param) for param in self._params())
         for name, param in self._module.named_parameters():
             count = counts[id(param)]
-            if count != 1 and not param.is_meta and not (count == 0 and self._is_gathered(param)):
+            if count != 1 and not is_remote(param) and not (count == 0 and self._is_gathered(param)):
                 raise AuditError(
                     f"The parameter {name!r} is in {count or 'no'} parameter group{'s' if count > 1 else ''}, so that"
                     " each rank would train it by itself. Create all parameters before the Trainer starts, in __init__"
@@ -107,7 +108,7 @@ class FirstStepAudit(Technique):
         params = dict(self._module.named_parameters())
         for name, hooks in self._hooks.items():
             param = params.get(name)
-            if param is not None and not param.is_meta and hooks:
+            if param is not None and not is_remote(param) and hooks:
                 missing = hooks.keys() - (param._backward_hooks or {}).keys()
                 if missing:
                     raise AuditError(f"A hook that was put on the parameter {name!r} before it was sharded is lost.")

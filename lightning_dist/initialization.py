@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_dist.tensor_state import is_uninitialized
+
 __all__ = ["agreed_seed", "broadcast_tensors", "broadcast_weights", "materialize", "refuse_meta_attributes"]
 
 
@@ -30,7 +32,7 @@ def broadcast_tensors(values: Sequence[torch.Tensor], group: dist.ProcessGroup |
         group: Process group of the ranks; None: all processes.
         source: Rank in ``group`` that sends its tensors.
     """
-    tensors = [tensor.detach() for tensor in values if not tensor.is_meta]
+    tensors = [tensor.detach() for tensor in values if not is_uninitialized(tensor)]
     sent = [tensor.contiguous() for tensor in tensors]
     for work in [dist.broadcast(tensor, group=group, group_src=source, async_op=True) for tensor in sent]:
         work.wait()
@@ -69,7 +71,7 @@ def materialize(
     left = {id(tensor) for tensor in leave}
 
     def is_due(tensor: torch.Tensor) -> bool:
-        return tensor.is_meta and id(tensor) not in left
+        return is_uninitialized(tensor) and id(tensor) not in left
 
     owners = [
         module
@@ -113,7 +115,7 @@ def refuse_meta_attributes(root: nn.Module) -> None:
     """
     for name, module in root.named_modules():
         for key, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and value.is_meta:
+            if isinstance(value, torch.Tensor) and is_uninitialized(value):
                 raise TypeError(
                     f"{type(module).__name__} ({name or 'the root module'}) was created on the meta device, and its"
                     f" attribute {key!r} is neither a parameter nor a buffer. Create it in __init__ instead of"

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dist import _compat
+from lightning_dist.tensor_state import is_remote
 
 __all__ = ["LocalStep"]
 
@@ -60,7 +61,7 @@ class LocalStep:
         self._handles: list[RemovableHandle] = []
         params = [param for group in optimizer.param_groups for param in group["params"]]
         self._unwraps = type(optimizer) in ELEMENTWISE and any(isinstance(param, DTensor) for param in params)
-        self._has_others = any(param.is_meta for param in params)
+        self._has_others = any(is_remote(param) for param in params)
         if self._unwraps or self._has_others:
             self._handles = [
                 optimizer.register_step_pre_hook(self._before),
@@ -114,7 +115,7 @@ class LocalStep:
         for group in self._optimizer.param_groups:
             params = group["params"]
             self._groups.append((group, params))
-            own = [param for param in params if not param.is_meta]  # Parameters of other stages are on the meta device.
+            own = [param for param in params if not is_remote(param)]
             group["params"] = [_unwrap(param) for param in own] if self._unwraps else own
             for param, shard in zip(own, group["params"], strict=True):
                 if shard is param:
@@ -132,7 +133,7 @@ class _OwnStates(defaultdict[Any, Any]):
     def __missing__(self, param: Any) -> Any:
         # An active mode may report a parameter of another stage as one of this rank.
         with torch._C.DisableTorchFunction():
-            if isinstance(param, Tensor) and param.is_meta:
+            if isinstance(param, Tensor) and is_remote(param):
                 return _StateOfOtherStage()
         return super().__missing__(param)
 

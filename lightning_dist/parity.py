@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.pipeline import Pipeline
+from lightning_dist.tensor_state import is_remote
 
 __all__ = ["ParityError", "assert_parity", "errors", "whole_gradients", "whole_parameters"]
 
@@ -82,7 +83,7 @@ def assert_parity(
 def whole_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return every whole parameter of ``module`` by name, on the CPU. A collective if the module is distributed."""
     with _own_stages(module):
-        own = {name: _whole(param) for name, param in module.named_parameters() if not param.is_meta}
+        own = {name: _whole(param) for name, param in module.named_parameters() if not is_remote(param)}
     return _of_all_stages(module, own)
 
 

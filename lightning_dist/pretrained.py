@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_dist.consensus import raise_on_all_ranks
 from lightning_dist.shard_slices import ShardSlices, local_part
+from lightning_dist.tensor_state import is_uninitialized
 
 __all__ = ["load_safetensors"]
 
@@ -162,7 +163,7 @@ def _match(
                 f"{name} has shape {list(stored[name].shape)} in {stored[name].file}, but {list(tensor.shape)} in the"
                 " module: build the model from the config.json in this folder."
             )
-        if tensor.is_meta:
+        if is_uninitialized(tensor):
             raise ValueError(
                 f"{prefix}{name} is on the meta device: load the weights after the strategy has materialized it."
             )

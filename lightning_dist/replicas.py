@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.technique import Parallel, Rows, Technique
+from lightning_dist.tensor_state import is_remote
 
 __all__ = ["ReplicaComparison", "ReplicasDifferError", "bit_sums", "check_replicas", "differ"]
 
@@ -72,7 +73,7 @@ def check_replicas(module: nn.Module, mesh: DeviceMesh, axis: str = "dp_replicat
         names.append(name)
         # Parameters of other pipeline stages (on the meta device) are compared by the ranks of these stages.
         sums.append(
-            torch.zeros(2, dtype=torch.int64, device=mesh.device_type) if local.is_meta else bit_sums(local.detach())
+            torch.zeros(2, dtype=torch.int64, device=mesh.device_type) if is_remote(local) else bit_sums(local.detach())
         )
     fingerprint = torch.stack(sums)
     differs = differ(fingerprint, [mesh[axis].get_group()]).to(torch.int32)

@@ -31,6 +31,7 @@ from lightning_dist._compat import (
 from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.technique import Parallel, Technique, bound
+from lightning_dist.tensor_state import is_remote
 from lightning_dist.units import Unit
 
 __all__ = ["Replication"]
@@ -388,7 +389,7 @@ class Replication(Technique):
         return {**state, "state": tree_map(self._replicated, state["state"])}
 
     def _replicated(self, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.is_meta or self._mesh.size() == 1:
+        if not isinstance(value, Tensor) or is_remote(value) or self._mesh.size() == 1:
             return value
         replicated = [Replicate()] * self._mesh.ndim
         if isinstance(value, DTensor):  # over tp

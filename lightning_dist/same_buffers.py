@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist.technique import Parallel, Technique
+from lightning_dist.tensor_state import is_remote
 
 __all__ = ["SameBuffers"]
 
@@ -49,7 +50,7 @@ class SameBuffers(Technique):
         found: dict[int, tuple[nn.Module, str]] = {}
         for module in self._module.modules():
             for key, buffer in module._buffers.items():
-                if buffer is not None and not buffer.is_meta:
+                if buffer is not None and not is_remote(buffer):
                     found.setdefault(id(buffer), (module, key))
         self._places = list(found.values())
         self._seen = [(None, -1)] * len(self._places)

@@ -27,6 +27,7 @@ from lightning_dist.checkpoint.format import is_sharded_checkpoint
 from lightning_dist.checkpoint.single_file import read_whole
 from lightning_dist.checkpoint.state import shard_like
 from lightning_dist.parameter_group import ParameterGroup
+from lightning_dist.tensor_state import is_remote
 
 __all__ = ["install", "register", "whole_state_dicts"]
 
@@ -53,7 +54,7 @@ def register(root: nn.Module, units: Sequence[nn.Module]) -> None:
     for param in root.parameters():
         if isinstance(param, DTensor):
             _meshes.add(param.device_mesh)
-    remote = {(tensor.shape, tensor.dtype) for tensor in (*root.parameters(), *root.buffers()) if tensor.is_meta}
+    remote = {(tensor.shape, tensor.dtype) for tensor in (*root.parameters(), *root.buffers()) if is_remote(tensor)}
     if remote:
         _remote[root] = remote
     for module in {root, *units}:
@@ -65,7 +66,7 @@ def register(root: nn.Module, units: Sequence[nn.Module]) -> None:
 
 
 def _save_pretrained(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
-    if any(isinstance(param, DTensor) or param.is_meta for param in module.parameters()):
+    if any(isinstance(param, DTensor) or is_remote(param) for param in module.parameters()):
         raise TypeError(
             f"{name or type(module).__name__}.save_pretrained was called where each rank has only a shard: enter `with"
             " lightning_dist.full_parameters(module):` on every rank, and call it there on rank 0."
@@ -80,7 +81,7 @@ def _distribute(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
         if param is None or name not in state_dict:
             continue
         # Parameters of other pipeline stages stay on the meta device; their own ranks load them.
-        state_dict[name] = param if param.is_meta else shard_like(state_dict[name], param)
+        state_dict[name] = param if is_remote(param) else shard_like(state_dict[name], param)
 
 
 @contextmanager
@@ -188,7 +189,7 @@ def _refuse_shards(obj: object) -> None:
                 f" ({', '.join(map(str, value.placements))} over {value.device_mesh.size()} ranks): the file would be"
                 f" incomplete, and could not be loaded elsewhere. {INSTEAD}"
             )
-        if isinstance(value, Tensor) and value.is_meta:
+        if isinstance(value, Tensor) and is_remote(value):
             if any((value.shape, value.dtype) in remote for remote in _remote.values()):
                 raise TypeError(
                     f"torch.save was given {name or 'a tensor'}, which is on another rank: this rank has only a shard"

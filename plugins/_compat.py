@@ -46,6 +46,7 @@ from lightning_dist._compat import process_groups
 from lightning_dist.checkpoint import is_sharded_checkpoint, read_whole
 from lightning_dist.consensus import raise_on_all_ranks
 from lightning_dist.rendezvous import fresh_store
+from lightning_dist.tensor_state import is_remote, is_uninitialized
 
 
 def logging_step(trainer: Trainer) -> int:
@@ -187,7 +188,7 @@ def log_graph_before_sharding(trainer: Trainer, is_sharded: bool) -> Callable[[]
     """
     loggers = [logger for logger in trainer.loggers if getattr(logger, "_log_graph", False)]
     module = trainer.lightning_module
-    if loggers and (is_sharded or any(param.is_meta for param in module.parameters())):
+    if loggers and (is_sharded or any(is_uninitialized(param) for param in module.parameters())):
         rank_zero_warn("log_graph=True has no effect: the module is sharded, and no rank can run it alone.")
     elif loggers:
         with raise_on_all_ranks("logging the graph (log_graph=True)"):
@@ -522,10 +523,10 @@ def let_groups_be_copied() -> None:
 
 
 def optimizers_to_device(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:
-    """Move the states of ``optimizers`` to ``device``, except those of parameters on the meta device."""
+    """Move the states of ``optimizers`` to ``device``, except those of parameters that other ranks have."""
     for optimizer in optimizers:
         for param, state in optimizer.state.items():
-            if not (isinstance(param, torch.Tensor) and param.is_meta):
+            if not (isinstance(param, torch.Tensor) and is_remote(param)):
                 optimizer.state[param] = move_data_to_device(state, device)
 
 

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.checkpoint.manifest import CheckpointError
+from lightning_dist.tensor_state import is_remote
 
 __all__ = ["SAFE", "Snapshot", "pickled", "put_back", "references", "take_snapshot", "unpickled"]
 
@@ -121,7 +122,7 @@ def _take_out(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.
     bytes, are added to ``changeable``: they may change before the result is pickled.
     """
     if isinstance(value, torch.Tensor):
-        if value.is_meta:  # the tensor belongs to another rank of a pipeline
+        if is_remote(value):  # the tensor belongs to another rank of a pipeline
             return {_REFERENCE: "/".join(map(str, path))}
         if not isinstance(value, DTensor) and value.ndim == 0 and value.dtype in _SCALAR_DTYPES:
             return {_SCALAR: [value.item(), str(value.dtype).removeprefix("torch.")]}

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.manifest import CheckpointError
+from lightning_dist.tensor_state import is_remote
 
 __all__ = ["by_index", "by_name", "load_model", "load_optimizer", "shard_like"]
 
@@ -83,7 +84,7 @@ def load_optimizer(optimizer: Optimizer, module: nn.Module, state: Mapping[str, 
     placed = {
         name: {key: shard_like(value, aliases[name]) for key, value in values.items()}
         for name, values in saved["state"].items()
-        if not aliases[name].is_meta  # a meta parameter belongs to another pipeline stage
+        if not is_remote(aliases[name])  # a meta parameter belongs to another pipeline stage
     }
     optimizer.load_state_dict(by_index({**saved, "state": placed}))
 
@@ -96,7 +97,9 @@ def load_model(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = 
             are then unchanged.
     """
     targets = module.state_dict()
-    on_other_stages = {name for name, target in targets.items() if isinstance(target, torch.Tensor) and target.is_meta}
+    on_other_stages = {
+        name for name, target in targets.items() if isinstance(target, torch.Tensor) and is_remote(target)
+    }
     missing = [name for name in targets if name not in state_dict and name not in on_other_stages]
     unexpected = [name for name in state_dict if name not in targets]
     if strict and (missing or unexpected):

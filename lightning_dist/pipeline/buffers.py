@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dist.tensor_state import is_remote
+
 __all__ = ["BuffersOfStep"]
 
 
@@ -33,7 +35,7 @@ class BuffersOfStep:
             path, _, key = name.rpartition(".")
             buffers = root.get_submodule(path)._buffers
             buffer = buffers.get(key)
-            if buffer is not None and not buffer.is_meta:
+            if buffer is not None and not is_remote(buffer):
                 self._places[name] = (buffers, key, buffer, buffer.detach().clone())
 
     def current(self) -> dict[str, Tensor]:

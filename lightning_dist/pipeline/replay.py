@@ -37,6 +37,7 @@ from lightning_dist.step_graph import (
     Value,
     checkpointing_without_reentry,
 )
+from lightning_dist.tensor_state import is_remote
 
 __all__ = ["MicrobatchSeed", "Replay", "StagePlan"]
 
@@ -263,7 +264,7 @@ class Replay:
         others = {
             param: stand_in(_like(param), self._device, f"the parameter {name}")
             for name, param in (self._root.named_parameters() if names else ())
-            if name in names and param.is_meta
+            if name in names and is_remote(param)
         }
         places = [
             (module._parameters, key, param)

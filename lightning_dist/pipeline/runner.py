@@ -32,6 +32,7 @@ from lightning_dist.pipeline.whole_model import whole_model
 from lightning_dist.pipeline.whole_state import optimizer_state_of_all, written_by_stage
 from lightning_dist.step_graph import KnownPaths, Leaf, Readable, StepGraph
 from lightning_dist.technique import Rows, Technique
+from lightning_dist.tensor_state import is_remote
 from lightning_dist.units import Unit
 
 __all__ = ["Pipeline", "PreparedStep", "Ran", "RunRoot"]
@@ -376,7 +377,7 @@ class Pipeline(Technique):
         """Add the meta tensors that the module has for other stages to a state dict that was read."""
         with self.all_stages.switched_off():
             for name, value in self._root.state_dict().items():
-                if isinstance(value, Tensor) and value.is_meta:
+                if isinstance(value, Tensor) and is_remote(value):
                     state.setdefault(name, value)
 
     def whole_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -418,7 +419,7 @@ class Pipeline(Technique):
             order: The order of the norm: positive, and possibly infinite.
         """
         with self.all_stages.switched_off():
-            return self._total_norm([gradient for gradient in gradients if not gradient.is_meta], order)
+            return self._total_norm([gradient for gradient in gradients if not is_remote(gradient)], order)
 
     def _total_norm(self, gradients: Sequence[Tensor], order: float) -> Tensor:
         params = {param.grad: name for name, param in self._root.named_parameters() if param.grad is not None}
@@ -600,4 +601,4 @@ class _Submodule(nn.Module):
 
     def parameters(self, recurse: bool = True) -> Any:
         """Return this rank's parameters of the whole module, which schedules that defer weight gradients look for."""
-        return (param for param in self._root[0].parameters() if not param.is_meta)
+        return (param for param in self._root[0].parameters() if not is_remote(param))

@@ -15,6 +15,7 @@ from lightning_dist.pipeline.schedules import SCHEDULES, stages_of
 from lightning_dist.step_graph import StepGraph, TraceError, find_parts, trace_step
 from lightning_dist.step_graph.graph import NotFollowedError
 from lightning_dist.tensor_places import put, tensor_places
+from lightning_dist.tensor_state import is_uninitialized
 from lightning_dist.units import Unit
 
 __all__ = ["PipelineConfig", "RemoteParameters", "Stages", "drop_remote", "find_stages", "own_units"]
@@ -293,7 +294,7 @@ def drop_remote(root: nn.Module, stages: Stages, own: Sequence[int], units: Sequ
     places = tensor_places(root)
     for name, param in root.named_parameters():
         if not wanted & set(stages.stages_of_param[name]):
-            if not param.is_meta:
+            if not is_uninitialized(param):
                 meta = nn.Parameter(torch.empty_like(param, device="meta"), param.requires_grad)
                 try:
                     torch.utils.swap_tensors(param, meta)  # type: ignore[no-untyped-call]

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dist import _compat
 from lightning_dist.step_graph import Leaf, TraceError, tensors_in
 from lightning_dist.step_graph.tensor_reads import READS, TEXTS
+from lightning_dist.tensor_state import is_remote
 
 __all__ = ["StandIn", "refuse_stand_ins", "seeming_here", "stand_in"]
 
@@ -101,7 +102,9 @@ def refuse_stand_ins(value: Any, does: str) -> None:
 def seeming_here(root: nn.Module, device: torch.device) -> Iterator[None]:
     """Make ``root``'s plain parameters and buffers on the meta device report ``device`` as theirs in this context."""
     seeming: dict[type[Tensor], type[Tensor]] = {nn.Parameter: _SeemingParameter, Tensor: _SeemingBuffer}
-    found = [tensor for tensor in (*root.parameters(), *root.buffers()) if tensor.is_meta and type(tensor) in seeming]
+    found = [
+        tensor for tensor in (*root.parameters(), *root.buffers()) if is_remote(tensor) and type(tensor) in seeming
+    ]
     classes = [type(tensor) for tensor in found]
     for tensor, own in zip(found, classes, strict=True):
         tensor.__class__ = seeming[own]

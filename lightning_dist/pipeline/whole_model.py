@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dist.tensor_places import Place, put, tensor_places
+from lightning_dist.tensor_state import is_remote
 
 __all__ = ["whole_model"]
 
@@ -27,7 +28,7 @@ def whole_model(root: nn.Module, group: dist.ProcessGroup, device: torch.device)
         device: The device of the tensors.
     """
     places = _places(root)
-    own = {name: (tensor.shape, tensor.dtype) for name, (tensor, _) in places.items() if not tensor.is_meta}
+    own = {name: (tensor.shape, tensor.dtype) for name, (tensor, _) in places.items() if not is_remote(tensor)}
     of_all: list[dict[str, Any]] = [{} for _ in range(dist.get_world_size(group))]
     dist.all_gather_object(of_all, own, group)
     replaced: list[tuple[Tensor, list[Place]]] = []
@@ -37,9 +38,11 @@ def whole_model(root: nn.Module, group: dist.ProcessGroup, device: torch.device)
             if not sources or len(sources) == len(of_all):
                 continue
             shape, dtype = of_all[sources[0]][name]
-            value = torch.empty(shape, dtype=dtype, device=device) if tensor.is_meta else tensor.detach().contiguous()
+            value = (
+                torch.empty(shape, dtype=dtype, device=device) if is_remote(tensor) else tensor.detach().contiguous()
+            )
             dist.broadcast(value, group=group, group_src=sources[0])
-            if tensor.is_meta:
+            if is_remote(tensor):
                 replaced.append((tensor, registered))
                 put(value, registered)
         yield

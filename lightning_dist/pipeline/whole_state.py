@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from lightning_dist.tensor_state import is_remote
+
 __all__ = ["optimizer_state_of_all", "written_by_stage"]
 
 
@@ -35,7 +37,7 @@ def written_by_stage(state: Mapping[str, Any], mesh: DeviceMesh, of_others: Coll
 
 
 def _replicated(value: Any, mesh: DeviceMesh) -> Any:
-    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.is_meta:
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) or is_remote(value):
         return value
     return DTensor.from_local(value.detach().clone(), mesh, [Replicate()] * mesh.ndim, run_check=False)
 

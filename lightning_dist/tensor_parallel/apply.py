@@ -31,6 +31,7 @@ from lightning_dist.tensor_parallel.plan import Plan, PlanError
 from lightning_dist.tensor_parallel.sequence import SequenceParallel
 from lightning_dist.tensor_parallel.split_logits import SplitLogits, whole_logits
 from lightning_dist.tensor_parallel.table import rows_of
+from lightning_dist.tensor_state import is_remote
 from lightning_dist.units import Unit
 
 __all__ = ["TensorParallel"]
@@ -463,7 +464,7 @@ class TensorParallel(Technique):
 
     def table_rows(self) -> Rows:
         """Return the rows of the start-up table that show which layers are split, and how."""
-        params = [param for param in self._root.parameters() if not param.is_meta]
+        params = [param for param in self._root.parameters() if not is_remote(param)]
         split = sum(param.numel() for param in params if self.splits(param))
         return rows_of(self.plan, split / max(sum(param.numel() for param in params), 1))
 

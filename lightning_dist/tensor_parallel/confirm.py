@@ -18,6 +18,7 @@ from lightning_dist.step_graph import tensors_in
 from lightning_dist.step_graph.dataflow import Call, is_learned
 from lightning_dist.tensor_parallel.apply import TensorParallel
 from lightning_dist.tensor_parallel.plan import Plan
+from lightning_dist.tensor_state import is_uninitialized
 
 __all__ = ["BLOCK", "Trial"]
 
@@ -128,7 +129,7 @@ class Trial:
                     module._parameters[key] = new[id(param)]
             for key, buffer in module._buffers.items():
                 if buffer is not None and buffer.is_floating_point():
-                    real = torch.ones(buffer.shape, device=self._device) if buffer.is_meta else buffer
+                    real = torch.ones(buffer.shape, device=self._device) if is_uninitialized(buffer) else buffer
                     module._buffers[key] = real.to(self._device, torch.float64)
 
     def _draw(self, shape: torch.Size) -> Tensor:

@@ -14,6 +14,7 @@ from lightning_dist.checkpoint import CheckpointError
 from lightning_dist.plugins import _compat, _progress
 from lightning_dist.plugins.strategies.data_position import NUM_SEEN, make_resumable, with_its_own_seeds
 from lightning_dist.randomness import rng_state, set_rng_state
+from lightning_dist.tensor_state import is_remote
 
 __all__ = ["MODELS", "ExactResume"]
 
@@ -56,7 +57,7 @@ class ExactResume:
         self._rng_at_update = rng_state()
         # All buffers are copied, because BatchNorm's kernels change theirs without increasing the tensor's version.
         buffers = trainer.lightning_module.named_buffers()
-        self._buffers_at_update = {name: buffer.detach().clone() for name, buffer in buffers if not buffer.is_meta}
+        self._buffers_at_update = {name: buffer.detach().clone() for name, buffer in buffers if not is_remote(buffer)}
 
     def before_validation(self, trainer: Trainer) -> None:
         """Keep the random state, so that training continues with it whatever validation draws."""
@@ -139,7 +140,7 @@ def _buffers(state_dict: Mapping[str, Any], trainer: Trainer) -> dict[str, torch
         if name not in params
         and isinstance(value, torch.Tensor)
         and not isinstance(value, DTensor)
-        and not value.is_meta
+        and not is_remote(value)
     }
 
 

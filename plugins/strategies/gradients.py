@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist.parallel_module import parallelized_around
 from lightning_dist.pipeline import Pipeline
+from lightning_dist.tensor_state import is_remote
 
 __all__ = ["are_free_before_forward", "free_gradients", "gradient_norms"]
 
@@ -80,7 +81,7 @@ def gradient_norms(module: torch.nn.Module, norm_type: float | int | str, group_
 def _norms(module: torch.nn.Module, order: float) -> dict[str, torch.Tensor]:
     """Return the norms of the gradients of the parameters on this rank, by name. A collective for sharded ones."""
     # Parameters of other stages are on the meta device.
-    here = ((name, param) for name, param in module.named_parameters() if not param.is_meta)
+    here = ((name, param) for name, param in module.named_parameters() if not is_remote(param))
     return {name: _norm(param.grad, order) for name, param in here if param.grad is not None}
 
 

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_dist.checkpoint import CheckpointError, LoadedCheckpoint, TensorInfo, Verify, read_for_rank
 from lightning_dist.checkpoint.state import load_model, load_optimizer
 from lightning_dist.consensus import raise_on_all_ranks
+from lightning_dist.tensor_state import is_remote
 
 __all__ = ["load", "load_optimizers", "load_weights"]
 
@@ -110,7 +111,7 @@ def _load_file(path: Path, weights_only: bool) -> dict[str, Any]:
 
 def _empty_like(target: torch.Tensor | None, info: TensorInfo) -> torch.Tensor | None:
     """Return an empty tensor for ``info``, placed as ``target`` where the shape allows it; None for other stages'."""
-    if target is not None and target.is_meta:
+    if target is not None and is_remote(target):
         return None  # The parameter belongs to another stage.
     if isinstance(target, DTensor):
         if target.shape == info.shape:

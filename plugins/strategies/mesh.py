@@ -42,6 +42,7 @@ from lightning_dist.plugins.strategies.steps.base import Steps, begins_accumulat
 from lightning_dist.plugins.strategies.steps.choice import complete_config, make_steps, refuse_other_config
 from lightning_dist.plugins.strategies.wrapped_hooks import OUTSIDE_OF_STEPS, WrappedHooks
 from lightning_dist.sharding import ShardingConfig
+from lightning_dist.tensor_state import is_uninitialized
 from lightning_dist.units import MIN_NUM_PARAMS
 
 __all__ = ["MeshStrategy"]
@@ -227,7 +228,7 @@ class MeshStrategy(CheckpointedStrategy):
         self._move_to_device(self.lightning_module)
 
     def _move_to_device(self, module: LightningModule) -> None:
-        module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(self.root_device))
+        module._apply(lambda tensor: tensor if is_uninitialized(tensor) else tensor.to(self.root_device))
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.parallel_module import ParallelModule
+from lightning_dist.tensor_state import is_remote
 
 if TYPE_CHECKING:
     from lightning_dist.plugins.strategies.mesh import MeshStrategy
@@ -51,7 +52,7 @@ def _held(module: ParallelModule) -> int:
     return sum(
         math.prod(-(-size // parts) for size, parts in zip(param.shape, _parts(param), strict=True))
         for param in module.module.parameters()
-        if not param.is_meta
+        if not is_remote(param)
     )
 
 
