@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_dist.consensus import timed_barrier
 from lightning_dist.initialization import broadcast_weights, materialize, refuse_meta_attributes
 from lightning_dist.parameter_group import ParameterGroup
-from lightning_dist.technique import Technique, bound
+from lightning_dist.technique import Points, Technique
 from lightning_dist.units import Unit
 from lightning_dist.whole_files import register, whole_state_dicts
 
@@ -90,10 +90,10 @@ class ParallelModule:
         self.module = module
         self.techniques = tuple(techniques)
         self.mesh = mesh
-        for select_units in bound(techniques, "select_units"):
+        self._points = Points(techniques)
+        for select_units in self._points.select_units:
             units = select_units(units)
         self.units = tuple(units)
-        self._bind()
         self.groups = self._build(torch.device(mesh.device_type))
         self._outer = [group for group in self.groups if group.unit.stays_gathered]
         self._freed_after_backward = [g for g in self.groups if g.unit.stays_gathered or not g.is_sharded]
@@ -112,53 +112,23 @@ class ParallelModule:
         for group in self.groups:
             self._add_hooks(group)
         register(module, [owner for unit in self.units for owner in unit.modules])
-        for technique in reversed(techniques):
-            technique.finish()
+        for finish in self._points.finish:
+            finish()
         # The modules' hooks hold this object, so that it lives as long as the module; where no module needs a hook, the
         # strategy holds it, and a later Trainer makes the module parallel anew.
         _modules[module] = weakref.ref(self)
 
-    def _bind(self) -> None:
-        techniques = self.techniques
-        self._before_training_step = bound(techniques, "before_training_step")
-        self._before_step = bound(techniques, "before_step")
-        self._around_step = bound(techniques, "around_step")
-        self._wrap_step = bound(techniques, "wrap_step", inside_out=True)
-        self._on_gather = bound(techniques, "on_gather")
-        self._on_free = bound(techniques, "on_free", inside_out=True)
-        self._write_back = bound(techniques, "write_back", inside_out=True)
-        self._finish_output = bound(techniques, "finish_output", inside_out=True)
-        self._after_step = bound(techniques, "after_step", inside_out=True)
-        self._after_error = bound(techniques, "after_error", inside_out=True)
-        self._around_backward = bound(techniques, "around_backward")
-        self._after_backward = bound(techniques, "after_backward", inside_out=True)
-        self._gradients_left = bound(techniques, "gradients_left")
-        self._before_optimizer_step = bound(techniques, "before_optimizer_step")
-        self._after_optimizer_step = bound(techniques, "after_optimizer_step", inside_out=True)
-        self._around_microbatches = bound(techniques, "around_microbatches")
-        self._reduce_microbatches = bound(techniques, "reduce_microbatches", inside_out=True)
-        self._after_microbatches = bound(techniques, "after_microbatches", inside_out=True)
-        self._without_hook_views = bound(techniques, "without_hook_views")
-        self._whole = bound(techniques, "whole", inside_out=True)
-        self._total_norm = bound(techniques, "total_norm")
-        self._agree_on_buffers = bound(techniques, "agree_on_buffers")
-        self._state_to_write = bound(techniques, "state_to_write", inside_out=True)
-        self._add_remote_state = bound(techniques, "add_remote_state")
-        self._whole_optimizer_state = bound(techniques, "whole_optimizer_state", inside_out=True)
-
     def _build(self, device: torch.device) -> tuple[ParameterGroup, ...]:
         """Give every unit its group. A collective over all processes."""
-        remote = [tensor for tensors in bound(self.techniques, "remote_tensors") for tensor in tensors()]
-        for technique in self.techniques:
-            technique.attach(self)
-        prepare_unit = bound(self.techniques, "prepare_unit", inside_out=True)
-        manage_unit = bound(self.techniques, "manage_unit")
+        remote = [tensor for tensors in self._points.remote_tensors for tensor in tensors()]
+        for attach in self._points.attach:
+            attach(self)
         groups: list[ParameterGroup] = []
         for unit in self.units:
             materialize(unit.modules, self.module, device, remote)
-            for prepare in prepare_unit:
+            for prepare in self._points.prepare_unit:
                 prepare(unit)
-            group = next(group for manage in manage_unit if (group := manage(unit)) is not None)
+            group = next(group for manage in self._points.manage_unit if (group := manage(unit)) is not None)
             group.unit = unit
             group.owners = [owner for owner in self.module.modules() if owner in unit.owners]
             groups.append(group)
@@ -180,9 +150,9 @@ class ParallelModule:
             if unit.kind == "outer":
                 continue
             # These two come between FSDP2's own hooks, which gather and free.
-            if self._on_gather:
+            if self._points.on_gather:
                 module.register_forward_pre_hook(lambda module, args: self._tell_gathered(group, [module]))
-            if self._on_free or not group.is_sharded:
+            if self._points.on_free or not group.is_sharded:
                 module.register_forward_hook(lambda *args: self._after_forward(group), prepend=True, always_call=True)
         if unit.kind == "outer":
             # Its modules may run through other methods than forward, or after a backward inside the step freed them.
@@ -204,7 +174,7 @@ class ParallelModule:
             group.gather()
 
     def _after_forward(self, group: ParameterGroup) -> None:
-        for on_free in self._on_free:
+        for on_free in self._points.on_free:
             on_free(group)
         if not self.runs_microbatches:
             group.after_forward()
@@ -246,7 +216,7 @@ class ParallelModule:
         # A call before the first step, as of an example input, has left outer units gathered.
         if any(group.is_gathered for group in self.groups):
             self.free()
-        for before_training_step in self._before_training_step:
+        for before_training_step in self._points.before_training_step:
             before_training_step(begins_accumulation)
 
     def step(self, step: Callable[[], Any], backward_follows: bool) -> Any:
@@ -259,31 +229,31 @@ class ParallelModule:
         self._in_step = self._has_stepped = True
         try:
             with self.running():
-                for before_step in self._before_step:
+                for before_step in self._points.before_step:
                     before_step()
                 for group in self._outer:
                     self.gather(group)
                 with ExitStack() as around:
-                    for around_step in self._around_step:
+                    for around_step in self._points.around_step:
                         around.enter_context(around_step())
                     output = self._wrapped(step)()
                 self.write_back()
-                for finish_output in self._finish_output:
+                for finish_output in self._points.finish_output:
                     output = finish_output(output)
         except BaseException:
-            for after_error in self._after_error:
+            for after_error in self._points.after_error:
                 after_error()
             raise
         finally:
             self._in_step = False
-        for after_step in self._after_step:
+        for after_step in self._points.after_step:
             after_step(backward_follows)
         if not backward_follows:
             self.free()
         return output
 
     def _wrapped(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        for wrap_step in self._wrap_step:
+        for wrap_step in self._points.wrap_step:
             step = wrap_step(step)
         return step
 
@@ -293,14 +263,14 @@ class ParallelModule:
         Raises:
             AuditError: If ranks have changed a parameter differently.
         """
-        for write_back in self._write_back:
+        for write_back in self._points.write_back:
             write_back()
 
     @contextmanager
     def between_forward_and_backward(self) -> Iterator[None]:
         """Inside, let hooks between a forward and its backward use and change parameters. A collective."""
         with ExitStack() as around:
-            for around_step in self._around_step:
+            for around_step in self._points.around_step:
                 around.enter_context(around_step())
             yield
         self.write_back()
@@ -312,12 +282,12 @@ class ParallelModule:
         The module may be called inside, as it is where activations are recomputed.
         """
         with ExitStack() as around:
-            for around_backward in self._around_backward:
+            for around_backward in self._points.around_backward:
                 around.enter_context(around_backward())
             with self.running():
                 yield
         reduces = self.reduces_gradients
-        for after_backward in self._after_backward:
+        for after_backward in self._points.after_backward:
             after_backward(reduces)
         for group in self._freed_after_backward:
             group.free()
@@ -334,18 +304,18 @@ class ParallelModule:
 
     def gradients_left(self) -> list[str]:
         """Return the names of parameters with a gradient that the optimizer would not see."""
-        of_techniques = [name for gradients_left in self._gradients_left for name in gradients_left()]
+        of_techniques = [name for gradients_left in self._points.gradients_left for name in gradients_left()]
         return [*of_techniques, *(name for group in self.groups for name in group.unreduced_names())]
 
     def before_optimizer_step(self) -> None:
         """Check gradients before an optimizer step."""
-        for before_optimizer_step in self._before_optimizer_step:
+        for before_optimizer_step in self._points.before_optimizer_step:
             before_optimizer_step()
 
     def after_optimizer_step(self) -> None:
         """Forget gathered parameters, which the optimizer step has made stale."""
         self.free()
-        for after_optimizer_step in self._after_optimizer_step:
+        for after_optimizer_step in self._points.after_optimizer_step:
             after_optimizer_step()
         if self._in_step:
             self._gather_root_groups()
@@ -357,7 +327,7 @@ class ParallelModule:
             gradients: The gradients of the parameters that this rank has.
             order: The order of the norm: positive, and possibly infinite.
         """
-        norms = (total_norm(gradients, order) for total_norm in self._total_norm)
+        norms = (total_norm(gradients, order) for total_norm in self._points.total_norm)
         return next((norm for norm in norms if norm is not None), None)
 
     # Checkpoints
@@ -365,7 +335,7 @@ class ParallelModule:
     @property
     def has_remote_parameters(self) -> bool:
         """Whether other ranks have parameters that this rank has no part in, so that states are completed by them."""
-        return bool(self._add_remote_state)
+        return bool(self._points.add_remote_state)
 
     def agree_on_buffers(self, group: dist.ProcessGroup | None) -> None:
         """Give all ranks the same buffers. A collective over all processes.
@@ -374,18 +344,18 @@ class ParallelModule:
             group: The ranks with the same parameters as this one, of which the first one's buffers count; None: all.
         """
         broadcast_weights(self.module, buffers_only=True, group=group)
-        for agree_on_buffers in self._agree_on_buffers:
+        for agree_on_buffers in self._points.agree_on_buffers:
             agree_on_buffers()
 
     def state_to_write(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state dict of the module with the tensors in it that this rank writes into a checkpoint."""
-        for state_to_write in self._state_to_write:
+        for state_to_write in self._points.state_to_write:
             state = state_to_write(state)
         return state
 
     def add_remote_state(self, state: dict[str, Any]) -> None:
         """Add to a state dict that was read what only other ranks have, on the meta device."""
-        for add_remote_state in self._add_remote_state:
+        for add_remote_state in self._points.add_remote_state:
             add_remote_state(state)
 
     def whole_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -394,7 +364,7 @@ class ParallelModule:
         Args:
             state: The state of the parameters that this rank has.
         """
-        for whole_optimizer_state in self._whole_optimizer_state:
+        for whole_optimizer_state in self._points.whole_optimizer_state:
             state = whole_optimizer_state(state)
         return state
 
@@ -425,22 +395,22 @@ class ParallelModule:
         """
 
         def run(step: Callable[[], Any]) -> Any:
-            for before_step in self._before_step:
+            for before_step in self._points.before_step:
                 before_step()
             output = self._wrapped(step)()
-            for finish_output in self._finish_output:
+            for finish_output in self._points.finish_output:
                 output = finish_output(output)
             return output
 
         self._in_step = self._has_stepped = self.runs_microbatches = True
         try:
             with self.running(), ExitStack() as around:
-                for around_microbatches in self._around_microbatches:
+                for around_microbatches in self._points.around_microbatches:
                     around.enter_context(around_microbatches())
                 self.gather_all()
                 yield run
         except BaseException:
-            for after_error in self._after_error:
+            for after_error in self._points.after_error:
                 after_error()
             raise
         finally:
@@ -451,10 +421,10 @@ class ParallelModule:
     def after_microbatches(self) -> None:
         """Reduce the gradients of microbatches, if gradients are reduced now, and free the units. A collective then."""
         reduces = self.reduces_gradients
-        for reduce_microbatches in self._reduce_microbatches:
+        for reduce_microbatches in self._points.reduce_microbatches:
             reduce_microbatches(reduces)
         self.free()
-        for after_microbatches in self._after_microbatches:
+        for after_microbatches in self._points.after_microbatches:
             after_microbatches(reduces)
 
     # Gathered parameters
@@ -462,7 +432,7 @@ class ParallelModule:
     @property
     def watches_gathers(self) -> bool:
         """Whether any technique acts when a unit's parameters are gathered or freed."""
-        return bool(self._on_gather or self._on_free)
+        return bool(self._points.on_gather or self._points.on_free)
 
     def gather(self, group: ParameterGroup) -> None:
         """Gather the parameters of ``group``, if they are not. A collective over the group's mesh then."""
@@ -475,7 +445,7 @@ class ParallelModule:
             self.gather(group)
 
     def _tell_gathered(self, group: ParameterGroup, running: Collection[nn.Module] = ()) -> None:
-        for on_gather in self._on_gather:
+        for on_gather in self._points.on_gather:
             on_gather(group, running)
 
     def _gather_root_groups(self) -> None:
@@ -518,7 +488,7 @@ class ParallelModule:
     def without_hook_views(self) -> Iterator[None]:
         """Inside, tensors are what they are on this rank, and not what the user's hooks may take them for."""
         with ExitStack() as stack:
-            for without_hook_views in self._without_hook_views:
+            for without_hook_views in self._points.without_hook_views:
                 stack.enter_context(without_hook_views())
             yield
 
@@ -532,7 +502,7 @@ class ParallelModule:
                 group.gather()
             try:
                 with ExitStack() as stack:
-                    for whole in self._whole:
+                    for whole in self._points.whole:
                         stack.enter_context(whole())
                     stack.enter_context(whole_state_dicts(self.module, self.groups))
                     for group in self.groups:

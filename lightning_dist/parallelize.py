@@ -55,6 +55,16 @@ class ParallelConfig:
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     pipeline: PipelineConfig | None = None
 
+    def for_shards(self) -> dict[str, object]:
+        """Return the arguments that are not the defaults and have an effect only where parameters are sharded."""
+        default = ParallelConfig()
+        found = {
+            "reshard_after_forward": (self.sharding.reshard_after_forward, default.sharding.reshard_after_forward),
+            "direct_collectives": (self.sharding.direct_collectives, default.sharding.direct_collectives),
+            "min_num_params": (self.min_num_params, default.min_num_params),
+        }
+        return {name: value for name, (value, ignored) in found.items() if value != ignored}
+
 
 def parallelize(
     module: nn.Module,

@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.units import Unit
 
-__all__ = ["Parallel", "Rows", "Technique", "bound"]
+__all__ = ["Parallel", "Points", "Rows", "Technique", "bound"]
 
 Rows = Iterable[tuple[str, str]]
 """Rows of the table at the start of a run: a label, which is empty where a row continues the last one, and a text."""
@@ -275,17 +275,54 @@ class Technique:
         return False
 
 
-def bound(techniques: Sequence[Technique], point: str, *, inside_out: bool = False) -> tuple[Callable[..., Any], ...]:
+INSIDE_OUT = frozenset(
+    {
+        "after_backward",
+        "after_error",
+        "after_microbatches",
+        "after_optimizer_step",
+        "after_step",
+        "finish",
+        "finish_output",
+        "on_free",
+        "prepare_unit",
+        "reduce_microbatches",
+        "state_to_write",
+        "whole",
+        "whole_optimizer_state",
+        "wrap_step",
+        "write_back",
+    }
+)
+"""The points at which the innermost technique is called first; at all others, the outermost one is."""
+
+
+def bound(techniques: Sequence[Technique], point: str) -> tuple[Callable[..., Any], ...]:
     """Return the methods named ``point`` of the techniques that override it, in the order in which they are called.
 
     Args:
         techniques: The techniques, from the outside in.
         point: The name of a method of :class:`Technique`.
-        inside_out: Whether the innermost technique comes first.
     """
     found = [
         getattr(technique, point)
         for technique in techniques
         if getattr(type(technique), point) is not getattr(Technique, point)
     ]
-    return tuple(reversed(found) if inside_out else found)
+    return tuple(reversed(found) if point in INSIDE_OUT else found)
+
+
+class Points:
+    """Hold, for each method of :class:`Technique`, those of the techniques that override it (see :func:`bound`).
+
+    Args:
+        techniques: The techniques, from the outside in.
+    """
+
+    def __init__(self, techniques: Sequence[Technique]) -> None:
+        for point in vars(Technique):
+            if not point.startswith("_") and callable(getattr(Technique, point)):
+                vars(self)[point] = bound(techniques, point)
+
+    def __getattr__(self, point: str) -> tuple[Callable[..., Any], ...]:
+        raise AttributeError(f"Technique has no method {point!r}.")

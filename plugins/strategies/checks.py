@@ -13,15 +13,18 @@ from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
 
+from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import parallelized
+from lightning_dist.parallelize import ParallelConfig
 
 if TYPE_CHECKING:
     from lightning_dist.plugins.strategies.mesh import MeshStrategy
 
-__all__ = ["check_optimizers", "refuse_for_pipeline", "refuse_what_cannot_work"]
+__all__ = ["check_optimizers", "refuse_for_pipeline", "refuse_what_cannot_work", "warn_of_idle_arguments"]
 
 
 def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
@@ -65,6 +68,20 @@ def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
             "Trainer(sync_batchnorm=True) cannot be honoured on the CPU: torch's SyncBatchNorm works on accelerators"
             " only. Remove it, or use GroupNorm or LayerNorm."
         )
+
+
+def warn_of_idle_arguments(config: ParallelConfig, layout: ParallelLayout) -> None:
+    """Warn of arguments that are about shards, where the sizes of the mesh leave nothing to shard.
+
+    It is no error, so that a run of several devices can be tried on one.
+
+    Args:
+        config: What the user has asked for.
+        layout: The sizes of the mesh's axes.
+    """
+    if layout.dp_shard == 1 and (idle := config.for_shards()):
+        asked = ", ".join(f"{name}={value!r}" for name, value in idle.items())
+        rank_zero_warn(f"{asked} has no effect: dp_shard_size is 1, so that nothing is sharded.")
 
 
 def refuse_for_pipeline(module: LightningModule) -> None:

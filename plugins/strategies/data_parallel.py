@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_dist.layout import REMAINING
-from lightning_dist.parallelize import ParallelConfig
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 
 __all__ = ["DataParallelStrategy"]
@@ -33,18 +32,11 @@ class DataParallelStrategy(MeshStrategy):
                 " strategy='hybrid_shard' to shard the model, or 'nd_parallel' for any sizes."
             )
         super().__init__(**kwargs)
-        config, default = self._config, ParallelConfig()
-        asked = {
-            "reshard_after_forward": (config.sharding.reshard_after_forward, default.sharding.reshard_after_forward),
-            "direct_collectives": (config.sharding.direct_collectives, default.sharding.direct_collectives),
-            "min_num_params": (config.min_num_params, default.min_num_params),
-        }
-        for name, (value, ignored) in asked.items():
-            if value != ignored:
-                raise ValueError(
-                    f"{name}={value!r}: data_parallel shards nothing, so that it would have no effect. Leave it out, or"
-                    " use strategy='hybrid_shard' to shard the model."
-                )
+        for name, value in self._config.for_shards().items():
+            raise ValueError(
+                f"{name}={value!r}: data_parallel shards nothing, so that it would have no effect. Leave it out, or"
+                " use strategy='hybrid_shard' to shard the model."
+            )
         self._dp_replicate_size = dp_replicate_size
 
     def _requested_sizes(self) -> dict[str, int]:

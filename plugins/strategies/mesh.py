@@ -35,6 +35,7 @@ from lightning_dist.plugins.strategies.checks import (
     check_optimizers,
     explaining_optimizer_errors,
     refuse_what_cannot_work,
+    warn_of_idle_arguments,
 )
 from lightning_dist.plugins.strategies.example_input import run_example
 from lightning_dist.plugins.strategies.startup_table import startup_table
@@ -168,6 +169,7 @@ class MeshStrategy(CheckpointedStrategy):
         is_new = parallelized(module) is None
         self._give_metrics_their_group(module)
         if is_new:
+            warn_of_idle_arguments(self._config, self.layout)
             self._move_to_device(module)
         self._restore_loggers = _compat.log_graph_before_sharding(trainer, is_sharded=not is_new)
         self._parallel = self._parallelize(module)
