@@ -36,6 +36,8 @@ __all__ = [
     "call_forward_hooks",
     "call_gradient_hooks",
     "call_post_accumulate_hooks",
+    "default_group",
+    "default_store",
     "give_post_accumulate_hooks",
     "is_in_backward",
     "leave_out_hooks",
@@ -310,6 +312,22 @@ def on_equal(function: Callable[[torch.Tensor, torch.Tensor], bool]) -> None:
         return function(args[0], args[1])
 
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten.equal.default] = equal
+
+
+def default_group() -> dist.ProcessGroup:
+    """Return the process group of all processes."""
+    group = dist.group.WORLD
+    assert group is not None, "there is no process group"
+    return group
+
+
+def default_store() -> dist.Store:
+    """Return the store that the default process group was made with.
+
+    Replaced by: a public accessor of it.
+    """
+    store: dist.Store = dist.distributed_c10d._get_default_store()
+    return store
 
 
 def process_groups() -> list[dist.ProcessGroup]:

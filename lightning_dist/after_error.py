@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from lightning_dist._compat import default_group, default_store
 from lightning_dist.consensus import OtherRankError
 
 __all__ = ["announce_error", "check_that_all_ranks_failed"]
@@ -23,9 +24,9 @@ def announce_error(error: BaseException) -> None:
     """Record in the store that a run has ended in ``error`` on this rank. Not a collective."""
     if not dist.is_initialized():
         return
-    group = dist.distributed_c10d._get_default_group()
+    group = default_group()
     _num_errors[group] = _num_errors.get(group, 0) + 1
-    _store().set(_key(_num_errors[group], dist.get_rank()), f"{type(error).__name__}: {error}")
+    default_store().set(_key(_num_errors[group], dist.get_rank()), f"{type(error).__name__}: {error}")
 
 
 def check_that_all_ranks_failed(timeout_s: float) -> None:
@@ -39,23 +40,19 @@ def check_that_all_ranks_failed(timeout_s: float) -> None:
     """
     if not dist.is_initialized():
         return
-    number = _num_errors.get(dist.distributed_c10d._get_default_group(), 0)
+    number = _num_errors.get(default_group(), 0)
     if number == 0:
         return
     keys = [_key(number, rank) for rank in range(dist.get_world_size())]
     try:
-        _store().wait(keys, timedelta(seconds=timeout_s))
+        default_store().wait(keys, timedelta(seconds=timeout_s))
     except (RuntimeError, dist.DistStoreError) as error:
-        missing = [str(rank) for rank, key in enumerate(keys) if not _store().check([key])]
-        own = _store().get(keys[dist.get_rank()]).decode()
+        missing = [str(rank) for rank, key in enumerate(keys) if not default_store().check([key])]
+        own = default_store().get(keys[dist.get_rank()]).decode()
         raise OtherRankError(
             f"The last run failed on rank {dist.get_rank()} ({own}), but not on rank {', '.join(missing)}, which still"
             " waits for it. End the program if a run fails on some ranks only, or raise an error on all ranks."
         ) from error
-
-
-def _store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
 
 
 def _key(number: int, rank: int) -> str:

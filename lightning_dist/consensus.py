@@ -12,6 +12,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from lightning_dist._compat import default_group, default_store
+
 __all__ = [
     "OtherRankError",
     "check_agreement",
@@ -73,9 +75,9 @@ def timed_barrier(what: str, timeout_s: float = 60.0, ranks: Sequence[int] | Non
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     expected = list(range(dist.get_world_size())) if ranks is None else list(ranks)
-    arrivals = _arrivals.setdefault(dist.distributed_c10d._get_default_group(), Counter())
+    arrivals = _arrivals.setdefault(default_group(), Counter())
     arrivals[what] += 1
-    store = dist.distributed_c10d._get_default_store()
+    store = default_store()
     keys = [f"lightning_dist/barrier/{what}/{arrivals[what]}/{rank}" for rank in expected]
     store.set(keys[expected.index(dist.get_rank())], "")
     deadline = time.monotonic() + timeout_s
@@ -100,7 +102,7 @@ def go_on() -> None:
     """Tell the other ranks that this one has begun something that all ranks begin, such as a step. Not a collective."""
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    group = dist.distributed_c10d._get_default_group()
+    group = default_group()
     if not _progress:
         atexit.register(_leave)
     _progress[group] = _progress.get(group, 0) + 1
@@ -114,7 +116,7 @@ def _leave() -> None:
 
 
 def _tell(progress: int) -> None:
-    dist.distributed_c10d._get_default_store().set(f"lightning_dist/progress/{dist.get_rank()}", str(progress))
+    default_store().set(f"lightning_dist/progress/{dist.get_rank()}", str(progress))
 
 
 def timed_barrier_unless_missed(what: str, timeout_s: float = 1800.0) -> None:
@@ -129,7 +131,7 @@ def timed_barrier_unless_missed(what: str, timeout_s: float = 1800.0) -> None:
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    group, store = dist.distributed_c10d._get_default_group(), dist.distributed_c10d._get_default_store()
+    group, store = default_group(), default_store()
     arrivals = _arrivals.setdefault(group, Counter())
     arrivals[what] += 1
     place = f"lightning_dist/barrier/{what}/{arrivals[what]}"
@@ -156,7 +158,7 @@ def timed_barrier_unless_missed(what: str, timeout_s: float = 1800.0) -> None:
 
 
 def _progress_of(rank: int) -> int:
-    store, key = dist.distributed_c10d._get_default_store(), f"lightning_dist/progress/{rank}"
+    store, key = default_store(), f"lightning_dist/progress/{rank}"
     return int(store.get(key)) if store.check([key]) else 0
 
 

@@ -12,20 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_dist.layers import NORMS
 from lightning_dist.technique import Parallel, Technique
 from lightning_dist.tensor_state import is_remote
 
 __all__ = ["SameBuffers"]
-
-_NORMS = (
-    nn.BatchNorm1d,
-    nn.BatchNorm2d,
-    nn.BatchNorm3d,
-    nn.SyncBatchNorm,
-    nn.InstanceNorm1d,
-    nn.InstanceNorm2d,
-    nn.InstanceNorm3d,
-)
 
 
 class SameBuffers(Technique):
@@ -71,8 +62,7 @@ class SameBuffers(Technique):
         buffers = [module._buffers.get(key) for module, key in self._places]
         flags = torch.tensor(
             [
-                # The kernels of normalization layers change buffers without incrementing the tensors' versions.
-                (isinstance(module, _NORMS) and module.training)
+                (isinstance(module, NORMS) and module.training)
                 or buffer is not seen
                 or (buffer is not None and buffer._version != version)
                 for (module, _), buffer, (seen, version) in zip(self._places, buffers, self._seen, strict=True)

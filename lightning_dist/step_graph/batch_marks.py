@@ -6,9 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from lightning_dist.layers import NORMS
 
 __all__ = ["BatchMarks"]
 
@@ -42,7 +43,7 @@ class BatchMarks(TorchDispatchMode):  # type: ignore[no-untyped-call]
             For each changed buffer, by name, whether it depends on the batch. The running statistics of a module in
             training mode count as changed and dependent, because their kernels do not increment the version.
         """
-        norms = {name for name, module in root.named_modules() if isinstance(module, _NormBase) and module.training}
+        norms = {name for name, module in root.named_modules() if isinstance(module, NORMS) and module.training}
         found = {}
         for name, buffer in root.named_buffers():
             before, version = self._buffers.get(name, (None, 0))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from lightning_dist.linear_layers import linear_layer
+from lightning_dist.layers import linear_layer
 from lightning_dist.step_graph.fake_run import tensors_in
 
 __all__ = ["BATCH", "Call", "Dataflow", "is_learned", "is_stream", "is_used_outside", "sources"]

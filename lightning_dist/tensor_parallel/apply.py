@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_dist import _compat
 from lightning_dist.gather_on_use import GatheredOnUse
-from lightning_dist.linear_layers import linear_layer
+from lightning_dist.layers import linear_layer
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.randomness import RankRng
 from lightning_dist.technique import Rows, Technique

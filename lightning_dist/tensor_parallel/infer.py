@@ -14,7 +14,7 @@ from itertools import takewhile
 
 from torch import Tensor, nn
 
-from lightning_dist.linear_layers import LinearLayer, linear_layer
+from lightning_dist.layers import LinearLayer, linear_layer
 from lightning_dist.step_graph import Dataflow, tensors_in
 from lightning_dist.step_graph.dataflow import BATCH, Call, sources
 from lightning_dist.tensor_parallel.layers import looks_at_tokens, num_heads, why_not_split

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lightning_dist.linear_layers import linear_layer
+from lightning_dist.layers import linear_layer
 
 __all__ = ["looks_at_tokens", "num_heads", "shared_heads", "why_not_split"]
 

@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch import nn
 
-from lightning_dist.linear_layers import linear_layer
+from lightning_dist.layers import linear_layer
 from lightning_dist.tensor_parallel.layers import why_not_split
 
 __all__ = [

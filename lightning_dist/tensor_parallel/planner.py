@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist.consensus import check_agreement
-from lightning_dist.linear_layers import linear_layer
+from lightning_dist.layers import linear_layer
 from lightning_dist.step_graph import Dataflow, run_on_fakes, tensors_in
 from lightning_dist.step_graph.dataflow import Call
 from lightning_dist.tensor_parallel.confirm import BLOCK, Trial

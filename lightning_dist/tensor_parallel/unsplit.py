@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from lightning_dist.linear_layers import linear_layer
+from lightning_dist.layers import linear_layer
 from lightning_dist.step_graph import Dataflow
 from lightning_dist.tensor_parallel.plan import Entry
 
