@@ -368,6 +368,31 @@ class ParallelModule:
             state = whole_optimizer_state(state)
         return state
 
+    def collect_parts(self, own: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return dictionaries of values by parameters' names: ``own``, and those of ranks that have other parameters.
+
+        A collective if there are any.
+
+        Args:
+            own: Values of parameters that this rank has a part in, by name; they can be pickled.
+
+        Returns:
+            The dictionaries in the order of the model, the same on all ranks. A parameter that several ranks share may
+            be in several.
+        """
+        parts = [own]
+        for collect_parts in self._points.collect_parts:
+            parts = collect_parts(parts)
+        return parts
+
+    @contextmanager
+    def original(self) -> Iterator[None]:
+        """Inside, the module has the forwards, attributes and hooks that the user gave it, to run on fake tensors."""
+        with ExitStack() as stack:
+            for original in self._points.original:
+                stack.enter_context(original())
+            yield
+
     def state(self) -> dict[str, dict[str, Any]]:
         """Return what a checkpoint keeps of the techniques for this rank, by the names of their classes."""
         return {type(technique).__name__: state for technique in self.techniques if (state := technique.state())}

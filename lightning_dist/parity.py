@@ -7,12 +7,10 @@ from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.parallel_module import parallelized
-from lightning_dist.pipeline import Pipeline
 from lightning_dist.tensor_state import is_remote
 
 __all__ = ["ParityError", "assert_parity", "errors", "whole_gradients", "whole_parameters"]
@@ -114,13 +112,10 @@ def _of_all_stages(module: nn.Module, own: dict[str, torch.Tensor]) -> dict[str,
         ParityError: If two stages share a parameter and have different values.
     """
     parallel = parallelized(module)
-    pipeline = None if parallel is None else parallel.get(Pipeline)
-    if pipeline is None:
+    if parallel is None:
         return own
-    parts: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size(pipeline.group))]
-    dist.all_gather_object(parts, own, pipeline.group)
     merged: dict[str, torch.Tensor] = {}
-    for part in parts:
+    for part in parallel.collect_parts(own):
         for name, tensor in part.items():
             if not torch.equal(merged.setdefault(name, tensor), tensor):
                 raise ParityError(f"{name} is not the same on the stages that share it")

@@ -250,6 +250,23 @@ class Technique:
         """
         return state
 
+    def collect_parts(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return dictionaries of values by parameters' names with those of ranks that have other parameters.
+
+        A collective over these ranks.
+
+        Args:
+            parts: This rank's dictionaries, which can be pickled.
+        """
+        return parts
+
+    def original(self) -> AbstractContextManager[None]:
+        """Return a context in which the module has the forwards, attributes and hooks that the user gave it.
+
+        It serves to run the module on fake tensors.
+        """
+        return nullcontext()
+
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of this technique for this rank; tensors, and what torch.load may read."""
         return {}

@@ -148,7 +148,7 @@ class Pipeline(Technique):
         splits_backward: bool = True,
     ) -> None:
         device = torch.device(parameter_mesh.device_type)
-        self.original_module = OriginalModule(root)
+        self._original_module = OriginalModule(root)
         blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
         with raise_on_all_ranks("cutting the model into stages"):
             self.stages = find_stages(root, config, blocks, device)
@@ -190,7 +190,7 @@ class Pipeline(Technique):
         self._replay = Replay(self._root, parts, self._remote.parts, self._device)
         self.shared = SharedParameters(self._root, self.stages, self.config, self._stage_to_stage)
         self.all_stages = AllStages(self._root, self._holders(), self.group, self._device)
-        self.original_module.is_spread()
+        self._original_module.is_spread()
 
     def after_microbatches(self, reduces: bool) -> None:
         """Sum the gradients of parameters that several stages share, if gradients are reduced now.
@@ -379,6 +379,16 @@ class Pipeline(Technique):
             for name, value in self._root.state_dict().items():
                 if isinstance(value, Tensor) and is_remote(value):
                     state.setdefault(name, value)
+
+    def collect_parts(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the dictionaries of all stages. A collective over ``pp``."""
+        of_stages: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather_object(of_stages, parts, self.group)
+        return [part for of_stage in of_stages for part in of_stage]
+
+    def original(self) -> AbstractContextManager[None]:
+        """Return a context in which the module is as it was before it was spread."""
+        return self._original_module.again()
 
     def whole_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state together with that of other stages. A collective over ``pp``."""

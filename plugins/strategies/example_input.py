@@ -1,4 +1,4 @@
-"""Run a model that is split into stages on its ``example_input_array``, for the sizes in Lightning's summary."""
+"""Run a model whose ranks have different layers on its ``example_input_array``, for Lightning's summary."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode
 
 from lightning_dist.parallel_module import parallelized
-from lightning_dist.pipeline import Pipeline
 from lightning_dist.step_graph import run_on_fakes
 
 __all__ = ["run_example"]
 
 
 def run_example(module: LightningModule, run: Callable[[], None]) -> None:
-    """Call ``run``, on fake tensors if ``module`` is split into stages.
+    """Call ``run``, on fake tensors if ``module`` has parameters that only other ranks have.
 
     No rank has the whole model in that case, and the summary needs only sizes.
 
@@ -27,11 +26,10 @@ def run_example(module: LightningModule, run: Callable[[], None]) -> None:
         run: Function that runs the module on its ``example_input_array``.
     """
     parallel = parallelized(module)
-    pipeline = None if parallel is None else parallel.get(Pipeline)
-    if pipeline is None:
+    if parallel is None or not parallel.has_remote_parameters:
         run()
         return
-    with pipeline.original_module.again():
+    with parallel.original():
         why_not = run_on_fakes(module, lambda fake: run(), module.device, _NoObserver())
     if why_not:
         rank_zero_warn(f"The model could not be run on its example_input_array for the summary: {why_not}")

@@ -10,13 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.parallel_module import parallelized_around
-from lightning_dist.pipeline import Pipeline
 from lightning_dist.tensor_state import is_remote
 
 __all__ = ["are_free_before_forward", "free_gradients", "gradient_norms"]
@@ -61,15 +59,12 @@ def gradient_norms(module: torch.nn.Module, norm_type: float | int | str, group_
         raise ValueError(f"`norm_type` must be a positive number or 'inf' (infinity norm). Got {order}")
     names = [name for name, _ in module.named_parameters()]
     parallel = parallelized_around(module)
-    pipeline = None if parallel is None else parallel.get(Pipeline)
-    if parallel is None or pipeline is None:
+    if parallel is None or not parallel.has_remote_parameters:
         found = _norms(module, order)
     else:
-        stages: list[dict[str, torch.Tensor]] = [{} for _ in range(dist.get_world_size(pipeline.group))]
         with parallel.without_hook_views():
             own = {name: norm.cpu() for name, norm in _norms(module, order).items()}
-        dist.all_gather_object(stages, own, pipeline.group)
-        found = {name: norm for stage in stages for name, norm in stage.items()}
+        found = {name: norm for part in parallel.collect_parts(own) for name, norm in part.items()}
     norms: dict[str, Any] = {
         f"grad_{order}_norm{group_separator}{name}": found[name] for name in names if name in found
     }

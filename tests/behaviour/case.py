@@ -13,7 +13,6 @@ from typing import Any
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, ModelCheckpoint
 from lightning.pytorch.loggers import Logger
 from torch import Tensor, nn
@@ -332,11 +331,8 @@ def _whole_buffers(model: nn.Module) -> dict[str, Tensor]:
     pipeline = None if parallel is None else parallel.get(Pipeline)
     others = frozenset() if pipeline is None else pipeline.buffers_of_others
     own = {name: b for name, b in model.named_buffers() if not b.is_meta and name not in others}
-    if pipeline is None:
-        return own
-    stages: list[dict[str, Tensor]] = [{} for _ in range(dist.get_world_size(pipeline.group))]
-    dist.all_gather_object(stages, own, pipeline.group)
-    return {name: buffer for stage in stages for name, buffer in stage.items()}
+    parts = [own] if parallel is None else parallel.collect_parts(own)
+    return {name: buffer for part in parts for name, buffer in part.items()}
 
 
 def _read(path: str | Path) -> dict[str, Any]:

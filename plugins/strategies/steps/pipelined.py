@@ -188,7 +188,7 @@ class PipelinedSteps(Steps):
         fake = fake_step(
             module, module.trainer, name, (batch, *arguments), kwargs, partial(self._tracing.around, self._module)
         )
-        with self._pipeline.original_module.again():
+        with self._parallel.original():
             graph = trace_step(module, fake, module.device, stages.parts, stages.blocks, has_backward)
         # The attributes of metrics are left out, because metrics must keep the updates of all microbatches.
         return replace(

@@ -1,0 +1,169 @@
+"""Manage the parameters of a unit that no rank shards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from lightning_dist._compat import put_parameter
+from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
+from lightning_dist.parameter_group import ParameterGroup
+from lightning_dist.technique import Technique, bound
+from lightning_dist.units import Unit
+
+__all__ = ["ReplicatedGroup"]
+
+
+class ReplicatedGroup(ParameterGroup):
+    """Manage parameters that no rank shards: plain ones, or parts of layers that are split over ``tp``.
+
+    Plain parameters are the same whether a step or an optimizer uses them. Parameters of split layers are DTensors over
+    ``tp``. When they are gathered, :class:`~lightning_dist.tensor_parallel.TensorParallel` replaces them by this rank's
+    parts, in the same memory. In a step, while the forward of their unit does not run, the modules hold stand-ins that
+    are gathered over ``tp`` where they are used.
+
+    Args:
+        unit: The unit of the parameters.
+        mesh: The mesh whose ranks have parts of the batch.
+        techniques: All techniques.
+    """
+
+    def __init__(self, unit: Unit, mesh: DeviceMesh, techniques: Sequence[Technique]) -> None:
+        self._params = dict(unit.params)
+        self._mesh = mesh
+        self._take_replaced = bound(techniques, "take_replaced")
+        self._is_form = bound(techniques, "is_form_of_parameter")
+        self._syncs_gradients = True
+        split = {id(param) for param in self._params.values() if isinstance(param, DTensor)}
+        self._places = [
+            (owner, key, param)
+            for owner in unit.owners
+            for key, param in owner._parameters.items()
+            if param is not None and id(param) in split
+        ]
+        self._is_gathered = self._gives_whole = not self._places
+        self._is_kept = self._has_stand_ins = False
+        self._stand_ins: dict[nn.Parameter, Tensor] = {}
+        for owner in {owner for owner, _, _ in self._places}:
+            owner.register_state_dict_post_hook(partial(self._put_into_state_dict))  # type: ignore[no-untyped-call]
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """The parameters."""
+        return list(self._params.values())
+
+    @property
+    def names(self) -> list[str]:
+        """The full names of the parameters."""
+        return list(self._params)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """The mesh whose ranks have parts of the batch."""
+        return self._mesh
+
+    @property
+    def is_gathered(self) -> bool:
+        """Whether the modules hold what they compute with: always, if the parameters are plain."""
+        return self._is_gathered
+
+    @property
+    def needs_gather(self) -> bool:
+        """Whether the modules hold DTensors outside of steps, with which they cannot compute."""
+        return bool(self._places)
+
+    def holds(self, param: Tensor) -> bool:
+        """Return whether ``param`` is one of the parameters."""
+        return any(own is param for own in self._params.values())
+
+    def gather(self) -> None:
+        """Put the DTensors into the modules, for techniques to replace them. There is nothing to communicate."""
+        if self._is_gathered:
+            return
+        for owner, key, param in self._places:
+            held = owner._parameters.get(key)
+            # Another tensor was put there by torch.func.functional_call.
+            is_own = held is None or held is param or held is self._stand_ins.get(param)
+            if is_own or any(is_form(owner, key, held) for is_form in self._is_form):
+                put_parameter(owner, key, param)
+        self._is_gathered = True
+
+    def free(self) -> None:
+        """Put the DTensors, or their stand-ins, back into the modules."""
+        self.write_back()
+        for owner, key, param in self._places:
+            put_parameter(owner, key, self._stand_ins[param] if self._has_stand_ins else param)
+        self._is_gathered = not self._places
+
+    def after_forward(self) -> None:
+        """Free the parameters after a forward of the unit, so that what uses them next finds them as they are."""
+        if not self._is_kept:
+            self.free()
+
+    @contextmanager
+    def kept_after_forward(self) -> Iterator[None]:
+        """Inside, parameters are not freed after a forward."""
+        before, self._is_kept = self._is_kept, True
+        try:
+            yield
+        finally:
+            self._is_kept = before
+
+    @contextmanager
+    def with_stand_ins(self) -> Iterator[None]:
+        """Inside, let the modules hold stand-ins while the parameters are free."""
+        for param in {param for _, _, param in self._places} - self._stand_ins.keys():
+            self._stand_ins[param] = GatheredOnUse(param, partial(whole_for_step, data_parallel_axes=()))
+        self._has_stand_ins = True
+        if not self._is_gathered:
+            self.free()
+        try:
+            yield
+        finally:
+            self._has_stand_ins = False
+            if not self._is_gathered:
+                self.free()
+
+    def write_back(self, compares: bool = False) -> None:
+        """Keep values that a step has put in the place of those of a parameter, by ``param.data = ...``.
+
+        Args:
+            compares: It makes no difference, since all other changes are made in the memory of the parameters.
+        """
+        for _, _, param in self._places if self._is_gathered else ():
+            for take_replaced in self._take_replaced:
+                take_replaced(param)
+
+    @contextmanager
+    def whole_state_dict(self) -> Iterator[None]:
+        """Inside, let ``state_dict()`` take what the modules hold."""
+        before, self._gives_whole = self._gives_whole, True
+        try:
+            yield
+        finally:
+            self._gives_whole = before
+
+    def _put_into_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
+        """Put the DTensors into the state dict of a module, also while it holds this rank's parts of them."""
+        for owner, key, param in self._places if not self._gives_whole else ():
+            name = prefix + key
+            if owner is module and name in state_dict:
+                state_dict[name] = param if isinstance(state_dict[name], nn.Parameter) else param.detach()
+
+    def copy_requires_grad(self) -> None:
+        """Do nothing: what modules compute with follows the parameters whenever they have been gathered."""
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Choose whether gradients are reduced after a backward, or added up on each rank (accumulation)."""
+        self._syncs_gradients = enabled
+
+    @property
+    def syncs_gradients(self) -> bool:
+        """The choice of :meth:`set_gradient_sync`."""
+        return self._syncs_gradients

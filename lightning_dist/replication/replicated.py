@@ -1,0 +1,242 @@
+"""Data parallelism without sharding: every rank has the whole parameters, and gradients are averaged over the replicas.
+
+It does the work of torch's DistributedDataParallel (Li et al., 2020) for a module that keeps its class. Gradients are
+copied into buckets, and each bucket is all-reduced while the backward goes on. Ranks may leave different parameters
+without a gradient: a rank contributes zeros for those that another rank has used, and a parameter that no rank used
+keeps its gradient, or has none.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_map
+
+from lightning_dist._compat import (
+    at_end_of_backward,
+    give_post_accumulate_hooks,
+    local_of,
+    take_post_accumulate_hooks,
+)
+from lightning_dist.replication.bucket import STALE, Bucket, as_dtensor, in_buckets
+from lightning_dist.replication.group import ReplicatedGroup
+from lightning_dist.technique import Parallel, Technique
+from lightning_dist.tensor_state import is_remote
+from lightning_dist.units import Unit
+
+__all__ = ["Replication"]
+
+
+class Replication(Technique):
+    """Average the gradients of whole parameters over the ranks of ``mesh``.
+
+    Args:
+        mesh: A mesh with the axes ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``, of which ``dp_shard`` has one rank.
+        parameter_mesh: The same mesh, and ``tp`` as its last axis if layers are split.
+        reduce_dtype: The dtype that gradients are reduced in; None: that of each parameter.
+    """
+
+    def __init__(self, mesh: DeviceMesh, parameter_mesh: DeviceMesh, reduce_dtype: torch.dtype | None = None) -> None:
+        self._mesh = mesh
+        self._parameter_mesh = parameter_mesh
+        self._reduce_dtype = reduce_dtype
+        self._groups: list[ReplicatedGroup] = []
+        self._buckets: list[Bucket] = []
+        self._num_launched = 0
+        self._is_armed = False
+        self._own_hooks: dict[nn.Parameter, int] = {}
+        self._hooks_of_users: list[tuple[nn.Parameter, dict[int, Any]]] = []
+
+    def attach(self, parallel: Parallel) -> None:
+        """Let embeddings have dense gradients, which can be reduced in buckets; the values are the same."""
+        self._parallel = parallel
+        for part in parallel.module.modules():
+            if isinstance(part, nn.Embedding | nn.EmbeddingBag):
+                part.sparse = False
+
+    def manage_unit(self, unit: Unit) -> ReplicatedGroup:
+        """Take charge of the parameters of ``unit``, which stay as they are."""
+        self._groups.append(ReplicatedGroup(unit, self._mesh, self._parallel.techniques))
+        return self._groups[-1]
+
+    def finish(self) -> None:
+        """Put the parameters into buckets, in the order in which a backward reaches them. A collective."""
+        if self._mesh.size() == 1:
+            return
+        # What ranks have used is exchanged beside the buckets, whose order on a rank depends on it.
+        ranks = dist.get_process_group_ranks(self._mesh.get_group(0))
+        usage_group = dist.new_group(
+            ranks, backend="gloo", use_local_synchronization=True, group_desc="used parameters"
+        )
+        # torch.distributed keeps it: another reference would keep its connections open after an error on this rank.
+        self._usage_group = weakref.ref(usage_group)
+        params = [param for group in self._groups for param in group.params]
+        for bucket_params in in_buckets(list(reversed(params)), self._reduce_dtype):
+            bucket = Bucket(bucket_params, self._mesh, self._reduce_dtype)
+            for index, param in enumerate(bucket_params):
+                requires_grad = param.requires_grad
+                param.requires_grad_(True)  # to have a hook, also if it is frozen now
+                # The garbage collector does not see what a parameter's hooks hold.
+                hook = partial(_on_gradient, weakref.ref(self), len(self._buckets), index)
+                self._own_hooks[param] = param.register_post_accumulate_grad_hook(hook).id  # type: ignore[no-untyped-call]
+                param.requires_grad_(requires_grad)
+            self._buckets.append(bucket)
+
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Inside, let split parameters be used also while the forward of their unit does not run."""
+        with ExitStack() as stack:
+            for group in self._groups:
+                if group.needs_gather:
+                    stack.enter_context(group.with_stand_ins())
+            yield
+
+    def on_gradient(self, bucket_index: int, index: int) -> None:
+        """Note that autograd has set a gradient, and reduce the bucket if it is full.
+
+        Args:
+            bucket_index: The index of the bucket.
+            index: The index of the parameter in the bucket.
+        """
+        bucket = self._buckets[bucket_index]
+        if not self._is_armed:
+            if not self._parallel.reduces_gradients or self._parallel.runs_microbatches:
+                bucket.has_accumulated[index] = True
+                return
+            # The step runs a backward of its own, past manual_backward.
+            self._begin()
+            self._is_armed = True
+            at_end_of_backward(self._end)
+        if bucket.has_fired[index]:  # a backward inside the backward, as of reentrant checkpointing, uses it again
+            bucket.renew(index)
+            return
+        bucket.has_fired[index] = True
+        if bucket.is_launched:  # a parameter that was frozen when the backward began
+            bucket.renew(index)
+            return
+        bucket.copy_in(index)  # now, while the gradient is in the processor's cache
+        bucket.num_pending -= 1
+        if bucket.num_pending == 0:
+            self._launch_full()
+
+    def _launch_full(self) -> None:
+        """All-reduce the buckets that are full. All ranks keep the order of the buckets."""
+        while self._num_launched < len(self._buckets) and self._buckets[self._num_launched].num_pending <= 0:
+            bucket = self._buckets[self._num_launched]
+            if bucket.num_expected:
+                bucket.launch()
+            self._num_launched += 1
+
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """Reduce gradients while the backward inside runs, and wait for them. A collective if gradients are reduced."""
+        if not self._buckets or not self._parallel.reduces_gradients:
+            yield
+            return
+        self._begin()
+        self._is_armed = True
+        try:
+            yield
+        except BaseException:
+            self.after_error()
+            raise
+        self._end()
+
+    @contextmanager
+    def around_microbatches(self) -> Iterator[None]:
+        """Inside, hold back the hooks of users, which are to see the gradients of all microbatches together."""
+        self._take_hooks_of_users()
+        try:
+            yield
+        finally:
+            self._give_hooks_back()
+
+    def reduce_microbatches(self, reduces: bool) -> None:
+        """Reduce the gradients that microbatches have added up. A collective if gradients are reduced."""
+        if self._buckets and reduces:
+            self._begin()
+            for bucket in self._buckets:
+                bucket.has_fired = [param.grad is not None for param in bucket.params]
+            self._end()
+        else:
+            self._take_hooks_of_users()
+            self._call_hooks_of_users()
+
+    def _begin(self) -> None:
+        self._num_launched = 0
+        for bucket in self._buckets:
+            bucket.begin()
+        self._take_hooks_of_users()
+
+    def _take_hooks_of_users(self) -> None:
+        """Take the hooks of users from the parameters: they are to see the reduced gradient, once."""
+        for group in self._groups:
+            for param in group.params:
+                if others := take_post_accumulate_hooks(param, self._own_hooks.get(param)):
+                    self._hooks_of_users.append((param, others))
+
+    def _give_hooks_back(self) -> list[tuple[nn.Parameter, dict[int, Any]]]:
+        hooks, self._hooks_of_users = self._hooks_of_users, []
+        for param, others in hooks:
+            give_post_accumulate_hooks(param, others)
+        return hooks
+
+    def _call_hooks_of_users(self) -> None:
+        for param, others in self._give_hooks_back():
+            for hook in others.values() if param.grad is not None else ():
+                hook(param)
+
+    def _end(self) -> None:
+        """Reduce the buckets that are not full on this rank but used on some, and hand out the means."""
+        self._is_armed = False
+        states = torch.tensor([bucket.state for bucket in self._buckets], dtype=torch.uint8)
+        dist.all_reduce(states, dist.ReduceOp.MAX, self._usage_group())
+        for bucket, state in zip(self._buckets, states.tolist(), strict=True):
+            if state and not bucket.is_launched:
+                bucket.launch()
+        for bucket, state in zip(self._buckets, states.tolist(), strict=True):
+            if state == STALE:
+                bucket.launch()
+            bucket.hand_out()
+        self._call_hooks_of_users()
+
+    def after_error(self) -> None:
+        """Forget what a step has left that raised an error."""
+        self._is_armed = False
+        self._give_hooks_back()
+
+    def state_to_write(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict whose parameters are replicated DTensors, so that each replica writes a part of them."""
+        names = {name for group in self._groups for name in group.names}
+        return {
+            name: self._replicated(value) if name in names or isinstance(value, DTensor) else value
+            for name, value in state.items()
+        }
+
+    def whole_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's state whose tensors are replicated DTensors, so that each replica writes a part."""
+        return {**state, "state": tree_map(self._replicated, state["state"])}
+
+    def _replicated(self, value: Any) -> Any:
+        if not isinstance(value, Tensor) or is_remote(value) or self._mesh.size() == 1:
+            return value
+        replicated = [Replicate()] * self._mesh.ndim
+        if isinstance(value, DTensor):  # over tp
+            placements = [*replicated, *value.placements]
+            return as_dtensor(local_of(value.detach()), self._parameter_mesh, placements, value)
+        return value if value.ndim == 0 else as_dtensor(value.detach(), self._mesh, replicated, value)
+
+
+def _on_gradient(replication: weakref.ref[Replication], bucket_index: int, index: int, param: Tensor) -> None:
+    alive = replication()
+    if alive is not None:
+        alive.on_gradient(bucket_index, index)
