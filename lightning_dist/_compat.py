@@ -20,12 +20,15 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.optim import Optimizer, swa_utils
 from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
 
 __all__ = [
+    "BATCH_NORM",
     "GROUPED_MM",
+    "NORM",
     "ROUTE",
     "AllGather",
     "ReduceScatter",
@@ -60,6 +63,16 @@ __all__ = [
     "take_post_accumulate_hooks",
     "without_torch_functions",
 ]
+
+
+BATCH_NORM = _BatchNorm
+"""The class of layers that compute with statistics of the batch in training, and need more than one sample.
+
+Replaced by: a public base class. The same holds for :data:`NORM`.
+"""
+
+NORM = _NormBase
+"""The class of layers whose kernels change running statistics without incrementing the tensors' versions."""
 
 
 def put_parameter(module: nn.Module, key: str, tensor: torch.Tensor) -> None:

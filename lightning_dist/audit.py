@@ -225,11 +225,15 @@ class FirstStepAudit(Technique):
             Name of a mesh axis and its process group, to names and local tensors.
         """
         found: dict[tuple[str, dist.ProcessGroup], list[tuple[str, Tensor]]] = defaultdict(list)
-        meshes = {id(param): group.mesh for group in self._groups for param in group.params}
-        for name, param in self._module.named_parameters():
+        managed = [
+            (name, param, group.mesh)
+            for group in self._groups
+            for name, param in zip(group.names, group.params, strict=True)
+        ]
+        for name, param, group_mesh in managed:
             own = local_of(param.detach())
             # A DTensor may say otherwise of an axis than that its group's ranks all have the same.
-            axes = {axis: (group, True) for axis, group in _axes(meshes.get(id(param)))}
+            axes = {axis: (group, True) for axis, group in _axes(group_mesh)}
             if isinstance(param, DTensor):
                 for (axis, group), placement in zip(_axes(param.device_mesh), param.placements, strict=True):
                     axes[axis] = group, isinstance(placement, Replicate)
@@ -258,11 +262,10 @@ class FirstStepAudit(Technique):
         )
 
 
-def _axes(mesh: DeviceMesh | None) -> Iterator[tuple[str, dist.ProcessGroup]]:
-    """Yield the name and the process group of each axis of ``mesh``; None has none."""
-    if mesh is not None:
-        for dim, name in enumerate(mesh.mesh_dim_names or ()):
-            yield name, mesh.get_group(dim)
+def _axes(mesh: DeviceMesh) -> Iterator[tuple[str, dist.ProcessGroup]]:
+    """Yield the name and the process group of each axis of ``mesh``."""
+    for dim, name in enumerate(mesh.mesh_dim_names or ()):
+        yield name, mesh.get_group(dim)
 
 
 def _mark(audit: weakref.ref[FirstStepAudit]) -> Callable[[nn.Module, str, Any], None]:

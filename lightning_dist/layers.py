@@ -1,4 +1,4 @@
-"""Describe layers: where the features of linear ones lie, and which ones change buffers without a trace."""
+"""Describe layers: where the features of linear ones lie."""
 
 from __future__ import annotations
 
@@ -7,13 +7,7 @@ from typing import cast
 
 from torch import Tensor, nn
 
-__all__ = ["BATCH_NORMS", "NORMS", "LinearLayer", "linear_layer"]
-
-BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-"""Layers that compute with statistics of the batch in training, and need more than one sample."""
-
-NORMS = (*BATCH_NORMS, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-"""Layers whose kernels change running statistics without incrementing the tensors' versions."""
+__all__ = ["LinearLayer", "linear_layer"]
 
 
 @dataclass(frozen=True)

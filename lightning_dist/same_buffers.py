@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dist.layers import NORMS
+from lightning_dist._compat import NORM
 from lightning_dist.technique import Parallel, Technique
 from lightning_dist.tensor_state import is_remote
 
@@ -62,7 +62,7 @@ class SameBuffers(Technique):
         buffers = [module._buffers.get(key) for module, key in self._places]
         flags = torch.tensor(
             [
-                (isinstance(module, NORMS) and module.training)
+                (isinstance(module, NORM) and module.training)
                 or buffer is not seen
                 or (buffer is not None and buffer._version != version)
                 for (module, _), buffer, (seen, version) in zip(self._places, buffers, self._seen, strict=True)

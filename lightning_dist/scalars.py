@@ -67,6 +67,7 @@ class ScalarGroup(ParameterGroup):
     def __init__(
         self, module: nn.Module, params: Mapping[str, nn.Parameter], mesh: DeviceMesh, parameter_mesh: DeviceMesh
     ) -> None:
+        self._names = list(params)
         self._is_gathered = False
         self._sync = True
         self._mesh = mesh
@@ -104,6 +105,11 @@ class ScalarGroup(ParameterGroup):
     def params(self) -> list[nn.Parameter]:
         """Return the replicated parameters, which are DTensors."""
         return list(self._replicated)
+
+    @property
+    def names(self) -> list[str]:
+        """Return the full names of the parameters."""
+        return list(self._names)
 
     def holds(self, param: torch.Tensor) -> bool:
         """Return whether ``param`` is one of the plain tensors that the modules hold in a step."""

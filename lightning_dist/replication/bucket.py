@@ -33,7 +33,11 @@ def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
 
 
 def in_buckets(params: Sequence[nn.Parameter], reduce_dtype: torch.dtype | None) -> Iterator[list[nn.Parameter]]:
-    """Yield lists of parameters of one dtype, each about as large as a bucket, in the order of ``params``."""
+    """Yield lists of parameters of one dtype, each about as large as a bucket, in the order of ``params``.
+
+    Parameters of integers, such as the weights of a quantized model, have no gradients and are left out.
+    """
+    params = [param for param in params if param.is_floating_point() or param.is_complex()]
     total = sum(local_of(param).numel() * (reduce_dtype or param.dtype).itemsize for param in params)
     largest = min(max(total // _NUM_BUCKETS, _FIRST_BUCKET_BYTES), _BUCKET_BYTES)
     limit, num_bytes, bucket = _FIRST_BUCKET_BYTES, 0, list[nn.Parameter]()
@@ -86,7 +90,9 @@ class Bucket:
     @property
     def is_used(self) -> list[bool]:
         """Which parameters have a gradient to reduce on this rank."""
-        return [fired or before for fired, before in zip(self.has_fired, self.has_accumulated, strict=True)]
+        marks = zip(self.params, self.has_fired, self.has_accumulated, strict=True)
+        # Gradients that were added up may have been cleared since.
+        return [fired or (before and param.grad is not None) for param, fired, before in marks]
 
     @property
     def state(self) -> int:
@@ -116,7 +122,8 @@ class Bucket:
             sizes = [*(shape.numel() for shape in self._shapes), len(self.params)]
             self._flat = torch.empty(sum(sizes), dtype=self._dtype, device=self.params[0].device)
             parts = torch.split(self._flat, sizes)
-            self._views = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=False)]
+            # A user may change a gradient in place, which autograd would refuse for a view that no_grad has made.
+            self._views = [part.view(shape).data for part, shape in zip(parts, self._shapes, strict=False)]
         param = self.params[index]
         if param.grad is None:
             self._views[index].zero_()
@@ -146,21 +153,31 @@ class Bucket:
         self._work = dist.all_reduce(self._flat, group=self._mesh.get_group(0), async_op=True)
 
     @torch.no_grad()
-    def hand_out(self) -> None:
-        """Wait for the all-reduce, if it has begun, and give the parameters that any rank used the mean gradient."""
+    def hand_out(self) -> list[nn.Parameter]:
+        """Wait for the all-reduce, if it has begun, and give the parameters that any rank used the mean gradient.
+
+        Returns:
+            The parameters that any rank used.
+        """
         if self._work is None:
-            return
+            return []
         self._work.wait()
         assert self._flat is not None
         is_used = self.is_used
         self.has_accumulated = [False] * len(self.params)
         # On an accelerator, reading the counts waits for it; they are known if this rank has used all.
         counts = self._flat[-len(self.params) :].tolist() if not all(is_used) else [1.0] * len(self.params)
+        used: list[nn.Parameter] = []
         for param, view, count in zip(self.params, self._views, counts, strict=True):
             if not count:
+                continue
+            used.append(param)
+            if param.grad is not None and param.grad.requires_grad:  # of create_graph=True
+                local_of(param.grad).copy_(view)
                 continue
             gradient = view.to(param.dtype)
             if isinstance(param, DTensor):
                 gradient = as_dtensor(gradient, param.device_mesh, param.placements, param)
             param.grad = gradient
         self._flat, self._views, self._work = None, [], None
+        return used

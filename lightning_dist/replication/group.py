@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -32,13 +32,22 @@ class ReplicatedGroup(ParameterGroup):
         unit: The unit of the parameters.
         mesh: The mesh whose ranks have parts of the batch.
         techniques: All techniques.
+        on_gradient: Function that is called with a parameter when a backward is about to add a gradient to it that was
+            computed through a stand-in.
     """
 
-    def __init__(self, unit: Unit, mesh: DeviceMesh, techniques: Sequence[Technique]) -> None:
+    def __init__(
+        self,
+        unit: Unit,
+        mesh: DeviceMesh,
+        techniques: Sequence[Technique],
+        on_gradient: Callable[[nn.Parameter], None],
+    ) -> None:
         self._params = dict(unit.params)
         self._mesh = mesh
         self._take_replaced = bound(techniques, "take_replaced")
         self._is_form = bound(techniques, "is_form_of_parameter")
+        self._on_gradient = on_gradient
         self._syncs_gradients = True
         split = {id(param) for param in self._params.values() if isinstance(param, DTensor)}
         self._places = [
@@ -119,14 +128,16 @@ class ReplicatedGroup(ParameterGroup):
     def with_stand_ins(self) -> Iterator[None]:
         """Inside, let the modules hold stand-ins while the parameters are free."""
         for param in {param for _, _, param in self._places} - self._stand_ins.keys():
-            self._stand_ins[param] = GatheredOnUse(param, partial(whole_for_step, data_parallel_axes=()))
-        self._has_stand_ins = True
+            on_gradient = partial(self._on_gradient, param)
+            gather = partial(whole_for_step, data_parallel_axes=(), on_gradient=on_gradient)
+            self._stand_ins[param] = GatheredOnUse(param, gather)
+        before, self._has_stand_ins = self._has_stand_ins, True
         if not self._is_gathered:
             self.free()
         try:
             yield
         finally:
-            self._has_stand_ins = False
+            self._has_stand_ins = before
             if not self._is_gathered:
                 self.free()
 

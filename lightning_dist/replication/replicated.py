@@ -9,8 +9,8 @@ keeps its gradient, or has none.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,7 @@ class Replication(Technique):
         self._num_launched = 0
         self._is_armed = False
         self._own_hooks: dict[nn.Parameter, int] = {}
+        self._places: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._hooks_of_users: list[tuple[nn.Parameter, dict[int, Any]]] = []
 
     def attach(self, parallel: Parallel) -> None:
@@ -65,7 +66,9 @@ class Replication(Technique):
 
     def manage_unit(self, unit: Unit) -> ReplicatedGroup:
         """Take charge of the parameters of ``unit``, which stay as they are."""
-        self._groups.append(ReplicatedGroup(unit, self._mesh, self._parallel.techniques))
+        # A stand-in must not keep this object alive, since hooks of tensors hold it.
+        on_gradient = partial(_on_late_gradient, weakref.ref(self))
+        self._groups.append(ReplicatedGroup(unit, self._mesh, self._parallel.techniques, on_gradient))
         return self._groups[-1]
 
     def finish(self) -> None:
@@ -89,7 +92,13 @@ class Replication(Technique):
                 hook = partial(_on_gradient, weakref.ref(self), len(self._buckets), index)
                 self._own_hooks[param] = param.register_post_accumulate_grad_hook(hook).id  # type: ignore[no-untyped-call]
                 param.requires_grad_(requires_grad)
+                self._places[param] = bucket, index
             self._buckets.append(bucket)
+
+    def before_step(self) -> None:
+        """Forget a backward inside the last step that raised an error, which the step has caught."""
+        if self._is_armed:
+            self.after_error()
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
@@ -108,14 +117,9 @@ class Replication(Technique):
             index: The index of the parameter in the bucket.
         """
         bucket = self._buckets[bucket_index]
-        if not self._is_armed:
-            if not self._parallel.reduces_gradients or self._parallel.runs_microbatches:
-                bucket.has_accumulated[index] = True
-                return
-            # The step runs a backward of its own, past manual_backward.
-            self._begin()
-            self._is_armed = True
-            at_end_of_backward(self._end)
+        if not self._arm():
+            bucket.has_accumulated[index] = True
+            return
         if bucket.has_fired[index]:  # a backward inside the backward, as of reentrant checkpointing, uses it again
             bucket.renew(index)
             return
@@ -128,6 +132,44 @@ class Replication(Technique):
         if bucket.num_pending == 0:
             self._launch_full()
 
+    def on_late_gradient(self, param: nn.Parameter) -> None:
+        """Note that autograd is about to add a gradient, which the bucket must copy when the backward has ended.
+
+        Args:
+            param: A parameter that a stand-in was used for.
+        """
+        if param not in self._places:
+            return
+        bucket, index = self._places[param]
+        if self._arm():
+            bucket.has_fired[index] = True
+            bucket.renew(index)
+        else:
+            bucket.has_accumulated[index] = True
+
+    def _arm(self) -> bool:
+        """Return whether gradients are reduced in the backward that runs, and prepare for it if nothing has.
+
+        Raises:
+            RuntimeError: If the step runs a backward of its own, and a parameter has a hook of the user's.
+        """
+        if self._is_armed:
+            return True
+        if not self._parallel.reduces_gradients or self._parallel.runs_microbatches:
+            return False
+        # The step runs a backward of its own, past manual_backward.
+        self._begin()
+        if self._hooks_of_users:
+            self._give_hooks_back()
+            raise RuntimeError(
+                "training_step calls backward() itself, and a parameter has a hook of"
+                " register_post_accumulate_grad_hook, which would see gradients of this rank's part of the batch alone:"
+                " call self.manual_backward(loss) instead."
+            )
+        self._is_armed = True
+        at_end_of_backward(self._end)
+        return True
+
     def _launch_full(self) -> None:
         """All-reduce the buckets that are full. All ranks keep the order of the buckets."""
         while self._num_launched < len(self._buckets) and self._buckets[self._num_launched].num_pending <= 0:
@@ -139,7 +181,11 @@ class Replication(Technique):
     @contextmanager
     def around_backward(self) -> Iterator[None]:
         """Reduce gradients while the backward inside runs, and wait for them. A collective if gradients are reduced."""
-        if not self._buckets or not self._parallel.reduces_gradients:
+        if not self._buckets:
+            with self._hooks_held_back() if self._splits else nullcontext():
+                yield
+            return
+        if not self._parallel.reduces_gradients:
             yield
             return
         self._begin()
@@ -154,22 +200,34 @@ class Replication(Technique):
     @contextmanager
     def around_microbatches(self) -> Iterator[None]:
         """Inside, hold back the hooks of users, which are to see the gradients of all microbatches together."""
+        with self._hooks_held_back(calls=not self._buckets or not self._parallel.reduces_gradients):
+            yield
+
+    @contextmanager
+    def _hooks_held_back(self, calls: bool = True) -> Iterator[None]:
+        """Hold back the hooks of users inside, and then call those of parameters whose gradients have changed.
+
+        Args:
+            calls: Whether to call the hooks.
+        """
         self._take_hooks_of_users()
+        before = {param: _version(param.grad) for param, _ in self._hooks_of_users}
         try:
             yield
-        finally:
+        except BaseException:
             self._give_hooks_back()
+            raise
+        changed = [param for param, version in before.items() if version != _version(param.grad)]
+        self._call_hooks_of_users(changed, calls)
 
     def reduce_microbatches(self, reduces: bool) -> None:
         """Reduce the gradients that microbatches have added up. A collective if gradients are reduced."""
         if self._buckets and reduces:
             self._begin()
             for bucket in self._buckets:
+                # Schedules that split backwards set gradients without autograd's hooks.
                 bucket.has_fired = [param.grad is not None for param in bucket.params]
             self._end()
-        else:
-            self._take_hooks_of_users()
-            self._call_hooks_of_users()
 
     def _begin(self) -> None:
         self._num_launched = 0
@@ -190,9 +248,10 @@ class Replication(Technique):
             give_post_accumulate_hooks(param, others)
         return hooks
 
-    def _call_hooks_of_users(self) -> None:
+    def _call_hooks_of_users(self, params: Collection[nn.Parameter], calls: bool = True) -> None:
+        ids = {id(param) for param in params}
         for param, others in self._give_hooks_back():
-            for hook in others.values() if param.grad is not None else ():
+            for hook in others.values() if calls and id(param) in ids else ():
                 hook(param)
 
     def _end(self) -> None:
@@ -200,19 +259,28 @@ class Replication(Technique):
         self._is_armed = False
         states = torch.tensor([bucket.state for bucket in self._buckets], dtype=torch.uint8)
         dist.all_reduce(states, dist.ReduceOp.MAX, self._usage_group())
-        for bucket, state in zip(self._buckets, states.tolist(), strict=True):
-            if state and not bucket.is_launched:
-                bucket.launch()
+        # Frozen ones come last on all ranks: a rank whose other buckets are full has launched these before.
+        for is_frozen in (False, True):
+            for bucket, state in zip(self._buckets, states.tolist(), strict=True):
+                if state and not bucket.is_launched and (bucket.num_expected == 0) == is_frozen:
+                    bucket.launch()
+        used: list[nn.Parameter] = []
         for bucket, state in zip(self._buckets, states.tolist(), strict=True):
             if state == STALE:
                 bucket.launch()
-            bucket.hand_out()
-        self._call_hooks_of_users()
+            used += bucket.hand_out()
+        self._call_hooks_of_users(used)
 
     def after_error(self) -> None:
         """Forget what a step has left that raised an error."""
         self._is_armed = False
+        for bucket in self._buckets:
+            bucket.begin()
         self._give_hooks_back()
+
+    @property
+    def _splits(self) -> bool:
+        return any(group.needs_gather for group in self._groups)
 
     def state_to_write(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state dict whose parameters are replicated DTensors, so that each replica writes a part of them."""
@@ -234,6 +302,17 @@ class Replication(Technique):
             placements = [*replicated, *value.placements]
             return as_dtensor(local_of(value.detach()), self._parameter_mesh, placements, value)
         return value if value.ndim == 0 else as_dtensor(value.detach(), self._mesh, replicated, value)
+
+
+def _version(gradient: Tensor | None) -> tuple[int, int]:
+    """Return what changes whenever a gradient is replaced or changed in place."""
+    return (0, 0) if gradient is None else (id(gradient), gradient._version)
+
+
+def _on_late_gradient(replication: weakref.ref[Replication], param: nn.Parameter) -> None:
+    alive = replication()
+    if alive is not None:
+        alive.on_late_gradient(param)
 
 
 def _on_gradient(replication: weakref.ref[Replication], bucket_index: int, index: int, param: Tensor) -> None:

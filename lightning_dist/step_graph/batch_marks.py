@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_dist.layers import NORMS
+from lightning_dist._compat import NORM
 
 __all__ = ["BatchMarks"]
 
@@ -43,7 +43,7 @@ class BatchMarks(TorchDispatchMode):  # type: ignore[no-untyped-call]
             For each changed buffer, by name, whether it depends on the batch. The running statistics of a module in
             training mode count as changed and dependent, because their kernels do not increment the version.
         """
-        norms = {name for name, module in root.named_modules() if isinstance(module, NORMS) and module.training}
+        norms = {name for name, module in root.named_modules() if isinstance(module, NORM) and module.training}
         found = {}
         for name, buffer in root.named_buffers():
             before, version = self._buffers.get(name, (None, 0))

@@ -358,7 +358,7 @@ class TensorParallel(Technique):
             return True
         known = (module, key)
         if known not in self._put:
-            return isinstance(held, nn.Parameter)
+            return False
         return any(held is form for form in (self._put[known], self._in_forward.get(known), self._elsewhere.get(known)))
 
     def gradients_left(self) -> list[str]:

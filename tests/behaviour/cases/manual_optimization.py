@@ -276,3 +276,26 @@ def manual_with_accumulation(run: Run) -> None:
     run.record("error", error)
     if run.column in PIPELINED:
         raise RuntimeError(error)
+
+
+@case("a hook sees the gradient of each backward that reaches its parameter, and of no other", refused=PIPELINED)
+def hooks_of_two_backwards(run: Run) -> None:
+    class TwoBackwards(_Manual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.other = nn.Linear(N, 2)
+            for param in (self.head.weight, self.other.weight):
+                param.register_post_accumulate_grad_hook(self._halve)
+
+        @staticmethod
+        def _halve(param: Tensor) -> None:
+            param.grad = param.grad * 0.5
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            optimizer.zero_grad()
+            self.manual_backward(self.loss(batch))
+            self.manual_backward(self.other(batch[0]).square().mean())
+            optimizer.step()
+
+    run.fit(TwoBackwards())

@@ -113,6 +113,16 @@ def post_accumulate_hooks(run: Run) -> None:
     run.fit(_PostAccumulate())
 
 
+@case("weights are added to gradients in on_after_backward, with autograd on")
+def decay_added_to_gradients(run: Run) -> None:
+    class Decays(Classifier):
+        def on_after_backward(self) -> None:
+            for param in self.parameters():
+                param.grad.add_(param, alpha=0.1)
+
+    run.fit(Decays())
+
+
 class _Norms(pl.Callback):
     """Read norms of weights and gradients as Python numbers, and log them."""
 
