@@ -4,10 +4,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo test lint parity behaviour zoo bench faults clean
+.PHONY: help demo quick test lint parity behaviour zoo bench faults clean
 
 help:
 	@echo "make demo    train a small GPT on 2 x 2 processes, sample from it, show it in MLflow"
+	@echo "make quick   lint, types, unit tests, and one distributed test of each strategy, for the inner loop"
 	@echo "make test    lint, types, and the tests that run in minutes"
 	@echo "make parity  every combination of the comparison with one process"
 	@echo "make behaviour  ordinary Lightning code under every strategy, compared with one process"
@@ -36,6 +37,9 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+
+quick: lint
+	$(BIN)/python -m pytest -q tests/unit tests/distributed/test_technique.py
 
 test: lint
 	$(BIN)/python -m pytest

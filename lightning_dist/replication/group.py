@@ -96,18 +96,23 @@ class ReplicatedGroup(ParameterGroup):
         if self._is_gathered:
             return
         for owner, key, param in self._places:
-            held = owner._parameters.get(key)
-            # Another tensor was put there by torch.func.functional_call.
-            is_own = held is None or held is param or held is self._stand_ins.get(param)
-            if is_own or any(is_form(owner, key, held) for is_form in self._is_form):
+            if self._holds_own(owner, key, param):
                 put_parameter(owner, key, param)
         self._is_gathered = True
+
+    def _holds_own(self, owner: nn.Module, key: str, param: nn.Parameter) -> bool:
+        """Return whether ``owner`` holds ``param`` or a form of it, and not a tensor that functional_call put there."""
+        held = owner._parameters.get(key)
+        is_own = held is None or held is param or held is self._stand_ins.get(param)
+        return is_own or any(is_form(owner, key, held) for is_form in self._is_form)
 
     def free(self) -> None:
         """Put the DTensors, or their stand-ins, back into the modules."""
         self.write_back()
+        is_in_step = self._has_stand_ins and self._is_gathered
         for owner, key, param in self._places:
-            put_parameter(owner, key, self._stand_ins[param] if self._has_stand_ins else param)
+            if not is_in_step or self._holds_own(owner, key, param):
+                put_parameter(owner, key, self._stand_ins[param] if self._has_stand_ins else param)
         self._is_gathered = not self._places
 
     def after_forward(self) -> None:

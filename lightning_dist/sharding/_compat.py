@@ -78,17 +78,21 @@ class ShardedGroup(ParameterGroup):
 
     def _put_whole(self) -> None:
         """Put the gathered parameters into the modules, with the hooks that the sharded ones have now."""
-        replaced = [
-            (module, name, current)
-            for index, param in enumerate(self._group.fsdp_params)
-            for module, name, current in _held(param)
-            if not self._is_own(index, param, current) and not self.is_other_form(module, name, current)
-        ]
+        replaced = self._of_other_code()
         FSDPParamGroup._to_unsharded(self._group)  # type: ignore[no-untyped-call]
         for module, name, current in replaced:
             module._parameters[name] = current  # type: ignore[assignment]
         for param in self._group.fsdp_params:
             share_hooks(param.sharded_param, param._unsharded_param)
+
+    def _of_other_code(self) -> list[tuple[nn.Module, str, torch.Tensor | None]]:
+        """Return the tensors that other code has put in the place of parameters: module, name and tensor."""
+        return [
+            (module, name, current)
+            for index, param in enumerate(self._group.fsdp_params)
+            for module, name, current in _held(param)
+            if not self._is_own(index, param, current) and not self.is_other_form(module, name, current)
+        ]
 
     def _is_own(self, index: int, param: FSDPParam, current: torch.Tensor | None) -> bool:
         """Return whether ``current`` is a form of the parameter at ``index``, rather than a tensor of other code.
@@ -110,9 +114,13 @@ class ShardedGroup(ParameterGroup):
         if self._group.is_unsharded:
             self._written_back(compares=False)
         self._keep_what_numpy_shares()
+        # Inside torch.func.functional_call, a block may run again, with the same tensors.
+        replaced = self._of_other_code() if self._has_stand_ins and self._group.is_unsharded else []
         FSDPParamGroup._to_sharded(self._group)  # type: ignore[no-untyped-call]
         if self._has_stand_ins:
             self._put_stand_ins()
+        for module, name, current in replaced:
+            module._parameters[name] = current  # type: ignore[assignment]
 
     def _take_shards(self, index: int) -> None:
         """Take the tensor that a module holds as the new shard, unless it is the gathered parameter or a stand-in."""

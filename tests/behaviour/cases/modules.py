@@ -473,6 +473,41 @@ def functional_call_in_validation(run: Run) -> None:
     run.fit(Averaged(), val=True)
 
 
+class _Recurrent(nn.Module):
+    """Apply the same blocks twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Block(), Block())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(self.blocks(x))
+
+
+@case(
+    "torch.func.functional_call of blocks that run twice, with weights of an exponential average",
+    refused={
+        "tp": r"The step has replaced net\.blocks\.\d\.\w+\.\w+ by a tensor of its own",
+        **dict.fromkeys(("pp", "nd", "nd_tp"), "The step has replaced|uses the parameter 'net|calls net"),
+    },
+)
+def functional_call_of_recurrence(run: Run) -> None:
+    class Teaches(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = _Recurrent()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            x, y = batch
+            weights = {name: param.detach() * 0.5 for name, param in self.net.named_parameters()}
+            target = torch.func.functional_call(self.net, weights, (x,))
+            loss = functional.cross_entropy(self(x), y) + functional.mse_loss(self.net(x), target)
+            self.log("train/loss", loss, sync_dist=True)
+            return loss
+
+    run.fit(Teaches())
+
+
 @case("parameters of the LightningModule itself: a temperature and a class token")
 def own_parameters(run: Run) -> None:
     class Own(Classifier):
