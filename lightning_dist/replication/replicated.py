@@ -211,13 +211,13 @@ class Replication(Technique):
             calls: Whether to call the hooks.
         """
         self._take_hooks_of_users()
-        before = {param: _version(param.grad) for param, _ in self._hooks_of_users}
+        before = [(param, param.grad, _version(param.grad)) for param, _ in self._hooks_of_users]
         try:
             yield
         except BaseException:
             self._give_hooks_back()
             raise
-        changed = [param for param, version in before.items() if version != _version(param.grad)]
+        changed = [p for p, grad, version in before if p.grad is not grad or version != _version(p.grad)]
         self._call_hooks_of_users(changed, calls)
 
     def reduce_microbatches(self, reduces: bool) -> None:
@@ -304,9 +304,9 @@ class Replication(Technique):
         return value if value.ndim == 0 else as_dtensor(value.detach(), self._mesh, replicated, value)
 
 
-def _version(gradient: Tensor | None) -> tuple[int, int]:
-    """Return what changes whenever a gradient is replaced or changed in place."""
-    return (0, 0) if gradient is None else (id(gradient), gradient._version)
+def _version(gradient: Tensor | None) -> int:
+    """Return a number that changes whenever a gradient is changed in place."""
+    return 0 if gradient is None else gradient._version
 
 
 def _on_late_gradient(replication: weakref.ref[Replication], param: nn.Parameter) -> None:
