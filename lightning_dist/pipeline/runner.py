@@ -228,7 +228,7 @@ class Pipeline(Technique):
         """
         return self._paths.setdefault(key, KnownPaths(self._root, self.readable)).taken(arguments)
 
-    def follow(self, key: object, trace: Callable[[Sequence[Any]], StepGraph], arguments: Sequence[Any] = ()) -> int:
+    def trace(self, key: object, trace: Callable[[Sequence[Any]], StepGraph], arguments: Sequence[Any] = ()) -> int:
         """Trace a step, and return the number of a known path that is equal to its path, or -1 if there is none.
 
         Args:
@@ -236,7 +236,7 @@ class Pipeline(Technique):
             trace: Function that traces the step on a microbatch with the arguments that it is given.
             arguments: The arguments of the step after its batch.
         """
-        return self._paths[key].follow(arguments, trace)
+        return self._paths[key].trace(arguments, trace)
 
     def prepare(
         self, key: object, path: int, is_traced: bool, num_microbatches: int, has_backward: bool
@@ -246,7 +246,7 @@ class Pipeline(Technique):
         Args:
             key: The key for which :meth:`known_path` was called before.
             path: The number of the step's path, on which all ranks of the pipeline agree, or -1 if the path is new.
-            is_traced: Whether :meth:`follow` has just traced the step.
+            is_traced: Whether :meth:`trace` has just traced the step.
             num_microbatches: The number of microbatches.
             has_backward: Whether a backward is run for each microbatch.
         """

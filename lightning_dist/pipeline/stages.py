@@ -13,7 +13,7 @@ from lightning_dist import _compat
 from lightning_dist.pipeline.balance import balanced, costs, split_by_hand
 from lightning_dist.pipeline.schedules import SCHEDULES, stages_of
 from lightning_dist.step_graph import StepGraph, TraceError, find_parts, trace_step
-from lightning_dist.step_graph.graph import NotFollowedError
+from lightning_dist.step_graph.graph import NotTraceableError
 from lightning_dist.tensor_places import put, tensor_places
 from lightning_dist.tensor_state import is_uninitialized
 from lightning_dist.units import Unit
@@ -187,19 +187,19 @@ def find_stages(
             f" {config.why_no_step}."
         )
 
-    def follow(step: Callable[..., Any]) -> tuple[list[str], dict[str, nn.Module], StepGraph]:
+    def trace(step: Callable[..., Any]) -> tuple[list[str], dict[str, nn.Module], StepGraph]:
         parts = find_parts(root, step, device, blocks, 2 * config.num_stages)
         parts = _with_unused_blocks(parts, blocks)
         found = {name: block for name, block in blocks.items() if name in parts}
         return parts, found, trace_step(root, step, device, parts, found, config.has_loss)
 
     try:
-        parts, blocks, graph = follow(config.step)
+        parts, blocks, graph = trace(config.step)
     except Exception as error:
-        if config.step_in_run is None or (isinstance(error, TraceError) and not isinstance(error, NotFollowedError)):
+        if config.step_in_run is None or (isinstance(error, TraceError) and not isinstance(error, NotTraceableError)):
             raise
         try:
-            parts, blocks, graph = follow(config.step_in_run)
+            parts, blocks, graph = trace(config.step_in_run)
         except Exception:  # The first error is raised, because the user knows the step alone.
             raise error from error.__cause__
     called = costs(graph, root, config.num_microbatches)

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from lightning_dist.step_graph.fake_run import Observer, WhyNot, run_on_fakes
-from lightning_dist.step_graph.graph import NotFollowedError
+from lightning_dist.step_graph.graph import NotTraceableError
 from lightning_dist.step_graph.reentrant_checkpointing import checkpointing_without_reentry
 from lightning_dist.step_graph.tensor_reads import MadeUpValues, Script
 
@@ -71,7 +71,7 @@ def run_all_branches(
         The first branch on which the step raises no exception, then the others.
 
     Raises:
-        NotFollowedError: If the step raises an exception on every branch.
+        NotTraceableError: If the step raises an exception on every branch.
         Exception: The error of the step's own code that it raises before it reads any value, as in one process.
     """
 
@@ -92,7 +92,7 @@ def run_all_branches(
     if isinstance(found, str):
         why_not = found or why_not
         looks = any(name in why_not for name in _ABOUT_VALUES)
-        raise NotFollowedError(
+        raise NotTraceableError(
             f"The step could not be traced on tensors without values ({why_not}): before a pipeline splits a model,"
             " it must know which tensors the blocks pass to each other."
             + (" The step reads values of tensors; do that in a callback, or after the model has run." if looks else "")

@@ -22,7 +22,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten
 
 from lightning_dist.step_graph.fake_run import RefusalError
 
-__all__ = ["InnerCall", "Leaf", "NotFollowedError", "Output", "PartCall", "StepGraph", "TraceError", "Value"]
+__all__ = ["InnerCall", "Leaf", "NotTraceableError", "Output", "PartCall", "StepGraph", "TraceError", "Value"]
 
 Value = tuple[int, int]
 """A tensor that a part returned: the index of the part's call, and the index of the leaf in its output."""
@@ -32,7 +32,7 @@ class TraceError(RefusalError):
     """Report that a step cannot be split into stages; the message says why, and what to do."""
 
 
-class NotFollowedError(TraceError):
+class NotTraceableError(TraceError):
     """Report that a step cannot be traced, because it does not run to its end on fake tensors."""
 
 

@@ -141,15 +141,15 @@ class KnownPaths:
         return -1
 
     def known(self, number: int) -> StepGraph:
-        """Return the graph of the path with this number, which :meth:`taken` or :meth:`follow` has returned."""
+        """Return the graph of the path with this number, which :meth:`taken` or :meth:`trace` has returned."""
         return next(path.graph for path in self._paths if path.number == number)
 
-    def follow(self, arguments: Sequence[Any], follow: Callable[[Sequence[Any]], StepGraph]) -> int:
+    def trace(self, arguments: Sequence[Any], trace: Callable[[Sequence[Any]], StepGraph]) -> int:
         """Trace a step, and return the number of a known path that is equal to its path, or -1 if there is none.
 
         Args:
             arguments: The arguments of the step after its batch, for which :meth:`taken` was called before.
-            follow: Function that traces the step with the arguments that it is given.
+            trace: Function that traces the step with the arguments that it is given.
         """
         changed: set[_Source] = set()
         if not self._paths:  # Numbers among the arguments, such as batch_idx, are watched at once: they soon change.
@@ -166,12 +166,12 @@ class KnownPaths:
                         self._watched.add(known.source)
         reads = _Reads(self.root, self.readable, self._watched)
         with reads.watching():
-            graph = follow(reads.of_arguments(self._arguments, len(arguments)))
+            graph = trace(reads.of_arguments(self._arguments, len(arguments)))
         self._traced = graph, reads, changed
         return next((path.number for path in self._paths if _is_equal(path.graph, graph)), -1)
 
     def remember(self, number: int) -> StepGraph:
-        """Remember the path of the step that :meth:`follow` traced last, and return its graph.
+        """Remember the path of the step that :meth:`trace` traced last, and return its graph.
 
         Args:
             number: The number of a known path that is equal to it on all ranks, or -1 if there is none.

@@ -18,7 +18,7 @@ __all__ = ["warn_of_other_losses"]
 
 
 def warn_of_other_losses(
-    pipeline: Pipeline, follow: Callable[[Any], StepGraph], step: Callable[[Any], Any], microbatch: Any, name: str
+    pipeline: Pipeline, trace: Callable[[Any], StepGraph], step: Callable[[Any], Any], microbatch: Any, name: str
 ) -> None:
     """Warn if the loss is not a mean over samples, because it then differs from the loss in one process.
 
@@ -28,14 +28,14 @@ def warn_of_other_losses(
 
     Args:
         pipeline: The pipeline, on a rank that has the last stage.
-        follow: Function that traces the step on a microbatch.
+        trace: Function that traces the step on a microbatch.
         step: Function that runs the user's step on a microbatch, with nothing logged.
         microbatch: A microbatch of the training data.
         name: The name of the user's class, for the warning.
     """
     doubled = map_leaves(microbatch, _twice)
     try:
-        graphs = [follow(batch) for batch in (microbatch, doubled)]
+        graphs = [trace(batch) for batch in (microbatch, doubled)]
         if any(graph.end.draws for graph in graphs):
             return
         with isolate_rng(), torch.no_grad():

@@ -240,7 +240,7 @@ class PipelinedSteps(Steps):
         if not is_known:  # The step is traced before parameters are gathered, which may change their dtype.
             try:
                 trace = partial(self._trace_both, name, microbatches, args[0], kwargs, loss_of is not None)
-                path = pipeline.follow(key, trace, args[1:])
+                path = pipeline.trace(key, trace, args[1:])
             except Exception as error:
                 failure = Failure.now(error, "before the first microbatch")
             path = agreed_path(path, failure, pipeline.group, device)
