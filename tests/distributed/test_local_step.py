@@ -161,13 +161,18 @@ class OtherSGD(torch.optim.SGD):
     """Stand for a user's optimizer, whose step may not work on local shards."""
 
 
-def hooks_of(cls: type[Optimizer]) -> int:
-    optimizer = cls([nn.Parameter(torch.ones(1))], lr=0.1)
-    LocalStep(optimizer)
-    return len(optimizer._optimizer_step_pre_hooks)
+def num_hooks() -> dict[str, int]:
+    """Return how many hooks LocalStep puts on optimizers of DTensors, and on one of plain parameters."""
+    dist.init_process_group("gloo")
+    plain = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizers = {
+        cls.__name__: cls(make_params(), lr=0.1) for cls in (torch.optim.SGD, OtherSGD, torch.optim.Adafactor)
+    }
+    for optimizer in (plain, *optimizers.values()):
+        LocalStep(optimizer)
+    return {name: len(o._optimizer_step_pre_hooks) for name, o in {"plain": plain, **optimizers}.items()}
 
 
-def test_subclasses_and_optimizers_that_are_not_elementwise_step_on_dtensors() -> None:
-    assert hooks_of(torch.optim.SGD) == 1
-    assert hooks_of(OtherSGD) == 0
-    assert hooks_of(torch.optim.Adafactor) == 0
+def test_only_elementwise_optimizers_of_dtensors_step_on_local_shards(pool: WorkerPool) -> None:
+    for rank in pool.run(num_hooks, 2):
+        assert rank == {"plain": 0, "SGD": 1, "OtherSGD": 0, "Adafactor": 0}
