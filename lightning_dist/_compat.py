@@ -11,7 +11,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ __all__ = [
     "AllGather",
     "ReduceScatter",
     "accept_sequential_redistribution",
+    "around_backwards",
     "at_end_of_backward",
     "averages_grouped_by_dtype",
     "call",
@@ -254,6 +255,26 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+@contextmanager
+def around_backwards(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Inside, run every ``loss.backward()`` and ``torch.autograd.backward`` in ``context()``.
+
+    Replaced by: hooks of torch.autograd that are called when a backward begins and ends.
+    """
+    original = torch.autograd.backward
+
+    @wraps(original)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        with context():
+            original(*args, **kwargs)
+
+    torch.autograd.backward = backward
+    try:
+        yield
+    finally:
+        torch.autograd.backward = original
+
+
 def is_in_backward() -> bool:
     """Return whether autograd is running a backward in this thread.
 
@@ -370,15 +391,20 @@ def recorded_collectives() -> list[dict[str, Any]]:
     return entries
 
 
-def move_without_meta_tensors(root: nn.Module) -> None:
+def move_without_meta_tensors(root: nn.Module, around: Callable[[], AbstractContextManager[None]]) -> None:
     """Make ``root.to``, ``root.cpu`` and the like skip tensors on the meta device, which have no values to move.
 
     Replaced by: an argument of ``nn.Module.to`` that does so.
+
+    Args:
+        root: The module.
+        around: Function that makes a context to move the tensors in.
     """
 
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         own: Callable[..., nn.Module] = type(root)._apply
-        return own(root, lambda tensor: tensor if tensor.is_meta else fn(tensor), recurse)
+        with around():
+            return own(root, lambda tensor: tensor if tensor.is_meta else fn(tensor), recurse)
 
     vars(root)["_apply"] = apply
 

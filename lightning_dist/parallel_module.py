@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_dist._compat import around_backwards
 from lightning_dist.consensus import timed_barrier
 from lightning_dist.initialization import broadcast_weights, materialize, refuse_meta_attributes
 from lightning_dist.parameter_group import ParameterGroup
@@ -104,7 +105,7 @@ class ParallelModule:
         self.runs_microbatches = False
         """Whether microbatches of a pipeline run now."""
         self._running = 0
-        self._in_step = False
+        self._in_step = self._in_backward = False
         self._has_stepped = False
         self._may_run_first = all(technique.runs_before_first_step for technique in techniques)
         needs_gather = any(group.needs_gather for group in self.groups)
@@ -233,7 +234,7 @@ class ParallelModule:
                     before_step()
                 for group in self._outer:
                     self.gather(group)
-                with ExitStack() as around:
+                with around_backwards(self._any_backward), ExitStack() as around:
                     for around_step in self._points.around_step:
                         around.enter_context(around_step())
                     output = self._wrapped(step)()
@@ -281,16 +282,37 @@ class ParallelModule:
 
         The module may be called inside, as it is where activations are recomputed.
         """
-        with ExitStack() as around:
-            for around_backward in self._points.around_backward:
-                around.enter_context(around_backward())
-            with self.running():
-                yield
-        reduces = self.reduces_gradients
-        for after_backward in self._points.after_backward:
-            after_backward(reduces)
-        for group in self._freed_after_backward:
-            group.free()
+        with self._any_backward():
+            with ExitStack() as around:
+                for around_backward in self._points.around_backward:
+                    around.enter_context(around_backward())
+                with self.running():
+                    yield
+            reduces = self.reduces_gradients
+            for after_backward in self._points.after_backward:
+                after_backward(reduces)
+            for group in self._freed_after_backward:
+                group.free()
+
+    @contextmanager
+    def _any_backward(self) -> Iterator[None]:
+        """Inside, run a backward that Lightning or the step itself has called. Not a collective."""
+        if self._in_backward:  # manual_backward, or a checkpoint whose recomputation runs a backward
+            yield
+            return
+        for group in self.groups:
+            group.drop_cleared()
+        self._in_backward = True
+        try:
+            yield
+        except BaseException:  # a step may catch it, and go on
+            for after_error in self._points.after_error:
+                after_error()
+            raise
+        finally:
+            self._in_backward = False
+            for group in self.groups if self._in_step else ():
+                group.watch_unreduced()
 
     @property
     def reduces_gradients(self) -> bool:

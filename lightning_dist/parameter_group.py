@@ -107,6 +107,14 @@ class ParameterGroup(ABC):
         """Return a context in which ``state_dict()`` of a module takes the gathered parameters."""
         return nullcontext()
 
+    def drop_cleared(self) -> None:
+        """Drop the unreduced gradients that the step has cleared since :meth:`watch_unreduced`."""
+        return
+
+    def watch_unreduced(self) -> None:
+        """Let the step clear gradients that a backward, which may have failed, left unreduced."""
+        return
+
     # What the first-step audit asks.
 
     def write_back(self, compares: bool = False) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_dist._compat import call_post_accumulate_hooks, move_hooks, share_hooks
+from lightning_dist.accumulated_gradients import AccumulatedGradients
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.technique import Parallel, Technique
 from lightning_dist.units import Unit
@@ -70,6 +71,7 @@ class ScalarGroup(ParameterGroup):
         self._names = list(params)
         self._is_gathered = False
         self._sync = True
+        self._accumulated = AccumulatedGradients()
         self._mesh = mesh
         self._parameter_mesh, self._placements = parameter_mesh, [Replicate()] * parameter_mesh.ndim
         self._owners: list[list[tuple[nn.Module, str]]] = []
@@ -133,6 +135,16 @@ class ScalarGroup(ParameterGroup):
         for whole, replicated in zip(self._whole, self._replicated, strict=True):
             whole.requires_grad_(replicated.requires_grad)
             share_hooks(replicated, whole)
+
+    def drop_cleared(self) -> None:
+        """Drop the accumulated gradients that the step has cleared."""
+        for name in self._accumulated.take_cleared():
+            self._whole[self._names.index(name)].grad = None
+
+    def watch_unreduced(self) -> None:
+        """Let the step clear accumulated gradients."""
+        params = zip(self._names, self._whole, self._replicated, strict=True)
+        self._accumulated.watch({name: param for name, whole, param in params if whole.grad is not None})
 
     @property
     def syncs_gradients(self) -> bool:

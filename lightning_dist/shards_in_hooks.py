@@ -57,7 +57,10 @@ class ShardsInHooks(TorchFunctionMode):
         self._what = "a hook"
         self._is_on = False
         self._parts = WeakTensorKeyDictionary()  # copy of a part of a tensor -> _Part
-        self._aliases: dict[int, list[weakref.ref[DTensor]]] = {}  # address of the memory -> param.data, detach()
+        # Tensors that share a parameter's memory, such as param.data, by its address. Those that the running hook has
+        # made are held themselves: torch cannot convert a module whose parameters have weak references.
+        self._aliases: dict[int, list[weakref.ref[DTensor]]] = {}
+        self._new_aliases: dict[int, list[DTensor]] = {}
 
     @contextmanager
     def around(self, what: str) -> Iterator[None]:
@@ -75,6 +78,10 @@ class ShardsInHooks(TorchFunctionMode):
                 yield
         finally:
             self._is_on = False
+            for memory, aliases in self._new_aliases.items():
+                alive = [other for other in self._aliases.get(memory, ()) if other() is not None]
+                self._aliases[memory] = [*alive, *map(weakref.ref, aliases)]
+            self._new_aliases.clear()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -98,13 +105,18 @@ class ShardsInHooks(TorchFunctionMode):
         if name in _VIEWS:
             self._remember_parts(func, args, kwargs, result)
         elif (func == _DATA_GET or name == "detach") and isinstance(result, DTensor):
-            self._note_alias(result)
+            self._note_alias(args[0], result)
         return result
 
-    def _note_alias(self, alias: DTensor) -> None:
+    def _note_alias(self, source: Tensor, alias: DTensor) -> None:
         memory = alias.to_local().data_ptr()
-        alive = [other for other in self._aliases.get(memory, ()) if other() is not None]
-        self._aliases[memory] = [*alive, weakref.ref(alias)]
+        if isinstance(source, nn.Parameter) or memory in self._aliases or memory in self._new_aliases:
+            self._new_aliases.setdefault(memory, []).append(alias)
+
+    def _take_aliases(self, memory: int) -> list[DTensor]:
+        """Return the tensors that share the memory at this address, and forget them."""
+        older = [alias for reference in self._aliases.pop(memory, ()) if (alias := reference()) is not None]
+        return older + self._new_aliases.pop(memory, [])
 
     def _whole(self, value: Any) -> Any:
         """Return ``value`` with whole tensors. A collective over the meshes of the shards in it."""
@@ -258,9 +270,8 @@ class ShardsInHooks(TorchFunctionMode):
         # Gathering reads the parameter's own memory, so that memory gets the new values. Tensors that code took from
         # param.data before share the memory, and must keep their values: they get copies.
         memory = target.to_local()
-        for reference in self._aliases.pop(memory.data_ptr(), ()):
-            alias = reference()
-            if alias is not None and alias is not target and alias.to_local().data_ptr() == memory.data_ptr():
+        for alias in self._take_aliases(memory.data_ptr()):
+            if alias is not target and alias.to_local().data_ptr() == memory.data_ptr():
                 _compat.replace_local(alias, alias.to_local().clone())
         memory.copy_(local)
 

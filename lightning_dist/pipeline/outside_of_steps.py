@@ -28,7 +28,7 @@ from lightning_dist import _compat
 from lightning_dist.consensus import timed_barrier
 from lightning_dist.pipeline.failures import Failure, raise_together
 
-__all__ = ["AllStages"]
+__all__ = ["AllStages", "unmarked"]
 
 _READS = frozenset(
     {
@@ -370,6 +370,26 @@ def _has_holders(leaf: Any) -> bool:
 def _mark(tensor: Tensor, holders: frozenset[int]) -> Tensor:
     _holders_of[tensor] = holders
     return tensor
+
+
+@contextmanager
+def unmarked(root: nn.Module) -> Iterator[None]:
+    """Inside, torch may convert the tensors of ``root``, which it cannot while something has weak references to them.
+
+    Args:
+        root: The user's module.
+    """
+    marks: dict[str, frozenset[int]] = {}
+    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+        if (holders := _holders(tensor)) is not None:
+            marks[name] = holders
+            del _holders_of[tensor]
+    try:
+        yield
+    finally:
+        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+            if name in marks:
+                _mark(tensor, marks[name])
 
 
 _OBJECT_METHODS = (

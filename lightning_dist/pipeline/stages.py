@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dist import _compat
 from lightning_dist.pipeline.balance import balanced, costs, split_by_hand
+from lightning_dist.pipeline.outside_of_steps import unmarked
 from lightning_dist.pipeline.schedules import SCHEDULES, stages_of
 from lightning_dist.step_graph import StepGraph, TraceError, find_parts, trace_step
 from lightning_dist.step_graph.graph import NotTraceableError
@@ -287,7 +289,7 @@ def drop_remote(root: nn.Module, stages: Stages, own: Sequence[int], units: Sequ
         own: The indices of this rank's stages.
         units: The model's units, in which parameters that could not keep their identity are replaced as well.
     """
-    _compat.move_without_meta_tensors(root)
+    _compat.move_without_meta_tensors(root, partial(unmarked, root))
     wanted = set(own)
     tensors: list[Tensor] = []
     replaced: dict[int, nn.Parameter] = {}

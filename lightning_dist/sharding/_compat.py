@@ -28,6 +28,7 @@ from lightning_dist._compat import (
     overwrite,
     share_hooks,
 )
+from lightning_dist.accumulated_gradients import AccumulatedGradients
 from lightning_dist.parameter_group import ParameterGroup
 
 __all__ = [
@@ -53,6 +54,7 @@ class ShardedGroup(ParameterGroup):
         self._awaits_agreement = False
         self._used: set[int] = set()
         self._is_reduced = False
+        self._accumulated = AccumulatedGradients()
         # FSDP2 reduces and frees a group when the gradients of its modules' inputs are known. Gradients from uses of
         # its parameters outside of these modules may come later. Replaced by: a public way to reduce at the end of a
         # backward.
@@ -315,6 +317,19 @@ class ShardedGroup(ParameterGroup):
             if param.unsharded_accumulated_grad is not None
             or (hasattr(param, "_unsharded_param") and param._unsharded_param.grad is not None)
         }
+
+    def drop_cleared(self) -> None:
+        """Drop the unreduced gradients that the step has cleared."""
+        cleared = self._accumulated.take_cleared()
+        for param in self._group.fsdp_params if cleared else ():
+            if _name(param) in cleared:
+                _drop_gradient(param)
+
+    def watch_unreduced(self) -> None:
+        """Let the step clear unreduced gradients."""
+        if unreduced := self._unreduced():
+            params = self._group.fsdp_params
+            self._accumulated.watch({_name(params[index]): params[index].sharded_param for index in unreduced})
 
     def forget_used(self) -> None:
         """Forget which parameters got gradients on this rank; called before a backward."""
@@ -602,9 +617,13 @@ def drop_gradients(groups: Sequence[ShardedGroup]) -> None:
     """Drop the unreduced gradients of a step that failed."""
     for group in groups:
         for param in group._group.fsdp_params:
-            param.unsharded_accumulated_grad = None
-            if hasattr(param, "_unsharded_param"):
-                param._unsharded_param.grad = None
+            _drop_gradient(param)
+
+
+def _drop_gradient(param: FSDPParam) -> None:
+    param.unsharded_accumulated_grad = None
+    if hasattr(param, "_unsharded_param"):
+        param._unsharded_param.grad = None
 
 
 def reset_after_error(root: nn.Module) -> None:

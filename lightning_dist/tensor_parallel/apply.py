@@ -405,8 +405,10 @@ class TensorParallel(Technique):
         """
         local = self._local.get(whole)
         if local is None:
-            local = nn.Parameter(cast(DTensor, whole).to_local().detach())
-            local.register_post_accumulate_grad_hook(partial(_hand_on_gradient, whole))  # type: ignore[no-untyped-call]
+            part = cast(DTensor, whole).to_local().detach()
+            local = nn.Parameter(part, requires_grad=part.is_floating_point() or part.is_complex())
+            if local.requires_grad:
+                local.register_post_accumulate_grad_hook(partial(_hand_on_gradient, whole))  # type: ignore[no-untyped-call]
             self._local[whole] = local
         if local.requires_grad != whole.requires_grad:
             local.requires_grad_(whole.requires_grad)

@@ -60,8 +60,12 @@ STRATEGIES: dict[str, Layout] = {
     "nd": Layout(4, 2, lambda **kwargs: NDParallelStrategy(dp_shard_size=2, **{**_PIPELINE, **kwargs})),
     "data": Layout(2, 2, lambda **kwargs: DataParallelStrategy(**kwargs)),
     "nd_tp": Layout(4, 1, lambda **kwargs: NDParallelStrategy(tp_size=2, **{**_PIPELINE, **kwargs})),
+    "data_tp": Layout(4, 2, lambda **kwargs: NDParallelStrategy(dp_replicate_size=2, tp_size=2, **kwargs)),
 }
-"""The strategies that cases run under. ``nd`` shards the stages of a pipeline, ``nd_tp`` splits their layers."""
+"""The strategies that cases run under.
+
+``nd`` shards the stages of a pipeline, ``nd_tp`` splits their layers, and ``data_tp`` replicates split layers.
+"""
 
 _PIPELINE: dict[str, Any] = {"pp_size": 2, "num_microbatches": NUM_MICROBATCHES}
 
@@ -240,6 +244,8 @@ class Run:
         """Return the index of the part of the global batch that this rank has."""
         if self.column in ("tp", "pp", "nd_tp"):
             return 0
+        if self.column == "data_tp":  # ranks that split layers are neighbours
+            return self.rank // 2
         return self.rank % 2 if self.column == "nd" else self.rank  # "nd" has the stages outermost, the shards inside
 
     def fit(

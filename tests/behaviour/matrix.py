@@ -25,7 +25,7 @@ __all__ = ["ALL", "Cell", "Matrix", "columns_in_turn", "load_cases"]
 
 OK = ("equal", "refused", "differs")
 
-ALL = ("full", "hybrid", "tp", "pp", "nd")
+ALL = ("full", "hybrid", "tp", "pp", "nd", "data")
 """The columns of the table."""
 
 
@@ -52,6 +52,7 @@ IN_ALL_COLUMNS = frozenset(
         "buffers_and_precision",
         "checkpoints",
         "freezing",
+        "gradient_reduction",
         "hooks",
         "layers_and_backwards",
         "metrics",
@@ -64,7 +65,14 @@ IN_ALL_COLUMNS = frozenset(
 )
 """Areas whose cases always run under every strategy, because their code paths depend most on the strategy."""
 
-_TURNS: tuple[tuple[str, ...], ...] = (("full", "pp"), ("tp",), ("hybrid",), ("nd",), ("full", "pp"), ("tp", "nd"))
+_TURNS: tuple[tuple[str, ...], ...] = (
+    ("full", "pp"),
+    ("tp",),
+    ("hybrid",),
+    ("nd", "data"),
+    ("full", "pp"),
+    ("tp", "nd"),
+)
 """Columns that the cases of the other areas run under: each case takes the next entry, and starts over at the end."""
 
 
@@ -187,7 +195,7 @@ def _joined(column: str, ranks: list[Observed]) -> dict[str, Any]:
     The logger's history is that of rank 0.
     """
     layout = {**STRATEGIES, **REFERENCES}[column]
-    parts = ranks[: layout.num_data_parallel] if column != "nd" else ranks[:2]
+    parts = ranks[::2] if column == "data_tp" else ranks[: layout.num_data_parallel]
     joined: dict[str, Any] = {}
     for name, value in ranks[0].own.items():
         if name.endswith(": history") or not isinstance(value, np.ndarray):
