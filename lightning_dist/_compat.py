@@ -257,7 +257,7 @@ def at_end_of_backward(function: Callable[[], None]) -> None:
 
 @contextmanager
 def around_backwards(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Inside, run every ``loss.backward()`` and ``torch.autograd.backward`` in ``context()``.
+    """Run every ``loss.backward()`` and ``torch.autograd.backward`` inside in ``context()``.
 
     Replaced by: hooks of torch.autograd that are called when a backward begins and ends.
     """
@@ -411,7 +411,7 @@ def move_without_meta_tensors(root: nn.Module, around: Callable[[], AbstractCont
 
 @contextmanager
 def averages_grouped_by_dtype(device: torch.device) -> Iterator[None]:
-    """Inside, make torch's AveragedModel treat all tensors as being on ``device``, and group them only by dtype.
+    """Make torch's AveragedModel treat all tensors as being on ``device`` inside, and group them only by dtype.
 
     torch groups them in C++ by device and dtype. Tensors of other ranks are on the meta device there, so that ranks
     would run collectives in different orders.

@@ -1,4 +1,4 @@
-"""The first-step audit: raise an error that names the parameter where a step would silently train it wrongly.
+"""Audit the first step: raise an error that names the parameter where a step would silently train it wrongly.
 
 The first step of a fit is checked, and again the next step after parameters, their hooks or ``requires_grad`` change:
 

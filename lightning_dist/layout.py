@@ -1,4 +1,4 @@
-"""The layout of ranks: the axes of the device mesh, their sizes and their roles. The only module that knows them.
+"""Lay out ranks on a device mesh. No other module knows the axes, their sizes and their roles.
 
 Every axis is a row of :data:`AXES`, outermost first: ranks that differ only in the innermost axis are neighbours, on
 one node where that fits. What ranks have in common follows from the roles: ranks that differ only in axes which split
@@ -55,7 +55,7 @@ AXES = (
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The sizes of the mesh's axes, validated; their product is the number of processes.
+    """Hold the sizes of the mesh's axes, validated; their product is the number of processes.
 
     Args:
         pp: Number of ranks that the model's stages are on.
@@ -133,12 +133,12 @@ class ParallelLayout:
 
     @property
     def world_size(self) -> int:
-        """Number of processes."""
+        """Return the number of processes."""
         return math.prod(self.sizes.values())
 
     @property
     def num_data_parallel(self) -> int:
-        """Number of ranks that have a part of the batch of their own."""
+        """Return the number of ranks that have a part of the batch of their own."""
         return math.prod(self.sizes[axis.name] for axis in AXES if axis.splits_batch)
 
     def coordinates(self, global_rank: int) -> dict[str, int]:
@@ -166,7 +166,7 @@ class ParallelLayout:
 
     @property
     def shares_batches(self) -> bool:
-        """Whether several ranks have the same part of the batch."""
+        """Return whether several ranks have the same part of the batch."""
         return self.num_data_parallel < self.world_size
 
     def build_mesh(self, device_type: str) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""A module whose steps run in parallel: it loops over techniques, and knows none of them by name."""
+"""Run the steps of a module in parallel, by looping over techniques. None of them is known here by name."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _modules: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ParallelModule]] = we
 
 
 class NotInStepError(RuntimeError):
-    """A module was called where the other ranks may not call it too."""
+    """Report that a module was called where the other ranks may not call it too."""
 
 
 def parallelized(module: nn.Module) -> ParallelModule | None:
@@ -48,7 +48,7 @@ def parallelized_around(module: nn.Module) -> ParallelModule | None:
 
 @contextmanager
 def full_parameters(module: nn.Module, timeout_s: float = 60.0) -> Iterator[None]:
-    """Inside, let every rank hold the whole of ``module``, so that it may call it alone, without gradients.
+    """Let every rank hold the whole of ``module`` inside, so that it may call it alone, without gradients.
 
     It serves to sample from a model, to export it, or to look at a weight. Every rank must enter. A module that no
     strategy has spread needs nothing, so that the same code works everywhere. Change no parameters inside: some are
@@ -198,7 +198,7 @@ class ParallelModule:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Inside, the module may be called, by all ranks alike: around a backward that recomputes activations."""
+        """Allow the module to be called inside, by all ranks alike, as in a backward that recomputes activations."""
         self._running += 1
         try:
             yield
@@ -269,7 +269,7 @@ class ParallelModule:
 
     @contextmanager
     def between_forward_and_backward(self) -> Iterator[None]:
-        """Inside, let hooks between a forward and its backward use and change parameters. A collective."""
+        """Let hooks between a forward and its backward use and change parameters inside. A collective."""
         with ExitStack() as around:
             for around_step in self._points.around_step:
                 around.enter_context(around_step())
@@ -278,7 +278,7 @@ class ParallelModule:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Inside, run a backward; afterwards all gradients are reduced, if they are reduced now. A collective then.
+        """Run a backward inside; afterwards all gradients are reduced, if they are reduced now. A collective then.
 
         The module may be called inside, as it is where activations are recomputed.
         """
@@ -296,7 +296,7 @@ class ParallelModule:
 
     @contextmanager
     def _any_backward(self) -> Iterator[None]:
-        """Inside, run a backward that Lightning or the step itself has called. Not a collective."""
+        """Run a backward inside, which Lightning or the step itself has called. Not a collective."""
         if self._in_backward:  # manual_backward, or a checkpoint whose recomputation runs a backward
             yield
             return
@@ -316,7 +316,7 @@ class ParallelModule:
 
     @property
     def reduces_gradients(self) -> bool:
-        """Whether a backward reduces gradients over the ranks, or each rank adds up its own (accumulation)."""
+        """Return whether a backward reduces gradients over the ranks, or each rank adds up its own (accumulation)."""
         return all(group.syncs_gradients for group in self.groups)
 
     def set_gradient_sync(self, enabled: bool) -> None:
@@ -356,7 +356,7 @@ class ParallelModule:
 
     @property
     def has_remote_parameters(self) -> bool:
-        """Whether other ranks have parameters that this rank has no part in, so that states are completed by them."""
+        """Return whether other ranks have parameters that this rank has no part in, so that they complete states."""
         return bool(self._points.add_remote_state)
 
     def agree_on_buffers(self, group: dist.ProcessGroup | None) -> None:
@@ -409,7 +409,7 @@ class ParallelModule:
 
     @contextmanager
     def original(self) -> Iterator[None]:
-        """Inside, the module has the forwards, attributes and hooks that the user gave it, to run on fake tensors."""
+        """Give the module its original forwards, attributes and hooks inside, to run on fake tensors."""
         with ExitStack() as stack:
             for original in self._points.original:
                 stack.enter_context(original())
@@ -429,7 +429,7 @@ class ParallelModule:
 
     @contextmanager
     def microbatches(self, with_backward: bool) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-        """Inside, run the forwards and backwards of a pipeline's microbatches. A collective over the mesh.
+        """Run the forwards and backwards of a pipeline's microbatches inside. A collective over the mesh.
 
         Units stay gathered, and each rank adds up its own gradients for :meth:`after_microbatches`. What microbatches
         change in parameters is kept if :meth:`write_back` is called inside.
@@ -478,7 +478,7 @@ class ParallelModule:
 
     @property
     def watches_gathers(self) -> bool:
-        """Whether any technique acts when a unit's parameters are gathered or freed."""
+        """Return whether any technique acts when a unit's parameters are gathered or freed."""
         return bool(self._points.on_gather or self._points.on_free)
 
     def gather(self, group: ParameterGroup) -> None:
@@ -510,11 +510,11 @@ class ParallelModule:
 
     @property
     def holds_whole_model(self) -> bool:
-        """Whether no parameter is sharded, so that gathering them is no collective."""
+        """Return whether no parameter is sharded, so that gathering them is no collective."""
         return not any(group.is_sharded for group in self.groups)
 
     def stay_gathered(self) -> None:
-        """From now on, let steps without backwards gather nothing, so that ranks may run unequal numbers of them.
+        """Let later steps without backwards gather nothing, so that ranks may run unequal numbers of them.
 
         Every rank holds the whole model until :meth:`stop_staying_gathered`. A collective.
         """
@@ -533,7 +533,7 @@ class ParallelModule:
 
     @contextmanager
     def without_hook_views(self) -> Iterator[None]:
-        """Inside, tensors are what they are on this rank, and not what the user's hooks may take them for."""
+        """Show tensors inside as they are on this rank, and not as the user's hooks may take them."""
         with ExitStack() as stack:
             for without_hook_views in self._points.without_hook_views:
                 stack.enter_context(without_hook_views())
@@ -541,7 +541,7 @@ class ParallelModule:
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
-        """Inside, every rank holds the whole model, and may call it alone, without gradients. All ranks must enter."""
+        """Let every rank hold the whole model inside, and call it alone, without gradients. All ranks must enter."""
         with self.without_hook_views(), ExitStack() as kept, self.running(), torch.no_grad():
             for group in self.groups:
                 kept.enter_context(group.kept_after_forward())

@@ -1,4 +1,4 @@
-"""The list of techniques by which a module is made parallel, one line each."""
+"""Make a module parallel by a list of techniques, one line each."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What manages the parameters of one unit: the interface that all kinds of groups have."""
+"""Define the interface of a parameter group, which manages the parameters of one unit."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ class ParameterGroup(ABC):
     owners: list[nn.Module]
     """The modules that hold the parameters, in the same order on all ranks; set when the module is built."""
 
+    _syncs_gradients = True
+
     @property
     @abstractmethod
     def params(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer sees."""
+        """Return the parameters that the optimizer sees."""
 
     @property
     @abstractmethod
     def mesh(self) -> DeviceMesh:
-        """The mesh whose ranks have parts of a batch, and reduce the gradients of the group."""
+        """Return the mesh whose ranks have parts of a batch, and reduce the gradients of the group."""
 
     @property
     @abstractmethod
     def is_gathered(self) -> bool:
-        """Whether the modules hold the gathered parameters now."""
+        """Return whether the modules hold the gathered parameters now."""
 
     @abstractmethod
     def holds(self, param: Tensor) -> bool:
@@ -57,38 +59,38 @@ class ParameterGroup(ABC):
     def copy_requires_grad(self) -> None:
         """Let the gathered parameters require gradients as those do that the optimizer sees."""
 
-    @abstractmethod
     def set_gradient_sync(self, enabled: bool) -> None:
         """Choose whether gradients are reduced after a backward, or added up on each rank (accumulation)."""
+        self._syncs_gradients = enabled
 
     @property
-    @abstractmethod
     def syncs_gradients(self) -> bool:
-        """The choice of :meth:`set_gradient_sync`."""
+        """Return the choice of :meth:`set_gradient_sync`."""
+        return self._syncs_gradients
 
     @property
     def needs_gather(self) -> bool:
-        """Whether the modules can compute only after :meth:`gather`, so that all ranks must call them alike."""
+        """Return whether modules can compute only after :meth:`gather`, so that all ranks must call them alike."""
         return True
 
     @property
     def is_sharded(self) -> bool:
-        """Whether a rank holds a part of each parameter only, so that gathering them is a collective."""
+        """Return whether a rank holds only a part of each parameter, so that gathering them is a collective."""
         return False
 
     @property
     def names(self) -> list[str]:
-        """The full names of the parameters in the user's module."""
+        """Return the full names of the parameters in the user's module."""
         return []
 
     @property
     def gathered(self) -> list[Tensor]:
-        """The gathered parameters, as plain tensors: this rank's part of those that are split over ``tp``."""
+        """Return the gathered parameters as plain tensors: this rank's part of those that are split over ``tp``."""
         return []
 
     @property
     def numel(self) -> int:
-        """The number of elements of the whole parameters."""
+        """Return the number of elements of the whole parameters."""
         return sum(param.numel() for param in self.params)
 
     def held(self) -> AbstractContextManager[None]:

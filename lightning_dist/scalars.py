@@ -70,7 +70,6 @@ class ScalarGroup(ParameterGroup):
     ) -> None:
         self._names = list(params)
         self._is_gathered = False
-        self._sync = True
         self._accumulated = AccumulatedGradients()
         self._mesh = mesh
         self._parameter_mesh, self._placements = parameter_mesh, [Replicate()] * parameter_mesh.ndim
@@ -146,18 +145,12 @@ class ScalarGroup(ParameterGroup):
         params = zip(self._names, self._whole, self._replicated, strict=True)
         self._accumulated.watch({name: param for name, whole, param in params if whole.grad is not None})
 
-    @property
-    def syncs_gradients(self) -> bool:
-        """Return whether :meth:`reduce` reduces gradients; otherwise they accumulate on the plain tensors."""
-        return self._sync
-
-    def set_gradient_sync(self, enabled: bool) -> None:
-        """Choose whether :meth:`reduce` reduces gradients, or lets them accumulate on the plain tensors."""
-        self._sync = enabled
-
     def reduce(self) -> None:
-        """Average the accumulated gradients over the mesh, and add them to those of the DTensors. A collective."""
-        if not self._sync or not any(param.requires_grad for param in self._whole):
+        """Average the accumulated gradients over the mesh, and add them to those of the DTensors. A collective.
+
+        They stay on the plain tensors if gradients are not reduced now.
+        """
+        if not self.syncs_gradients or not any(param.requires_grad for param in self._whole):
             return
         first = self._whole[0]
         # A parameter may have a gradient on some ranks only. Where no rank has one, it stays None.

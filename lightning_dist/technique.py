@@ -1,4 +1,4 @@
-"""The protocol of techniques: what may change how a module runs, and at which points.
+"""Define the protocol of techniques: what may change how a module runs, and at which points.
 
 A technique (sharding, tensor parallelism, pipeline stages, activation checkpointing, ...) is one object in the list
 that :func:`lightning_dist.parallelize.parallelize` builds. :class:`~lightning_dist.parallel_module.ParallelModule`
@@ -41,7 +41,7 @@ Rows = Iterable[tuple[str, str]]
 
 
 class Parallel(Protocol):
-    """What a technique may ask of the :class:`~lightning_dist.parallel_module.ParallelModule` that it is a part of."""
+    """Describe what a technique may ask of its :class:`~lightning_dist.parallel_module.ParallelModule`."""
 
     module: nn.Module
     """The user's module."""
@@ -63,7 +63,7 @@ class Parallel(Protocol):
 
     @property
     def reduces_gradients(self) -> bool:
-        """Whether a backward reduces gradients over the ranks, or each rank adds up its own (accumulation)."""
+        """Return whether a backward reduces gradients over the ranks, or each rank adds up its own (accumulation)."""
 
     def gradients_left(self) -> list[str]:
         """Return the names of parameters with a gradient that the optimizer would not see."""

@@ -61,12 +61,12 @@ class Unit:
 
     @property
     def has_forward(self) -> bool:
-        """Whether the forwards of the unit's modules tell when its parameters are needed."""
+        """Return whether the forwards of the unit's modules tell when its parameters are needed."""
         return self.kind not in ("shared", "root", "scalars")
 
     @property
     def stays_gathered(self) -> bool:
-        """Whether the parameters stay gathered for the whole step, and not only for the forward of the modules."""
+        """Return whether the parameters stay gathered for the whole step, not only for the modules' forward."""
         return self.kind in ("outer", "shared", "root", "scalars")
 
 

@@ -374,7 +374,7 @@ def _mark(tensor: Tensor, holders: frozenset[int]) -> Tensor:
 
 @contextmanager
 def unmarked(root: nn.Module) -> Iterator[None]:
-    """Inside, torch may convert the tensors of ``root``, which it cannot while something has weak references to them.
+    """Allow torch to convert the tensors of ``root`` inside, which it cannot do while they have weak references.
 
     Args:
         root: The user's module.

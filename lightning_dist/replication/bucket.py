@@ -84,19 +84,19 @@ class Bucket:
 
     @property
     def is_launched(self) -> bool:
-        """Whether the all-reduce has begun."""
+        """Return whether the all-reduce has begun."""
         return self._work is not None
 
     @property
     def is_used(self) -> list[bool]:
-        """Which parameters have a gradient to reduce on this rank."""
+        """Return, for each parameter, whether it has a gradient to reduce on this rank."""
         marks = zip(self.params, self.has_fired, self.has_accumulated, strict=True)
         # Gradients that were added up may have been cleared since.
         return [fired or (before and param.grad is not None) for param, fired, before in marks]
 
     @property
     def state(self) -> int:
-        """What this rank knows of the bucket: nothing was used, something was, or it must be reduced again."""
+        """Return 0 if this rank has used no parameter, 1 if it has, and :data:`STALE` if it must reduce them again."""
         return STALE if self.is_stale else int(any(self.is_used))
 
     def begin(self) -> None:

@@ -48,7 +48,6 @@ class ReplicatedGroup(ParameterGroup):
         self._take_replaced = bound(techniques, "take_replaced")
         self._is_form = bound(techniques, "is_form_of_parameter")
         self._on_gradient = on_gradient
-        self._syncs_gradients = True
         split = {id(param) for param in self._params.values() if isinstance(param, DTensor)}
         self._places = [
             (owner, key, param)
@@ -64,27 +63,27 @@ class ReplicatedGroup(ParameterGroup):
 
     @property
     def params(self) -> list[nn.Parameter]:
-        """The parameters."""
+        """Return the parameters."""
         return list(self._params.values())
 
     @property
     def names(self) -> list[str]:
-        """The full names of the parameters."""
+        """Return the full names of the parameters."""
         return list(self._params)
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The mesh whose ranks have parts of the batch."""
+        """Return the mesh whose ranks have parts of the batch."""
         return self._mesh
 
     @property
     def is_gathered(self) -> bool:
-        """Whether the modules hold what they compute with: always, if the parameters are plain."""
+        """Return whether the modules hold what they compute with, as they always do if the parameters are plain."""
         return self._is_gathered
 
     @property
     def needs_gather(self) -> bool:
-        """Whether the modules hold DTensors outside of steps, with which they cannot compute."""
+        """Return whether the modules hold DTensors outside of steps, with which they cannot compute."""
         return bool(self._places)
 
     def holds(self, param: Tensor) -> bool:
@@ -122,7 +121,7 @@ class ReplicatedGroup(ParameterGroup):
 
     @contextmanager
     def kept_after_forward(self) -> Iterator[None]:
-        """Inside, parameters are not freed after a forward."""
+        """Keep parameters gathered after a forward inside."""
         before, self._is_kept = self._is_kept, True
         try:
             yield
@@ -131,7 +130,7 @@ class ReplicatedGroup(ParameterGroup):
 
     @contextmanager
     def with_stand_ins(self) -> Iterator[None]:
-        """Inside, let the modules hold stand-ins while the parameters are free."""
+        """Let the modules inside hold stand-ins while the parameters are free."""
         for param in {param for _, _, param in self._places} - self._stand_ins.keys():
             on_gradient = partial(self._on_gradient, param)
             gather = partial(whole_for_step, data_parallel_axes=(), on_gradient=on_gradient)
@@ -158,7 +157,7 @@ class ReplicatedGroup(ParameterGroup):
 
     @contextmanager
     def whole_state_dict(self) -> Iterator[None]:
-        """Inside, let ``state_dict()`` take what the modules hold."""
+        """Let ``state_dict()`` inside return what the modules hold."""
         before, self._gives_whole = self._gives_whole, True
         try:
             yield
@@ -174,12 +173,3 @@ class ReplicatedGroup(ParameterGroup):
 
     def copy_requires_grad(self) -> None:
         """Do nothing: what modules compute with follows the parameters whenever they have been gathered."""
-
-    def set_gradient_sync(self, enabled: bool) -> None:
-        """Choose whether gradients are reduced after a backward, or added up on each rank (accumulation)."""
-        self._syncs_gradients = enabled
-
-    @property
-    def syncs_gradients(self) -> bool:
-        """The choice of :meth:`set_gradient_sync`."""
-        return self._syncs_gradients

@@ -1,4 +1,4 @@
-"""Data parallelism without sharding: every rank has the whole parameters, and gradients are averaged over the replicas.
+"""Replicate parameters: every rank has the whole parameters, and gradients are averaged over the replicas.
 
 It does the work of torch's DistributedDataParallel (Li et al., 2020) for a module that keeps its class. Gradients are
 copied into buckets, and each bucket is all-reduced while the backward goes on. Ranks may leave different parameters
@@ -102,7 +102,7 @@ class Replication(Technique):
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """Inside, let split parameters be used also while the forward of their unit does not run."""
+        """Let a step inside use split parameters also while the forward of their unit does not run."""
         with ExitStack() as stack:
             for group in self._groups:
                 if group.needs_gather:
@@ -199,7 +199,7 @@ class Replication(Technique):
 
     @contextmanager
     def around_microbatches(self) -> Iterator[None]:
-        """Inside, hold back the hooks of users, which are to see the gradients of all microbatches together."""
+        """Hold back the hooks of users inside, which are to see the gradients of all microbatches together."""
         with self._hooks_held_back(calls=not self._buckets or not self._parallel.reduces_gradients):
             yield
 

@@ -149,7 +149,7 @@ class ShardedGroup(ParameterGroup):
     def begin_stand_ins(
         self, make: Callable[[torch.Tensor, torch.dtype | None, Callable[[], None]], torch.Tensor]
     ) -> None:
-        """From now on, let the modules hold stand-ins while the parameters are sharded.
+        """Let the modules hold stand-ins from now on, while the parameters are sharded.
 
         Args:
             make: Function that makes a stand-in of a sharded parameter, the dtype that it is computed in (None: its
@@ -275,7 +275,7 @@ class ShardedGroup(ParameterGroup):
         return self._group.mesh_info.mesh
 
     def wait_for_end_of_backward(self) -> None:
-        """From now on, reduce gradients and free parameters at the end of a backward, and not within it.
+        """Reduce gradients and free parameters at the end of a backward from now on, and not within it.
 
         This is for parameters that a step may use outside of the forwards of the group's modules.
         """
@@ -413,7 +413,7 @@ class ShardedGroup(ParameterGroup):
 
     @contextmanager
     def whole_state_dict(self) -> Iterator[None]:
-        """Inside, let ``state_dict()`` return the gathered parameters; otherwise FSDP2's hook reshards them first.
+        """Let ``state_dict()`` inside return the gathered parameters; otherwise FSDP2's hook reshards them first.
 
         Replaced by: a public way to get the state dict of gathered modules with whole parameters.
         """

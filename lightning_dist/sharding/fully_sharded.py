@@ -164,7 +164,7 @@ class Sharding(Technique):
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """Inside, gather what a step uses while it is sharded."""
+        """Gather what a step inside uses while it is sharded."""
         for group in self._groups:
             group.begin_stand_ins(self._stand_in)
         try:

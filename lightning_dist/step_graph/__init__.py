@@ -1,4 +1,4 @@
-"""One step of a model, run on fake tensors: what its modules pass to each other, and what it reads and changes.
+"""Run one step of a model on fake tensors, and record what modules pass to each other and what it reads and changes.
 
 Nothing is computed or sent, so that a step can be traced before any process group exists. Tensor parallelism finds its
 plan in what is recorded here, and pipelines find their stages.

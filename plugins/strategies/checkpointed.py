@@ -1,4 +1,4 @@
-"""What a strategy does to save and to load: sharded checkpoints, and an exact resume."""
+"""Save and load sharded checkpoints as a strategy, and resume exactly."""
 
 from __future__ import annotations
 

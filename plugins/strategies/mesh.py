@@ -1,4 +1,4 @@
-"""The strategy under all others: what Lightning asks of a strategy, answered by the engine."""
+"""Define the base of all strategies: what Lightning asks of a strategy, answered by the engine."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class MeshStrategy(CheckpointedStrategy):
 
     @property
     def precision_policy(self) -> PrecisionPolicy:
-        """The dtypes that parameters are gathered and gradients are reduced in."""
+        """Return the dtypes that parameters are gathered and gradients are reduced in."""
         return precision_policy(self.precision_plugin, self._reduce_dtype)
 
     @property
@@ -248,7 +248,7 @@ class MeshStrategy(CheckpointedStrategy):
 
     @property
     def steps(self) -> Steps:
-        """What runs the module's steps; it is there once the strategy is set up."""
+        """Return what runs the module's steps; it is there once the strategy is set up."""
         assert self._steps is not None
         return self._steps
 

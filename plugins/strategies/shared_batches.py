@@ -1,4 +1,4 @@
-"""What a strategy does because several ranks may have the same part of the batch."""
+"""Let a strategy handle ranks that have the same part of the batch."""
 
 from __future__ import annotations
 
@@ -57,14 +57,14 @@ class SharedBatchStrategy(ProcessStrategy):
 
     @property
     def layout(self) -> ParallelLayout:
-        """The sizes of the mesh's axes."""
+        """Return the sizes of the mesh's axes."""
         if self._layout is None:
             raise RuntimeError("The layout is known once the Trainer has been made.")
         return self._layout
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The device mesh, with one dimension for each axis of the layout."""
+        """Return the device mesh, with one dimension for each axis of the layout."""
         if self._mesh is None:
             raise RuntimeError("The mesh is there once the processes have been launched.")
         return self._mesh
@@ -76,13 +76,13 @@ class SharedBatchStrategy(ProcessStrategy):
 
     @property
     def parallel(self) -> ParallelModule:
-        """The module as it runs in parallel; it is there once the strategy is set up."""
+        """Return the module as it runs in parallel; it is there once the strategy is set up."""
         assert self._parallel is not None
         return self._parallel
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """How the data is split: over the ranks that have a part of the batch of their own."""
+        """Return the number of parts of the data, which each have a rank of their own, and this rank's part."""
         return {
             "num_replicas": self.layout.num_data_parallel,
             "rank": self.layout.data_parallel_rank(self.global_rank),

@@ -1,4 +1,4 @@
-"""The steps of a LightningModule, as Lightning's loops ask for them.
+"""Run the steps of a LightningModule, as Lightning's loops ask for them.
 
 - ``whole``: steps that run on the whole module.
 - ``pipelined``: steps that run on the stages of a pipeline, with ``microbatching`` (how a batch is split), ``result``

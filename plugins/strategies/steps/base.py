@@ -1,4 +1,4 @@
-"""What all kinds of steps have: the interface between Lightning's loops and the engine."""
+"""Define the interface between Lightning's loops and the engine, which all kinds of steps have."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dist.parallel_module import ParallelModule
+from lightning_dist.plugins.strategies.steps.tracing import StepTracing
 from lightning_dist.plugins.strategies.steps.weighting import LossWeights
 
 __all__ = ["Steps", "begins_accumulation"]
@@ -30,13 +31,22 @@ class Steps(ABC):
         module: The user's module.
         parallel: The module as it runs in parallel.
         precision: Lightning's precision plugin.
+        tracing: Object that replaces collectives by stand-ins while a step is traced.
     """
 
-    def __init__(self, module: LightningModule, parallel: ParallelModule, precision: Precision) -> None:
+    def __init__(
+        self, module: LightningModule, parallel: ParallelModule, precision: Precision, tracing: StepTracing
+    ) -> None:
         self._module = module
         self._parallel = parallel
         self._precision = precision
+        self._tracing = tracing
         self._weights = LossWeights()
+
+    @classmethod
+    def can_run(cls, parallel: ParallelModule) -> bool:
+        """Return whether steps of this kind can run on ``parallel``."""
+        return True
 
     @abstractmethod
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:

@@ -1,4 +1,4 @@
-"""Which steps a module runs, and what of the configuration follows from its first step."""
+"""Choose the steps that a module runs, and what of the configuration follows from its first step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ __all__ = ["complete_config", "make_steps", "refuse_other_config"]
 
 
 def make_steps(module: LightningModule, parallel: ParallelModule, precision: Precision, tracing: StepTracing) -> Steps:
-    """Return what runs the steps of ``module``.
+    """Return what runs the steps of ``module``: the first kind of steps that can.
 
     Args:
         module: The user's module.
@@ -36,9 +36,9 @@ def make_steps(module: LightningModule, parallel: ParallelModule, precision: Pre
         precision: Lightning's precision plugin.
         tracing: Stands in for collectives while a step is traced.
     """
-    if parallel.get(Pipeline) is not None:
-        return PipelinedSteps(module, parallel, precision, tracing)
-    return WholeSteps(module, parallel, precision)
+    kinds: tuple[type[Steps], ...] = (PipelinedSteps, WholeSteps)
+    kind = next(kind for kind in kinds if kind.can_run(parallel))
+    return kind(module, parallel, precision, tracing)
 
 
 def complete_config(

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
+from typing_extensions import override
 
 from lightning_dist.collectives import BytesBroadcast
 from lightning_dist.parallel_module import ParallelModule
@@ -57,7 +58,7 @@ class PipelinedSteps(Steps):
     def __init__(
         self, module: LightningModule, parallel: ParallelModule, precision: Precision, tracing: StepTracing
     ) -> None:
-        super().__init__(module, parallel, precision)
+        super().__init__(module, parallel, precision, tracing)
         pipeline = parallel.get(Pipeline)
         assert pipeline is not None
         self._modules = list(module.modules())
@@ -65,7 +66,6 @@ class PipelinedSteps(Steps):
         self._parameters = list(module.parameters())
         self._pipeline = pipeline
         self._pipeline.readable = {Trainer: _READABLE}
-        self._tracing = tracing
         self._shards = ShardsInHooks()
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._splitter = BatchSplitter(module)
@@ -75,6 +75,12 @@ class PipelinedSteps(Steps):
         self._metrics = SharedMetrics(module, pipeline)
         self._has_tried_loss = False
         self._broadcast = BytesBroadcast(pipeline.group, pipeline.last_rank, module.device)
+
+    @classmethod
+    @override
+    def can_run(cls, parallel: ParallelModule) -> bool:
+        """Return whether the module is cut into stages."""
+        return parallel.get(Pipeline) is not None
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
         """Run ``training_step`` and its backward, and return its output, detached from the graph. A collective."""

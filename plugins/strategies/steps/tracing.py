@@ -1,4 +1,4 @@
-"""A step that is traced on tensors without values: what it gathers and reduces is made of this rank's tensors."""
+"""Trace a step on tensors without values. What it gathers and reduces is made of this rank's tensors."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class StepTracing:
 
     @contextmanager
     def around(self, module: LightningModule) -> Iterator[None]:
-        """Inside, run a step of ``module`` on tensors without values."""
+        """Run a step of ``module`` on tensors without values inside."""
         before, self.is_active = self.is_active, True
         try:
             with stand_ins_for_collectives(self.peers), parameters_unchanged(module):

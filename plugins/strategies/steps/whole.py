@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.plugins.strategies.gradients import are_free_before_forward, free_gradients
 from lightning_dist.plugins.strategies.steps.base import Steps
+from lightning_dist.plugins.strategies.steps.tracing import StepTracing
 from lightning_dist.shards_in_hooks import ShardsInHooks
 
 __all__ = ["WholeSteps"]
@@ -23,8 +24,10 @@ __all__ = ["WholeSteps"]
 class WholeSteps(Steps):
     """Run steps as forwards of the whole module, each followed by the backward that Lightning asks for."""
 
-    def __init__(self, module: LightningModule, parallel: ParallelModule, precision: Precision) -> None:
-        super().__init__(module, parallel, precision)
+    def __init__(
+        self, module: LightningModule, parallel: ParallelModule, precision: Precision, tracing: StepTracing
+    ) -> None:
+        super().__init__(module, parallel, precision, tracing)
         self._shards = ShardsInHooks()
         self._frees_gradients_first: bool | None = None
 
