@@ -354,7 +354,8 @@ class TensorParallel(Technique):
 
     def is_form_of_parameter(self, module: nn.Module, key: str, held: Tensor | None) -> bool:
         """Return whether what ``module`` holds as ``key`` is its parameter, or was put in its place by this object."""
-        if held is None or isinstance(held, DTensor | GatheredOnUse):
+        # A layer that is tied to one of another stage may have parameters that only that stage has.
+        if held is None or isinstance(held, DTensor | GatheredOnUse) or is_remote(held):
             return True
         known = (module, key)
         if known not in self._put:

@@ -22,7 +22,7 @@ WORLD_SIZE = 2
     [
         ("T5", "tensor_parallel"),
         ("ALBERT", "full_shard"),
-        ("BERT", "pipeline_parallel"),
+        ("BERT", "nd_parallel"),
     ],
 )
 def test_a_family_under_a_strategy_equals_one_process(pool: WorkerPool, name: str, strategy: str) -> None:
