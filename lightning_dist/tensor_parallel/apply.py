@@ -7,7 +7,6 @@ whole, for penalties on weights and for functions that are given a weight.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
@@ -16,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_dist import _compat
 from lightning_dist.gather_on_use import GatheredOnUse
@@ -26,10 +25,13 @@ from lightning_dist.randomness import RankRng
 from lightning_dist.technique import Rows, Technique
 from lightning_dist.tensor_parallel import exchanges
 from lightning_dist.tensor_parallel.heads import add_head_hooks
-from lightning_dist.tensor_parallel.layers import num_heads, shared_heads, why_not_split
+from lightning_dist.tensor_parallel.layers import why_not_split
+from lightning_dist.tensor_parallel.local_parts import LocalParts
+from lightning_dist.tensor_parallel.placements import Placements
 from lightning_dist.tensor_parallel.plan import Plan, PlanError
 from lightning_dist.tensor_parallel.sequence import SequenceParallel
-from lightning_dist.tensor_parallel.split_logits import SplitLogits, whole_logits
+from lightning_dist.tensor_parallel.split_layers import AfterForward, BeforeForward, SplitLayers
+from lightning_dist.tensor_parallel.split_logits import whole_logits
 from lightning_dist.tensor_parallel.table import rows_of
 from lightning_dist.tensor_state import is_remote
 from lightning_dist.units import Unit
@@ -55,18 +57,14 @@ class TensorParallel(Technique):
         self._root = root
         self._mesh = mesh
         self._group = mesh.get_group()
-        self._num_shards = num_shards
+        self._placements = Placements(root, mesh, num_shards)
+        self._parts = LocalParts()
         # In these attributes, a pair of a module and a name identifies a parameter that the module holds.
-        self._placements: dict[nn.Parameter, Placement] = {}  # of the parameters that are not split yet
-        self._own: dict[tuple[nn.Module, str], Callable[[Tensor], Tensor]] = {}  # takes this rank's part of a replica
-        self._parents = {child: module for module in root.modules() for child in module.children()}
         self._grads_are_partial: set[tuple[nn.Module, str]] = set()
         self._whole: dict[tuple[nn.Module, str], nn.Parameter] = {}  # the gathered parameters: DTensors over tp alone
-        self._local: dict[nn.Parameter, nn.Parameter] = {}  # gathered parameter -> this rank's part, in the same memory
-        self._stand_ins: dict[nn.Parameter, Tensor] = {}  # split gathered parameter -> stand-in that gathers it on use
         # The names of the parameters that a module holds in another form in its own forward than elsewhere, and both
         # forms.
-        self._own_keys: dict[nn.Module, set[str]] = defaultdict(set)
+        self._own_keys = self._placements.keys
         self._in_forward: dict[tuple[nn.Module, str], Tensor] = {}
         self._elsewhere: dict[tuple[nn.Module, str], Tensor] = {}
         self._put: dict[tuple[nn.Module, str], Tensor] = {}  # the tensors that use_local has put into modules
@@ -74,13 +72,12 @@ class TensorParallel(Technique):
         self._attributes: list[tuple[nn.Module, str, Any, Any]] = []  # changed ones: module, name, old and new value
         self._made_local: dict[ParameterGroup, tuple[bool, ...]] = {}  # _requires_grad when use_local was called last
         self._is_whole = False
-        # The last input of a split layer, the result of its exchange, and whether gradients were enabled.
-        self._entered: tuple[Tensor, Tensor, bool] | None = None
-        self._random = RankRng(torch.device(mesh.device_type), self._group.rank()) if plan.draws_random else None
+        random = RankRng(torch.device(mesh.device_type), self._group.rank()) if plan.draws_random else None
         self.plan = plan
         self.sequence: SequenceParallel | None = None
         if plan.sequence is not None:
-            self.sequence = SequenceParallel(root, plan.sequence, plan.entries, self._group, self._random)
+            self.sequence = SequenceParallel(root, plan.sequence, plan.entries, self._group, random)
+        self._layers = SplitLayers(self._group, self.sequence, random, plan.splits_logits)
         for name, entry in plan.entries.items():
             self._prepare(name, root.get_submodule(name), entry.style, entry.num_packed)
         for name, heads in plan.heads.items():
@@ -91,7 +88,7 @@ class TensorParallel(Technique):
         split_layers = set(self._own_keys)
         for name, dim in plan.parameters.items():
             owner, _, key = name.rpartition(".")
-            self._place_along(name, root.get_submodule(owner), key, dim)
+            self._placements.split_parameter(name, root.get_submodule(owner), key, dim)
         for module, key in self._grads_are_partial | (set() if self.sequence is None else self.sequence.own_tokens):
             self._own_keys[module].add(key)
         for module in root.modules():
@@ -109,12 +106,12 @@ class TensorParallel(Technique):
                 raise PlanError(f"plan: {name} is a {type(module).__name__}, and {style} splits nn.Embedding only.")
             if why_not := why_not_split(module):
                 raise PlanError(f"plan: {name} has {why_not}, which {style} cannot honour: use replicate.")
-            self._place(name, module, "weight", 0)
+            self._placements.split_layer(name, module, "weight", 0)
             if module.padding_idx is not None:  # It becomes an index into this rank's rows, or None on other ranks.
                 num_own = module.num_embeddings // self._group.size()
                 own = module.padding_idx - self._group.rank() * num_own
                 self._change(module, "padding_idx", own if 0 <= own < num_own else None)
-            self._add_hooks(module, self._look_up_own, self._sum_own)
+            self._add_hooks(module, *self._layers.around(style))
             return
         layer = linear_layer(module)
         if layer is None:
@@ -125,22 +122,21 @@ class TensorParallel(Technique):
                 )
             raise PlanError(f"plan: {name} is a {type(module).__name__}, and {style} splits linear layers only.")
         if style == "rowwise":
-            self._place(name, module, "weight", layer.in_dim)
-            self._add_hooks(module, self._without_bias, self._summed)
-            return
-        self._place(name, module, "weight", layer.out_dim, num_packed)
-        if module.bias is not None:
-            self._place(name, module, "bias", 0, num_packed)
-        if layer.out_size is not None:
-            self._change(module, layer.out_size, layer.out_features // self._group.size())
-        self._add_hooks(module, self._enter, self._gathered if style == "colwise_gather_output" else self._apart)
+            self._placements.split_layer(name, module, "weight", layer.in_dim)
+        else:
+            self._placements.split_layer(name, module, "weight", layer.out_dim, num_packed)
+            if module.bias is not None:
+                self._placements.split_layer(name, module, "bias", 0, num_packed)
+            if layer.out_size is not None:
+                self._change(module, layer.out_size, layer.out_features // self._group.size())
+        self._add_hooks(module, *self._layers.around(style))
 
     def _change(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of a module, such as a number of heads, to its value for this rank's part."""
         self._attributes.append((module, name, getattr(module, name), value))
         setattr(module, name, value)
 
-    def _add_hooks(self, module: nn.Module, before: Any, after: Any) -> None:
+    def _add_hooks(self, module: nn.Module, before: BeforeForward, after: AfterForward) -> None:
         def pre_hook(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             if self._is_whole:
                 return None
@@ -160,58 +156,6 @@ class TensorParallel(Technique):
         module.register_forward_pre_hook(disable(pre_hook), with_kwargs=True)
         module.register_forward_hook(disable(hook), always_call=True)
 
-    def _place(self, name: str, module: nn.Module, key: str, dim: int, num_packed: int = 1) -> None:
-        param: nn.Parameter = getattr(module, key)
-        size, num_ranks = param.size(dim), self._group.size()
-        heads = num_heads(self._parents.get(module), size) if num_packed == 1 else None
-        shared = shared_heads(self._root, name, num_ranks) if num_packed == 1 else None
-        placement: Placement
-        if shared is not None:
-            placement, rows, rank = Replicate(), size // shared, self._group.rank()
-            self._own[module, key] = partial(_rows, dim=dim, start=rank * shared // num_ranks * rows, length=rows)
-        elif size % (num_packed * num_ranks):
-            packed = f" in {num_packed} parts" if num_packed > 1 else ""
-            raise PlanError(f"plan: the {size} features{packed} of {name}.{key} do not divide by tp_size={num_ranks}.")
-        elif heads is not None and heads % num_ranks:
-            raise PlanError(
-                f"plan: the {heads} heads of {name}, of {size // heads} features each, do not divide by"
-                f" tp_size={num_ranks}."
-            )
-        elif num_packed == 1:
-            placement = Shard(dim)
-        elif param.ndim == 1:
-            # FSDP2 could shard a packed bias only along the dimension that is split, so the bias, which is small, is
-            # replicated.
-            placement = Replicate()
-            self._own[module, key] = partial(self._own_of_packed, dim=dim, num_packed=num_packed)
-        elif param.size(1 - dim) % self._num_shards:
-            raise PlanError(
-                f"plan: {name} is packed_colwise, so that FSDP2 shards its weight along the other dimension, whose"
-                f" {param.size(1 - dim)} features do not divide by dp_shard_size={self._num_shards}."
-            )
-        else:
-            placement = _compat.packed_shard(dim, num_packed)
-        self._own_keys[module].add(key)
-        if self._placements.setdefault(param, placement) != placement:
-            raise PlanError(f"plan: {name}.{key} is tied to a parameter that is split otherwise.")
-
-    def _place_along(self, name: str, owner: nn.Module, key: str, dim: int) -> None:
-        param: nn.Parameter = getattr(owner, key)
-        if param.size(dim) % self._group.size():
-            raise PlanError(
-                f"plan: the {param.size(dim)} elements of {name} along dimension {dim} do not divide by"
-                f" tp_size={self._group.size()}."
-            )
-        if self._placements.setdefault(param, Shard(dim)) != Shard(dim):
-            raise PlanError(f"plan: {name} is tied to a parameter that is split otherwise.")
-        self._own_keys[owner].add(key)
-
-    def _own_of_packed(self, tensor: Tensor, dim: int, num_packed: int) -> Tensor:
-        ranks = self._group.size()
-        shape = (*tensor.shape[:dim], num_packed, ranks, tensor.size(dim) // num_packed // ranks)
-        parts = tensor.reshape(*shape, *tensor.shape[dim + 1 :]).select(dim + 1, self._group.rank())
-        return parts.flatten(dim, dim + 1).contiguous()
-
     def prepare_unit(self, unit: Unit) -> None:
         """Split the parameters of ``unit``, and let its blocks compute with this rank's parts also when recomputed."""
         if unit.kind == "scalars":
@@ -222,33 +166,8 @@ class TensorParallel(Technique):
             _enter_around(block, self.around_rerun(unit, block))
 
     def split(self, params: Iterable[nn.Parameter], owners: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Parameter]:
-        """Replace ``params`` by DTensors over ``tp`` in the modules that hold them.
-
-        Args:
-            params: The whole parameters, which are the same on all ranks.
-            owners: The modules that hold the parameters.
-
-        Returns:
-            Old to new parameter.
-        """
-        new: dict[nn.Parameter, nn.Parameter] = {}
-        for param in params:
-            placement = self._placements.pop(param, Replicate())
-            local = param.detach()
-            if isinstance(placement, Shard):
-                local = local.chunk(self._group.size(), placement.dim)[self._group.rank()].clone().contiguous()
-            elif num_packed := _compat.num_packed(placement):
-                local = self._own_of_packed(local, cast(int, placement.dim), num_packed)  # type: ignore[attr-defined]
-            dtensor = DTensor.from_local(
-                local, self._mesh, [placement], run_check=False, shape=param.shape, stride=param.stride()
-            )
-            new[param] = nn.Parameter(dtensor, param.requires_grad)
-            _compat.move_hooks(param, new[param])
-        for owner in owners:
-            for key, owned in list(owner._parameters.items()):
-                if owned is not None and owned in new:
-                    _compat.put_parameter(owner, key, new[owned])
-        return new
+        """Replace ``params`` by DTensors over ``tp`` in the modules that hold them, and return old to new parameter."""
+        return self._placements.split(params, owners)
 
     def on_gather(self, group: ParameterGroup, running: Collection[nn.Module]) -> None:
         """Let the modules of a gathered group compute with this rank's parts in their own forwards."""
@@ -284,26 +203,27 @@ class TensorParallel(Technique):
             for key, param in owner._parameters.items():
                 if isinstance(param, DTensor):
                     self._whole[owner, key] = cast(nn.Parameter, param)
-                    self._follow_memory(cast(nn.Parameter, param))
+                    self._parts.follow_memory(cast(nn.Parameter, param))
                 if (owner, key) in self._whole and self.is_form_of_parameter(owner, key, param):
                     holders.append((owner, key, self._whole[owner, key]))
         # The parts are made with gradients in any case, because the next call may need them if this one does not.
         with torch.inference_mode(False), torch.enable_grad():
-            parts: dict[int, Tensor] = {id(whole): self._local_of(whole) for _, _, whole in holders}
+            parts: dict[int, Tensor] = {id(whole): self._parts.part_of(whole) for _, _, whole in holders}
             partial_grads = {id(whole) for owner, key, whole in holders if self._has_partial_grad(owner, key)}
             partial_grads &= {key for key, part in parts.items() if part.requires_grad}
             if partial_grads:
                 ids = [key for key in parts if key in partial_grads]
                 parts.update(zip(ids, exchanges.copy_all_to([parts[key] for key in ids], self._group), strict=True))
             for owner, key, whole in holders:
-                own = self._own.get((owner, key))
+                own = self._placements.take_own.get((owner, key))
                 part = parts[id(whole)] if own is None else own(parts[id(whole)])
                 if key in self._own_keys.get(owner, ()):
                     self._in_forward[owner, key] = part
-                    self._elsewhere[owner, key] = self._whole_on_use(whole)
+                    self._elsewhere[owner, key] = self._parts.whole_on_use(whole)
                     part = part if owner in running else self._elsewhere[owner, key]
                 elif not isinstance(cast(DTensor, whole).placements[0], Replicate):
-                    part = self._whole_on_use(whole)  # The parameter is tied, and the traced step did not use it here.
+                    # The parameter is tied, and the traced step did not use it here.
+                    part = self._parts.whole_on_use(whole)
                 self._put[owner, key] = part
                 _compat.put_parameter(owner, key, part)
 
@@ -332,7 +252,7 @@ class TensorParallel(Technique):
                 part = stand_in.part("tp")
                 if self._has_partial_grad(module, key):
                     part = exchanges.copy_to(part, self._group)
-                own = self._own.get((module, key))
+                own = self._placements.take_own.get((module, key))
                 _compat.put_parameter(module, key, part if own is None else own(part))
         module.__dict__["_tensor_parallel_held"] = held
 
@@ -364,8 +284,7 @@ class TensorParallel(Technique):
 
     def gradients_left(self) -> list[str]:
         """Return the names of the parameters whose part on this rank has a gradient that the parameter did not get."""
-        left = {id(local) for local in self._local.values() if local.grad is not None}
-        return [name for name, param in self._root.named_parameters() if id(param) in left] if left else []
+        return self._parts.gradients_left(self._root)
 
     def _leave_forward(self, module: nn.Module) -> None:
         """Undo :meth:`_enter_forward`."""
@@ -373,57 +292,17 @@ class TensorParallel(Technique):
             _compat.put_parameter(module, key, held)
         self._swap(module, self._elsewhere)
 
-    def _whole_on_use(self, whole: nn.Parameter) -> Tensor:
-        """Return a tensor with all elements of a gathered parameter, whose gradients are the same on all ranks.
-
-        For a split parameter, it is a stand-in, the use of which is a collective.
-        """
-        placement = cast(DTensor, whole).placements[0]
-        if isinstance(placement, Replicate):
-            return self._local[whole]
-        if whole not in self._stand_ins:
-            self._stand_ins[whole] = GatheredOnUse(whole, _gather)
-        return self._stand_ins[whole]
-
     def take_replaced(self, param: nn.Parameter) -> bool:
         """Write the new values of this rank's part into ``param``, if the step has replaced the part through ``.data``.
 
         Returns:
             Whether the part was replaced.
         """
-        local, memory = self._local.get(param), cast(DTensor, param.detach()).to_local()
-        if local is None or local.data_ptr() == memory.data_ptr():
-            return False
-        _compat.overwrite(memory, local.detach())
-        local.data = memory
-        return True
-
-    def _local_of(self, whole: nn.Parameter) -> nn.Parameter:
-        """Return this rank's part of a gathered parameter: a leaf of the autograd graph that passes its gradients on.
-
-        Autograd does not see the DTensor itself then, because its anomaly mode calls functions that DTensors do not
-        support.
-        """
-        local = self._local.get(whole)
-        if local is None:
-            part = cast(DTensor, whole).to_local().detach()
-            local = nn.Parameter(part, requires_grad=part.is_floating_point() or part.is_complex())
-            if local.requires_grad:
-                local.register_post_accumulate_grad_hook(partial(_hand_on_gradient, whole))  # type: ignore[no-untyped-call]
-            self._local[whole] = local
-        if local.requires_grad != whole.requires_grad:
-            local.requires_grad_(whole.requires_grad)
-        return local
-
-    def _follow_memory(self, whole: nn.Parameter) -> None:
-        """Let this rank's part have the memory of ``whole``, which has another one after ``module.to(...)``."""
-        local, memory = self._local.get(whole), _compat.local_of(whole)
-        if local is not None and local.data_ptr() != memory.data_ptr():
-            local.data = memory.detach()
+        return self._parts.take_replaced(param)
 
     def _has_partial_grad(self, owner: nn.Module, key: str) -> bool:
         """Return whether each rank computes a replicated parameter's gradient from its own features or tokens only."""
-        if (owner, key) in self._grads_are_partial or (owner, key) in self._own:
+        if (owner, key) in self._grads_are_partial or (owner, key) in self._placements.take_own:
             return True
         return self.sequence is not None and self.sequence.sees_own_tokens(owner, key)
 
@@ -484,11 +363,7 @@ class TensorParallel(Technique):
 
     def before_step(self) -> None:
         """Reset the state that an error in the last step may have left behind."""
-        self._entered = None
-        if self._random is not None:
-            self._random.forget()
-        if self.sequence is not None:
-            self.sequence.forget()
+        self._layers.reset()
 
     def finish_output(self, output: Any) -> Any:
         """Gather the logits in ``output`` that are still split along the vocabulary.
@@ -527,90 +402,6 @@ class TensorParallel(Technique):
         if self.sequence is not None:
             self.sequence.is_off = is_whole
 
-    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Enter a split part of the model, and return the arguments with which ``module`` computes.
-
-        Layers that are given the same tensor, such as query, key and value, share one exchange.
-        """
-        given = args[0]
-        if self.sequence is not None and self.sequence.has_gathered(given):
-            return args
-        if self._entered is None or self._entered[0] is not given or self._entered[2] != torch.is_grad_enabled():
-            if self.sequence is not None and self.sequence.gathers(module):
-                entered = exchanges.gather_to(given, self._group, -2)
-            else:
-                entered = exchanges.copy_to(given, self._group)
-            self._entered = given, entered, torch.is_grad_enabled()
-        return self._entered[1], *args[1:]
-
-    def _apart(self, module: nn.Module, output: Any) -> Any:
-        """Let ranks draw different random numbers up to the next ``rowwise`` layer, as each has features of its own."""
-        if self._random is not None and module.training and not self._tokens_are_split(module):
-            self._random.enter()
-        return output
-
-    def _tokens_are_split(self, module: nn.Module) -> bool:
-        return self.sequence is not None and self.sequence.is_active_in(module)
-
-    def _gathered(self, module: nn.Module, output: Any) -> Any:
-        self._entered = None
-        if not isinstance(output, Tensor):
-            return output
-        if self.plan.splits_logits:
-            return SplitLogits(output, self._group)
-        return exchanges.gather(output, self._group, -1)
-
-    def _without_bias(self, module: nn.Module, args: Any) -> None:
-        """Set the bias aside until the outputs are summed, because every rank would add it."""
-        bias = module._parameters.get("bias")
-        module.__dict__["_tensor_parallel_bias"] = bias
-        if bias is not None:
-            module._parameters["bias"] = (
-                None if isinstance(module, nn.Linear) else cast(nn.Parameter, torch.zeros_like(bias))
-            )
-
-    def _summed(self, module: nn.Module, output: Any) -> Any:
-        self._entered = None
-        bias = module.__dict__.pop("_tensor_parallel_bias", None)
-        if bias is not None:
-            module._parameters["bias"] = bias
-        if not isinstance(output, Tensor):  # The forward has raised an error, or its recomputation has ended early.
-            if self._random is not None and not self._tokens_are_split(module):
-                self._random.leave()
-            return output
-        if self._tokens_are_split(module):
-            output = exchanges.scatter_from(output, self._group, -2)
-        else:
-            if self._random is not None:
-                self._random.leave()
-            output = exchanges.sum_from(output, self._group)
-        return output if bias is None else output + bias
-
-    def _look_up_own(self, module: nn.Embedding, args: tuple[Tensor, ...]) -> tuple[Tensor]:
-        """Return indices into this rank's rows of the vocabulary; those of other ranks' rows become 0.
-
-        Raises:
-            IndexError: If an index is out of range. On other devices than the CPU, this is an assertion on the device.
-        """
-        (indices,) = args
-        num_own = module.weight.size(0)
-        num_all = num_own * self._group.size()
-        is_index = (indices >= 0) & (indices < num_all)
-        if indices.device.type != "cpu":
-            torch._assert_async(is_index.all())
-        elif not is_index.all():
-            raise IndexError(f"Index {int(indices[~is_index][0])} is out of range: the embedding has {num_all} rows.")
-        own = indices - self._group.rank() * num_own
-        is_others = (own < 0) | (own >= num_own)
-        module.__dict__["_is_others"] = is_others
-        return (own.masked_fill(is_others, 0),)
-
-    def _sum_own(self, module: nn.Module, output: Any) -> Any:
-        is_others = module.__dict__.pop("_is_others", None)
-        if is_others is None or not isinstance(output, Tensor):
-            return output
-        return exchanges.sum_from(output.masked_fill(is_others.unsqueeze(-1), 0.0), self._group)
-
 
 def _requires_grad(group: ParameterGroup) -> tuple[bool, ...]:
     return tuple(param.requires_grad for param in group.params)
@@ -632,28 +423,3 @@ def _enter_around(block: nn.Module, begin: Callable[[], Callable[[], AbstractCon
             return forward(*args, **kwargs)
 
     block.forward = run
-
-
-@torch.no_grad()
-def _hand_on_gradient(whole: nn.Parameter, local: Tensor) -> None:
-    """Move the gradient that a backward has computed for this rank's part of ``whole`` to ``whole`` itself."""
-    plain, local.grad = cast(Tensor, local.grad).detach(), None
-    if plain.is_sparse:  # FSDP2 can reduce only dense gradients.
-        plain = plain.to_dense()
-    dtensor = cast(DTensor, whole)
-    gradient: Tensor = DTensor.from_local(
-        plain, dtensor.device_mesh, dtensor.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
-    gradient = _compat.call_gradient_hooks(whole, gradient)
-    whole.grad = gradient if whole.grad is None else whole.grad + gradient
-    _compat.call_post_accumulate_hooks(whole)
-
-
-def _gather(split: Tensor) -> Tensor:
-    """All-gather a parameter or its detached values over ``tp``. A collective; all ranks must use the result alike."""
-    replicated = [Replicate()]
-    return cast(DTensor, split).redistribute(placements=replicated).to_local(grad_placements=replicated)
-
-
-def _rows(tensor: Tensor, dim: int, start: int, length: int) -> Tensor:
-    return tensor.narrow(dim, start, length)

@@ -1,0 +1,96 @@
+"""Give autograd this rank's parts of parameters that are split over ``tp``, as plain tensors."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from lightning_dist import _compat
+from lightning_dist.gather_on_use import GatheredOnUse
+
+__all__ = ["LocalParts"]
+
+
+class LocalParts:
+    """Keep this rank's parts of parameters: leaves of the autograd graph that hand their gradients on to the DTensors.
+
+    Autograd does not see the DTensors themselves then, because its anomaly mode calls functions that DTensors do not
+    support. A part has the memory of its DTensor.
+    """
+
+    def __init__(self) -> None:
+        self._parts: dict[nn.Parameter, nn.Parameter] = {}
+        self._stand_ins: dict[nn.Parameter, Tensor] = {}
+
+    def part_of(self, whole: nn.Parameter) -> nn.Parameter:
+        """Return this rank's part of ``whole``, a DTensor over ``tp``; it requires a gradient if ``whole`` does."""
+        part = self._parts.get(whole)
+        if part is None:
+            plain = cast(DTensor, whole).to_local().detach()
+            part = nn.Parameter(plain, requires_grad=plain.is_floating_point() or plain.is_complex())
+            if part.requires_grad:
+                part.register_post_accumulate_grad_hook(partial(_hand_on_gradient, whole))  # type: ignore[no-untyped-call]
+            self._parts[whole] = part
+        if part.requires_grad != whole.requires_grad:
+            part.requires_grad_(whole.requires_grad)
+        return part
+
+    def whole_on_use(self, whole: nn.Parameter) -> Tensor:
+        """Return a tensor with all elements of ``whole``, whose gradients are the same on all ranks.
+
+        For a split parameter, it is a stand-in, the use of which is a collective.
+        """
+        if isinstance(cast(DTensor, whole).placements[0], Replicate):
+            return self._parts[whole]
+        if whole not in self._stand_ins:
+            self._stand_ins[whole] = GatheredOnUse(whole, _gather)
+        return self._stand_ins[whole]
+
+    def take_replaced(self, whole: nn.Parameter) -> bool:
+        """Write the new values of a part into ``whole``, if the step has replaced the part through ``.data``.
+
+        Returns:
+            Whether the part was replaced.
+        """
+        part, memory = self._parts.get(whole), cast(DTensor, whole.detach()).to_local()
+        if part is None or part.data_ptr() == memory.data_ptr():
+            return False
+        _compat.overwrite(memory, part.detach())
+        part.data = memory
+        return True
+
+    def follow_memory(self, whole: nn.Parameter) -> None:
+        """Let the part of ``whole`` have its memory, which is another one after ``module.to(...)``."""
+        part, memory = self._parts.get(whole), _compat.local_of(whole)
+        if part is not None and part.data_ptr() != memory.data_ptr():
+            part.data = memory.detach()
+
+    def gradients_left(self, root: nn.Module) -> list[str]:
+        """Return the names of the parameters of ``root`` whose part has a gradient that was not handed on."""
+        left = {id(part) for part in self._parts.values() if part.grad is not None}
+        return [name for name, param in root.named_parameters() if id(param) in left] if left else []
+
+
+@torch.no_grad()
+def _hand_on_gradient(whole: nn.Parameter, part: Tensor) -> None:
+    """Move the gradient that a backward has computed for this rank's part of ``whole`` to ``whole`` itself."""
+    plain, part.grad = cast(Tensor, part.grad).detach(), None
+    if plain.is_sparse:  # FSDP2 can reduce only dense gradients.
+        plain = plain.to_dense()
+    dtensor = cast(DTensor, whole)
+    gradient: Tensor = DTensor.from_local(
+        plain, dtensor.device_mesh, dtensor.placements, run_check=False, shape=whole.shape, stride=whole.stride()
+    )
+    gradient = _compat.call_gradient_hooks(whole, gradient)
+    whole.grad = gradient if whole.grad is None else whole.grad + gradient
+    _compat.call_post_accumulate_hooks(whole)
+
+
+def _gather(split: Tensor) -> Tensor:
+    """All-gather a parameter or its detached values over ``tp``. A collective; all ranks must use the result alike."""
+    replicated = [Replicate()]
+    return cast(DTensor, split).redistribute(placements=replicated).to_local(grad_placements=replicated)

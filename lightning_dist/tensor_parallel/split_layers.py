@@ -1,0 +1,150 @@
+"""Exchange hidden states and logits before and after the forwards of split layers, as each style of a plan needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_dist.randomness import RankRng
+from lightning_dist.tensor_parallel import exchanges
+from lightning_dist.tensor_parallel.sequence import SequenceParallel
+from lightning_dist.tensor_parallel.split_logits import SplitLogits
+
+__all__ = ["SplitLayers"]
+
+BeforeForward = Callable[[Any, Any], Any]
+"""Takes a layer and its arguments; returns other arguments, or None to keep them."""
+
+AfterForward = Callable[[Any, Any], Any]
+"""Takes a layer and its output, which is no tensor if the forward has raised; returns the output."""
+
+
+class SplitLayers:
+    """Run what a split layer needs before and after its forward.
+
+    Column-wise layers copy their input to all ranks, and leave each rank its own features. Row-wise layers sum their
+    outputs over the ranks (Shoeybi et al., 2019). With sequence parallelism, inputs are gathered and outputs scattered
+    along the tokens instead (Korthikanti et al., 2022).
+
+    Args:
+        group: Process group of the ranks of ``tp``.
+        sequence: Object that knows where hidden states are split along the sequence; None: nowhere.
+        random: Random numbers that differ between ranks, for dropout between split layers; None: there is none.
+        splits_logits: Whether logits stay split along the vocabulary until they are used.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, sequence: SequenceParallel | None, random: RankRng | None, splits_logits: bool
+    ) -> None:
+        self._group = group
+        self._sequence = sequence
+        self._random = random
+        self._splits_logits = splits_logits
+        # The last input of a split layer, the result of its exchange, and whether gradients were enabled.
+        self._entered: tuple[Tensor, Tensor, bool] | None = None
+
+    def around(self, style: str) -> tuple[BeforeForward, AfterForward]:
+        """Return what to call before and after the forward of a layer of ``style``."""
+        return {
+            "colwise": (self._copy_input, self._enter_own_features),
+            "packed_colwise": (self._copy_input, self._enter_own_features),
+            "colwise_gather_output": (self._copy_input, self._gather_output),
+            "rowwise": (self._set_bias_aside, self._sum_output),
+            "embedding_rowwise": (self._look_up_own_rows, self._sum_rows),
+        }[style]
+
+    def reset(self) -> None:
+        """Forget what an error in the last step may have left behind."""
+        self._entered = None
+        if self._random is not None:
+            self._random.forget()
+        if self._sequence is not None:
+            self._sequence.forget()
+
+    def _copy_input(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Enter a split part of the model, and return the arguments with which ``module`` computes.
+
+        Layers that are given the same tensor, such as query, key and value, share one exchange.
+        """
+        given = args[0]
+        if self._sequence is not None and self._sequence.has_gathered(given):
+            return args
+        if self._entered is None or self._entered[0] is not given or self._entered[2] != torch.is_grad_enabled():
+            if self._sequence is not None and self._sequence.gathers(module):
+                entered = exchanges.gather_to(given, self._group, -2)
+            else:
+                entered = exchanges.copy_to(given, self._group)
+            self._entered = given, entered, torch.is_grad_enabled()
+        return self._entered[1], *args[1:]
+
+    def _enter_own_features(self, module: nn.Module, output: Any) -> Any:
+        """Let ranks draw different random numbers up to the next ``rowwise`` layer, as each has features of its own."""
+        if self._random is not None and module.training and not self._tokens_are_split(module):
+            self._random.enter()
+        return output
+
+    def _tokens_are_split(self, module: nn.Module) -> bool:
+        return self._sequence is not None and self._sequence.is_active_in(module)
+
+    def _gather_output(self, module: nn.Module, output: Any) -> Any:
+        self._entered = None
+        if not isinstance(output, Tensor):
+            return output
+        if self._splits_logits:
+            return SplitLogits(output, self._group)
+        return exchanges.gather(output, self._group, -1)
+
+    def _set_bias_aside(self, module: nn.Module, args: Any) -> None:
+        """Set the bias aside until the outputs are summed, because every rank would add it."""
+        bias = module._parameters.get("bias")
+        module.__dict__["_tensor_parallel_bias"] = bias
+        if bias is not None:
+            module._parameters["bias"] = (
+                None if isinstance(module, nn.Linear) else cast(nn.Parameter, torch.zeros_like(bias))
+            )
+
+    def _sum_output(self, module: nn.Module, output: Any) -> Any:
+        self._entered = None
+        bias = module.__dict__.pop("_tensor_parallel_bias", None)
+        if bias is not None:
+            module._parameters["bias"] = bias
+        if not isinstance(output, Tensor):  # The forward has raised an error, or its recomputation has ended early.
+            if self._random is not None and not self._tokens_are_split(module):
+                self._random.leave()
+            return output
+        if self._tokens_are_split(module):
+            output = exchanges.scatter_from(output, self._group, -2)
+        else:
+            if self._random is not None:
+                self._random.leave()
+            output = exchanges.sum_from(output, self._group)
+        return output if bias is None else output + bias
+
+    def _look_up_own_rows(self, module: nn.Embedding, args: tuple[Tensor, ...]) -> tuple[Tensor]:
+        """Return indices into this rank's rows of the vocabulary; those of other ranks' rows become 0.
+
+        Raises:
+            IndexError: If an index is out of range. On other devices than the CPU, this is an assertion on the device.
+        """
+        (indices,) = args
+        num_own = module.weight.size(0)
+        num_all = num_own * self._group.size()
+        is_index = (indices >= 0) & (indices < num_all)
+        if indices.device.type != "cpu":
+            torch._assert_async(is_index.all())
+        elif not is_index.all():
+            raise IndexError(f"Index {int(indices[~is_index][0])} is out of range: the embedding has {num_all} rows.")
+        own = indices - self._group.rank() * num_own
+        is_others = (own < 0) | (own >= num_own)
+        module.__dict__["_is_others"] = is_others
+        return (own.masked_fill(is_others, 0),)
+
+    def _sum_rows(self, module: nn.Module, output: Any) -> Any:
+        is_others = module.__dict__.pop("_is_others", None)
+        if is_others is None or not isinstance(output, Tensor):
+            return output
+        return exchanges.sum_from(output.masked_fill(is_others.unsqueeze(-1), 0.0), self._group)
