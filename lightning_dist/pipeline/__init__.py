@@ -13,7 +13,8 @@ The modules, in the order in which they build on each other:
 - ``original_module``, ``whole_model``: the module before it was spread, and the module with all stages' parameters;
 - ``outside_of_steps``: hooks that work on the parameters of all stages;
 - ``whole_state``: a checkpoint of all stages;
-- ``runner``: how a step runs on all stages.
+- ``schedule_runner``: how a step runs on all stages;
+- ``pipeline``: the technique.
 """
 
 from lightning_dist.pipeline.buffers import BuffersOfStep
@@ -28,7 +29,8 @@ from lightning_dist.pipeline.microbatches import (
 )
 from lightning_dist.pipeline.original_module import OriginalModule
 from lightning_dist.pipeline.outside_of_steps import AllStages
-from lightning_dist.pipeline.runner import Pipeline, PreparedStep, Ran, RunRoot
+from lightning_dist.pipeline.pipeline import Pipeline
+from lightning_dist.pipeline.schedule_runner import PreparedStep, Ran, RunRoot, ScheduleRunner
 from lightning_dist.pipeline.schedules import SCHEDULES
 from lightning_dist.pipeline.simulation import simulate
 from lightning_dist.pipeline.stages import PipelineConfig, Stages, drop_remote, find_stages, own_units
@@ -46,6 +48,7 @@ __all__ = [
     "PreparedStep",
     "Ran",
     "RunRoot",
+    "ScheduleRunner",
     "Stages",
     "Timeline",
     "agreed_path",

@@ -128,13 +128,13 @@ class StepTelemetry(Callback):
             return
         device = trainer.strategy.root_device
         pipeline = _pipeline(pl_module)
-        timeline = None if pipeline is None else pipeline.timeline()
+        timeline = None if pipeline is None else pipeline.runner.timeline(pipeline.group)
         bubble = math.nan if timeline is None else timeline.bubble
         ranks = _gather([seconds, data_seconds, samples, tokens, peak_memory_mib(device), bubble], device)
         metrics = _summarize([own[:-1] for own in ranks], steps, _num_replicas(trainer))
         if pipeline is not None and timeline is not None:
             metrics["perf/bubble"] = fmean(own[-1] for own in ranks)
-            metrics["perf/bubble_theory"] = simulate(pipeline.order).bubble
+            metrics["perf/bubble_theory"] = simulate(pipeline.runner.order).bubble
             self._draw(trainer, timeline, f"{pipeline.config.schedule}, step {self._logging_step}", metrics)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=self._logging_step)

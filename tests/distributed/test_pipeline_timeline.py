@@ -133,11 +133,11 @@ class Look(pl.Callback):
         assert parallel is not None
         pipeline = parallel.get(Pipeline)
         assert pipeline is not None
-        timeline = pipeline.timeline()
+        timeline = pipeline.runner.timeline(pipeline.group)
         assert timeline is not None
         self.seen.timelines.append(timeline)
         self.seen.peaks.append(pl_module.live.peak)
-        self.seen.order = pipeline.order
+        self.seen.order = pipeline.runner.order
         if self.theory is not None and len(self.seen.timelines) >= AT_LEAST:
             least = min(timeline.bubble for timeline in self.seen.timelines)
             trainer.should_stop = least == pytest.approx(self.theory, rel=TOLERANCE)

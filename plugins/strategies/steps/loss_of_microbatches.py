@@ -39,13 +39,13 @@ def warn_of_other_losses(
         if any(graph.end.draws for graph in graphs):
             return
         with isolate_rng(), torch.no_grad():
-            outputs = [_random_output(leaf) for leaf in pipeline.values_at_end(graphs[0])]
-            with pipeline.nothing_left(graphs[0]):
-                once = _number(pipeline.run_end(graphs[0], outputs, lambda: step(microbatch)))
-            wanted = pipeline.values_at_end(graphs[1])
+            outputs = [_random_output(leaf) for leaf in pipeline.runner.values_at_end(graphs[0])]
+            with pipeline.runner.nothing_left(graphs[0]):
+                once = _number(pipeline.runner.run_end(graphs[0], outputs, lambda: step(microbatch)))
+            wanted = pipeline.runner.values_at_end(graphs[1])
             outputs = [_like(output, leaf) for output, leaf in zip(outputs, wanted, strict=True)]
-            with pipeline.nothing_left(graphs[1]):
-                twice = _number(pipeline.run_end(graphs[1], outputs, lambda: step(doubled)))
+            with pipeline.runner.nothing_left(graphs[1]):
+                twice = _number(pipeline.runner.run_end(graphs[1], outputs, lambda: step(doubled)))
     except Exception:  # The loss may not accept random outputs.
         return
     if not (math.isfinite(once) and math.isfinite(twice)) or math.isclose(once, twice, rel_tol=1e-3, abs_tol=1e-6):

@@ -271,7 +271,7 @@ class PipelinedSteps(Steps):
             if result is not None:
                 with self._metrics.in_step(), without_foreign_collectives(self._tracing.peers):
                     with result.logging():
-                        ran = self._pipeline.run(
+                        ran = self._pipeline.runner.run(
                             prepared, steps, run_root, None if loss_of is None else partial(loss_of, len(steps))
                         )
                     failure = ran.failure
@@ -335,7 +335,7 @@ class PipelinedSteps(Steps):
             batch = apply_to_collection(batch, Tensor, Tensor.clone)
         result.microbatch = index
         # The rank of the last stage may have other stages, too; what the step logs and measures there is undone.
-        result.is_recorded = self._pipeline.runs_last_stage or not self._pipeline.is_last
+        result.is_recorded = self._pipeline.runner.runs_last_stage or not self._pipeline.is_last
         with self._context(name), nullcontext() if result.is_recorded else self._metrics.unchanged():
             return getattr(self._module, name)(batch, *others[0], **others[1])
 

@@ -123,7 +123,7 @@ class StepResult:
             return
         restore(self._module, self.graph.changed, self._before)
         ran.buffers.restore(outside_of=tuple(f"{part}." for part in pipeline.stages.parts))
-        leaves = zip(pipeline.values_at_end(self.graph), pipeline.values_at_end(whole), strict=True)
+        leaves = zip(pipeline.runner.values_at_end(self.graph), pipeline.runner.values_at_end(whole), strict=True)
         values = [_whole(*known, parts) for known, parts in zip(leaves, zip(*ran.at_end, strict=True), strict=True)]
         logged: dict[_Call, tuple[Any, Mapping[str, Any]]] = {}
         num_calls: Counter[str] = Counter()
@@ -134,7 +134,7 @@ class StepResult:
                 logged[name, num_calls[name]] = _detached(value), kwargs
 
         with torch.no_grad(), _compat.logging_to(self._module, on_log), without_updates(self._module):
-            result = pipeline.run_end(whole, values, step)
+            result = pipeline.runner.run_end(whole, values, step)
         self._of_whole_batch = _OfWholeBatch(_detached(result), {call: value for call, (value, _) in logged.items()})
 
     def output(self, merge: Callable[[], Any]) -> Any:

@@ -1,0 +1,270 @@
+"""Cut a module into the stages of a pipeline, as a technique."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+
+from lightning_dist.consensus import check_agreement, raise_on_all_ranks
+from lightning_dist.initialization import broadcast_tensors
+from lightning_dist.pipeline.original_module import OriginalModule
+from lightning_dist.pipeline.outside_of_steps import AllStages
+from lightning_dist.pipeline.replay import Replay
+from lightning_dist.pipeline.schedule_runner import PreparedStep, ScheduleRunner
+from lightning_dist.pipeline.shared import SharedParameters
+from lightning_dist.pipeline.stages import PipelineConfig, drop_remote, find_stages, own_units
+from lightning_dist.pipeline.whole_model import whole_model
+from lightning_dist.pipeline.whole_state import optimizer_state_of_all, written_by_stage
+from lightning_dist.step_graph import KnownPaths, Readable, StepGraph
+from lightning_dist.technique import Rows, Technique
+from lightning_dist.tensor_state import is_remote
+from lightning_dist.units import Unit
+
+__all__ = ["Pipeline"]
+
+
+class Pipeline(Technique):
+    """Cut a module into stages, and run its steps on the stages of this rank.
+
+    Building it is a collective over all processes.
+
+    Args:
+        root: The user's module with the parameters of all stages, before it is changed in any way.
+        config: The configuration of the pipeline.
+        units: The module's units.
+        group: Process group of the pipeline's ranks, for collectives.
+        stage_to_stage: Process group of the same ranks, for sends and receives.
+        parameter_mesh: Device mesh of the ranks that have the same stages.
+        data_parallel_rank: The index of this rank's part of the batch.
+        splits_backward: Whether a schedule may compute the gradients of weights later than those of inputs (see
+            :class:`~lightning_dist.pipeline.schedule_runner.ScheduleRunner`).
+
+    Raises:
+        OtherRankError: If the module cannot be cut on another rank, or is cut differently there.
+    """
+
+    runs_before_first_step = False
+
+    def __init__(
+        self,
+        root: nn.Module,
+        config: PipelineConfig,
+        units: Sequence[Unit],
+        group: dist.ProcessGroup,
+        stage_to_stage: dist.ProcessGroup,
+        parameter_mesh: DeviceMesh,
+        data_parallel_rank: int,
+        splits_backward: bool = True,
+    ) -> None:
+        device = torch.device(parameter_mesh.device_type)
+        self._original_module = OriginalModule(root)
+        blocks = {unit.names[0]: unit.modules[0] for unit in units if unit.kind == "block"}
+        with raise_on_all_ranks("cutting the model into stages"):
+            self.stages = find_stages(root, config, blocks, device)
+        check_agreement("The split of the model into stages", str(sorted(self.stages.stages_of_param.items())))
+        self.config = config
+        self.group = group
+        self._stage_to_stage = stage_to_stage
+        self.own_stages = config.stages_on(dist.get_rank(group))
+        self.is_last = self.stages.num_stages - 1 in self.own_stages
+        self.last_rank = config.rank_of(self.stages.num_stages - 1)
+        self._splits_backward = splits_backward
+        self._root = root
+        self._device = device
+        self._mesh = parameter_mesh
+        self._data_parallel_rank = data_parallel_rank
+        self.readable: Readable = {}
+        """The classes other than modules whose attributes a step's path may depend on."""
+        self._paths: dict[object, KnownPaths] = {}
+
+    def select_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """Move what only other ranks' stages need to the meta device, and return the units that this rank has."""
+        self._remote = drop_remote(self._root, self.stages, self.own_stages, units)
+        return own_units(units, self._remote)
+
+    def remote_tensors(self) -> Collection[Tensor]:
+        """Return the parameters and buffers of other ranks' stages, which are on the meta device here."""
+        return self._remote.tensors
+
+    def finish(self) -> None:
+        """Route the calls of parts to the replay of this rank's stages, now that the units have their groups."""
+        modules = dict(self._root.named_modules())
+        parts = {name: modules[name] for name in self.stages.parts}
+        self._replay = Replay(self._root, parts, self._remote.parts, self._device)
+        self.runner = ScheduleRunner(
+            self._root,
+            self.config,
+            self.stages,
+            self._stage_to_stage,
+            self._replay,
+            self._data_parallel_rank,
+            self._splits_backward,
+            self._device,
+        )
+        self.shared = SharedParameters(self._root, self.stages, self.config, self._stage_to_stage)
+        self.all_stages = AllStages(self._root, self._holders(), self.group, self._device)
+        self._original_module.is_spread()
+
+    def after_microbatches(self, reduces: bool) -> None:
+        """Sum the gradients of parameters that several stages share, if gradients are reduced now.
+
+        A collective over ``pp`` in that case.
+
+        Args:
+            reduces: Whether gradients are reduced now, and not only added up.
+        """
+        if reduces:
+            self.shared.sum_gradients()
+
+    def without_hook_views(self) -> AbstractContextManager[None]:
+        """Return a context in which hooks, too, see the parameters of other stages as meta tensors."""
+        return self.all_stages.switched_off()
+
+    def table_rows(self) -> Rows:
+        """Return the rows of the start-up table that show on which ranks the stages are, and how they are run."""
+        for stage, share in enumerate(self.stages.costs):
+            parts = [part for part in self.stages.parts if stage in self.stages.stages_of_part[part]]
+            span = parts[0] if len(parts) == 1 else f"{parts[0]} to {parts[-1]}"
+            where = f"{stage} on {self.config.rank_of(stage)}"
+            yield "" if stage else "stages", f"{where}: {span}, {share:.0%} of the time as estimated"
+        shared = sum(len(needed) > 1 for needed in self.stages.stages_of_param.values())
+        if shared:
+            yield "", f"{shared} parameters are on several stages, their gradients summed"
+        yield "schedule", f"{self.config.schedule}, {self.config.num_microbatches} microbatches of a rank's batch"
+
+    def known_path(self, key: object, arguments: Sequence[Any] = ()) -> int:
+        """Return the number of the known path that a step takes on this rank, or -1 if it must be traced.
+
+        Args:
+            key: Hashable key of everything that the path of every step depends on.
+            arguments: The arguments of the step after its batch, on which its path may depend.
+        """
+        return self._paths.setdefault(key, KnownPaths(self._root, self.readable)).taken(arguments)
+
+    def trace(self, key: object, trace: Callable[[Sequence[Any]], StepGraph], arguments: Sequence[Any] = ()) -> int:
+        """Trace a step, and return the number of a known path that is equal to its path, or -1 if there is none.
+
+        Args:
+            key: The key for which :meth:`known_path` was called before.
+            trace: Function that traces the step on a microbatch with the arguments that it is given.
+            arguments: The arguments of the step after its batch.
+        """
+        return self._paths[key].trace(arguments, trace)
+
+    def prepare(
+        self, key: object, path: int, is_traced: bool, num_microbatches: int, has_backward: bool
+    ) -> PreparedStep:
+        """Plan how the next step runs on the stages, or return the plan of an earlier step that took the same path.
+
+        Args:
+            key: The key for which :meth:`known_path` was called before.
+            path: The number of the step's path, on which all ranks of the pipeline agree, or -1 if the path is new.
+            is_traced: Whether :meth:`trace` has just traced the step.
+            num_microbatches: The number of microbatches.
+            has_backward: Whether a backward is run for each microbatch.
+        """
+        paths = self._paths[key]
+        graph = paths.remember(path) if is_traced else paths.known(path)
+        if has_backward:
+            self.shared.will_run(graph)
+        return self.runner.prepare(graph, num_microbatches, has_backward)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Give every rank the whole model in this context, so that it may call the model alone.
+
+        A collective over ``pp``.
+        """
+        with whole_model(self._root, self.group, self._device), self._replay.switched_off():
+            yield
+
+    def state_to_write(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a state dict with meta tensors in place of those that ranks of other stages write.
+
+        These are the tensors of other stages and the buffers in :attr:`buffers_of_others`.
+
+        Args:
+            state: A state dict of the module.
+        """
+        return written_by_stage(state, self._mesh, self.buffers_of_others)
+
+    def add_remote_state(self, state: dict[str, Any]) -> None:
+        """Add the meta tensors that the module has for other stages to a state dict that was read."""
+        with self.all_stages.switched_off():
+            for name, value in self._root.state_dict().items():
+                if isinstance(value, Tensor) and is_remote(value):
+                    state.setdefault(name, value)
+
+    def collect_parts(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the dictionaries of all stages. A collective over ``pp``."""
+        of_stages: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather_object(of_stages, parts, self.group)
+        return [part for of_stage in of_stages for part in of_stage]
+
+    def original(self) -> AbstractContextManager[None]:
+        """Return a context in which the module is as it was before it was spread."""
+        return self._original_module.again()
+
+    def whole_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's state together with that of other stages. A collective over ``pp``."""
+        return optimizer_state_of_all(state, self.group, self._mesh)
+
+    def agree_on_buffers(self) -> None:
+        """Copy the last stage's buffers outside of parts to all ranks of the pipeline. A collective over ``pp``.
+
+        Code between parts may change these buffers, and only the last stage runs all of it.
+        """
+        broadcast_tensors(list(self._buffers_between().values()), self.group, self.last_rank)
+
+    @property
+    def buffers_of_others(self) -> frozenset[str]:
+        """Return the names of the buffers of this rank whose values are up to date only on the rank of the last stage.
+
+        The result is empty on that rank.
+        """
+        return frozenset() if self.is_last else frozenset(self._buffers_between())
+
+    def _buffers_between(self) -> dict[str, Tensor]:
+        """Return the buffers outside of parts, by name."""
+        parts = tuple(f"{part}." for part in self.stages.parts)
+        return {name: buffer for name, buffer in self._root.named_buffers() if not name.startswith(parts)}
+
+    def _holders(self) -> dict[str, frozenset[int]]:
+        """Return the ranks of the pipeline that have each parameter, and each buffer of a part, by name."""
+        held = {name: self.stages.stages_of_param[name] for name, _ in self._root.named_parameters()}
+        for part, stages in self.stages.stages_of_part.items():
+            held |= {f"{part}.{name}": stages for name, _ in self._root.get_submodule(part).named_buffers()}
+        return {name: frozenset(map(self.config.rank_of, stages)) for name, stages in held.items()}
+
+    def total_norm(self, gradients: Sequence[Tensor], order: float = 2.0) -> Tensor:
+        """Return the norm of the gradients of all stages, counting shared parameters once. A collective over ``pp``.
+
+        Args:
+            gradients: The gradients of this rank's parameters.
+            order: The order of the norm: positive, and possibly infinite.
+        """
+        with self.all_stages.switched_off():
+            return self._total_norm([gradient for gradient in gradients if not is_remote(gradient)], order)
+
+    def _total_norm(self, gradients: Sequence[Tensor], order: float) -> Tensor:
+        params = {param.grad: name for name, param in self._root.named_parameters() if param.grad is not None}
+        counted = [g for g in gradients if g not in params or self._is_first_with(params[g])]
+        norm = get_total_norm(counted, order) if counted else torch.zeros((), device=self._device)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        norm = norm.to(torch.float64 if norm.dtype == torch.float64 else torch.float32)
+        norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(norms, norm, group=self.group)
+        total: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)
+        return total
+
+    def _is_first_with(self, name: str) -> bool:
+        return self.stages.stages_of_param[name][0] in self.own_stages

@@ -1,0 +1,428 @@
+"""Pass microbatches through this rank's stages in the order of one of torch's schedules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_dist.pipeline.attributes import unchanged
+from lightning_dist.pipeline.buffers import BuffersOfStep
+from lightning_dist.pipeline.failures import Failure
+from lightning_dist.pipeline.replay import MicrobatchSeed, Replay, StagePlan
+from lightning_dist.pipeline.schedules import SCHEDULES
+from lightning_dist.pipeline.simulation import order_of
+from lightning_dist.pipeline.stages import PipelineConfig, Stages
+from lightning_dist.pipeline.timeline import Order, Recorder, TimedStage, Timeline
+from lightning_dist.step_graph import Leaf, StepGraph
+from lightning_dist.tensor_state import is_remote
+
+__all__ = ["PreparedStep", "Ran", "RunRoot", "ScheduleRunner"]
+
+_MOST_PREPARED = 4
+"""Maximum number of prepared steps, such as those for other shapes of batches, that are kept.
+
+The schedule of each has receive buffers for all its microbatches.
+"""
+
+RunRoot = Callable[[Callable[[], Any]], Any]
+"""Function that runs a given function as a forward of the whole module, and returns its result."""
+
+
+@dataclass(frozen=True)
+class PreparedStep:
+    """Hold the graph of a step, the plans of this rank's stages for it, and the schedule that runs them.
+
+    Args:
+        graph: The graph of the step.
+        plans: The plan of each stage of this rank, by the stage's index.
+        schedule: torch's schedule; None for a step without backwards.
+        order: The actions of each rank in the order of the schedule; empty for a step without backwards.
+    """
+
+    graph: StepGraph
+    plans: dict[int, StagePlan]
+    schedule: Any
+    order: Order = ()
+
+
+@dataclass(frozen=True)
+class Ran:
+    """Hold the outcome of a step on this rank.
+
+    Args:
+        results: What the step returned on each microbatch; empty on ranks without the last stage.
+        at_end: For each microbatch, the values that :meth:`ScheduleRunner.values_at_end` describes, or no values if the
+            graph has no ``of_whole_batch``; empty on ranks without the last stage.
+        failure: The first error on this rank, or None.
+        buffers: Copies from before the step of the buffers that each microbatch began with.
+    """
+
+    results: list[Any]
+    at_end: list[tuple[Tensor, ...]]
+    failure: Failure | None
+    buffers: BuffersOfStep
+
+
+@dataclass
+class _Running:
+    """Hold the state of a step while it runs.
+
+    Args:
+        plans: The plan of each stage of this rank, by the stage's index.
+        steps: The user's step on each microbatch, with its arguments bound.
+        run_root: Function that runs a given function as a forward of the whole module.
+        loss_of: Function from what the step returned to the tensor at which the backward begins; None: there is no
+            backward.
+        base: The seed from which the seeds of all microbatches are derived.
+        results: What the step returned on each microbatch; empty on ranks without the last stage.
+        buffers: Copies from before the step of the buffers that are restored at the beginning of each microbatch.
+        at_end: For each microbatch, the values from which the end of the step on the whole batch is computed; empty on
+            ranks without the last stage.
+        failure: The first error that was raised on this rank, or None. After an error, this rank's stages compute
+            nothing, and only take part in the schedule's communication.
+    """
+
+    plans: dict[int, StagePlan]
+    steps: Sequence[Callable[[], Any]]
+    run_root: RunRoot
+    loss_of: Callable[[Any], Tensor] | None
+    base: int
+    results: list[Any]
+    buffers: BuffersOfStep
+    at_end: list[tuple[Tensor, ...]]
+    failure: Failure | None = None
+
+
+class ScheduleRunner:
+    """Run steps on this rank's stages.
+
+    Args:
+        root: The user's module with the parameters of this rank's stages.
+        config: The configuration of the pipeline.
+        stages: The stages of the module.
+        group: Process group of the pipeline's ranks, for sends and receives.
+        replay: Object that runs the user's step from one stage's first part to its last.
+        data_parallel_rank: The index of this rank's part of the batch.
+        splits_backward: Whether a schedule may compute the gradients of weights later than those of inputs. For this,
+            torch looks for the module's parameters among the leaves of the autograd graph, and runs the nodes between
+            them and the inputs twice. The leaves must therefore be the module's parameters, and activation
+            checkpointing must not recompute blocks.
+        device: The device of this rank's tensors.
+    """
+
+    def __init__(
+        self,
+        root: nn.Module,
+        config: PipelineConfig,
+        stages: Stages,
+        group: dist.ProcessGroup,
+        replay: Replay,
+        data_parallel_rank: int,
+        splits_backward: bool,
+        device: torch.device,
+    ) -> None:
+        self._root = root
+        self._config = config
+        self._stages = stages
+        self._group = group
+        self._replay = replay
+        self._data_parallel_rank = data_parallel_rank
+        self._splits_backward = splits_backward
+        self._device = device
+        self._own_stages = config.stages_on(dist.get_rank(group))
+        self._prepared: dict[object, PreparedStep] = {}
+        self._recorder = Recorder(device)
+        self._running: _Running | None = None
+        self.order: Order = ()
+        """The actions of each rank in the latest step with a backward, in their order."""
+        self.runs_last_stage = False
+        """Whether the stage that runs now, or ran last, is the last one. Only its run of a step counts."""
+
+    def prepare(self, graph: StepGraph, num_microbatches: int, has_backward: bool) -> PreparedStep:
+        """Plan how a step runs on the stages, or return the plan of an earlier step with the same graph.
+
+        Args:
+            graph: The graph of the step.
+            num_microbatches: The number of microbatches.
+            has_backward: Whether a backward is run for each microbatch.
+        """
+        key = (id(graph), num_microbatches, has_backward)
+        prepared = self._prepared.pop(key, None)
+        if prepared is None or prepared.graph is not graph:
+            prepared = self._prepare(graph, num_microbatches, has_backward)
+        self._prepared[key] = prepared  # The dict is in the order of use, and its first entry is dropped.
+        if len(self._prepared) > _MOST_PREPARED:
+            del self._prepared[next(iter(self._prepared))]
+        return prepared
+
+    def _prepare(self, graph: StepGraph, num_microbatches: int, has_backward: bool) -> PreparedStep:
+        calls = self._stages.stages_of_calls(graph)
+        self._stages.check_parameters(graph, calls)
+        self._stages.check_hooks(graph, calls)
+        num_stages = self._stages.num_stages
+        plans = {stage: StagePlan(graph, calls, stage, num_stages) for stage in self._own_stages}
+        if not has_backward:
+            return PreparedStep(graph, plans, None)
+        torch_stages = []
+        for stage, plan in plans.items():
+            torch_stage = TimedStage(
+                _Submodule(partial(self._run_stage, stage), self._root),
+                stage,
+                num_stages,
+                self._device,
+                input_args=tuple(map(partial(_example, plan), plan.received)),
+                # The output of the last stage is the loss, which is not sent.
+                output_args=tuple(map(partial(_example, plan), plan.sent)) or torch.empty((), device="meta"),
+                group=self._group,
+                dw_builder=None if self._splits_backward else _nothing_is_left,
+            )
+            torch_stage.recorder = self._recorder
+            torch_stage.run_backward = self._run_backward
+            torch_stages.append(torch_stage)
+        wanted = SCHEDULES[self._config.schedule]
+        if not wanted.fits(num_microbatches, self._config.pp_size, num_stages):
+            wanted = SCHEDULES[wanted.for_few]
+        is_single = wanted.virtual_stages == 1
+        schedule = wanted.torch_class(
+            torch_stages[0] if is_single else torch_stages,
+            num_microbatches,
+            loss_fn=lambda output, target: output,
+            scale_grads=False,
+        )
+        order = order_of(schedule, self._config.pp_size, num_microbatches)
+        return PreparedStep(graph, plans, schedule, order)
+
+    def run(
+        self,
+        prepared: PreparedStep,
+        steps: Sequence[Callable[[], Any]],
+        run_root: RunRoot,
+        loss_of: Callable[[Any], Tensor] | None = None,
+    ) -> Ran:
+        """Run the microbatches of a step, and their backwards if there is a loss. A collective over ``pp``.
+
+        An error of the user's code is not raised, but returned after the schedule has run to its end, because the other
+        ranks would wait for what this rank sends. The caller raises it on all ranks.
+
+        Args:
+            prepared: The prepared step, for the same number of microbatches.
+            steps: The user's step on each microbatch, with its arguments bound.
+            run_root: Function that runs a given function as a forward of the whole module.
+            loss_of: Function from what the step returned on a microbatch to the microbatch's part of the loss; None:
+                there is no backward.
+
+        Returns:
+            The outcome of the step on this rank.
+        """
+        # The generator has the same state on all ranks of the pipeline, and after a resume.
+        base = int(torch.randint(2**62, ()))
+        has_last = any(plan.is_last for plan in prepared.plans.values())
+        results = [None] * len(steps) if has_last else []
+        buffers = BuffersOfStep(self._root, prepared.graph.steady_buffers | prepared.graph.buffers_between)
+        at_end: list[tuple[Tensor, ...]] = [()] * len(results)
+        running = self._running = _Running(prepared.plans, steps, run_root, loss_of, base, results, buffers, at_end)
+        if loss_of is not None:
+            self.order = prepared.order
+            self._recorder.begin()
+        numbers = torch.arange(len(steps))
+        try:
+            with (
+                self._replay.numbers_kept(prepared.graph),
+                self._replay.stand_in_parameters(prepared.graph.params_between),
+            ):
+                if loss_of is not None:
+                    prepared.schedule.step(microbatch=numbers, target=numbers, losses=[], return_outputs=False)
+                else:
+                    self._run_forward(running)
+            return Ran(running.results, running.at_end, running.failure, running.buffers)
+        finally:
+            self._running = None
+
+    def _run_forward(self, running: _Running) -> None:
+        """Run all microbatches through each stage of this rank, one stage after another.
+
+        No schedule of torch is used, because all of them run backwards.
+        """
+        local: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        sending: list[tuple[dist.Work | None, Tensor]] = []
+        for stage, plan in running.plans.items():
+            before, after = (self._config.rank_of(s % self._stages.num_stages) for s in (stage - 1, stage + 1))
+            # NCCL runs the messages of a group in order. Where the stages go round the ranks, ranks that all send at
+            # once would all wait for the next rank to receive, so stages after the first send when they have ended.
+            is_at_once = stage == 0 or len(running.plans) == 1
+            waiting: list[Tensor] = []
+            for microbatch in range(len(running.steps)):
+                received = local.pop((stage, microbatch), None)
+                if received is None:
+                    leaves = [plan.leaf(value) for value in plan.received]
+                    received = tuple(torch.empty(leaf.shape, dtype=leaf.dtype, device=self._device) for leaf in leaves)
+                    for tensor in received:
+                        dist.recv(tensor, group=self._group, group_src=before)
+                sent = self._run_stage(stage, microbatch, received)
+                if plan.is_last:
+                    continue
+                if stage + 1 in running.plans:
+                    local[stage + 1, microbatch] = sent
+                    continue
+                waiting += map(Tensor.contiguous, sent)
+                if is_at_once:
+                    sending += [(self._send(tensor, after), tensor) for tensor in waiting]
+                    waiting.clear()
+            sending += [(self._send(tensor, after), tensor) for tensor in waiting]
+        for work, _ in sending:
+            if work is not None:
+                work.wait()
+
+    def _send(self, tensor: Tensor, to_rank: int) -> dist.Work | None:
+        return dist.isend(tensor, group=self._group, group_dst=to_rank)
+
+    def _run_stage(self, stage: int, microbatch: int, received: tuple[Tensor, ...]) -> Any:
+        running = self._running
+        assert running is not None
+        seed = MicrobatchSeed(running.base, microbatch, self._data_parallel_rank)
+        plan, step = running.plans[stage], running.steps[microbatch]
+        self.runs_last_stage = plan.is_last
+
+        def run() -> Any:
+            if plan.graph.steady_buffers or plan.graph.buffers_between:
+                stages_of = self._stages.stages_of_part
+                running.buffers.restore(
+                    tuple(f"{part}." for part in self._stages.parts if stage not in stages_of[part])
+                )
+            # The attributes that the last microbatch sets on the last stage are kept as those of the step. If the graph
+            # has of_whole_batch, they are replaced when the code between parts runs on the whole batch.
+            is_left = plan.is_last and microbatch == len(running.steps) - 1
+            changed = plan.graph.changed if plan.is_last else (*plan.graph.changed, *plan.graph.changed_inside)
+            with unchanged(self._root, changed) if changed and not is_left else nullcontext():
+                result, sent = self._replay.run(plan, seed, received, step)
+            if not plan.is_last:
+                return sent
+            running.results[microbatch], running.at_end[microbatch] = result, sent
+            return running.loss_of(result) if running.loss_of is not None else torch.zeros(1, device=self._device)
+
+        if running.failure is None:
+            try:
+                return running.run_root(run)
+            except BaseException as error:
+                running.failure = Failure.now(error, f"stage {stage}, microbatch {microbatch}")
+        if plan.is_last:
+            return torch.zeros((), device=self._device)
+        return tuple(
+            torch.zeros(leaf.shape, dtype=leaf.dtype, device=self._device) for leaf in map(plan.leaf, plan.sent)
+        )
+
+    def _run_backward(self, stage: int, microbatch: int, backward: Callable[[], Any]) -> Any:
+        """Run a stage's backward, and return its result; do not run it after an error, and return None.
+
+        Args:
+            stage: The index of the stage.
+            microbatch: The index of the microbatch.
+            backward: Function that runs the backward.
+        """
+        running = self._running
+        assert running is not None
+        if running.failure is None:
+            try:
+                return backward()
+            except BaseException as error:
+                # torch's stage raises a RuntimeError that describes the tensors, with the original error as its cause.
+                raised = error.__cause__ if isinstance(error, RuntimeError) and error.__cause__ else error
+                running.failure = Failure.now(raised, f"backward of stage {stage}, microbatch {microbatch}")
+        return None
+
+    def run_end(self, graph: StepGraph, values: Sequence[Tensor], step: Callable[[], Any]) -> Any:
+        """Run the code between parts of a step on given outputs of the parts, and return the step's result.
+
+        No part runs, and there is no communication.
+
+        Args:
+            graph: The graph of the step.
+            values: The tensors that :meth:`values_at_end` describes, in the same order.
+            step: The user's step with its arguments bound.
+        """
+        self.runs_last_stage = True
+        plan = self._plan_of_end(graph)
+        with self._replay.numbers_kept(graph), self._replay.stand_in_parameters(graph.params_between):
+            given = [value.to(self._device) for value in values]
+            return self._replay.run(plan, MicrobatchSeed(0, 0, 0), given, step)[0]
+
+    @contextmanager
+    def nothing_left(self, graph: StepGraph) -> Iterator[None]:
+        """Undo at the end of this context what a step changes in attributes, and in buffers outside of parts.
+
+        Args:
+            graph: The graph of the step.
+        """
+        buffers = BuffersOfStep(self._root, graph.buffers_between)
+        try:
+            with unchanged(self._root, graph.changed):
+                yield
+        finally:
+            buffers.restore()
+
+    def values_at_end(self, graph: StepGraph) -> list[Leaf]:
+        """Return the descriptions of those tensors returned by parts that the end of a step uses."""
+        plan = self._plan_of_end(graph)
+        return [plan.leaf(value) for value in plan.received]
+
+    def _plan_of_end(self, graph: StepGraph) -> StagePlan:
+        """Return a plan for the end of a step in which all parts are on an earlier stage."""
+        return StagePlan(graph, [0] * len(graph.calls), 1, 2)
+
+    def timeline(self, group: dist.ProcessGroup) -> Timeline | None:
+        """Return when each action of the latest step with a backward ran. A collective over ``pp``.
+
+        Args:
+            group: Process group of the pipeline's ranks, for collectives.
+
+        Returns:
+            The timeline, or None if there was no such step, or an action of it was not recorded.
+        """
+        return self._recorder.timeline(self.order, group) if self.order else None
+
+
+def _example(plan: StagePlan, value: tuple[int, int]) -> Tensor:
+    leaf = plan.leaf(value)
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
+
+
+def _nothing_is_left() -> Callable[[], None]:
+    """Return a function that computes no weight gradients, because the backward has already computed all gradients.
+
+    torch's stage calls it to build the later part of a backward that is not split.
+    """
+    return lambda: None
+
+
+class _Submodule(nn.Module):
+    """Represent a stage to torch's schedules.
+
+    Args:
+        run: Function that runs the stage, given the index of the microbatch and the received tensors.
+        root: The user's module.
+    """
+
+    def __init__(self, run: Callable[[int, tuple[Tensor, ...]], Any], root: nn.Module) -> None:
+        super().__init__()
+        self._run = run
+        self._root = [root]  # In a list, the module is not registered as a child whose state would be saved.
+
+    def forward(self, *received: Tensor, microbatch: Tensor) -> Any:
+        """Run the stage on the tensors that it has received for a microbatch.
+
+        Args:
+            received: The received tensors.
+            microbatch: A tensor that holds the index of the microbatch.
+        """
+        return self._run(int(microbatch), received)
+
+    def parameters(self, recurse: bool = True) -> Any:
+        """Return this rank's parameters of the whole module, which schedules that defer weight gradients look for."""
+        return (param for param in self._root[0].parameters() if not is_remote(param))
