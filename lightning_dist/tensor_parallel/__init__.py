@@ -7,6 +7,7 @@ Finding a plan:
 - ``infer``: Infers a plan from the data flow between layers, which a step on fake tensors has recorded.
 - ``find_sequence``: Finds where hidden states can be split along the sequence (sequence parallelism).
 - ``confirm``: Compares a split block with the whole one on random inputs, outputs and gradients.
+- ``unit_trials``: Splits each unit as planned, and gives up what changes its results.
 - ``planner``: Combines these into the plan of a model.
 
 Applying it:
