@@ -18,7 +18,7 @@ The modules, in the order in which they build on each other:
 """
 
 from lightning_dist.pipeline.buffers import BuffersOfStep
-from lightning_dist.pipeline.failures import Failure, agreed_path, raise_together
+from lightning_dist.pipeline.failures import Attempt, Failure, agreed_path, raise_together
 from lightning_dist.pipeline.microbatches import (
     batch_size_of,
     check_divides,
@@ -40,6 +40,7 @@ from lightning_dist.pipeline.timeline import Timeline
 __all__ = [
     "SCHEDULES",
     "AllStages",
+    "Attempt",
     "BuffersOfStep",
     "Failure",
     "OriginalModule",

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from lightning_dist.consensus import OtherRankError
 
-__all__ = ["Failure", "raise_together"]
+__all__ = ["Attempt", "Failure", "agreed_path", "raise_together"]
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,29 @@ class Failure:
             where: The stage and the microbatch, or the name of a hook, for the message.
         """
         return cls(error, where, time.time())
+
+
+class Attempt:
+    """Keep an error of the code inside, instead of raising it, until all ranks can raise it together.
+
+    Args:
+        where: The stage and the microbatch, or the name of a hook, for the message.
+    """
+
+    def __init__(self, where: str) -> None:
+        self.failure: Failure | None = None
+        """The first error, or None."""
+        self._where = where
+
+    def __enter__(self) -> None:
+        """Begin."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        """Keep ``error`` and go on, unless it ends the program."""
+        if isinstance(error, Exception):
+            self.failure = self.failure or Failure.now(error, self._where)
+            return True
+        return False
 
 
 def agreed_path(path: int, failure: Failure | None, group: dist.ProcessGroup, device: torch.device) -> int:

@@ -23,7 +23,16 @@ from typing_extensions import override
 
 from lightning_dist.collectives import BytesBroadcast
 from lightning_dist.parallel_module import ParallelModule
-from lightning_dist.pipeline import AllStages, Failure, Pipeline, Ran, agreed_path, raise_together, signature
+from lightning_dist.pipeline import (
+    AllStages,
+    Attempt,
+    Pipeline,
+    PreparedStep,
+    Ran,
+    agreed_path,
+    raise_together,
+    signature,
+)
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.steps.base import Steps, begins_accumulation
 from lightning_dist.plugins.strategies.steps.collectives import without_foreign_collectives
@@ -224,84 +233,76 @@ class PipelinedSteps(Steps):
         Returns:
             What the step leaves besides its output, and the outcome of its microbatches.
         """
-        result: StepResult | None = None
-        ran: Ran | None = None
-        failure: Failure | None = None
-        steps: list[Callable[[], Any]] = []
-        microbatches: list[Any] = []
-        sizes: list[int] = []
-        key: object = None
-        path = -1
-        pipeline, device = self._pipeline, self._module.device
-        try:
-            _refuse_leaves((args[0], kwargs))
-            microbatches = self._splitter.split(args[0], pipeline.config.num_microbatches)
-            sizes = [self._splitter.num_samples(batch) for batch in microbatches]
-            key = self._key(name, microbatches[0], kwargs, len(microbatches))
-            path = pipeline.known_path(key, args[1:])
-        except Exception as error:
-            failure = Failure.now(error, "before the first microbatch")
-        path = agreed_path(path, failure, pipeline.group, device)
-        is_known = path >= 0
-        if not is_known:  # The step is traced before parameters are gathered, which may change their dtype.
-            try:
-                trace = partial(self._trace_both, name, microbatches, args[0], kwargs, loss_of is not None)
-                path = pipeline.trace(key, trace, args[1:])
-            except Exception as error:
-                failure = Failure.now(error, "before the first microbatch")
-            path = agreed_path(path, failure, pipeline.group, device)
-        try:
-            prepared = pipeline.prepare(key, path, not is_known, len(microbatches), loss_of is not None)
-            result = StepResult(self._module, prepared.graph, sizes, self._metrics)
-            steps = [
-                partial(self._run_step, result, name, microbatch, index, (args[1:], kwargs))
-                for index, microbatch in enumerate(microbatches)
-            ]
-        except Exception as error:
-            failure = Failure.now(error, "before the first microbatch")
-        if not is_known:
-            raise_together(failure, pipeline.group, device)
-        elif failure is not None:
-            raise failure.error
+        prepared, result, microbatches = self._prepare(name, args, kwargs, loss_of is not None)
+        steps = [
+            partial(self._run_step, result, name, microbatch, index, (args[1:], kwargs))
+            for index, microbatch in enumerate(microbatches)
+        ]
+        device = self._module.device
         with self._parallel.microbatches(with_backward=loss_of is not None) as run_root:
             if loss_of is not None and not self._has_tried_loss:
                 self._has_tried_loss = True
                 with suppress(Exception):  # The step itself raises the error again, and then on all ranks.
                     self._try_loss(microbatches[0], args[1:], kwargs)
-            if result is not None:
-                with self._metrics.in_step(), without_foreign_collectives(self._tracing.peers):
-                    with result.logging():
-                        ran = self._pipeline.runner.run(
-                            prepared, steps, run_root, None if loss_of is None else partial(loss_of, len(steps))
-                        )
-                    failure = ran.failure
-                    if failure is None and self._pipeline.is_last:
-                        failure = self._run_on_whole_batch(result, ran, name, args, kwargs)
-                    if failure is None:
-                        failure = self._write_back()
-            raise_together(failure, group, self._module.device)
-        assert result is not None
-        assert ran is not None
+            with self._metrics.in_step(), without_foreign_collectives(self._tracing.peers):
+                scaled = None if loss_of is None else partial(loss_of, len(steps))
+                with result.logging():
+                    ran = self._pipeline.runner.run(prepared, steps, run_root, scaled)
+                end = Attempt("the code between parts, on the whole batch")
+                if ran.failure is None and self._pipeline.is_last:
+                    with end:
+                        step = partial(self._run_step, result, name, args[0], len(ran.results) - 1, (args[1:], kwargs))
+                        result.run_on_whole_batch(self._pipeline, ran, step)
+                changes = Attempt("the microbatches")
+                if ran.failure is None and end.failure is None:
+                    with changes:
+                        self._parallel.write_back()
+            raise_together(ran.failure or end.failure or changes.failure, group, device)
         return result, ran
 
-    def _run_on_whole_batch(
-        self, result: StepResult, ran: Ran, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Failure | None:
-        """Run the code between parts on the whole batch, and return the error if it fails."""
-        try:
-            step = partial(self._run_step, result, name, args[0], len(ran.results) - 1, (args[1:], kwargs))
-            result.run_on_whole_batch(self._pipeline, ran, step)
-        except Exception as error:
-            return Failure.now(error, "the code between parts, on the whole batch")
-        return None
+    def _prepare(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool
+    ) -> tuple[PreparedStep, StepResult, list[Any]]:
+        """Split the batch, and plan the step by its path, which is traced if it is new. A collective over the pipeline.
 
-    def _write_back(self) -> Failure | None:
-        """Keep what the microbatches have changed in gathered parameters, and return the error if that fails."""
-        try:
-            self._parallel.write_back()
-        except Exception as error:
-            return Failure.now(error, "the microbatches")
-        return None
+        Args:
+            name: The name of the step.
+            args: Positional arguments of the step, the batch first.
+            kwargs: Keyword arguments of the step.
+            has_backward: Whether a backward is run for each microbatch.
+
+        Returns:
+            The plan of the step, the object that records what it leaves, and the microbatches.
+        """
+        pipeline, device = self._pipeline, self._module.device
+        begin = Attempt("before the first microbatch")
+        microbatches: list[Any] = []
+        sizes: list[int] = []
+        key: object = None
+        path = -1
+        with begin:
+            _refuse_leaves((args[0], kwargs))
+            microbatches = self._splitter.split(args[0], pipeline.config.num_microbatches)
+            sizes = [self._splitter.num_samples(batch) for batch in microbatches]
+            key = self._key(name, microbatches[0], kwargs, len(microbatches))
+            path = pipeline.known_path(key, args[1:])
+        path = agreed_path(path, begin.failure, pipeline.group, device)
+        is_known = path >= 0
+        if not is_known:  # The step is traced before parameters are gathered, which may change their dtype.
+            with begin:
+                trace = partial(self._trace_both, name, microbatches, args[0], kwargs, has_backward)
+                path = pipeline.trace(key, trace, args[1:])
+            path = agreed_path(path, begin.failure, pipeline.group, device)
+        result: StepResult | None = None
+        with begin:
+            prepared = pipeline.prepare(key, path, not is_known, len(microbatches), has_backward)
+            result = StepResult(self._module, prepared.graph, sizes, self._metrics)
+        if not is_known:
+            raise_together(begin.failure, pipeline.group, device)
+        if result is None:
+            assert begin.failure is not None
+            raise begin.failure.error
+        return prepared, result, microbatches
 
     def _try_loss(self, batch: Any, others: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Warn if the loss is not a mean over samples. Only the last stage of data-parallel rank 0 checks it."""
