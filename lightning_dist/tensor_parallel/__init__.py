@@ -6,7 +6,7 @@ Finding a plan:
 - ``layers``: Which embeddings and attention heads can be split.
 - ``infer``: Infers a plan from the data flow between layers, which a step on fake tensors has recorded.
 - ``find_sequence``: Finds where hidden states can be split along the sequence (sequence parallelism).
-- ``confirm``: Compares a split block with the whole one on random inputs, outputs and gradients.
+- ``trial``: Compares a split block with the whole one on random inputs, outputs and gradients.
 - ``unit_trials``: Splits each unit as planned, and gives up what changes its results.
 - ``planner``: Combines these into the plan of a model.
 
@@ -16,7 +16,7 @@ Applying it:
 - ``placements``: Decides which part of each parameter a rank has.
 - ``local_parts``: Gives autograd a rank's parts of parameters as plain tensors.
 - ``split_layers``, ``sequence``, ``heads``, ``split_logits``: Exchange hidden states, tokens, heads and logits.
-- ``exchanges``: The differentiable collectives between the ranks of ``tp``.
+- ``autograd_collectives``: The differentiable collectives between the ranks of ``tp``.
 - ``same_batch``: Checks that the ranks of one ``tp`` group are given the same batch.
 - ``table``, ``unsplit``: Describe the plan in the start-up table: what is split, what is replicated, and why.
 """

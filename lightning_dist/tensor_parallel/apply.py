@@ -23,7 +23,7 @@ from lightning_dist.layers import linear_layer
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.randomness import RankRng
 from lightning_dist.technique import Rows, Technique
-from lightning_dist.tensor_parallel import exchanges
+from lightning_dist.tensor_parallel import autograd_collectives
 from lightning_dist.tensor_parallel.heads import add_head_hooks
 from lightning_dist.tensor_parallel.layers import why_not_split
 from lightning_dist.tensor_parallel.local_parts import LocalParts
@@ -213,7 +213,9 @@ class TensorParallel(Technique):
             partial_grads &= {key for key, part in parts.items() if part.requires_grad}
             if partial_grads:
                 ids = [key for key in parts if key in partial_grads]
-                parts.update(zip(ids, exchanges.copy_all_to([parts[key] for key in ids], self._group), strict=True))
+                parts.update(
+                    zip(ids, autograd_collectives.copy_all_to([parts[key] for key in ids], self._group), strict=True)
+                )
             for owner, key, whole in holders:
                 own = self._placements.take_own.get((owner, key))
                 part = parts[id(whole)] if own is None else own(parts[id(whole)])
@@ -251,7 +253,7 @@ class TensorParallel(Technique):
                 held[key] = stand_in
                 part = stand_in.part("tp")
                 if self._has_partial_grad(module, key):
-                    part = exchanges.copy_to(part, self._group)
+                    part = autograd_collectives.copy_to(part, self._group)
                 own = self._placements.take_own.get((module, key))
                 _compat.put_parameter(module, key, part if own is None else own(part))
         module.__dict__["_tensor_parallel_held"] = held

@@ -12,15 +12,15 @@ from torch import Tensor, nn
 
 from lightning_dist.step_graph import Dataflow, tensors_in
 from lightning_dist.step_graph.dataflow import Call, is_stream, is_used_outside
-from lightning_dist.tensor_parallel.confirm import BLOCK
 from lightning_dist.tensor_parallel.plan import Entry, SplitSequence
+from lightning_dist.tensor_parallel.trial import BLOCK
 
 __all__ = ["SequenceFinder"]
 
 Difference = Callable[[str, Mapping[str, Entry], Mapping[str, Mapping[str, int]], SplitSequence | None], str]
 """Tries a block (name, entries, sizes, split sequence), and returns how it differs from the whole; empty: it does not.
 
-In the split sequence the block's name is :data:`~lightning_dist.tensor_parallel.confirm.BLOCK`.
+In the split sequence the block's name is :data:`~lightning_dist.tensor_parallel.trial.BLOCK`.
 """
 
 

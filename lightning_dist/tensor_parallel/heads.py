@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dist.step_graph import tensors_in
-from lightning_dist.tensor_parallel import exchanges
+from lightning_dist.tensor_parallel import autograd_collectives
 from lightning_dist.tensor_parallel.plan import SplitHeads
 
 __all__ = ["add_head_hooks"]
@@ -63,7 +63,7 @@ def _own_heads(tensor: Tensor, num_heads: int, group: dist.ProcessGroup) -> Tens
     """Return this rank's heads of ``tensor``, in which the dimension of heads may repeat all heads for each sample."""
     size = tensor.size(DIM)
     per_sample = tensor.unflatten(DIM, (size // num_heads, num_heads))  # type: ignore[no-untyped-call]
-    own = exchanges.split(per_sample, group, DIM) if tensor.requires_grad else _part(per_sample, group)
+    own = autograd_collectives.split(per_sample, group, DIM) if tensor.requires_grad else _part(per_sample, group)
     return own.flatten(DIM - 1, DIM)
 
 
@@ -93,7 +93,7 @@ def _with_all_heads(
             given = [whole for own, whole in entered if own is value]
             if given:
                 return given[0]
-            return exchanges.gather(value, group, DIM) if number in indices else value
+            return autograd_collectives.gather(value, group, DIM) if number in indices else value
         if isinstance(value, list | tuple) and not hasattr(value, "_fields"):
             return type(value)(change(item) for item in value)
         number += sum(1 for _ in tensors_in(value))

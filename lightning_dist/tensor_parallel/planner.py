@@ -1,7 +1,7 @@
 """Find the tensor-parallel plan of a model.
 
 The plans of the user and of Hugging Face come first; the rest is inferred from a step on fake tensors. Each block is
-then split and compared with the whole block on random inputs (``confirm``). If the results differ, a split that the
+then split and compared with the whole block on random inputs (``trial``). If the results differ, a split that the
 user has asked for is refused, and any other is replaced by replicating the modules.
 """
 

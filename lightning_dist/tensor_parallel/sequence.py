@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dist.randomness import RankRng
-from lightning_dist.tensor_parallel import exchanges
+from lightning_dist.tensor_parallel import autograd_collectives
 from lightning_dist.tensor_parallel.plan import Entry, SplitSequence
 
 __all__ = ["SequenceParallel"]
@@ -84,7 +84,7 @@ class SequenceParallel:
                 # If the first block was recomputed and the last one was not, leave() was never called.
                 self._random.forget()
                 self._random.enter()
-            return _replaced(args, kwargs, key, lambda tensor: exchanges.split(tensor, self._group, DIM))
+            return _replaced(args, kwargs, key, lambda tensor: autograd_collectives.split(tensor, self._group, DIM))
 
         # This hook must run before the hooks that call sees_own_tokens.
         block.register_forward_pre_hook(split, with_kwargs=True, prepend=True)
@@ -97,9 +97,9 @@ class SequenceParallel:
                 self._random.leave()
             self._is_active[index] = False
             if isinstance(output, Tensor):
-                return exchanges.gather(output, self._group, DIM)
+                return autograd_collectives.gather(output, self._group, DIM)
             first, *others = output
-            return exchanges.gather(first, self._group, DIM), *others
+            return autograd_collectives.gather(first, self._group, DIM), *others
 
         block.register_forward_hook(gather)
 
@@ -111,7 +111,7 @@ class SequenceParallel:
 
             def gather(tensor: Tensor) -> Tensor:
                 if id(tensor) not in gathered:
-                    gathered[id(tensor)] = exchanges.gather_to(tensor, self._group, DIM)
+                    gathered[id(tensor)] = autograd_collectives.gather_to(tensor, self._group, DIM)
                 return gathered[id(tensor)]
 
             for key in keys:

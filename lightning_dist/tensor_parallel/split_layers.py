@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dist.randomness import RankRng
-from lightning_dist.tensor_parallel import exchanges
+from lightning_dist.tensor_parallel import autograd_collectives
 from lightning_dist.tensor_parallel.sequence import SequenceParallel
 from lightning_dist.tensor_parallel.split_logits import SplitLogits
 
@@ -75,9 +75,9 @@ class SplitLayers:
             return args
         if self._entered is None or self._entered[0] is not given or self._entered[2] != torch.is_grad_enabled():
             if self._sequence is not None and self._sequence.gathers(module):
-                entered = exchanges.gather_to(given, self._group, -2)
+                entered = autograd_collectives.gather_to(given, self._group, -2)
             else:
-                entered = exchanges.copy_to(given, self._group)
+                entered = autograd_collectives.copy_to(given, self._group)
             self._entered = given, entered, torch.is_grad_enabled()
         return self._entered[1], *args[1:]
 
@@ -96,7 +96,7 @@ class SplitLayers:
             return output
         if self._splits_logits:
             return SplitLogits(output, self._group)
-        return exchanges.gather(output, self._group, -1)
+        return autograd_collectives.gather(output, self._group, -1)
 
     def _set_bias_aside(self, module: nn.Module, args: Any) -> None:
         """Set the bias aside until the outputs are summed, because every rank would add it."""
@@ -117,11 +117,11 @@ class SplitLayers:
                 self._random.leave()
             return output
         if self._tokens_are_split(module):
-            output = exchanges.scatter_from(output, self._group, -2)
+            output = autograd_collectives.scatter_from(output, self._group, -2)
         else:
             if self._random is not None:
                 self._random.leave()
-            output = exchanges.sum_from(output, self._group)
+            output = autograd_collectives.sum_from(output, self._group)
         return output if bias is None else output + bias
 
     def _look_up_own_rows(self, module: nn.Embedding, args: tuple[Tensor, ...]) -> tuple[Tensor]:
@@ -147,4 +147,4 @@ class SplitLayers:
         is_others = module.__dict__.pop("_is_others", None)
         if is_others is None or not isinstance(output, Tensor):
             return output
-        return exchanges.sum_from(output.masked_fill(is_others.unsqueeze(-1), 0.0), self._group)
+        return autograd_collectives.sum_from(output.masked_fill(is_others.unsqueeze(-1), 0.0), self._group)

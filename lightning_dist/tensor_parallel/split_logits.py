@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_dist.consensus import timed_barrier
-from lightning_dist.tensor_parallel import exchanges
+from lightning_dist.tensor_parallel import autograd_collectives
 
 __all__ = ["SplitLogits", "whole_logits", "works_on_parts"]
 
@@ -84,7 +84,7 @@ class SplitLogits(Tensor):
             OtherRankError: If another rank does not call this within 60 s.
         """
         timed_barrier(f"{function} of logits that are split over tp", 60.0, dist.get_process_group_ranks(self.group))
-        return exchanges.gather(self.local, self.group, self.split_dim)
+        return autograd_collectives.gather(self.local, self.group, self.split_dim)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -151,7 +151,7 @@ def whole_logits(value: Any) -> Any:
         ``value`` with whole logits; mutable mappings are changed in place.
     """
     if isinstance(value, SplitLogits):
-        return exchanges.gather(value.local, value.group, value.split_dim)
+        return autograd_collectives.gather(value.local, value.group, value.split_dim)
     if isinstance(value, MutableMapping):
         for key, item in value.items():
             if isinstance(item, SplitLogits | MutableMapping | list | tuple):
@@ -221,7 +221,9 @@ def _scaled(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> SplitLogi
         return None
     # Each rank computes a part of the gradient of the scale, so the gradient is summed over the ranks.
     args = [
-        exchanges.copy_to(value, logits.group) if isinstance(value, Tensor) and value.requires_grad else value
+        autograd_collectives.copy_to(value, logits.group)
+        if isinstance(value, Tensor) and value.requires_grad
+        else value
         for value in args
     ]
     return SplitLogits(func(logits.local, *args), logits.group, logits.split_dim)
@@ -295,11 +297,11 @@ class _CrossEntropy(torch.autograd.Function):
         local, log_sum, own, is_own, is_ignored = ctx.saved_tensors
         scale = gradient.masked_fill(is_ignored, 0.0).to(log_sum.dtype)
         if torch.is_grad_enabled():  # Under create_graph=True the gradient must be differentiable itself.
-            scale = exchanges.copy_to(scale, ctx.group)
+            scale = autograd_collectives.copy_to(scale, ctx.group)
             logits = local.to(log_sum.dtype)
             # The value of total is 1, but it has a gradient.
-            total = exchanges.sum_from((logits - log_sum.unsqueeze(-1)).exp().sum(-1), ctx.group)
-            log_total = exchanges.copy_to(total.log(), ctx.group) + log_sum
+            total = autograd_collectives.sum_from((logits - log_sum.unsqueeze(-1)).exp().sum(-1), ctx.group)
+            log_total = autograd_collectives.copy_to(total.log(), ctx.group) + log_sum
             result = (logits - log_total.unsqueeze(-1)).exp() * scale.unsqueeze(-1)
             return result.scatter_add(-1, own, -(scale * is_own).unsqueeze(-1)).to(local.dtype), None, None, None
         result = local.to(log_sum.dtype, copy=True).sub_(log_sum.unsqueeze(-1)).exp_().mul_(scale.unsqueeze(-1))

@@ -15,9 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_dist.layers import linear_layer
 from lightning_dist.step_graph import Dataflow, tensors_in
 from lightning_dist.step_graph.dataflow import Call
-from lightning_dist.tensor_parallel.confirm import BLOCK, Trial
 from lightning_dist.tensor_parallel.infer import Group
 from lightning_dist.tensor_parallel.plan import Entry, Plan, PlanError, SplitHeads, SplitSequence
+from lightning_dist.tensor_parallel.trial import BLOCK, Trial
 
 __all__ = ["PartialPlan", "UnitTrials", "is_inside"]
 
