@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -34,6 +34,7 @@ __all__ = [
     "ReduceScatter",
     "accept_sequential_redistribution",
     "around_backwards",
+    "around_zero_grad",
     "at_end_of_backward",
     "averages_grouped_by_dtype",
     "call",
@@ -273,6 +274,31 @@ def around_backwards(context: Callable[[], AbstractContextManager[None]]) -> Ite
         yield
     finally:
         torch.autograd.backward = original
+
+
+@contextmanager
+def around_zero_grad(cleared: Callable[[Collection[nn.Parameter]], None]) -> Iterator[None]:
+    """Call ``cleared`` with the parameters of every ``zero_grad()`` of an optimizer or a module inside.
+
+    Replaced by: a hook of torch.optim.Optimizer for its ``zero_grad``.
+    """
+    of_optimizer, of_module = Optimizer.zero_grad, nn.Module.zero_grad
+
+    @wraps(of_optimizer)
+    def optimizer_zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
+        of_optimizer(self, *args, **kwargs)
+        cleared([param for group in self.param_groups for param in group["params"]])
+
+    @wraps(of_module)
+    def module_zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        of_module(self, *args, **kwargs)
+        cleared(list(self.parameters()))
+
+    Optimizer.zero_grad, nn.Module.zero_grad = optimizer_zero_grad, module_zero_grad  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Optimizer.zero_grad, nn.Module.zero_grad = of_optimizer, of_module  # type: ignore[method-assign]
 
 
 def is_in_backward() -> bool:

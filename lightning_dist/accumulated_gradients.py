@@ -9,7 +9,7 @@ and what was accumulated is dropped.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -20,9 +20,16 @@ from lightning_dist._compat import local_of
 __all__ = ["AccumulatedGradients", "UnreducedGradient"]
 
 _ADVICE = (
-    "Read, clip, scale or step on gradients after a backward that reduces them (sync_grad=True), and clear them by"
-    " zero_grad(set_to_none=True)."
+    "Read, clip, scale or step on gradients after a self.manual_backward(loss) that reduces them (with sync_grad=True)"
+    " and clear them by zero_grad(set_to_none=True)."
 )
+
+_QUESTIONS = frozenset(
+    {"__hash__", "_use_count", "dim", "is_complex", "is_floating_point", "numel", "requires_grad_", "size", "stride"}
+)
+"""Functions that need no elements."""
+
+_CONVERSIONS = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"})
 
 
 class UnreducedGradient(torch.Tensor):
@@ -31,24 +38,35 @@ class UnreducedGradient(torch.Tensor):
     Args:
         param: The sharded parameter.
         name: Its full name.
+        like: A tensor that has the gradient's dtype and device; None: the parameter.
     """
 
     _name: str
 
     @staticmethod
-    def __new__(cls, param: Tensor, name: str) -> UnreducedGradient:
-        """Make a tensor of the same shape without memory."""
+    def __new__(cls, param: Tensor, name: str, like: Tensor | None = None) -> UnreducedGradient:
+        """Make a tensor of the parameter's shape without memory."""
+        like = param if like is None else like
         self: UnreducedGradient = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=param.dtype, device=param.device
+            cls, param.shape, strides=param.stride(), dtype=like.dtype, device=like.device
         )
         self._name = name
         return self
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        """Answer questions about the shape, the dtype and the device, and refuse everything else."""
-        if func.__name__ == "__get__" or func.__name__ in ("__hash__", "dim", "numel", "size", "stride"):
-            return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
+        """Answer questions about the shape, the dtype and the device, allow conversions, and refuse everything else."""
+        kwargs = kwargs or {}
+        name = func.__name__
+        if name == "__get__" or name in _QUESTIONS:
+            return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
+        if name == "_has_compatible_shallow_copy_type":  # asked when a module is converted
+            return False
+        if name == "__deepcopy__":  # The copy of a parameter has no part in what is accumulated.
+            return None
+        if name in _CONVERSIONS and isinstance(args[0], cls):
+            sample = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
+            return cls(args[0], args[0]._name, func(sample, *args[1:], **kwargs))
         return cls.__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
@@ -58,10 +76,20 @@ class UnreducedGradient(torch.Tensor):
         Raises:
             RuntimeError: Always.
         """
-        names = [leaf._name for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)]
+        next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls)).refuse(func.__name__)
+
+    def refuse(self, what: str) -> NoReturn:
+        """Refuse to use the gradient.
+
+        Args:
+            what: The name of the function that was called.
+
+        Raises:
+            RuntimeError: Always.
+        """
         raise RuntimeError(
-            f"{func.__name__} was called on the gradient of the parameter {names[0]!r}, which is accumulated and not"
-            f" reduced over the ranks yet. {_ADVICE}"
+            f"{what} was called on the gradient of the parameter {self._name!r}, which is accumulated and not reduced"
+            f" over the ranks yet. {_ADVICE}"
         )
 
 
@@ -88,15 +116,17 @@ class AccumulatedGradients:
         Raises:
             RuntimeError: If a gradient was changed, or replaced by another one.
         """
-        watched, self._watched = self._watched, {}
-        for name, (param, gradient, version) in watched.items():
-            if param.grad is not None and (param.grad is not gradient or local_of(gradient)._version != version):
+        for name, (param, gradient, version) in self._watched.items():
+            if param.grad is None or isinstance(param.grad, UnreducedGradient):
+                continue
+            if param.grad is not gradient or local_of(gradient)._version != version:
                 raise RuntimeError(
                     f"The gradient of the parameter {name!r} was changed while gradients were accumulated that are not"
                     f" reduced over the ranks yet. {_ADVICE}"
                 )
-        cleared = [name for name, (param, _, _) in watched.items() if param.grad is None]
-        for param, gradient, _ in watched.values():
-            if isinstance(gradient, UnreducedGradient):
+        cleared = [name for name, (param, _, _) in self._watched.items() if param.grad is None]
+        for param, _, _ in self._watched.values():
+            if isinstance(param.grad, UnreducedGradient):
                 param.grad = None
+        self._watched = {}
         return cleared

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dist import _compat
+from lightning_dist.accumulated_gradients import UnreducedGradient
 from lightning_dist.tensor_state import is_remote
 
 __all__ = ["LocalStep"]
@@ -120,6 +121,8 @@ class LocalStep:
             for param, shard in zip(own, group["params"], strict=True):
                 if shard is param:
                     continue
+                if isinstance(param.grad, UnreducedGradient):
+                    param.grad.refuse("optimizer.step()")
                 shard.grad = _unwrap(param.grad)
                 values = state.pop(param, {})
                 self._shards.append((param, shard, {k: v for k, v in values.items() if isinstance(v, DTensor)}))

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dist._compat import around_backwards
+from lightning_dist._compat import around_backwards, around_zero_grad
 from lightning_dist.consensus import timed_barrier
 from lightning_dist.initialization import broadcast_weights, materialize, refuse_meta_attributes
 from lightning_dist.parameter_group import ParameterGroup
@@ -105,7 +105,7 @@ class ParallelModule:
         self.runs_microbatches = False
         """Whether microbatches of a pipeline run now."""
         self._running = 0
-        self._in_step = self._in_backward = False
+        self._in_step = self._in_backward = self._has_unreduced = False
         self._has_stepped = False
         self._may_run_first = all(technique.runs_before_first_step for technique in techniques)
         needs_gather = any(group.needs_gather for group in self.groups)
@@ -302,17 +302,39 @@ class ParallelModule:
             return
         for group in self.groups:
             group.drop_cleared()
-        self._in_backward = True
+        self._in_backward = has_failed = True
         try:
             yield
+            has_failed = False
         except BaseException:  # a step may catch it, and go on
             for after_error in self._points.after_error:
                 after_error()
             raise
         finally:
             self._in_backward = False
+            self._has_unreduced = has_failed or not self.reduces_gradients
             for group in self.groups if self._in_step else ():
                 group.watch_unreduced()
+
+    def drop_unreduced(self, params: Collection[nn.Parameter] | None = None) -> None:
+        """Drop gradients that backwards have left unreduced on the gathered parameters.
+
+        Args:
+            params: The parameters whose gradients are dropped; None: all.
+        """
+        if self._has_unreduced:
+            for group in self.groups:
+                group.drop_unreduced(params)
+            self._has_unreduced = params is not None
+
+    @contextmanager
+    def with_unreduced_cleared(self) -> Iterator[None]:
+        """Let ``zero_grad()`` in a hook inside also clear gradients that are accumulated on the gathered parameters."""
+        if not self._has_unreduced:
+            yield
+            return
+        with around_zero_grad(self.drop_unreduced):
+            yield
 
     @property
     def reduces_gradients(self) -> bool:
@@ -468,6 +490,7 @@ class ParallelModule:
     def after_microbatches(self) -> None:
         """Reduce the gradients of microbatches, if gradients are reduced now, and free the units. A collective then."""
         reduces = self.reduces_gradients
+        self._has_unreduced = not reduces
         for reduce_microbatches in self._points.reduce_microbatches:
             reduce_microbatches(reduces)
         self.free()

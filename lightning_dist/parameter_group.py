@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
@@ -111,6 +112,14 @@ class ParameterGroup(ABC):
 
     def drop_cleared(self) -> None:
         """Drop the unreduced gradients that the step has cleared since :meth:`watch_unreduced`."""
+        return
+
+    def drop_unreduced(self, params: Collection[nn.Parameter] | None = None) -> None:
+        """Drop gradients that backwards left unreduced on the gathered parameters.
+
+        Args:
+            params: The parameters whose gradients are dropped; None: all.
+        """
         return
 
     def watch_unreduced(self) -> None:

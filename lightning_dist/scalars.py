@@ -6,7 +6,7 @@ In a step their modules hold plain tensors that share the DTensors' memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 import torch.distributed as dist
@@ -139,6 +139,17 @@ class ScalarGroup(ParameterGroup):
         """Drop the accumulated gradients that the step has cleared."""
         for name in self._accumulated.take_cleared():
             self._whole[self._names.index(name)].grad = None
+
+    def unreduced_names(self) -> list[str]:
+        """Return the names of parameters whose gradient was left on the plain tensors."""
+        return [name for name, whole in zip(self._names, self._whole, strict=True) if whole.grad is not None]
+
+    def drop_unreduced(self, params: Collection[nn.Parameter] | None = None) -> None:
+        """Drop the accumulated gradients of ``params``; None: of all parameters."""
+        wanted = None if params is None else {id(param) for param in params}
+        for whole, replicated in zip(self._whole, self._replicated, strict=True):
+            if wanted is None or id(replicated) in wanted:
+                whole.grad = None
 
     def watch_unreduced(self) -> None:
         """Let the step clear accumulated gradients."""

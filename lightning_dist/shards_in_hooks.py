@@ -102,16 +102,16 @@ class ShardsInHooks(TorchFunctionMode):
                 if not _is_unable(error):
                     raise
                 result = func(*self._whole(args), **self._whole(kwargs))
+        source = args[0] if args else None
         if name in _VIEWS:
             self._remember_parts(func, args, kwargs, result)
+            if isinstance(source, nn.Parameter) and isinstance(result, DTensor):
+                self._new_aliases.setdefault(result.to_local().data_ptr(), [])
         elif (func == _DATA_GET or name == "detach") and isinstance(result, DTensor):
-            self._note_alias(args[0], result)
+            memory = result.to_local().data_ptr()
+            if isinstance(source, nn.Parameter) or memory in self._aliases or memory in self._new_aliases:
+                self._new_aliases.setdefault(memory, []).append(result)
         return result
-
-    def _note_alias(self, source: Tensor, alias: DTensor) -> None:
-        memory = alias.to_local().data_ptr()
-        if isinstance(source, nn.Parameter) or memory in self._aliases or memory in self._new_aliases:
-            self._new_aliases.setdefault(memory, []).append(alias)
 
     def _take_aliases(self, memory: int) -> list[DTensor]:
         """Return the tensors that share the memory at this address, and forget them."""

@@ -380,16 +380,27 @@ def unmarked(root: nn.Module) -> Iterator[None]:
         root: The user's module.
     """
     marks: dict[str, frozenset[int]] = {}
-    for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+    for name, tensor in _tensors_of(root):
         if (holders := _holders(tensor)) is not None:
             marks[name] = holders
             del _holders_of[tensor]
     try:
         yield
     finally:
-        for name, tensor in (*root.named_parameters(), *root.named_buffers()):
+        for name, tensor in _tensors_of(root):
             if name in marks:
                 _mark(tensor, marks[name])
+
+
+def _tensors_of(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the parameters, their gradients, and the buffers of ``root``, with a name for each."""
+    for name, param in root.named_parameters():
+        yield name, param
+        with torch._C.DisableTorchFunction():  # An active mode would ask the other stages for the gradient.
+            gradient = param.grad
+        if gradient is not None:
+            yield f"{name}.grad", gradient
+    yield from root.named_buffers()
 
 
 _OBJECT_METHODS = (

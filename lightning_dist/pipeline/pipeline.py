@@ -173,9 +173,10 @@ class Pipeline(Technique):
         """
         paths = self._paths[key]
         graph = paths.remember(path) if is_traced else paths.known(path)
+        prepared = self.runner.prepare(graph, num_microbatches, has_backward)
         if has_backward:
             self.shared.will_run(graph)
-        return self.runner.prepare(graph, num_microbatches, has_backward)
+        return prepared
 
     @contextmanager
     def whole(self) -> Iterator[None]:

@@ -107,6 +107,11 @@ class Bucket:
         self.num_expected = self.num_pending = sum(param.requires_grad for param in self.params)
         self._flat, self._views, self._work = None, [], None
 
+    def keep_unreduced(self) -> None:
+        """Note that the gradients of the backward, which has failed, are to be reduced after the next one."""
+        marks = zip(self.has_accumulated, self.has_fired, strict=True)
+        self.has_accumulated = [before or fired for before, fired in marks]
+
     @torch.no_grad()
     def copy_in(self, index: int) -> Tensor:
         """Copy the gradient of a parameter, divided by the number of ranks, or zeros where it has none.

@@ -275,6 +275,7 @@ class Replication(Technique):
         """Forget what a step has left that raised an error."""
         self._is_armed = False
         for bucket in self._buckets:
+            bucket.keep_unreduced()
             bucket.begin()
         self._give_hooks_back()
 

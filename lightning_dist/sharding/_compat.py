@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, cast
@@ -32,7 +32,7 @@ from lightning_dist.accumulated_gradients import AccumulatedGradients
 from lightning_dist.parameter_group import ParameterGroup
 
 __all__ = [
-    "ShardedGroup", "accumulating", "drop_gradients", "flush_gradients", "gather_before_views", "initialize_root",
+    "ShardedGroup", "accumulating", "flush_gradients", "gather_before_views", "initialize_root",
     "reduce_gradients", "reset_after_error", "sharded_group",
 ]  # fmt: skip
 
@@ -325,6 +325,13 @@ class ShardedGroup(ParameterGroup):
             if _name(param) in cleared:
                 _drop_gradient(param)
 
+    def drop_unreduced(self, params: Collection[nn.Parameter] | None = None) -> None:
+        """Drop the unreduced gradients of ``params``; None: of all parameters."""
+        wanted = None if params is None else {id(param) for param in params}
+        for param in self._group.fsdp_params:
+            if wanted is None or id(param.sharded_param) in wanted:
+                _drop_gradient(param)
+
     def watch_unreduced(self) -> None:
         """Let the step clear unreduced gradients."""
         if unreduced := self._unreduced():
@@ -611,13 +618,6 @@ def reduce_gradients(root: nn.Module, groups: Sequence[ShardedGroup]) -> None:
     for group in reversed(groups):
         group._reduce()
     _state(root)._root_post_backward_final_callback()
-
-
-def drop_gradients(groups: Sequence[ShardedGroup]) -> None:
-    """Drop the unreduced gradients of a step that failed."""
-    for group in groups:
-        for param in group._group.fsdp_params:
-            _drop_gradient(param)
 
 
 def _drop_gradient(param: FSDPParam) -> None:

@@ -187,7 +187,8 @@ class Sharding(Technique):
         """Reset FSDP2's state, and drop the gradients of a step that failed in a pipeline's microbatches."""
         _compat.reset_after_error(self._root)
         if self._parallel.runs_microbatches:
-            _compat.drop_gradients(self._groups)
+            for group in self._groups:
+                group.drop_unreduced()
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:

@@ -96,6 +96,7 @@ class PipelinedSteps(Steps):
         if begins_accumulation(self._module.trainer):
             for param in self._parameters:
                 param.grad = None
+            self._parallel.drop_unreduced()  # a run that was stopped or failed while it accumulated has left them
         weights, accumulate = self._weights, self._module.trainer.accumulate_grad_batches
         losses: list[Tensor] = []
 
@@ -137,7 +138,12 @@ class PipelinedSteps(Steps):
     def around_hook(self, name: str) -> Iterator[None]:
         """Let a hook read and change the parameters of all stages, and log values that only another stage has."""
         all_stages = self._pipeline.all_stages
-        with self._shards.around(name), all_stages.around(name), _logging_whole(self._module, all_stages):
+        with (
+            self._parallel.with_unreduced_cleared(),
+            self._shards.around(name),
+            all_stages.around(name),
+            _logging_whole(self._module, all_stages),
+        ):
             yield
 
     def _scale(self, loss: Tensor) -> Tensor:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.plugins.strategies.gradients import are_free_before_forward, free_gradients
-from lightning_dist.plugins.strategies.steps.base import Steps
+from lightning_dist.plugins.strategies.steps.base import Steps, begins_accumulation
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
 from lightning_dist.shards_in_hooks import ShardsInHooks
 
@@ -38,6 +39,8 @@ class WholeSteps(Steps):
             self._frees_gradients_first = are_free_before_forward(self._module, self._module.trainer)
         if self._frees_gradients_first:
             free_gradients(self._module.trainer)
+        if automatic and begins_accumulation(self._module.trainer):
+            self._parallel.drop_unreduced()  # a run that was stopped or failed while it accumulated has left them
         with self._context("training_step"):
             output = self._parallel.step(partial(self._module.training_step, *args, **kwargs), automatic)
         if automatic:
@@ -63,4 +66,9 @@ class WholeSteps(Steps):
         # Between a forward and its backward some parameters are gathered and others sharded.
         if name.endswith((".on_before_zero_grad", ".on_before_backward")):
             return self._parallel.between_forward_and_backward()
-        return self._shards.around(name)
+        return self._outside_of_steps(name)
+
+    @contextmanager
+    def _outside_of_steps(self, name: str) -> Iterator[None]:
+        with self._shards.around(name), self._parallel.with_unreduced_cleared():
+            yield

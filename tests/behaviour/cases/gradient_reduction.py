@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 from typing import Any
 
 import torch
@@ -144,6 +146,85 @@ def caught_error_before_direct_backward(run: Run) -> None:
             optimizer.zero_grad()
 
     run.fit(Catches())
+
+
+@case("a backward that raises half-way is caught, and followed by one of fewer parameters", refused=PIPELINED)
+def caught_error_before_smaller_backward(run: Run) -> None:
+    class Catches(_Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            if batch_idx == 1:
+                hidden = _RaiseInBackward.apply(self.net(batch[0]))  # type: ignore[no-untyped-call]
+                with contextlib.suppress(ValueError):
+                    self.manual_backward(self.head(hidden).square().mean())
+                self.manual_backward(self.net(batch[0]).square().mean())
+            else:
+                self.manual_backward(self.loss(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run.fit(Catches())
+
+
+@case("zero_grad() in on_after_backward drops a batch of an accumulation")
+def cleared_in_hook(run: Run) -> None:
+    class Drops(Classifier):
+        def on_after_backward(self) -> None:
+            if self.trainer.fit_loop.batch_idx == 2:
+                self.zero_grad()
+
+    run.fit(Drops(), accumulate_grad_batches=4)
+
+
+@case("a fit that stops in the middle of an accumulation, and another fit of the same module")
+def stopped_while_accumulating(run: Run) -> None:
+    class Stops(Classifier):
+        stops_at: int | None = 1
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == self.stops_at:
+                self.trainer.should_stop = True
+
+    model = Stops()
+    run.fit(model, accumulate_grad_batches=4, limit_train_batches=8, name="first")
+    model.stops_at = None
+    run.fit(model, accumulate_grad_batches=2, name="second")
+
+
+@case("an error in on_after_backward while gradients are accumulated is caught, and the module is fitted again")
+def failed_while_accumulating(run: Run) -> None:
+    class Fails(Classifier):
+        fails_at: int | None = 1
+
+        def on_after_backward(self) -> None:
+            if self.trainer.fit_loop.batch_idx == self.fails_at:
+                raise ValueError("failed on purpose")
+
+    model = Fails().double()
+    with contextlib.suppress(ValueError):
+        run.trainer(accumulate_grad_batches=4, limit_train_batches=8).fit(model, run.loader())
+    model.fails_at = None
+    run.fit(model, accumulate_grad_batches=2)
+
+
+@case("a module with gradients that no backward has reduced is copied and converted", refused=PIPELINED)
+def converted_while_accumulating(run: Run) -> None:
+    class Accumulates(_Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            with optimizer.toggle_model(sync_grad=batch_idx % 2 == 1):
+                self.manual_backward(self.loss(batch))
+            if batch_idx % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+        def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 0:
+                self.copies = [copy.deepcopy(param) for param in self.parameters()]
+
+    model = Accumulates()
+    run.fit(model, limit_train_batches=3)
+    model.float()
 
 
 @case("manual_backward with create_graph=True", refused=PIPELINED)
