@@ -103,7 +103,7 @@ class ParallelModule:
         """Whether every rank holds the whole model (see :meth:`stay_gathered`)."""
         self._kept = ExitStack()
         self.runs_microbatches = False
-        """Whether microbatches of a pipeline run now."""
+        """Whether microbatches run now (see :meth:`microbatches`)."""
         self._running = 0
         self._in_step = self._in_backward = self._has_unreduced = False
         self._has_stepped = False
@@ -262,7 +262,7 @@ class ParallelModule:
         """Keep what a step has changed in gathered parameters. A collective where it has changed any.
 
         Raises:
-            AuditError: If ranks have changed a parameter differently.
+            RuntimeError: If ranks have changed a parameter differently.
         """
         for write_back in self._points.write_back:
             write_back()
@@ -447,11 +447,11 @@ class ParallelModule:
             if (state := states.get(type(technique).__name__)) is not None:
                 technique.load_state(state)
 
-    # Microbatches of a pipeline
+    # Microbatches
 
     @contextmanager
     def microbatches(self, with_backward: bool) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-        """Run the forwards and backwards of a pipeline's microbatches inside. A collective over the mesh.
+        """Run the forwards and backwards of microbatches, in any order, inside. A collective over the mesh.
 
         Units stay gathered, and each rank adds up its own gradients for :meth:`after_microbatches`. What microbatches
         change in parameters is kept if :meth:`write_back` is called inside.

@@ -614,7 +614,7 @@ def _do_nothing() -> None:
 
 
 def reduce_gradients(root: nn.Module, groups: Sequence[ShardedGroup]) -> None:
-    """Reduce the gradients that backwards inside :func:`accumulating` left, as torch's own pipeline stages do."""
+    """Reduce the gradients that backwards inside :func:`accumulating` left."""
     for group in reversed(groups):
         group._reduce()
     _state(root)._root_post_backward_final_callback()

@@ -184,7 +184,7 @@ class Sharding(Technique):
             self._check_end()
 
     def after_error(self) -> None:
-        """Reset FSDP2's state, and drop the gradients of a step that failed in a pipeline's microbatches."""
+        """Reset FSDP2's state, and drop the gradients of a step that failed in its microbatches."""
         _compat.reset_after_error(self._root)
         if self._parallel.runs_microbatches:
             for group in self._groups:
