@@ -277,22 +277,24 @@ def around_backwards(context: Callable[[], AbstractContextManager[None]]) -> Ite
 
 
 @contextmanager
-def around_zero_grad(cleared: Callable[[Collection[nn.Parameter]], None]) -> Iterator[None]:
-    """Call ``cleared`` with the parameters of every ``zero_grad()`` of an optimizer or a module inside.
+def around_zero_grad(cleared: Callable[[Collection[nn.Parameter], bool], None]) -> Iterator[None]:
+    """Call ``cleared`` after every ``zero_grad()`` of an optimizer or a module inside.
+
+    Its arguments are the parameters, and whether their gradients were set to None instead of zero.
 
     Replaced by: a hook of torch.optim.Optimizer for its ``zero_grad``.
     """
     of_optimizer, of_module = Optimizer.zero_grad, nn.Module.zero_grad
 
     @wraps(of_optimizer)
-    def optimizer_zero_grad(self: Optimizer, *args: Any, **kwargs: Any) -> None:
-        of_optimizer(self, *args, **kwargs)
-        cleared([param for group in self.param_groups for param in group["params"]])
+    def optimizer_zero_grad(self: Optimizer, set_to_none: bool = True) -> None:
+        of_optimizer(self, set_to_none)
+        cleared([param for group in self.param_groups for param in group["params"]], set_to_none)
 
     @wraps(of_module)
-    def module_zero_grad(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        of_module(self, *args, **kwargs)
-        cleared(list(self.parameters()))
+    def module_zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        of_module(self, set_to_none)
+        cleared(list(self.parameters()), set_to_none)
 
     Optimizer.zero_grad, nn.Module.zero_grad = optimizer_zero_grad, module_zero_grad  # type: ignore[method-assign]
     try:

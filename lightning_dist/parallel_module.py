@@ -234,7 +234,9 @@ class ParallelModule:
                     before_step()
                 for group in self._outer:
                     self.gather(group)
-                with around_backwards(self._any_backward), ExitStack() as around:
+                with ExitStack() as around:
+                    around.enter_context(around_backwards(self._any_backward))
+                    around.enter_context(around_zero_grad(self._after_zero_grad))
                     for around_step in self._points.around_step:
                         around.enter_context(around_step())
                     output = self._wrapped(step)()
@@ -333,8 +335,31 @@ class ParallelModule:
         if not self._has_unreduced:
             yield
             return
-        with around_zero_grad(self.drop_unreduced):
+        with around_zero_grad(self._after_zero_grad):
             yield
+
+    @torch.no_grad()
+    def _after_zero_grad(self, params: Collection[nn.Parameter], sets_to_none: bool) -> None:
+        """Clear what the optimizer sees, after ``zero_grad()`` has cleared what modules hold in a step.
+
+        Args:
+            params: The parameters that ``zero_grad()`` has seen.
+            sets_to_none: Whether their gradients were set to None instead of zero.
+        """
+        modules = dict(self.module.named_modules())
+        ids = set(map(id, params))
+        for group in self.groups:
+            cleared = []
+            for name, param in zip(group.names, group.params, strict=True):
+                owner, _, key = name.rpartition(".")
+                if id(param) in ids or id(modules[owner]._parameters.get(key)) in ids:
+                    cleared.append(param)
+            for param in cleared:
+                if sets_to_none:
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.zero_()
+            group.drop_unreduced(cleared)
 
     @property
     def reduces_gradients(self) -> bool:

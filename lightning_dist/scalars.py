@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_dist._compat import call_post_accumulate_hooks, move_hooks, share_hooks
+from lightning_dist._compat import call_post_accumulate_hooks, local_of, move_hooks, share_hooks
 from lightning_dist.accumulated_gradients import AccumulatedGradients
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.technique import Parallel, Technique
@@ -123,9 +123,23 @@ class ScalarGroup(ParameterGroup):
             self._is_gathered = True
         self.copy_requires_grad()
 
+    @torch.no_grad()
+    def write_back(self, compares: bool = False) -> None:
+        """Keep values that a step has put in the place of those of a parameter, by ``param.data = ...``.
+
+        Args:
+            compares: It makes no difference, since all other changes are made in the memory of the parameters.
+        """
+        for whole, replicated in zip(self._whole, self._replicated, strict=True):
+            local = local_of(replicated)
+            if whole.data_ptr() != local.data_ptr():
+                local.copy_(whole)
+                whole.data = local.detach()
+
     def free(self) -> None:
         """Put the DTensors back into the modules."""
         if self._is_gathered:
+            self.write_back()
             self._put(self._replicated)
             self._is_gathered = False
 

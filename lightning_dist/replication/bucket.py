@@ -61,7 +61,7 @@ class Bucket:
     Args:
         params: The parameters, of one dtype.
         mesh: The mesh over whose first axis the parameters are replicated.
-        dtype: The dtype that gradients are reduced in; None: that of the parameters.
+        dtype: The dtype that gradients are reduced in; None: that of the parameters, as always if they are complex.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
@@ -75,7 +75,7 @@ class Bucket:
         self.num_pending = self.num_expected = 0
         self._mesh = mesh
         self._scale = 1.0 / mesh.size()
-        self._dtype = dtype or params[0].dtype
+        self._dtype = params[0].dtype if dtype is None or params[0].is_complex() else dtype
         self._shapes = [local_of(param).shape for param in params]
         self._is_copied = [False] * len(params)
         self._flat: Tensor | None = None

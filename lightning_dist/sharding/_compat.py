@@ -73,6 +73,8 @@ class ShardedGroup(ParameterGroup):
         self._stand_ins: list[nn.Parameter] | None = None
         self._has_stand_ins = False
         self._versions: dict[FSDPParam, int] = {}
+        self._requires_grad: dict[FSDPParam, bool] = {}
+        """The last value of ``requires_grad`` that sharded and gathered parameters had in common."""
         self._writes_through_data = False
         self._changed: list[str] = []
         self.take_replaced: Callable[[nn.Parameter], bool] = lambda param: False
@@ -86,6 +88,7 @@ class ShardedGroup(ParameterGroup):
             module._parameters[name] = current  # type: ignore[assignment]
         for param in self._group.fsdp_params:
             share_hooks(param.sharded_param, param._unsharded_param)
+        self.copy_requires_grad()
 
     def _of_other_code(self) -> list[tuple[nn.Module, str, torch.Tensor | None]]:
         """Return the tensors that other code has put in the place of parameters: module, name and tensor."""
@@ -115,6 +118,8 @@ class ShardedGroup(ParameterGroup):
             return
         if self._group.is_unsharded:
             self._written_back(compares=False)
+            self._take_requires_grad()
+            self._requires_grad.clear()
         self._keep_what_numpy_shares()
         # Inside torch.func.functional_call, a block may run again, with the same tensors.
         replaced = self._of_other_code() if self._has_stand_ins and self._group.is_unsharded else []
@@ -471,10 +476,22 @@ class ShardedGroup(ParameterGroup):
         return bool(self._unreduced())
 
     def copy_requires_grad(self) -> None:
-        """Copy ``requires_grad`` from the sharded to the gathered parameters, as FSDP2 does only when it gathers."""
+        """Copy ``requires_grad`` from the sharded to the gathered parameters, as FSDP2 does only when it gathers.
+
+        Where a step has set that of a gathered parameter, it is copied to the sharded one instead.
+        """
+        self._take_requires_grad()
         for param in self._group.fsdp_params:
             if param._unsharded_param.requires_grad != param.sharded_param.requires_grad:
                 param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
+            self._requires_grad[param] = param.sharded_param.requires_grad
+
+    def _take_requires_grad(self) -> None:
+        """Copy ``requires_grad`` of gathered parameters that a step has set to the sharded ones."""
+        for param, before in self._requires_grad.items():
+            gathered = param._unsharded_param.requires_grad
+            if gathered != before and param.sharded_param.requires_grad == before:
+                param.sharded_param.requires_grad_(gathered)
 
     @property
     def syncs_gradients(self) -> bool:

@@ -7,6 +7,7 @@ afterwards, as in a single process, so that optimizers skip it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -30,15 +31,12 @@ class UnusedParameters:
     def __init__(self, groups: Sequence[ShardedGroup], mesh: DeviceMesh) -> None:
         self._all_groups = groups
         self._groups = [group for group in groups if group.mesh.size() > 1]
-        self._mesh = mesh
-        # On an accelerator, reading the result waits for the whole backward. The ranks therefore agree again only if a
-        # parameter was unused the last time, or after ask_again().
-        self._is_cheap = mesh.device_type == "cpu"
-        self._is_needed = True
-
-    def ask_again(self) -> None:
-        """Agree after the next backward even if all parameters were used in the last one."""
-        self._is_needed = True
+        axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        if mesh.device_type != "cpu" and axes:  # Reading a result from the device would wait for the whole backward.
+            ranks = mesh.mesh.flatten().tolist()
+            axes = [dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="used parameters")]
+        # torch.distributed keeps them: another reference would keep connections open after an error on this rank.
+        self._agreeing = [weakref.ref(group) for group in axes]
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -59,19 +57,14 @@ class UnusedParameters:
                 group.abandon_agreement()
             raise
         used = [group.used() for group in self._groups]
-        if self._is_cheap or self._is_needed:
-            flat = [flag for flags in used for flag in flags]
-            agreed = self._on_any_rank(flat)
-            self._is_needed = not all(agreed)
-            flags = iter(agreed)
-            used = [[next(flags) for _ in group] for group in used]
+        agreed = iter(self._on_any_rank([flag for flags in used for flag in flags]))
+        used = [[next(agreed) for _ in group] for group in used]
         with torch.no_grad():
             for group, of_any, had in zip(self._groups, used, had_gradient, strict=True):
                 group.end_agreement(of_any, had)
 
     def _on_any_rank(self, used: Sequence[bool]) -> list[bool]:
-        flags = torch.tensor(used, dtype=torch.uint8, device=self._mesh.device_type)
-        for axis in range(self._mesh.ndim):
-            if self._mesh.size(axis) > 1:
-                dist.all_reduce(flags, dist.ReduceOp.MAX, self._mesh.get_group(axis))
+        flags = torch.tensor(used, dtype=torch.uint8)
+        for group in self._agreeing:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group())
         return [bool(flag) for flag in flags.tolist()]

@@ -6,6 +6,7 @@ plan in what is recorded here, and pipelines find their stages.
 The modules, in the order in which they build on each other:
 
 - ``watched_numbers``, ``tensor_reads``: numbers that a step compares, and values that it reads from tensors;
+- ``generators``: random number generators that a module has of its own;
 - ``fake_rules``, ``fake_run``: how a step runs on fake tensors;
 - ``dataflow``: which layers feed which;
 - ``graph``: which tensors the parts of a model pass to each other in a step;

@@ -95,6 +95,8 @@ class Dataflow:
     """Names of the layers whose output is the second summand of a residual sum."""
     draws_random: bool = False
     """Whether the step called a function that draws random numbers."""
+    draws_per_sample: set[str] = field(default_factory=set)
+    """Names of the blocks that drew random numbers with one value for several tokens, as stochastic depth does."""
     uses: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """Name of a layer to the functions called on its output that need all of its features on each rank."""
     readers: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -163,6 +165,8 @@ class Dataflow:
         self.draws_random |= bool(name in _RANDOM or is_attention)
         inputs = list(tensors_in((args, kwargs)))
         outputs = list(tensors_in(out))
+        if name in _RANDOM and any(_holds_for_several_tokens(tensor) for tensor in outputs):
+            self.draws_per_sample |= self.blocks.intersection(self._running)
         for tensor in inputs if outputs else ():  # A function that returns no tensor only asks for a shape or a dtype.
             if isinstance(tensor, nn.Parameter):
                 self._note_reader(tensor)
@@ -204,6 +208,12 @@ class _Functions(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         self._dataflow.on_function(func, args, kwargs or {}, out)
         return out
+
+
+def _holds_for_several_tokens(drawn: Tensor) -> bool:
+    """Return whether random numbers have one value for several tokens, which lie along dimension -2."""
+    size = drawn.shape[-2] if drawn.ndim > 1 else 1
+    return isinstance(size, int) and size == 1  # Symbolic sizes depend on values.
 
 
 def is_stream(tensor: Tensor, hidden: Tensor) -> bool:

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_dist.step_graph.generators import get_state, own_generators
 from lightning_dist.step_graph.graph import TraceError
 
 __all__ = ["Draws"]
@@ -30,6 +32,27 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.is_between = is_between
         self._by_torch = False
         self._states: dict[str, object] = {}
+        self._own: list[tuple[str, Any, object]] = []
+
+    def watch(self, root: nn.Module) -> None:
+        """Watch the generators of Python and NumPy that are attributes of ``root`` or of a module in it."""
+        self._own = [(name, generator, _packed(generator)) for name, generator in own_generators(root)]
+
+    def _check_own(self) -> None:
+        """Check that no watched generator was used by code between parts since the last call.
+
+        Raises:
+            TraceError: If one was used.
+        """
+        for name, generator, state in self._own:
+            if self.is_between() and _packed(generator) != state:
+                raise TraceError(
+                    f"The step draws numbers from self.{name}, a generator of its own, between the model's parts. That"
+                    " code runs on every stage, and for each microbatch, so that the generators of the stages would"
+                    " soon differ: use torch's default generator, or the functions of the modules random or"
+                    " numpy.random, which are seeded for each microbatch, equally on all stages."
+                )
+        self._own = [(name, generator, _packed(generator)) for name, generator, _ in self._own]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         generator = (kwargs or {}).get("generator")
@@ -49,7 +72,13 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._by_torch:
             drawn.add("torch")
         self._by_torch, self._states = False, states
+        self._check_own()
         return frozenset(drawn)
+
+
+def _packed(generator: Any) -> bytes:
+    """Return the state of a generator in a form that can be compared."""
+    return pickle.dumps(get_state(generator))
 
 
 def _draws(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:

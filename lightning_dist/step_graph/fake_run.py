@@ -24,6 +24,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
 from lightning_dist.step_graph.fake_rules import FakeRules
+from lightning_dist.step_graph.generators import get_state, own_generators, set_state
 from lightning_dist.step_graph.tensor_reads import MadeUpValues
 from lightning_dist.tensor_places import put, tensor_places
 
@@ -258,8 +259,9 @@ def _observed(root: nn.Module, observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def _restored(root: nn.Module) -> Iterator[None]:
-    """On exit, restore every attribute of every module, and the contents of those that are containers."""
+    """On exit, restore every attribute of every module, the contents of containers, and the states of generators."""
     saved = [(module, dict(vars(module))) for module in root.modules()]
+    generators = [(generator, get_state(generator)) for _, generator in own_generators(root)]
     contents: dict[int, tuple[Any, Any]] = {}
     for _, attributes in saved:
         for key, value in attributes.items():
@@ -268,6 +270,8 @@ def _restored(root: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
+        for generator, state in generators:
+            set_state(generator, state)
         for module, attributes in saved:
             vars(module).clear()
             vars(module).update(attributes)

@@ -134,6 +134,7 @@ class GraphObserver:
             if not name or isinstance(content[0], Mapping | list | deque | set)
         }
         self._num_hooks = {name: _num_hooks(module) for name, module in self._root.named_modules()}
+        self._draws.watch(self._root)
         self._draws.were_drawn()
         self._of_batch.begin(self._root)
 

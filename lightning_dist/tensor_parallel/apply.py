@@ -311,6 +311,9 @@ class TensorParallel(Technique):
     def _use_whole(self, owners: Iterable[nn.Module]) -> None:
         """Undo :meth:`use_local`, so that ``owners`` hold whole parameters from now on."""
         for owner in owners if not self._is_whole else ():
+            for key in owner._parameters if owner in self._in_use else ():
+                if (owner, key) in self._whole:
+                    self._parts.take_requires_grad(self._whole[owner, key])
             self._swap(owner, self._elsewhere)
             self._in_use.discard(owner)
 
@@ -372,6 +375,8 @@ class TensorParallel(Technique):
 
         A collective over ``tp`` if there are any.
         """
+        if self.sequence is not None:
+            self.sequence.check_ended()
         return whole_logits(output)
 
     @contextmanager

@@ -10,6 +10,7 @@ from itertools import takewhile
 import torch
 from torch import Tensor, nn
 
+from lightning_dist._compat import NORM
 from lightning_dist.step_graph import Dataflow, tensors_in
 from lightning_dist.step_graph.dataflow import Call, is_stream, is_used_outside
 from lightning_dist.tensor_parallel.plan import Entry, SplitSequence
@@ -78,6 +79,12 @@ class SequenceFinder:
                     break
                 if any(getattr(module, "gradient_checkpointing", False) for module in self._blocks[name].modules()):
                     why = "the model checkpoints by itself; use activation_checkpointing=True of the strategy"
+                    break
+                if any(isinstance(module, NORM) for module in self._blocks[name].modules()):
+                    why = f"{name} has a norm whose statistics are over all tokens"
+                    break
+                if name in dataflow.draws_per_sample:
+                    why = f"{name} draws random numbers that hold for all tokens of a sample"
                     break
                 one, why = self._of_block(name, entries, sizes)
                 if one is None:

@@ -25,6 +25,7 @@ class LocalParts:
     def __init__(self) -> None:
         self._parts: dict[nn.Parameter, nn.Parameter] = {}
         self._stand_ins: dict[nn.Parameter, Tensor] = {}
+        self._requires_grad: dict[nn.Parameter, bool] = {}  # the last value that parameter and part had in common
 
     def part_of(self, whole: nn.Parameter) -> nn.Parameter:
         """Return this rank's part of ``whole``, a DTensor over ``tp``; it requires a gradient if ``whole`` does."""
@@ -35,9 +36,18 @@ class LocalParts:
             if part.requires_grad:
                 part.register_post_accumulate_grad_hook(partial(_hand_on_gradient, whole))  # type: ignore[no-untyped-call]
             self._parts[whole] = part
+        self.take_requires_grad(whole)
         if part.requires_grad != whole.requires_grad:
             part.requires_grad_(whole.requires_grad)
+        self._requires_grad[whole] = whole.requires_grad
         return part
+
+    def take_requires_grad(self, whole: nn.Parameter) -> None:
+        """Copy ``requires_grad`` of the part of ``whole`` to it, if a step has set that of the part."""
+        before = self._requires_grad.get(whole)
+        if before is not None and self._parts[whole].requires_grad != before and whole.requires_grad == before:
+            whole.requires_grad_(not before)
+            self._requires_grad[whole] = not before
 
     def whole_on_use(self, whole: nn.Parameter) -> Tensor:
         """Return a tensor with all elements of ``whole``, whose gradients are the same on all ranks.

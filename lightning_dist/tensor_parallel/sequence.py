@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_dist.randomness import RankRng
 from lightning_dist.tensor_parallel import autograd_collectives
-from lightning_dist.tensor_parallel.plan import Entry, SplitSequence
+from lightning_dist.tensor_parallel.plan import Entry, PlanError, SplitSequence
 
 __all__ = ["SequenceParallel"]
 
@@ -48,6 +48,7 @@ class SequenceParallel:
         self._group = group
         self._random = random
         self._chain_of: dict[nn.Module, int] = {}
+        self._chains = plan.chains
         self._is_active = [False] * len(plan.chains)
         self._layers = {root.get_submodule(name) for name in plan.layers}
         self._gathered: list[Tensor] = []
@@ -165,6 +166,20 @@ class SequenceParallel:
             yield
         finally:
             self._is_active[:] = now
+
+    def check_ended(self) -> None:
+        """Check that every chain of blocks whose hidden states were split has run to its last block.
+
+        Raises:
+            PlanError: If a step has left a chain before its end.
+        """
+        for chain, is_active in zip(self._chains, self._is_active, strict=True):
+            if is_active:
+                raise PlanError(
+                    f"The step has split hidden states along the sequence at {chain[0]}, and has not run {chain[-1]},"
+                    " where they are gathered: it takes another path than the step by which the plan was found. Use"
+                    " sequence_parallel=False."
+                )
 
     def forget(self) -> None:
         """Reset the state that a failed step left behind."""

@@ -284,7 +284,7 @@ class UnitTrials:
     def _difference(self, name: str, split: PartialPlan, sequence: SplitSequence | None) -> str:
         """Return how a split unit differs from the whole one (see :meth:`Trial.difference`); empty: it does not.
 
-        Units of the same class, shapes and inputs share one trial and its answers.
+        Units of the same class, shapes, inputs and flags share one trial and its answers.
         """
         unit = self._units[name]
 
@@ -301,7 +301,7 @@ class UnitTrials:
         )
         shapes = tuple((key, tuple(param.shape)) for key, param in unit.named_parameters())
         used = () if self._dataflow is None else self._dataflow.used_later.get(name, ())
-        kind = (type(unit), shapes, _shapes(self.calls[name]), tuple(sorted(used)))
+        kind = (type(unit), shapes, _shapes(self.calls[name]), tuple(sorted(used)), _flags(unit))
         if kind not in self._trials:
             self._trials[kind] = Trial(unit, self.calls[name], self._mesh, self._num_shards, used)
         trial = self._trials[kind]
@@ -315,6 +315,21 @@ class UnitTrials:
                 self._answers[question] = str(error).removeprefix("plan: ").replace(f"{BLOCK}.", f"{name}.")
                 self._impossible.add(self._answers[question])
         return self._answers[question]
+
+
+def _flags(unit: nn.Module) -> object:
+    """Return the classes of the modules in ``unit``, and their attributes that may choose what they compute.
+
+    Numbers are left out, because many blocks have their own index or rate.
+    """
+    return tuple(
+        (
+            name,
+            type(module),
+            tuple((key, value) for key, value in sorted(vars(module).items()) if isinstance(value, bool | str | None)),
+        )
+        for name, module in unit.named_modules()
+    )
 
 
 def _shapes(call: Call) -> object:

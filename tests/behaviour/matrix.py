@@ -59,6 +59,7 @@ IN_ALL_COLUMNS = frozenset(
         "restoring",
         "resume",
         "uneven_ranks",
+        "unusual_steps",
         "weights_in_hooks",
         "whole_weights",
     }

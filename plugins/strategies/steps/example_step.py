@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -185,13 +186,22 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
     """Ignore what is logged."""
 
 
+def _known(value_of: Callable[[Metric], Any], metric: Metric, *args: Any, **kwargs: Any) -> Any:
+    """Return the value of ``metric`` for a batch with which it was updated."""
+    return value_of(metric)
+
+
 @contextmanager
-def without_updates(module: LightningModule, on_log: Callable[..., None] = _ignore) -> Iterator[None]:
+def without_updates(
+    module: LightningModule, on_log: Callable[..., None] = _ignore, value_of: Callable[[Metric], Any] | None = None
+) -> Iterator[None]:
     """Keep metrics from updating in this context, because they read values, and fakes have none.
 
     Args:
         module: The module that has the metrics.
         on_log: Function that is called with ``"metric"`` and the arguments of each update.
+        value_of: Function that returns the value of a metric for the batch, for a step on real tensors whose metrics
+            have been updated already; None: metrics return made-up values.
     """
     metrics = [metric for metric in module.modules() if isinstance(metric, Metric)]
     collections = [found for found in module.modules() if isinstance(found, MetricCollection)]
@@ -206,7 +216,10 @@ def without_updates(module: LightningModule, on_log: Callable[..., None] = _igno
         return sum((tensor.double().mean() for tensor in tensors), torch.zeros(()))
 
     for metric in metrics:
-        vars(metric).update(update=update, forward=forward, compute=lambda: torch.zeros(()))
+        if value_of is None:
+            vars(metric).update(update=update, forward=forward, compute=lambda: torch.zeros(()))
+        else:
+            vars(metric).update(update=update, forward=partial(_known, value_of, metric))
     for collection in collections:
         _compat.update_metrics_apart(collection)
     try:

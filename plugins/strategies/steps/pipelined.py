@@ -34,6 +34,7 @@ from lightning_dist.pipeline import (
     signature,
 )
 from lightning_dist.plugins import _compat
+from lightning_dist.plugins.strategies.gradients import are_free_before_forward
 from lightning_dist.plugins.strategies.steps.base import Steps, begins_accumulation
 from lightning_dist.plugins.strategies.steps.collectives import without_foreign_collectives
 from lightning_dist.plugins.strategies.steps.example_step import fake_step, without_updates
@@ -93,7 +94,10 @@ class PipelinedSteps(Steps):
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
         """Run ``training_step`` and its backward, and return its output, detached from the graph. A collective."""
+        kept: list[tuple[Tensor, Tensor]] = []
         if begins_accumulation(self._module.trainer):
+            if not are_free_before_forward(self._module, self._module.trainer):
+                kept = [(param, param.grad) for param in self._parameters if param.grad is not None]
             for param in self._parameters:
                 param.grad = None
             self._parallel.drop_unreduced()  # a run that was stopped or failed while it accumulated has left them
@@ -123,13 +127,15 @@ class PipelinedSteps(Steps):
         self._gradients = [(param, param.grad) for param in self._parameters if param.grad is not None]
         for updated, _ in self._gradients:
             updated.grad = None
+        for cleared, old in kept:
+            cleared.grad = old
         return output
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: Any) -> Tensor:
         """Put the gradients that the step has computed back on the parameters. A collective if losses have weights."""
         loss = self._precision.pre_backward(loss, self._module)
         for param, gradient in self._gradients:
-            param.grad = gradient
+            param.grad = gradient if param.grad is None else param.grad + gradient
         self._gradients = []
         self._normalize_gradients()
         return self._precision.post_backward(loss, self._module)

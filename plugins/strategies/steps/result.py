@@ -133,7 +133,8 @@ class StepResult:
             if not isinstance(value, Metric):
                 logged[name, num_calls[name]] = _detached(value), kwargs
 
-        with torch.no_grad(), _compat.logging_to(self._module, on_log), without_updates(self._module):
+        metrics = without_updates(self._module, value_of=self._shared.value_of_batch)
+        with torch.no_grad(), _compat.logging_to(self._module, on_log), metrics:
             result = pipeline.runner.run_end(whole, values, step)
         self._of_whole_batch = _OfWholeBatch(_detached(result), {call: value for call, (value, _) in logged.items()})
 

@@ -1,0 +1,43 @@
+"""Find the random number generators that a module has of its own, and read and set their states."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+__all__ = ["get_state", "own_generators", "set_state"]
+
+_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+
+
+def own_generators(root: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the generators of Python and NumPy that are attributes of ``root`` or of a module in it, with their names.
+
+    Args:
+        root: The module.
+    """
+    for name, module in root.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, _GENERATORS):
+                yield f"{name}.{key}".strip("."), value
+
+
+def get_state(generator: Any) -> Any:
+    """Return the state of a generator."""
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()
+
+
+def set_state(generator: Any, state: Any) -> None:
+    """Set the state of a generator to one that :func:`get_state` has returned."""
+    if isinstance(generator, random.Random):
+        generator.setstate(state)
+    elif isinstance(generator, np.random.Generator):
+        generator.bit_generator.state = state
+    else:
+        generator.set_state(state)
