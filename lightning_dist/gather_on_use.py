@@ -8,13 +8,13 @@ in-place change of the stand-in changes the shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 __all__ = ["GatheredOnUse", "is_in_place", "whole_for_step", "write_whole"]
 
@@ -117,8 +117,9 @@ class GatheredOnUse(torch.Tensor):
         kwargs = kwargs or {}
         name, of = func.__name__, args[0] if args else None
         prop = getattr(getattr(func, "__self__", None), "__name__", "")
-        if not isinstance(of, GatheredOnUse):
-            return _on_whole(func, args, kwargs)
+        if not isinstance(of, GatheredOnUse) or kwargs.get("out") is not None:
+            changed = _changed(name, of, kwargs)
+            return _write(func, args, kwargs, changed) if changed else _on_whole(func, args, kwargs)
         if name == "__hash__":
             return id(of)
         if name in ("detach", "detach_") or (name == "__get__" and prop == "data"):
@@ -182,6 +183,38 @@ def is_in_place(name: str) -> bool:
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and name not in ("__invert__", "__index__", "__int__"))
     return name.endswith("_")
+
+
+def _changed(name: str, first: Any, kwargs: dict[str, Any]) -> list[GatheredOnUse]:
+    """Return the stand-ins that a function changes whose first argument is none.
+
+    It is ``out=``, or a list as for ``torch._foreach_mul_``, or given by keyword as by functions of ``torch.nn.init``.
+
+    Args:
+        name: The name of the function.
+        first: Its first argument; None: it has none.
+        kwargs: Its keyword arguments.
+    """
+    targets = [kwargs.get("out")]
+    if is_in_place(name):
+        targets += [kwargs.get("tensor") if first is None else first]
+    return [leaf for leaf in tree_leaves(targets) if isinstance(leaf, GatheredOnUse)]
+
+
+def _write(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], changed: Sequence[GatheredOnUse]) -> Any:
+    """Run ``func`` on gathered tensors, and write those that it changes into the shards. A collective."""
+    for target in changed:
+        if torch.is_grad_enabled() and target._sharded.requires_grad:
+            raise RuntimeError(
+                f"{func.__name__} changes a parameter that requires a gradient, in place: do it inside torch.no_grad()."
+            )
+    wholes = {id(target): _whole(target, detached=True) for target in changed}
+    gathered = tree_map(lambda leaf: wholes.get(id(leaf), leaf), (tuple(args), kwargs))
+    result = _on_whole(func, *gathered)
+    for target in changed:
+        write_whole(target._sharded, wholes[id(target)])
+    returned = {id(wholes[id(target)]): target for target in changed}
+    return tree_map(lambda leaf: returned.get(id(leaf), leaf), result)
 
 
 def _on_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:

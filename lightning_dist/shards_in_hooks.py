@@ -137,7 +137,7 @@ class ShardsInHooks(TorchFunctionMode):
         is_part = isinstance(target, Tensor) and target in self._parts
         if not is_part and not isinstance(target, DTensor):
             return func(target, *self._whole(others), **self._whole(kwargs))
-        if not is_part:
+        if not is_part and name != "__setitem__":  # of one element, DTensor changes a copy
             try:
                 return func(*args, **kwargs)
             except RuntimeError as error:

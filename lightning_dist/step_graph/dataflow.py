@@ -95,6 +95,8 @@ class Dataflow:
     """Names of the layers whose output is the second summand of a residual sum."""
     draws_random: bool = False
     """Whether the step called a function that draws random numbers."""
+    captured: set[str] = field(default_factory=set)
+    """Names of the layers from which a tensor was computed that code outside of blocks uses without being given it."""
     draws_per_sample: set[str] = field(default_factory=set)
     """Names of the blocks that drew random numbers with one value for several tokens, as stochastic depth does."""
     uses: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -128,6 +130,9 @@ class Dataflow:
         while self._running and self._running.pop() != name:  # Modules that raised are on the stack, but never return.
             pass
         self.calls.append(Call(name, args, kwargs, out))
+        if name in self.blocks:
+            for tensor in tensors_in(out):
+                tensor.__dict__.pop("_is_of_block", None)
         for index, tensor in enumerate(tensors_in(out)):
             tensor.__dict__.setdefault("_returned_by", []).append((name, index))
         if any(param.ndim > 1 for param in module.parameters(recurse=False)):
@@ -193,6 +198,12 @@ class Dataflow:
             if not self._num_blocks_running:
                 for tensor in inputs:
                     tensor.__dict__["_is_used_outside"] = True
+                    if "_is_of_block" in tensor.__dict__:
+                        self.captured |= sources(tensor)
+            else:
+                for tensor in outputs:
+                    if all(tensor is not given for given in inputs):
+                        tensor.__dict__["_is_of_block"] = True
             found = _NONE.union(*map(sources, inputs))
             ancestors = _NONE.union(*map(_ancestors, inputs))
             for tensor in outputs:

@@ -154,6 +154,10 @@ def make_plan(
     return plan
 
 
+_SPLITS_FEATURES = ("colwise", "packed_colwise")
+"""Styles that leave each rank with its own output features."""
+
+
 class _Planner:
     def __init__(
         self,
@@ -178,6 +182,7 @@ class _Planner:
         if dataflow is not None:
             found = inferred(self._root, dataflow, self._mesh.size())
             groups = [group for group in found.groups if entries.keys().isdisjoint(group.names)]
+            entries, groups = self._without_captured(entries, groups, dataflow.captured)
             given, entries = entries, {**found.vocabulary, **entries}
             if not given and not groups and not entries:
                 why_not = self._seen.why_not or "no layer's output is added to what it was computed from"
@@ -224,6 +229,38 @@ class _Planner:
             self._trials.kept.parameters,
             self._trials.kept.heads,
         )
+
+    def _without_captured(
+        self, entries: dict[str, Entry], groups: list[Group], captured: Collection[str]
+    ) -> tuple[dict[str, Entry], list[Group]]:
+        """Replicate groups of which a hook or an attribute lets code outside of blocks see this rank's features.
+
+        Args:
+            entries: The entries that the user and Hugging Face give.
+            groups: The inferred groups.
+            captured: Names of the layers from which such features were computed.
+
+        Returns:
+            The entries with those of the replicated groups, and the other groups.
+
+        Raises:
+            PlanError: If the features are of a layer that the user or Hugging Face splits.
+        """
+        for name, entry in entries.items():
+            if name in captured and entry.style in _SPLITS_FEATURES:
+                raise PlanError(
+                    f"plan: code outside of the blocks uses what {name}, which is split, has computed, and would see"
+                    " this rank's features only: use replicate for it and for the layers that it feeds."
+                )
+        kept = []
+        for group in groups:
+            of_group = group.entries()
+            if any(name in captured and entry.style in _SPLITS_FEATURES for name, entry in of_group.items()):
+                why = "code outside of its block uses its features"
+                entries = {**entries, **{name: entry.replicated(why) for name, entry in of_group.items()}}
+            else:
+                kept.append(group)
+        return entries, kept
 
     def _with_tied(self, entries: Mapping[str, Entry], groups: list[Group]) -> tuple[dict[str, Entry], list[Group]]:
         """Add entries for modules tied to split ones, and drop groups that are tied to a module that cannot be split.

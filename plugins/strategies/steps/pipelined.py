@@ -193,19 +193,37 @@ class PipelinedSteps(Steps):
         has_backward: bool,
         arguments: Sequence[Any],
     ) -> StepGraph:
-        """Trace the step ``name`` on a microbatch, and also on the whole batch if it may leave something else there."""
+        """Trace the step ``name`` on a microbatch, and also on the whole batch if it may leave something else there.
+
+        The whole batch is left out where code between parts draws random numbers: it would draw others than those from
+        which the microbatches were computed.
+        """
         graph = self._trace(name, microbatches[0], arguments, kwargs, has_backward)
         if len(microbatches) == 1 or not graph.may_leave_more:
             return graph
+        left = [key for _, key in graph.changed] + sorted(graph.buffers_between)
+        step = f"{type(self._module).__name__}.{name}"
         try:
-            return graph.with_whole_batch(self._trace(name, batch, arguments, kwargs, has_backward))
+            whole = self._trace(name, batch, arguments, kwargs, has_backward)
         except TraceError as error:  # For example, only the module's own split_batch may be able to read the batch.
-            left = [key for _, key in graph.changed] + sorted(graph.buffers_between)
             rank_zero_warn(
-                f"{type(self._module).__name__}.{name} could not be traced on a whole batch ({error}). What it leaves"
-                f" in {', '.join(left) or 'logs and outputs'} is computed from the microbatches instead."
+                f"{step} could not be traced on a whole batch ({error}). What it leaves in"
+                f" {', '.join(left) or 'logs and outputs'} is computed from the microbatches instead."
             )
             return graph
+        if not graph.end.draws:
+            return graph.with_whole_batch(whole)
+        if graph.numbers != whole.numbers:
+            left.append("plain numbers that it logs or returns")
+        if graph.logs_otherwise:
+            left.append("values that it logs by another reduce_fx than mean, or after a collective")
+        if left:
+            rank_zero_warn(
+                f"{step} draws random numbers between the model's parts, so that what it leaves in {', '.join(left)} is"
+                " that of the last microbatch, or the mean over the microbatches of what is logged. Draw the numbers in"
+                " the dataset or inside one block, or log tensors that are means over samples."
+            )
+        return graph
 
     def _trace(
         self, name: str, batch: Any, arguments: Sequence[Any], kwargs: dict[str, Any], has_backward: bool

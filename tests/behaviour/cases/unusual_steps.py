@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -152,3 +153,77 @@ def frozen_in_step(run: Run) -> None:
             return super().training_step(batch, batch_idx)
 
     run.fit(Freezes())
+
+
+@case(
+    "a step changes the weights of a frozen copy of its blocks by functions of lists, by nn.init and by out=",
+    refused=dict.fromkeys(STAGES, "The step changes the parameter|uses the parameter"),
+)
+def teacher_changed_by_lists(run: Run) -> None:
+    class Teacher(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with torch.no_grad():
+                block = self.teacher[1]
+                torch._foreach_mul_(list(block.up.parameters()), 0.9)
+                nn.init.constant_(self.teacher[2].up.bias, 0.01 * batch_idx)
+                torch.mul(block.down.weight, 0.5, out=block.down.weight)
+                target = self.teacher(batch[0])
+            return super().training_step(batch, batch_idx) + (self.net(batch[0]) - target).square().mean()
+
+    run.fit(Teacher())
+
+
+@case("a hook changes one element of a weight and of a bias")
+def element_changed_in_hook(run: Run) -> None:
+    class Changes(Classifier):
+        def on_fit_start(self) -> None:
+            self.head.bias.data[0] = -0.5
+            with torch.no_grad():
+                self.net[0].weight[2, 3] = 0.25
+
+    run.fit(Changes())
+
+
+@case("random signs before the model and after it, in a step that counts its calls")
+def signs_around_model(run: Run) -> None:
+    class Signs(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*[nn.Linear(N, N, bias=False) for _ in range(4)])
+            self.head = nn.Linear(N, NUM_CLASSES, bias=False)
+            self.num_steps = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            signs = torch.randint(2, (len(x), 1)).to(x) * 2 - 1
+            return signs * self.head(self.net(signs * x))  # linear, so that the signs cancel
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.num_steps += 1
+            return super().training_step(batch, batch_idx)
+
+    model = Signs()
+    run.fit(model)
+    run.record("number of steps", model.num_steps)
+
+
+@case("a penalty on activations that hooks take from inside blocks")
+def activations_from_hooks(run: Run) -> None:
+    class Sparse(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.found: list[Tensor] = []
+            for block in list(self.net)[1:5]:
+                block.up.register_forward_hook(lambda module, args, out: self.found.append(out))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.found.clear()
+            loss = super().training_step(batch, batch_idx)
+            loss = loss + 0.1 * torch.stack([found.abs().mean() for found in self.found]).mean()
+            self.found.clear()
+            return loss
+
+    run.fit(Sparse())
