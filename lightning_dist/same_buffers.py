@@ -2,13 +2,10 @@
 
 Buffers such as BatchNorm's statistics, or the centre of a teacher's outputs, are computed from each rank's part of the
 batch. torch's DistributedDataParallel broadcasts rank 0's buffers before a forward, unless the last backward did not
-reduce gradients. Here only buffers that changed on some rank since the last broadcast are sent, unless all of them
-together are small.
+reduce gradients. Here only buffers that changed on some rank since the last broadcast are sent.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,12 +17,6 @@ from lightning_dist.technique import Parallel, Technique
 from lightning_dist.tensor_state import is_remote
 
 __all__ = ["SameBuffers"]
-
-_SMALL_BYTES = 2**18
-"""The largest size of all buffers together at which they are sent in any case."""
-
-_ALIGNMENT = 16
-"""The number of bytes of which the place of a tensor in a message is a multiple: the size of the largest dtype."""
 
 
 class SameBuffers(Technique):
@@ -62,36 +53,13 @@ class SameBuffers(Technique):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Overwrite the buffers by those of the first rank. A collective over the mesh if the module has buffers."""
+        """Overwrite the buffers that changed on any rank since the last call.
+
+        A collective over the mesh if the module has buffers.
+        """
         if not self._places or not self._axes:
             return
         buffers = [module._buffers.get(key) for module, key in self._places]
-        held = [buffer for buffer in buffers if buffer is not None]
-        if all(buffer.layout == torch.strided for buffer in held) and sum(b.nbytes for b in held) <= _SMALL_BYTES:
-            self._broadcast_packed(held)
-        else:
-            self._broadcast_changed(buffers)
-        self._seen = [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
-
-    def _broadcast_packed(self, buffers: Sequence[Tensor]) -> None:
-        """Send all buffers as one message, for which the first rank does not wait, and which takes no other one."""
-        sizes = [-(-buffer.nbytes // _ALIGNMENT) * _ALIGNMENT for buffer in buffers]
-        packed = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
-        parts = [
-            part[: buffer.nbytes].view(buffer.dtype).view(buffer.shape)
-            for part, buffer in zip(torch.split(packed, sizes), buffers, strict=True)
-        ]
-        for part, buffer in zip(parts, buffers, strict=True):
-            part.copy_(buffer)
-        for group in self._axes:
-            dist.broadcast(packed, group=group, group_src=0)
-        for part, buffer in zip(parts, buffers, strict=True):
-            # On an accelerator, to compare them would be to wait for the message.
-            if self._device.type != "cpu" or not torch.equal(part, buffer):
-                buffer.copy_(part)
-
-    def _broadcast_changed(self, buffers: Sequence[Tensor | None]) -> None:
-        """Send the buffers that changed on any rank since the last call."""
         flags = torch.tensor(
             [
                 (isinstance(module, NORM) and module.training)
@@ -112,3 +80,4 @@ class SameBuffers(Technique):
             for buffer, received in zip(changed, sent, strict=True):
                 if received.data_ptr() != buffer.data_ptr():
                     buffer.copy_(received)
+        self._seen = [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]

@@ -112,40 +112,32 @@ class _RaiseInBackward(torch.autograd.Function):
         raise ValueError("failed on purpose")
 
 
+def _catch_error_in_backward(run: Run, is_direct: bool) -> None:
+    class Catches(_Manual):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizer = self.optimizers()
+            backward = torch.Tensor.backward if is_direct else self.manual_backward
+            if batch_idx == 1:
+                hidden = _RaiseInBackward.apply(self.net(batch[0]))  # type: ignore[no-untyped-call]
+                try:
+                    backward(self.head(hidden).square().mean())
+                except ValueError:
+                    optimizer.zero_grad()
+            backward(self.loss(batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run.fit(Catches())
+
+
 @case("a backward that raises half-way is caught, and followed by one that does not", refused=PIPELINED)
 def caught_error_in_backward(run: Run) -> None:
-    class Catches(_Manual):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            if batch_idx == 1:
-                hidden = _RaiseInBackward.apply(self.net(batch[0]))  # type: ignore[no-untyped-call]
-                try:
-                    self.manual_backward(self.head(hidden).square().mean())
-                except ValueError:
-                    optimizer.zero_grad()
-            self.manual_backward(self.loss(batch))
-            optimizer.step()
-            optimizer.zero_grad()
-
-    run.fit(Catches())
+    _catch_error_in_backward(run, is_direct=False)
 
 
-@case("a backward that raises half-way is caught, and followed by a direct loss.backward()", refused=PIPELINED)
+@case("a direct loss.backward() that raises half-way is caught, and followed by another one", refused=PIPELINED)
 def caught_error_before_direct_backward(run: Run) -> None:
-    class Catches(_Manual):
-        def training_step(self, batch: Any, batch_idx: int) -> None:
-            optimizer = self.optimizers()
-            if batch_idx == 1:
-                hidden = _RaiseInBackward.apply(self.net(batch[0]))  # type: ignore[no-untyped-call]
-                try:
-                    self.head(hidden).square().mean().backward()
-                except ValueError:
-                    optimizer.zero_grad()
-            self.loss(batch).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-    run.fit(Catches())
+    _catch_error_in_backward(run, is_direct=True)
 
 
 @case("a backward that raises half-way is caught, and followed by one of fewer parameters", refused=PIPELINED)
