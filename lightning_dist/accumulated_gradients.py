@@ -1,4 +1,7 @@
-"""Let a step clear gradients that are accumulated where it does not see them.
+"""Let a step clear gradients where it does not see them: those of the parameters that the optimizer sees.
+
+A step sees other tensors, such as gathered parameters, which have no gradients of their own: that they are cleared by
+``param.grad = None`` is seen only if they have a stand-in as their gradient.
 
 A backward that does not reduce gradients leaves those of sharded parameters on the gathered parameters, whereas
 ``optimizer.zero_grad()`` clears those of the sharded ones. Until the next backward of the step, the sharded parameters
@@ -8,8 +11,8 @@ and what was accumulated is dropped.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterable, Mapping
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_dist._compat import local_of
 
-__all__ = ["AccumulatedGradients", "UnreducedGradient"]
+__all__ = ["AccumulatedGradients", "GradientsOfCopies", "UnreducedGradient"]
 
 _ADVICE = (
     "Read, clip, scale or step on gradients after a self.manual_backward(loss) that reduces them (with sync_grad=True)"
@@ -42,12 +45,13 @@ class UnreducedGradient(torch.Tensor):
     """
 
     _name: str
+    _why = "is accumulated and not reduced over the ranks yet"
 
     @staticmethod
-    def __new__(cls, param: Tensor, name: str, like: Tensor | None = None) -> UnreducedGradient:
+    def __new__(cls, param: Tensor, name: str, like: Tensor | None = None) -> Self:
         """Make a tensor of the parameter's shape without memory."""
         like = param if like is None else like
-        self: UnreducedGradient = torch.Tensor._make_wrapper_subclass(
+        self: Self = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=like.dtype, device=like.device
         )
         self._name = name
@@ -88,9 +92,20 @@ class UnreducedGradient(torch.Tensor):
             RuntimeError: Always.
         """
         raise RuntimeError(
-            f"{what} was called on the gradient of the parameter {self._name!r}, which is accumulated and not reduced"
-            f" over the ranks yet. {_ADVICE}"
+            f"{what} was called on the gradient of the parameter {self._name!r}, which {self._why}. {_ADVICE}"
         )
+
+
+class _GradientOfShards(UnreducedGradient):
+    is_zeroed = False
+    _why = "is that of its shards, from an earlier backward"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        if func.__name__ in ("detach_", "zero_"):
+            args[0].is_zeroed |= func.__name__ == "zero_"
+            return args[0]
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 class AccumulatedGradients:
@@ -130,3 +145,51 @@ class AccumulatedGradients:
                 param.grad = None
         self._watched = {}
         return cleared
+
+
+class GradientsOfCopies:
+    """Notice which gradients a step clears on the tensors that modules hold in place of parameters.
+
+    Before a backward, and while nothing else may look at these tensors, their own gradients are None as ever.
+    """
+
+    def __init__(self) -> None:
+        self._shown: list[tuple[str, Tensor, nn.Parameter, _GradientOfShards]] = []
+
+    def show(self, copies: Iterable[tuple[str, Tensor, nn.Parameter]]) -> None:
+        """Give copies without a gradient a stand-in for that of their parameter.
+
+        Args:
+            copies: The name of each parameter, the copy of it that modules hold, and the parameter; a copy may be the
+                parameter of another one, which follows it.
+        """
+        for name, copy, param in copies:
+            if copy.grad is None and param.grad is not None:
+                stand_in = _GradientOfShards(copy, name)
+                copy.grad = stand_in
+                self._shown.append((name, copy, param, stand_in))
+
+    def forget(self) -> None:
+        """Take the stand-ins away, after an error."""
+        shown, self._shown = self._shown, []
+        for _, copy, _, gradient in shown:
+            if copy.grad is gradient:
+                copy.grad = None
+
+    def take_cleared(self) -> None:
+        """Take the stand-ins away, and clear the gradients of the parameters whose copy has lost its stand-in.
+
+        Raises:
+            RuntimeError: If a stand-in was replaced by another gradient.
+        """
+        shown, self._shown = self._shown, []
+        for name, copy, param, gradient in reversed(shown):
+            if copy.grad is None:
+                param.grad = None
+            elif copy.grad is not gradient:
+                raise RuntimeError(
+                    f"The gradient of the parameter {name!r} was replaced before a backward of the step. {_ADVICE}"
+                )
+            elif gradient.is_zeroed and param.grad is not None:
+                param.grad.zero_()
+            copy.grad = None

@@ -15,6 +15,7 @@ import warnings
 import weakref
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class FirstStepAudit(Technique):
         """Whether the step that runs is checked."""
         self._weights_are_due = True
         self._agreed: set[int] = set()
+        self._compares = False
         handle = register_module_parameter_registration_hook(_mark(weakref.ref(self)))
         weakref.finalize(self, handle.remove)
 
@@ -62,6 +64,11 @@ class FirstStepAudit(Technique):
         self._hooks: dict[str, Mapping[int, Any]] = {
             name: param._backward_hooks for name, param in self._module.named_parameters() if param._backward_hooks
         }
+
+    def finish(self) -> None:
+        """Let parameter groups report which parameters a step has changed."""
+        for group in self._groups:
+            group.on_change = self._compare_changes
 
     @property
     def _groups(self) -> tuple[ParameterGroup, ...]:
@@ -113,6 +120,15 @@ class FirstStepAudit(Technique):
                 if missing:
                     raise AuditError(f"A hook that was put on the parameter {name!r} before it was sharded is lost.")
 
+    @contextmanager
+    def around_step(self) -> Iterator[None]:
+        """Compare a step's changes of gathered parameters between ranks, whenever they are freed inside."""
+        self._compares = True
+        try:
+            yield
+        finally:
+            self._compares = False
+
     def write_back(self) -> None:
         """Check the step's in-place changes of gathered parameters. A collective over a group if one was changed.
 
@@ -120,11 +136,12 @@ class FirstStepAudit(Technique):
             AuditError: If a change is not in the shards, ranks changed a parameter differently, or a hook would not be
                 called.
         """
-        for group in self._groups:
-            if group.is_gathered:
-                if self.is_due:
-                    group.write_back(compares=True)
-                self._compare_changes(group, group.take_changed())
+        with self.around_step():
+            for group in self._groups:
+                if group.is_gathered:
+                    group.write_back()
+                    if self.is_due:
+                        self._compare_changes(group, group.names)
         for group in self._groups if self.is_due else ():
             if not group.is_gathered:
                 continue
@@ -149,13 +166,14 @@ class FirstStepAudit(Technique):
         Raises:
             AuditError: If ranks changed a parameter differently.
         """
-        if not names or group.mesh.size() == 1:
+        tensors = group.gathered
+        if not self._compares or not tensors or group.mesh.size() == 1:
             return
         if id(group) not in self._agreed:
             ranks = sorted(group.mesh.mesh.flatten().tolist())
             timed_barrier(f"changing {names[0]} in place in a step", 30.0, ranks)
             self._agreed.add(id(group))
-        sums = torch.stack([bit_sums(tensor) for tensor in group.gathered])
+        sums = torch.stack([bit_sums(tensor) for tensor in tensors])
         found = differ(sums, [group.mesh.get_group(axis) for axis in range(group.mesh.ndim)]).tolist()
         for name, is_different in zip(group.names, found, strict=True):
             if is_different:

@@ -223,15 +223,61 @@ def _on_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
             "torch.autograd.grad was asked for gradients with respect to sharded parameters, which are gathered only"
             " where they are used. Use a strategy that does not shard them, such as hybrid_shard with dp_shard_size=1."
         )
+    first = args[0] if args else None
     args, kwargs = tree_map(_whole, (tuple(args), kwargs))
-    return func(*args, **kwargs)
+    result = func(*args, **kwargs)
+    if isinstance(first, GatheredOnUse) and not (torch.is_grad_enabled() and first._sharded.requires_grad):
+        return _as_views(result, first._sharded, args[0])
+    return result
+
+
+class _View(torch.Tensor):
+    """View a gathered parameter, or a part of it, so that in-place changes of the view change the shards."""
+
+    _sharded: DTensor
+    _memory: Tensor
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func``, and write what it changes into the shards."""
+        kwargs = kwargs or {}
+        name = func.__name__
+        targets = [kwargs.get("out")]
+        if is_in_place(name):
+            targets += [args[0] if args else tuple(kwargs.values())]
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            for target in tree_leaves(targets):
+                if isinstance(target, cls):
+                    write_whole(target._sharded, target._memory)
+            first = args[0] if args else None
+            if isinstance(first, cls) and result is not first:
+                return _as_views(result, first._sharded, first._memory)
+        return result
+
+
+def _as_views(result: Any, sharded: DTensor, whole: Tensor) -> Any:
+    """Let tensors in ``result`` that have the memory of ``whole`` write changes into the shards."""
+
+    def as_view(tensor: Any) -> Any:
+        if not isinstance(tensor, Tensor) or tensor is whole or type(tensor) is not Tensor:
+            return tensor
+        if tensor.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+            return tensor
+        view = tensor.as_subclass(_View)
+        view._sharded, view._memory = sharded, whole
+        return view
+
+    return tree_map(as_view, result)
 
 
 def _whole(value: Any, detached: bool = False) -> Any:
     if isinstance(value, GatheredOnUse):
         with torch._C.DisableTorchFunctionSubclass():
-            sharded = value._sharded.detach() if detached else value._sharded
-            return value._gather(sharded).clone() if detached else value._gather(sharded)
+            # What is changed, and what it is changed with, has the dtype that the parameter is stored in.
+            return value._sharded.full_tensor().detach().clone() if detached else value._gather(value._sharded)
     if isinstance(value, DTensor):
         return value.full_tensor()
     return value
@@ -240,5 +286,9 @@ def _whole(value: Any, detached: bool = False) -> Any:
 @torch.no_grad()
 def write_whole(sharded: DTensor, whole: Tensor) -> None:
     """Copy this rank's part of ``whole``, which is the same on all ranks, into its shard. No communication."""
-    value = distribute_tensor(whole.to(sharded.dtype), sharded.device_mesh, sharded.placements, src_data_rank=None)
-    sharded.to_local().copy_(value.to_local())
+    value = distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
+    shard = sharded.to_local()
+    if value.dtype == shard.dtype:
+        shard.copy_(value)
+    else:  # Elements that have not changed keep their precision.
+        shard.copy_(torch.where(shard.to(value.dtype) == value, shard, value))

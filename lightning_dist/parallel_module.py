@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any, TypeVar
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist._compat import around_backwards, around_zero_grad
+from lightning_dist.accumulated_gradients import GradientsOfCopies
 from lightning_dist.consensus import timed_barrier
 from lightning_dist.initialization import broadcast_weights, materialize, refuse_meta_attributes
 from lightning_dist.parameter_group import ParameterGroup
@@ -105,7 +107,8 @@ class ParallelModule:
         self.runs_microbatches = False
         """Whether microbatches run now (see :meth:`microbatches`)."""
         self._running = 0
-        self._in_step = self._in_backward = self._has_unreduced = False
+        self._in_step = self._in_backward = self._has_unreduced = self._shows_gradients = False
+        self._gradients = GradientsOfCopies()
         self._has_stepped = False
         self._may_run_first = all(technique.runs_before_first_step for technique in techniques)
         needs_gather = any(group.needs_gather for group in self.groups)
@@ -228,6 +231,8 @@ class ParallelModule:
             backward_follows: Whether the caller runs a backward from what is returned; then outer units stay gathered.
         """
         self._in_step = self._has_stepped = True
+        # Where the caller runs the backward, it clears gradients by zero_grad() between the step and the backward.
+        self._shows_gradients = not backward_follows and torch.is_grad_enabled() and bool(self._points.copies)
         try:
             with self.running():
                 for before_step in self._points.before_step:
@@ -239,21 +244,32 @@ class ParallelModule:
                     around.enter_context(around_zero_grad(self._after_zero_grad))
                     for around_step in self._points.around_step:
                         around.enter_context(around_step())
+                    self._show_gradients()
                     output = self._wrapped(step)()
+                self._gradients.take_cleared()
                 self.write_back()
                 for finish_output in self._points.finish_output:
                     output = finish_output(output)
         except BaseException:
+            self._gradients.forget()
             for after_error in self._points.after_error:
                 after_error()
             raise
         finally:
-            self._in_step = False
+            self._in_step = self._shows_gradients = False
         for after_step in self._points.after_step:
             after_step(backward_follows)
         if not backward_follows:
             self.free()
         return output
+
+    def _show_gradients(self) -> None:
+        """Let a step that runs backwards itself see, on the tensors that modules hold, which parameters have gradients.
+
+        Without that, it would be silently ignored that it sets ``param.grad = None``.
+        """
+        if self._shows_gradients:
+            self._gradients.show(chain.from_iterable(copies() for copies in self._points.copies))
 
     def _wrapped(self, step: Callable[[], Any]) -> Callable[[], Any]:
         for wrap_step in self._points.wrap_step:
@@ -302,6 +318,7 @@ class ParallelModule:
         if self._in_backward:  # manual_backward, or a checkpoint whose recomputation runs a backward
             yield
             return
+        self._gradients.take_cleared()
         for group in self.groups:
             group.drop_cleared()
         self._in_backward = has_failed = True
@@ -317,6 +334,7 @@ class ParallelModule:
             self._has_unreduced = has_failed or not self.reduces_gradients
             for group in self.groups if self._in_step else ():
                 group.watch_unreduced()
+            self._show_gradients()
 
     def drop_unreduced(self, params: Collection[nn.Parameter] | None = None) -> None:
         """Drop gradients that backwards have left unreduced on the gathered parameters.
@@ -346,6 +364,7 @@ class ParallelModule:
             params: The parameters that ``zero_grad()`` has seen.
             sets_to_none: Whether their gradients were set to None instead of zero.
         """
+        self._gradients.take_cleared()
         modules = dict(self.module.named_modules())
         ids = set(map(id, params))
         for group in self.groups:
@@ -360,6 +379,7 @@ class ParallelModule:
                 elif param.grad is not None:
                     param.grad.zero_()
             group.drop_unreduced(cleared)
+        self._show_gradients()
 
     @property
     def reduces_gradients(self) -> bool:
@@ -378,6 +398,7 @@ class ParallelModule:
 
     def before_optimizer_step(self) -> None:
         """Check gradients before an optimizer step."""
+        self._gradients.take_cleared()
         for before_optimizer_step in self._points.before_optimizer_step:
             before_optimizer_step()
 
@@ -388,6 +409,7 @@ class ParallelModule:
             after_optimizer_step()
         if self._in_step:
             self._gather_root_groups()
+            self._show_gradients()
 
     def total_norm(self, gradients: Sequence[Tensor], order: float = 2.0) -> Tensor | None:
         """Return the norm of the whole model's gradients; None where that of ``gradients`` is it. A collective.

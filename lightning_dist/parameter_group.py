@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
@@ -26,6 +26,9 @@ class ParameterGroup(ABC):
 
     owners: list[nn.Module]
     """The modules that hold the parameters, in the same order on all ranks; set when the module is built."""
+
+    on_change: Callable[[ParameterGroup, Sequence[str]], None] = staticmethod(lambda group, names: None)
+    """Function that :meth:`write_back` calls with the group and the names of parameters that a step has changed."""
 
     _syncs_gradients = True
 
@@ -128,17 +131,13 @@ class ParameterGroup(ABC):
 
     # What the first-step audit asks.
 
-    def write_back(self, compares: bool = False) -> None:
+    def write_back(self) -> None:
         """Write what a step has changed in the gathered parameters into those that the optimizer sees.
 
-        Args:
-            compares: Whether values are compared as well, and not only the versions of tensors.
+        :attr:`on_change` is called, while they are gathered, with the names of those that the step has changed other
+        than through ``param.data``; these are the same on all ranks.
         """
         return
-
-    def take_changed(self) -> list[str]:
-        """Return the names of the parameters that :meth:`write_back` has written since the last call of this method."""
-        return []
 
     def unwritten(self) -> list[str]:
         """Return the names of gathered parameters whose values the optimizer would not see."""

@@ -124,11 +124,10 @@ class ScalarGroup(ParameterGroup):
         self.copy_requires_grad()
 
     @torch.no_grad()
-    def write_back(self, compares: bool = False) -> None:
+    def write_back(self) -> None:
         """Keep values that a step has put in the place of those of a parameter, by ``param.data = ...``.
 
-        Args:
-            compares: It makes no difference, since all other changes are made in the memory of the parameters.
+        All other changes are made in the memory of the parameters.
         """
         for whole, replicated in zip(self._whole, self._replicated, strict=True):
             local = local_of(replicated)

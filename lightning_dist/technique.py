@@ -280,6 +280,15 @@ class Technique:
 
     # What a step may change in gathered parameters, or put into the modules in their place.
 
+    def copies(self) -> Iterable[tuple[str, Tensor, nn.Parameter]]:
+        """Return the tensors that modules compute with in place of parameters that have gradients.
+
+        Returns:
+            The name of each parameter, the tensor, and the parameter, which the optimizer sees or which is such a
+            tensor of a technique further outside.
+        """
+        return ()
+
     def write_back(self) -> None:
         """Keep what a step has changed in gathered parameters."""
 

@@ -145,11 +145,10 @@ class ReplicatedGroup(ParameterGroup):
             if not self._is_gathered:
                 self.free()
 
-    def write_back(self, compares: bool = False) -> None:
+    def write_back(self) -> None:
         """Keep values that a step has put in the place of those of a parameter, by ``param.data = ...``.
 
-        Args:
-            compares: It makes no difference, since all other changes are made in the memory of the parameters.
+        All other changes are made in the memory of the parameters.
         """
         for _, _, param in self._places if self._is_gathered else ():
             for take_replaced in self._take_replaced:

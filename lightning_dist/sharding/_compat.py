@@ -66,6 +66,7 @@ class ShardedGroup(ParameterGroup):
         # FSDP2 has no hooks that run when parameters are gathered or freed. Replaced by: such hooks.
         group._to_unsharded = self._put_whole  # type: ignore[method-assign]
         group._to_sharded = self._put_shards  # type: ignore[method-assign]
+        group._to_sharded_post_forward = self._put_parts  # type: ignore[method-assign]
         # After load_state_dict, FSDP2 takes the parameters that the modules hold to be the shards, without a check.
         # Replaced by: such a check in FSDP2.
         for index, param in enumerate(group.fsdp_params):
@@ -75,8 +76,6 @@ class ShardedGroup(ParameterGroup):
         self._versions: dict[FSDPParam, int] = {}
         self._requires_grad: dict[FSDPParam, bool] = {}
         """The last value of ``requires_grad`` that sharded and gathered parameters had in common."""
-        self._writes_through_data = False
-        self._changed: list[str] = []
         self.take_replaced: Callable[[nn.Parameter], bool] = lambda param: False
         self.is_other_form: Callable[[nn.Module, str, torch.Tensor | None], bool] = lambda module, name, held: False
 
@@ -117,9 +116,7 @@ class ShardedGroup(ParameterGroup):
         if self._is_held:
             return
         if self._group.is_unsharded:
-            self._written_back(compares=False)
-            self._take_requires_grad()
-            self._requires_grad.clear()
+            self._leave_gathered()
         self._keep_what_numpy_shares()
         # Inside torch.func.functional_call, a block may run again, with the same tensors.
         replaced = self._of_other_code() if self._has_stand_ins and self._group.is_unsharded else []
@@ -128,6 +125,16 @@ class ShardedGroup(ParameterGroup):
             self._put_stand_ins()
         for module, name, current in replaced:
             module._parameters[name] = current  # type: ignore[assignment]
+
+    def _put_parts(self) -> None:
+        """Put parameters that stay sharded over some of the ranks until the backward into the modules."""
+        self._leave_gathered()
+        FSDPParamGroup._to_sharded_post_forward(self._group)  # type: ignore[no-untyped-call]
+
+    def _leave_gathered(self) -> None:
+        self.write_back()
+        self._take_requires_grad()
+        self._requires_grad.clear()
 
     def _take_shards(self, index: int) -> None:
         """Take the tensor that a module holds as the new shard, unless it is the gathered parameter or a stand-in."""
@@ -176,25 +183,12 @@ class ShardedGroup(ParameterGroup):
             for param in self._group.fsdp_params:
                 param._setattr_on_modules(param.sharded_param)
 
-    def write_back(self, compares: bool = False) -> None:
+    @torch.no_grad()
+    def write_back(self) -> None:
         """Write the step's changes of the gathered parameters into the shards.
 
-        Args:
-            compares: Whether to compare values as well. Otherwise a change is noticed by the version counter of the
-                tensor, which a change through ``param.data`` does not increase. Once values had to be compared to find
-                a change, they are always compared.
+        Values are compared, because a change through ``param.data`` does not increase the version counter of a tensor.
         """
-        self._changed += self._written_back(compares)
-
-    def take_changed(self) -> list[str]:
-        """Return the names of the parameters that :meth:`write_back` has written since the last call of this method."""
-        changed, self._changed = self._changed, []
-        return changed
-
-    @torch.no_grad()
-    def _written_back(self, compares: bool) -> list[str]:
-        """Write changes of the gathered parameters into the shards, and return the names of the changed ones."""
-        compares = compares or self._writes_through_data
         changed: list[str] = []
         for param in self._group.fsdp_params:
             is_changed = self.take_replaced(param._unsharded_param)
@@ -203,20 +197,16 @@ class ShardedGroup(ParameterGroup):
             version = whole._version
             is_replaced = whole.data_ptr() != memory.data_ptr()
             is_changed |= is_replaced or version != self._versions.get(param, 0)
-            if not is_changed and not compares:
-                continue
             self._versions[param] = version
             if is_replaced:
                 gathered = torch.as_strided(memory, whole.size(), whole.stride())
                 overwrite(gathered, whole)
                 whole.data = gathered
-            shard, own = _own_part(param, whole)
-            if shard.data_ptr() == own.data_ptr() or torch.equal(shard.to(own.dtype), own):
-                continue
-            self._writes_through_data |= compares
-            shard.copy_(own)
-            changed.append(_name(param))
-        return changed
+            if is_changed:
+                changed.append(_name(param))
+            _store(*_own_part(param, whole))
+        if changed:
+            self.on_change(self, changed)
 
     @property
     def params(self) -> list[nn.Parameter]:
@@ -231,6 +221,12 @@ class ShardedGroup(ParameterGroup):
     def holds(self, param: torch.Tensor) -> bool:
         """Return whether ``param`` is one of the gathered parameters."""
         return any(getattr(own, "_unsharded_param", None) is param for own in self._group.fsdp_params)
+
+    def copies(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+        """Yield name, gathered parameter and shard of those that have been gathered before."""
+        for param in self._group.fsdp_params:
+            if hasattr(param, "_unsharded_param"):
+                yield _name(param), param._unsharded_param, param.sharded_param
 
     def unwritten(self) -> list[str]:
         """Return the names of gathered parameters whose values are not those of the shards."""
@@ -530,6 +526,19 @@ def _own_part(param: FSDPParam, whole: torch.Tensor) -> tuple[torch.Tensor, torc
     rank = info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
     start = min(rank * param.padded_sharded_param_size[dim], whole.size(dim))
     return shard, whole.narrow(dim, start, shard.size(dim))
+
+
+def _store(shard: torch.Tensor, own: torch.Tensor) -> None:
+    """Copy the elements of ``own`` that differ from those of ``shard``; the others keep their precision."""
+    if shard.data_ptr() == own.data_ptr():
+        return
+    # On other devices, the host would have to wait for the result of a comparison.
+    if shard.device.type == "cpu" and torch.equal(shard.to(own.dtype), own):
+        return
+    if shard.dtype == own.dtype:
+        shard.copy_(own)
+    else:
+        shard.copy_(torch.where(shard.to(own.dtype) == own, shard, own))
 
 
 def _state(module: nn.Module) -> FSDPState:

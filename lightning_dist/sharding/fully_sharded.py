@@ -178,6 +178,11 @@ class Sharding(Technique):
         gather = partial(whole_for_step, data_parallel_axes=axes, dtype=dtype, on_gradient=on_gradient)
         return GatheredOnUse(param, gather)
 
+    def copies(self) -> Iterable[tuple[str, Tensor, nn.Parameter]]:
+        """Return the gathered parameters whose shards have gradients."""
+        for group in self._groups:
+            yield from group.copies()
+
     def after_step(self, backward_follows: bool) -> None:
         """Check that all ranks have ended the forward, if no backward follows. A collective then."""
         if not backward_follows:

@@ -284,6 +284,13 @@ class TensorParallel(Technique):
             return False
         return any(held is form for form in (self._put[known], self._in_forward.get(known), self._elsewhere.get(known)))
 
+    def copies(self) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
+        """Yield the name of each parameter, this rank's part of it, and the parameter."""
+        modules = {module: name for name, module in self._root.named_modules()}
+        names = {whole: f"{modules[owner]}.{key}".lstrip(".") for (owner, key), whole in self._whole.items()}
+        for part, whole in self._parts.copies():
+            yield names[whole], part, whole
+
     def gradients_left(self) -> list[str]:
         """Return the names of the parameters whose part on this rank has a gradient that the parameter did not get."""
         return self._parts.gradients_left(self._root)

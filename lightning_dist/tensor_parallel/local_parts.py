@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import cast
 
@@ -57,8 +58,21 @@ class LocalParts:
         if isinstance(cast(DTensor, whole).placements[0], Replicate):
             return self._parts[whole]
         if whole not in self._stand_ins:
-            self._stand_ins[whole] = GatheredOnUse(whole, _gather)
+            self._stand_ins[whole] = GatheredOnUse(whole, partial(self._gather, whole))
         return self._stand_ins[whole]
+
+    def _gather(self, whole: nn.Parameter, split: Tensor, split_axis: str | None = None) -> Tensor:
+        """All-gather a parameter or its detached values over ``tp``. A collective; all ranks must use the result alike.
+
+        Args:
+            whole: The parameter.
+            split: The parameter or its detached values.
+            split_axis: ``tp`` to return this rank's part instead, without communication; None: gather.
+        """
+        if split_axis is not None:
+            return self.part_of(whole)
+        replicated = [Replicate()]
+        return cast(DTensor, split).redistribute(placements=replicated).to_local(grad_placements=replicated)
 
     def take_replaced(self, whole: nn.Parameter) -> bool:
         """Write the new values of a part into ``whole``, if the step has replaced the part through ``.data``.
@@ -79,6 +93,11 @@ class LocalParts:
         if part is not None and part.data_ptr() != memory.data_ptr():
             part.data = memory.detach()
 
+    def copies(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
+        """Yield parts and their parameters."""
+        for whole, part in self._parts.items():
+            yield part, whole
+
     def gradients_left(self, root: nn.Module) -> list[str]:
         """Return the names of the parameters of ``root`` whose part has a gradient that was not handed on."""
         left = {id(part) for part in self._parts.values() if part.grad is not None}
@@ -98,9 +117,3 @@ def _hand_on_gradient(whole: nn.Parameter, part: Tensor) -> None:
     gradient = _compat.call_gradient_hooks(whole, gradient)
     whole.grad = gradient if whole.grad is None else whole.grad + gradient
     _compat.call_post_accumulate_hooks(whole)
-
-
-def _gather(split: Tensor) -> Tensor:
-    """All-gather a parameter or its detached values over ``tp``. A collective; all ranks must use the result alike."""
-    replicated = [Replicate()]
-    return cast(DTensor, split).redistribute(placements=replicated).to_local(grad_placements=replicated)

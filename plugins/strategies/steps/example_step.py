@@ -16,6 +16,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric, MetricCollection
@@ -172,14 +173,33 @@ def parameters_unchanged(module: LightningModule) -> Iterator[None]:
             return held._version, held.untyped_storage()._cdata
 
     before = {name: state_of(param) for name, param in params.items()}
-    yield
+    with _Writes() as writes:  # A change through ``param.data`` leaves the parameter's version as it is.
+        yield
     for name, param in params.items():
-        if state_of(param) != before[name]:
+        if state_of(param) != before[name] or before[name][1] in writes.storages:
             raise TraceError(
                 f"The step changes the parameter {name!r}. Under a pipeline, a step runs once per microbatch, and only"
                 " the last stage runs it to its end: change parameters in on_train_batch_start or on_train_batch_end,"
                 " where every rank sees the parameters of all stages."
             )
+
+
+class _Writes(TorchDispatchMode):
+    """Record the memory that operations inside change in place, by its ``StorageImpl`` pointer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.storages: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run ``func``, and record the tensors that its schema says it changes."""
+        if func._schema.is_mutable:
+            given = {**dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)), **(kwargs or {})}
+            for arg in func._schema.arguments:
+                if arg.alias_info is not None and arg.alias_info.is_write:
+                    changed = tree_leaves(given.get(arg.name))
+                    self.storages |= {leaf.untyped_storage()._cdata for leaf in changed if isinstance(leaf, Tensor)}
+        return func(*args, **(kwargs or {}))
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:

@@ -227,3 +227,113 @@ def activations_from_hooks(run: Run) -> None:
             return loss
 
     run.fit(Sparse())
+
+
+class _Scaled(nn.Module):
+    """A block that changes one of its parameters in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(N, 2 * N), nn.Linear(2 * N, N)
+        self.scale = nn.Parameter(torch.ones(2 * N))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale.data.clamp_(0.99, 1.01)
+        return x + self.down(functional.gelu(self.up(x)) * self.scale)
+
+
+@case(
+    "a block clamps a parameter through `.data` in its forward",
+    refused=dict.fromkeys(STAGES, r"The step changes the parameter 'net\.0\.scale'"),
+)
+def data_clamped_in_block(run: Run) -> None:
+    class Clamps(Classifier):
+        def __init__(self) -> None:
+            super().__init__(lr=2.0)
+            self.net = nn.Sequential(*[_Scaled() for _ in range(4)])
+
+    run.fit(Clamps())
+
+
+@case(
+    "a step clamps a parameter through `.data`, from the second step on",
+    refused=dict.fromkeys(STAGES, "The step changes the parameter 'scale'"),
+)
+def data_clamped_in_step(run: Run) -> None:
+    class Clamps(Classifier):
+        def __init__(self) -> None:
+            super().__init__(lr=2.0)
+            self.scale = nn.Parameter(torch.ones(N))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x * self.scale)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_step > 0:
+                self.scale.data.clamp_(0.99, 1.01)
+            return super().training_step(batch, batch_idx)
+
+    run.fit(Clamps())
+
+
+@case("a step clears gradients by hand", refused=dict.fromkeys(STAGES, "automatic_optimization"))
+def cleared_by_hand(run: Run) -> None:
+    class ByHand(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx % 2:  # Gradients of two steps are added up, but for those of the body.
+                for param in self.net.parameters():
+                    param.grad = None
+            loss = self.loss(batch)
+            if batch_idx % 2 == 0:
+                for param in self.parameters():
+                    param.grad = None
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+    run.fit(ByHand())
+
+
+@case("a step zeroes gradients by hand, in place", refused=dict.fromkeys(STAGES, "automatic_optimization"))
+def zeroed_by_hand(run: Run) -> None:
+    class ByHand(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            loss = self.loss(batch)
+            if batch_idx % 2 == 0:
+                self.zero_grad(set_to_none=False)
+            else:
+                for param in self.head.parameters():
+                    param.grad.zero_()
+            self.manual_backward(loss)
+            self.optimizers().step()
+
+    run.fit(ByHand())
+
+
+@case(
+    "views of weights are changed in a step",
+    refused=dict.fromkeys(STAGES, "The step changes the parameter|uses the parameter"),
+)
+def views_changed(run: Run) -> None:
+    class Views(Classifier):
+        @torch.no_grad()
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            weight = self.net[1].up.weight
+            weight[:, 0].zero_()
+            weight.data[1].mul_(0.5)
+            weight.t()[2:4].add_(0.01)
+            torch.add(weight[3], 1.0, out=weight[3])
+            first, second = weight.view(-1).chunk(2)
+            second.clamp_(-0.1, 0.1)
+            first[0] = 0.25
+            with torch.enable_grad():
+                return super().training_step(batch, batch_idx)
+
+    run.fit(Views())
