@@ -19,6 +19,7 @@ from lightning_dist.accumulated_gradients import GradientsOfCopies
 from lightning_dist.consensus import timed_barrier
 from lightning_dist.initialization import broadcast_weights, materialize, refuse_meta_attributes
 from lightning_dist.parameter_group import ParameterGroup
+from lightning_dist.replaced_parameters import ReplacedParameters
 from lightning_dist.technique import Points, Technique
 from lightning_dist.units import Unit
 from lightning_dist.whole_files import register, whole_state_dicts
@@ -97,6 +98,7 @@ class ParallelModule:
         for select_units in self._points.select_units:
             units = select_units(units)
         self.units = tuple(units)
+        replaced = ReplacedParameters(module)
         self.groups = self._build(torch.device(mesh.device_type))
         self._outer = [group for group in self.groups if group.unit.stays_gathered]
         self._freed_after_backward = [g for g in self.groups if g.unit.stays_gathered or not g.is_sharded]
@@ -118,6 +120,7 @@ class ParallelModule:
         register(module, [owner for unit in self.units for owner in unit.modules])
         for finish in self._points.finish:
             finish()
+        replaced.refuse()
         # The modules' hooks hold this object, so that it lives as long as the module; where no module needs a hook, the
         # strategy holds it, and a later Trainer makes the module parallel anew.
         _modules[module] = weakref.ref(self)

@@ -261,7 +261,9 @@ class Pipeline(Technique):
         norm = get_total_norm(counted, order) if counted else torch.zeros((), device=self._device)
         if isinstance(norm, DTensor):
             norm = norm.full_tensor()
-        norm = norm.to(torch.float64 if norm.dtype == torch.float64 else torch.float32)
+        # All ranks choose the same dtype, also those that have none of the gradients.
+        dtypes = {param.dtype for param in self._root.parameters()}
+        norm = norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)
         norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(self.group))]
         dist.all_gather(norms, norm, group=self.group)
         total: Tensor = torch.linalg.vector_norm(torch.stack(norms), order)

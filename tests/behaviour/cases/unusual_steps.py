@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torchmetrics.classification import MulticlassAccuracy
 
-from tests.behaviour.case import Run, case
+from tests.behaviour.case import HOLDS_PARTS, Run, case
 from tests.behaviour.models import NUM_CLASSES, NUM_FEATURES, Classifier
 
 STAGES = ("pp", "nd", "nd_tp")
@@ -337,3 +337,36 @@ def views_changed(run: Run) -> None:
                 return super().training_step(batch, batch_idx)
 
     run.fit(Views())
+
+
+@case(
+    "parameters collected in __init__ are clipped after the backward",
+    refused=dict.fromkeys(set(HOLDS_PARTS) - {"pp"}, "'head.weight' as it was before"),
+)
+def collected_in_init(run: Run) -> None:
+    class Collects(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.collected = [self.head.weight]
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            assert self.collected[0].shape == self.head.weight.shape
+            nn.utils.clip_grad_norm_(self.collected, 0.01)
+
+    run.fit(Collects())
+
+
+@case(
+    "an optimizer is made in __init__",
+    refused=dict.fromkeys(set(HOLDS_PARTS) - {"pp"}, "It was created before the module was sharded"),
+)
+def optimizer_made_in_init(run: Run) -> None:
+    class Makes(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.made = torch.optim.SGD(self.parameters(), lr=0.05)
+
+        def configure_optimizers(self) -> Any:
+            return self.made
+
+    run.fit(Makes())

@@ -1,0 +1,77 @@
+"""Refuse to use parameters that the module no longer has, because others took their place when it was made parallel.
+
+A list that was collected in ``__init__`` still has the old ones. They get no gradients and no updates, so that to clip
+them or to add their norm to the loss would silently do nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["ReplacedParameter", "ReplacedParameterError", "ReplacedParameters"]
+
+_QUESTIONS = frozenset(
+    {
+        "__format__", "__hash__", "__len__", "__repr__", "dim", "element_size", "is_complex", "is_floating_point",
+        "ndimension", "nelement", "numel", "size", "stride",
+    }
+)  # fmt: skip
+_PROPERTIES = frozenset({"device", "dtype", "is_leaf", "itemsize", "layout", "ndim", "requires_grad", "shape"})
+"""What may be asked of a replaced parameter, since the answer has not changed."""
+
+
+class ReplacedParameterError(RuntimeError):
+    """Report that code uses a parameter which the module no longer has."""
+
+
+class ReplacedParameter(nn.Parameter):
+    """Be a parameter that another one has replaced in its module; everything but its shape and dtype is refused."""
+
+    replaced_name: str
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run ``func`` if it asks for the shape, the dtype or the device.
+
+        Raises:
+            ReplacedParameterError: If it does anything else.
+        """
+        of_property = getattr(getattr(func, "__self__", None), "__name__", "")
+        if func.__name__ in _QUESTIONS or (func.__name__ == "__get__" and of_property in _PROPERTIES):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
+        raise ReplacedParameterError(
+            f"{of_property or func.__name__} was used of the parameter {first.replaced_name!r} as it was before the"
+            " strategy replaced it: it gets no gradients and no updates any more. Code that has kept it, such as a list"
+            " made in __init__ or setup, must ask the module where it needs it, by self.parameters() or self.<name>."
+        )
+
+
+class ReplacedParameters:
+    """Find out which parameters of a module are replaced while it is made parallel.
+
+    Args:
+        module: The module with its own parameters. They are not kept alive.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._params = [(name, weakref.ref(param)) for name, param in module.named_parameters()]
+
+    def refuse(self) -> None:
+        """Refuse from now on that those parameters are used which the module no longer has."""
+        kept = set(map(id, self._module.parameters()))
+        for name, reference in self._params:
+            param = reference()
+            if param is not None and id(param) not in kept and type(param) is nn.Parameter:
+                param.__class__ = ReplacedParameter
+                param.replaced_name = name  # type: ignore[attr-defined]  # It is a ReplacedParameter now.
