@@ -5,13 +5,13 @@ What a step leaves in attributes is taken from the last stage on every rank, so 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from copy import copy
 from typing import Any
 
 from torch import nn
+
+from lightning_dist.step_graph import items_of, packages_of, set_items
 
 __all__ = ["keep", "restore", "unchanged"]
 
@@ -23,18 +23,19 @@ class _Absent:
     """Mark an attribute that does not exist."""
 
 
-def keep(root: nn.Module, names: Names) -> list[tuple[Any, Any]]:
-    """Return the values of attributes, each with a shallow copy of it if it is a container.
+def keep(root: nn.Module, names: Names) -> list[tuple[Any, list[Any] | None]]:
+    """Return the values of attributes, each with what it contains if it is a container or an object of the user's.
 
     Args:
         root: The user's module.
         names: The names of the attributes.
     """
     values = [vars(root.get_submodule(module)).get(key, _Absent) for module, key in names]
-    return [(value, copy(value) if isinstance(value, list | dict | set | deque) else None) for value in values]
+    packages = packages_of(root) if names else frozenset()
+    return [(value, items_of(value, packages)) for value in values]
 
 
-def restore(root: nn.Module, names: Names, kept: Sequence[tuple[Any, Any]]) -> None:
+def restore(root: nn.Module, names: Names, kept: Sequence[tuple[Any, list[Any] | None]]) -> None:
     """Restore attributes, and the items of their containers, to what :func:`keep` returned.
 
     Args:
@@ -42,15 +43,14 @@ def restore(root: nn.Module, names: Names, kept: Sequence[tuple[Any, Any]]) -> N
         names: The names of the attributes, as for :func:`keep`.
         kept: The result of :func:`keep`.
     """
-    for (module, key), (value, content) in zip(names, kept, strict=True):
+    for (module, key), (value, items) in zip(names, kept, strict=True):
         attributes = vars(root.get_submodule(module))
         if value is _Absent:
             attributes.pop(key, None)
             continue
         attributes[key] = value
-        if content is not None:
-            value.clear()
-            value.extend(content) if isinstance(value, list | deque) else value.update(content)
+        if items is not None:
+            set_items(value, items)
 
 
 @contextmanager

@@ -298,9 +298,12 @@ class ScheduleRunner:
                 )
             # The attributes that the last microbatch sets on the last stage are kept as those of the step. If the graph
             # has of_whole_batch, they are replaced when the code between parts runs on the whole batch.
-            is_left = plan.is_last and microbatch == len(running.steps) - 1
-            changed = plan.graph.changed if plan.is_last else (*plan.graph.changed, *plan.graph.changed_inside)
-            with unchanged(self._root, changed) if changed and not is_left else nullcontext():
+            # Those inside parts are kept on the stages that have the parts.
+            is_last = microbatch == len(running.steps) - 1
+            changed = plan.graph.changed if not (plan.is_last and is_last) else ()
+            changed += plan.graph.changed_inside if not plan.is_last else ()
+            changed += plan.graph.changed_in_parts if not is_last else ()
+            with unchanged(self._root, changed) if changed else nullcontext():
                 result, sent = self._replay.run(plan, seed, received, step)
             if not plan.is_last:
                 return sent

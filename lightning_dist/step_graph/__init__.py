@@ -16,9 +16,11 @@ The modules, in the order in which they build on each other:
 - ``reentrant_checkpointing``: activation checkpointing in the user's model;
 - ``control_flow``: a step that decides by values of tensors runs once for each outcome;
 - ``parts``, ``trace``: the parts of a model, and the graph of a step;
+- ``contents``: what containers and objects in a model's attributes contain;
 - ``known_paths``: the graphs of earlier steps, and when a step must be traced again.
 """
 
+from lightning_dist.step_graph.contents import is_object, items_of, packages_of, set_items
 from lightning_dist.step_graph.dataflow import Dataflow
 from lightning_dist.step_graph.fake_run import RefusalError, WhyNot, run_on_fakes, tensors_in
 from lightning_dist.step_graph.graph import InnerCall, Leaf, Output, PartCall, StepGraph, TraceError, Value
@@ -43,8 +45,12 @@ __all__ = [
     "WhyNot",
     "checkpointing_without_reentry",
     "find_parts",
+    "is_object",
+    "items_of",
     "note_exchange",
+    "packages_of",
     "run_on_fakes",
+    "set_items",
     "tensors_in",
     "trace_step",
 ]

@@ -11,7 +11,6 @@ import functools
 import logging
 import sys
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from io import StringIO
@@ -23,6 +22,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
+from lightning_dist.step_graph.contents import items_of, packages_of, set_items
 from lightning_dist.step_graph.fake_rules import FakeRules
 from lightning_dist.step_graph.generators import get_state, own_generators, set_state
 from lightning_dist.step_graph.tensor_reads import MadeUpValues
@@ -262,11 +262,12 @@ def _restored(root: nn.Module) -> Iterator[None]:
     """On exit, restore every attribute of every module, the contents of containers, and the states of generators."""
     saved = [(module, dict(vars(module))) for module in root.modules()]
     generators = [(generator, get_state(generator)) for _, generator in own_generators(root)]
-    contents: dict[int, tuple[Any, Any]] = {}
+    contents: dict[int, tuple[Any, list[Any]]] = {}
+    packages = packages_of(root)
     for _, attributes in saved:
         for key, value in attributes.items():
             if key != "_modules":
-                _keep(value, contents)
+                _keep(value, contents, packages)
     try:
         yield
     finally:
@@ -275,17 +276,17 @@ def _restored(root: nn.Module) -> Iterator[None]:
         for module, attributes in saved:
             vars(module).clear()
             vars(module).update(attributes)
-        for value, content in contents.values():
-            value.clear()
-            value.extend(content) if isinstance(value, list | deque) else value.update(content)
+        for value, items in contents.values():
+            set_items(value, items)
 
 
-def _keep(value: Any, contents: dict[int, tuple[Any, Any]]) -> None:
-    """Record the contents of ``value`` and of all containers nested in it in ``contents``, by id."""
-    if isinstance(value, list | deque | set) or (isinstance(value, dict) and not isinstance(value, nn.Module)):
-        if id(value) in contents:
-            return
-        items = list(value.items()) if isinstance(value, dict) else list(value)
-        contents[id(value)] = (value, items)
-        for item in value.values() if isinstance(value, dict) else items:
-            _keep(item, contents)
+def _keep(value: Any, contents: dict[int, tuple[Any, list[Any]]], packages: frozenset[str]) -> None:
+    """Record the items of ``value``, and of all containers and objects nested in it, in ``contents``, by id."""
+    if id(value) in contents:
+        return
+    items = items_of(value, packages)
+    if items is None:
+        return
+    contents[id(value)] = (value, items)
+    for item in items:
+        _keep(item[1] if isinstance(item, tuple) and len(item) == 2 else item, contents, packages)

@@ -135,6 +135,7 @@ class StepGraph:
         changed: The attributes of modules outside of parts that the step sets, or whose containers it changes, each
             as the module's name and the attribute's name.
         changed_inside: The attributes that the step changes and has restored at its end, named likewise.
+        changed_in_parts: The attributes of modules in parts that the step changes, but for tensors, named likewise.
         steady_buffers: The names of the buffers in parts that the step changes to values independent of the batch.
         batch_buffers: The names of the other buffers in parts that the step changes.
         buffers_between: The names of the buffers outside of parts that the step changes.
@@ -152,6 +153,7 @@ class StepGraph:
     params_between: frozenset[str] = frozenset()
     changed: tuple[tuple[str, str], ...] = ()
     changed_inside: tuple[tuple[str, str], ...] = ()
+    changed_in_parts: tuple[tuple[str, str], ...] = ()
     steady_buffers: frozenset[str] = frozenset()
     batch_buffers: frozenset[str] = frozenset()
     buffers_between: frozenset[str] = frozenset()
@@ -201,6 +203,7 @@ class StepGraph:
             self.params_between | other.params_between,
             changed,
             tuple(dict.fromkeys((*self.changed_inside, *other.changed_inside))),
+            tuple(dict.fromkeys((*self.changed_in_parts, *other.changed_in_parts))),
             (self.steady_buffers | other.steady_buffers) - self.batch_buffers - other.batch_buffers,
             self.batch_buffers | other.batch_buffers,
             self.buffers_between | other.buffers_between,

@@ -232,10 +232,14 @@ class _Reads:
 
     def known(self, graph: StepGraph) -> list[_Read | _Question]:
         """Return the recorded reads that decide whether a later step takes the path with this graph."""
-        changed = {(id(self._root.get_submodule(owner)), key) for owner, key in graph.changed}
+        # What changes inside a part is of no concern to the code between parts, which calls the parts.
+        in_parts = {(id(self._root.get_submodule(owner)), key) for owner, key in graph.changed_in_parts}
+        changed = in_parts | {(id(self._root.get_submodule(owner)), key) for owner, key in graph.changed}
         found: list[_Read | _Question] = list(self._asked)
         for (owner, name), value in self._values.items():
-            if isinstance(value, _PLAIN):
+            if isinstance(value, _PLAIN) and (owner, name) in in_parts:
+                found.append(_Read(self.owners[owner], name, type, type(value)))
+            elif isinstance(value, _PLAIN):
                 found.append(_Read(self.owners[owner], name, None, value))
             else:
                 outline = _is_empty if (owner, name) in changed else _outline

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_dist.step_graph.batch_marks import BatchMarks
+from lightning_dist.step_graph.contents import items_of, packages_of
 from lightning_dist.step_graph.draws import Draws
 from lightning_dist.step_graph.fake_run import Observer, tensors_in
 from lightning_dist.step_graph.graph import InnerCall, Leaf, Output, PartCall, StepGraph, TraceError, Value
@@ -68,6 +69,7 @@ class GraphObserver:
         self.functions = _Functions(self, self._draws, self._of_batch)
         self._root = root
         self._parts = parts
+        self._packages = packages_of(root)
         self._blocks = blocks
         self._calls: list[PartCall] = []
         self._end = PartCall("the end of the step")
@@ -79,6 +81,8 @@ class GraphObserver:
         self._before: dict[tuple[str, str], list[Any]] = {}
         self._changed: list[tuple[str, str]] = []
         self._changed_inside: dict[tuple[str, str], None] = {}
+        self._changed_in_parts: list[tuple[str, str]] = []
+        self._before_in_parts: dict[tuple[str, str], list[Any]] = {}
         self._watched: dict[tuple[str, str], tuple[dict[str, Any], list[Any]]] = {}
         self._hooked: list[tuple[frozenset[Value], int]] = []
         self._inputs: list[tuple[Tensor, int]] = []
@@ -126,12 +130,15 @@ class GraphObserver:
         """Prepare for the step, after the model's tensors have been replaced by fake tensors."""
         for name, param in self._root.named_parameters():
             param.__dict__["_param_name"] = name
-        self._before = {(name, key): _content(value) for name, key, value in self._attributes()}
+        self._before = {(name, key): self._content(value) for name, key, value in self._attributes(in_parts=False)}
+        self._before_in_parts = {
+            (name, key): self._content(value) for name, key, value in self._attributes(in_parts=True)
+        }
         attributes_of = {name: vars(module) for name, module in self._root.named_modules()}
         self._watched = {
             (name, key): (attributes_of[name], content)
             for (name, key), content in self._before.items()
-            if not name or isinstance(content[0], Mapping | list | deque | set)
+            if not name or items_of(content[0], self._packages) is not None
         }
         self._num_hooks = {name: _num_hooks(module) for name, module in self._root.named_modules()}
         self._draws.watch(self._root)
@@ -199,15 +206,21 @@ class GraphObserver:
             loss = result.get("loss", returned[0]) if isinstance(result, Mapping) else returned[0]
             self._loss_history = history_of(loss)
         hooked = [name for name, module in self._root.named_modules() if _num_hooks(module) > self._num_hooks[name]]
-        for name, key, value in self._attributes():
+        for name, key, value in self._attributes(in_parts=False):
             for tensor in tensors_in(value):
                 self._use(self._end, tensor)
             before = self._before.get((name, key))
             # Forward hooks that a step registers on parts remain on every stage, so an attribute that was set to True
             # to say that they are registered must remain on every stage as well.
             is_hook_flag = value is True and any(not name or f"{hook}.".startswith(f"{name}.") for hook in hooked)
-            if not is_hook_flag and (before is None or not _is_same(_content(value), before)):
+            if not is_hook_flag and (before is None or not _is_same(self._content(value), before)):
                 self._changed.append((name, key))
+        for name, key, value in self._attributes(in_parts=True):
+            before = self._before_in_parts.get((name, key))
+            # A tensor that a part keeps is that of the last microbatch.
+            keeps_tensors = any(True for _ in tensors_in(value))
+            if not keeps_tensors and (before is None or not _is_same(self._content(value), before)):
+                self._changed_in_parts.append((name, key))
 
     def _look_for_changes(self) -> None:
         """Record attributes that differ from their values before the step.
@@ -215,16 +228,20 @@ class GraphObserver:
         A stage may end at this call, so that code of the step that restores an attribute later does not run on it.
         """
         for (name, key), (attributes, before) in self._watched.items():
-            if not _is_same(_content(attributes.get(key, _ABSENT)), before):
+            if not _is_same(self._content(attributes.get(key, _ABSENT)), before):
                 self._changed_inside.setdefault((name, key))
 
-    def _attributes(self) -> Iterator[tuple[str, str, Any]]:
-        """Return the attributes of modules outside of parts, as module name, attribute name and value."""
+    def _attributes(self, in_parts: bool) -> Iterator[tuple[str, str, Any]]:
+        """Yield the attributes of modules inside or outside of parts: module name, attribute name and value."""
         for name, module in self._root.named_modules():
-            if not any(name == part or name.startswith(f"{part}.") for part in self._parts):
+            if in_parts == any(name == part or name.startswith(f"{part}.") for part in self._parts):
                 for key, value in vars(module).items():
                     if key not in _TORCH_ATTRIBUTES:
                         yield name, key, value
+
+    def _content(self, value: Any) -> list[Any]:
+        """Return a list of an attribute's value and, if the value is a container or an object, what it contains."""
+        return [value, *(items_of(value, self._packages) or ())]
 
     def on_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Record a call of ``self.log``: the tensors or the number logged, and whether it is reduced by a mean."""
@@ -384,6 +401,7 @@ class GraphObserver:
             params,
             tuple(self._changed),
             tuple(place for place in self._changed_inside if place not in self._changed),
+            tuple(self._changed_in_parts),
             steady,
             frozenset(inside) - steady,
             frozenset(self._changed_buffers.keys() - inside.keys()),
@@ -435,15 +453,6 @@ class _Functions(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         self._observer.on_function(func, args, kwargs or {}, out)
         return out
-
-
-def _content(value: Any) -> list[Any]:
-    """Return a list of an attribute's value and, if the value is a container, its items."""
-    if isinstance(value, Mapping):
-        return [value, *value.items()]
-    if isinstance(value, list | deque | set):
-        return [value, *value]
-    return [value]
 
 
 def _is_same(content: list[Any], other: list[Any]) -> bool:

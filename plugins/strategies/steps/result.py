@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from inspect import signature as signature_of
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from lightning.pytorch import LightningModule
@@ -28,7 +28,7 @@ from lightning_dist.pipeline.attributes import keep, restore
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.steps.example_step import without_updates
 from lightning_dist.plugins.strategies.steps.metrics import SharedMetrics
-from lightning_dist.step_graph import Leaf, StepGraph
+from lightning_dist.step_graph import Leaf, StepGraph, is_object, packages_of, set_items
 
 __all__ = ["StepResult", "joined", "merged_outputs"]
 
@@ -187,9 +187,11 @@ class StepResult:
             raise error or OtherRankError(f"The last stage could not send what the step returned or changed: {failed}")
         output, logged, attributes, between = apply_to_collection(told, _Packed, _Packed.on, self._module.device)
         restore(self._module, self.graph.changed, self._before)
-        for (owner, key), (is_added, value) in zip(self.graph.changed, attributes, strict=True):
-            if is_added:
+        for (owner, key), (how, value) in zip(self.graph.changed, attributes, strict=True):
+            if how == "append":
                 vars(self._module.get_submodule(owner))[key].extend(value)
+            elif how == "fill":
+                set_items(vars(self._module.get_submodule(owner))[key], value)
             else:
                 setattr(self._module.get_submodule(owner), key, value)
         buffers.set(between)
@@ -203,20 +205,29 @@ class StepResult:
                 self._module.log(name, value, **call.kwargs)
         return output
 
-    def _attributes(self) -> list[tuple[bool, Any]]:
-        """Return what the last stage sends of each attribute that the step changes.
+    def _attributes(self) -> list[tuple[Literal["append", "fill", "set"], Any]]:
+        """Return what the last stage sends of each attribute that the step changes, and what to do with it.
 
         Returns:
-            For each attribute, True and the new items if the step only appended to a list, else False and the value.
+            For each attribute, the new items of a list to which the step has only appended, or all attributes of an
+            object of the user's code, or else the value.
         """
-        found: list[tuple[bool, Any]] = []
-        for (owner, key), (before, content) in zip(self.graph.changed, self._before, strict=True):
+        packages = packages_of(self._module)
+        found: list[tuple[Literal["append", "fill", "set"], Any]] = []
+        for (owner, key), (before, items) in zip(self.graph.changed, self._before, strict=True):
             value: Any = vars(self._module.get_submodule(owner)).get(key)
-            is_list = value is before and isinstance(value, list) and isinstance(content, list)
-            if is_list and len(value) >= len(content) and all(map(operator.is_, value, content)):
-                found.append((True, value[len(content) :]))
+            if (
+                value is before
+                and isinstance(value, list)
+                and items is not None
+                and len(value) >= len(items)
+                and all(map(operator.is_, value, items))
+            ):
+                found.append(("append", value[len(items) :]))
+            elif value is before and is_object(value, packages):
+                found.append(("fill", list(vars(value).items())))
             else:
-                found.append((False, value))
+                found.append(("set", value))
         return found
 
     def _merged(self, call: _Call, calls: list[_Logged]) -> _Logged:

@@ -370,3 +370,52 @@ def optimizer_made_in_init(run: Run) -> None:
             return self.made
 
     run.fit(Makes())
+
+
+class _Annealed(nn.Module):
+    """A block that lowers its temperature in each forward, and counts them in an object of its own."""
+
+    def __init__(self, annealer: _Annealer) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(N, 2 * N), nn.Linear(2 * N, N)
+        self.temperature = 1.0
+        self.annealer = annealer
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.temperature *= 0.9
+        return x + self.down(functional.gelu(self.up(x))) * self.temperature * self.annealer.next()
+
+
+class _Annealer:
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def next(self) -> float:
+        self.num_calls += 1
+        return 0.95**self.num_calls
+
+
+@case("blocks lower a temperature and count their calls in objects of their own")
+def state_in_blocks(run: Run) -> None:
+    class Anneals(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(*[_Annealed(_Annealer()) for _ in range(4)])
+
+    run.fit(Anneals())
+
+
+@case("a step counts its calls in an object that several modules share")
+def state_in_object(run: Run) -> None:
+    class Anneals(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.annealer = _Annealer()
+            self.head.annealer = self.annealer
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.log("train/calls", float(self.head.annealer.num_calls))
+            return super().training_step(batch, batch_idx) * self.annealer.next()
+
+    run.fit(Anneals())

@@ -1,0 +1,64 @@
+"""Read and set what attributes of a model contain: the items of containers, and the attributes of the code's objects.
+
+A step may count in a dictionary, or call the method of an object that counts, such as a schedule of a temperature.
+"""
+
+from __future__ import annotations
+
+import types
+from collections import deque
+from collections.abc import Collection
+from typing import Any
+
+from torch import Tensor, nn
+
+__all__ = ["is_object", "items_of", "packages_of", "set_items"]
+
+_LIBRARIES = frozenset(
+    {"builtins", "lightning", "lightning_dist", "lightning_fabric", "pytorch_lightning", "torch", "torchmetrics"}
+)
+
+
+def packages_of(root: nn.Module) -> frozenset[str]:
+    """Return the names of the top-level packages that the classes of ``root`` and of its modules come from."""
+    return frozenset(_package(type(module)) for module in root.modules()) - _LIBRARIES
+
+
+def is_object(value: Any, packages: Collection[str]) -> bool:
+    """Return whether ``value`` is a plain object whose attributes a step may change.
+
+    Args:
+        value: Any value.
+        packages: The packages that the classes of such objects come from, from :func:`packages_of`.
+    """
+    if isinstance(value, Tensor | nn.Module | type | types.FunctionType | dict | list | deque | set | tuple):
+        return False
+    return hasattr(value, "__dict__") and (_package(type(value)) in packages or type(value) is types.SimpleNamespace)
+
+
+def items_of(value: Any, packages: Collection[str]) -> list[Any] | None:
+    """Return the items of a container or the attributes of an object; None if ``value`` is neither.
+
+    Args:
+        value: Any value.
+        packages: As for :func:`is_object`.
+    """
+    if isinstance(value, dict):
+        return list(value.items())
+    if isinstance(value, list | deque | set):
+        return list(value)
+    return list(vars(value).items()) if is_object(value, packages) else None
+
+
+def set_items(value: Any, items: list[Any]) -> None:
+    """Replace what ``value`` contains by ``items``, from :func:`items_of`."""
+    container = value if isinstance(value, dict | list | deque | set) else vars(value)
+    container.clear()
+    if isinstance(container, list | deque):
+        container.extend(items)
+    else:
+        container.update(items)
+
+
+def _package(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
