@@ -10,6 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import nn
+
+from lightning_dist.own_generators import get_state, own_generators, set_state
 
 __all__ = ["RankRng", "RngGenerators", "agree_on_random_numbers", "rng_state", "set_rng_state"]
 
@@ -55,11 +58,21 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         torch.get_device_module(accelerator).set_rng_state(state[accelerator.type])
 
 
-def agree_on_random_numbers(group: dist.ProcessGroup) -> None:
-    """Set the generators of all ranks of ``group`` to the state of its first rank. A collective over ``group``."""
-    state = [rng_state()]
-    dist.broadcast_object_list(state, group=group, group_src=0)
-    set_rng_state(state[0])
+def agree_on_random_numbers(group: dist.ProcessGroup, module: nn.Module) -> None:
+    """Set the generators of all ranks of ``group`` to the states of its first rank. A collective over ``group``.
+
+    Args:
+        group: The ranks that must draw the same random numbers.
+        module: The module whose own generators, those that are attributes of its modules, are included.
+    """
+    own = dict(own_generators(module))
+    states = [(rng_state(), {name: get_state(generator) for name, generator in own.items()})]
+    dist.broadcast_object_list(states, group=group, group_src=0)
+    state, of_own = states[0]
+    set_rng_state(state)
+    for name, generator in own.items():
+        if name in of_own:
+            set_state(generator, of_own[name])
 
 
 class RngGenerators:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_dist.step_graph.generators import get_state, own_generators
+from lightning_dist.own_generators import get_state, own_generators
 from lightning_dist.step_graph.graph import TraceError
 
 __all__ = ["Draws"]

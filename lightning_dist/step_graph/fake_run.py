@@ -22,9 +22,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
+from lightning_dist.own_generators import get_state, own_generators, set_state
 from lightning_dist.step_graph.contents import items_of, packages_of, set_items
 from lightning_dist.step_graph.fake_rules import FakeRules
-from lightning_dist.step_graph.generators import get_state, own_generators, set_state
 from lightning_dist.step_graph.tensor_reads import MadeUpValues
 from lightning_dist.tensor_places import put, tensor_places
 

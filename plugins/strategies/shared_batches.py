@@ -158,7 +158,8 @@ class SharedBatchStrategy(ProcessStrategy):
     def _agree_on_random_numbers(self) -> None:
         """Let ranks with the same part of the batch augment and drop the same of it."""
         if self._same_batch_group is not None:
-            agree_on_random_numbers(self._same_batch_group)
+            assert self.lightning_module is not None
+            agree_on_random_numbers(self._same_batch_group, self.lightning_module)
 
     @override
     def on_train_start(self) -> None:

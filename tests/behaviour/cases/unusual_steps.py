@@ -419,3 +419,22 @@ def state_in_object(run: Run) -> None:
             return super().training_step(batch, batch_idx) * self.annealer.next()
 
     run.fit(Anneals())
+
+
+@case(
+    "a block and the step draw from generators that are not seeded",
+    refused=dict.fromkeys(STAGES, "draws numbers from self.rng, a generator of its own"),
+    differs=dict.fromkeys(("full", "hybrid", "data", "data_tp"), "each rank draws its own numbers, as under ddp"),
+)
+def unseeded_generators(run: Run) -> None:
+    class Draws(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            # Each process would make another one; the seed stands for the first one's, so that runs can be compared.
+            self.rng = np.random.default_rng(run.rank)
+            self.further = random.Random(run.rank)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch, batch_idx) * (self.rng.random() + self.further.random())
+
+    run.fit(Draws())
