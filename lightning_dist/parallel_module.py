@@ -98,8 +98,8 @@ class ParallelModule:
         for select_units in self._points.select_units:
             units = select_units(units)
         self.units = tuple(units)
-        replaced = ReplacedParameters(module)
-        self.groups = self._build(torch.device(mesh.device_type))
+        replaced = ReplacedParameters()
+        self.groups = self._build(torch.device(mesh.device_type), replaced)
         self._outer = [group for group in self.groups if group.unit.stays_gathered]
         self._freed_after_backward = [g for g in self.groups if g.unit.stays_gathered or not g.is_sharded]
         self._root_groups = [group for group in self._outer if not group.unit.has_forward]
@@ -120,12 +120,12 @@ class ParallelModule:
         register(module, [owner for unit in self.units for owner in unit.modules])
         for finish in self._points.finish:
             finish()
-        replaced.refuse()
+        replaced.refuse(module)
         # The modules' hooks hold this object, so that it lives as long as the module; where no module needs a hook, the
         # strategy holds it, and a later Trainer makes the module parallel anew.
         _modules[module] = weakref.ref(self)
 
-    def _build(self, device: torch.device) -> tuple[ParameterGroup, ...]:
+    def _build(self, device: torch.device, replaced: ReplacedParameters) -> tuple[ParameterGroup, ...]:
         """Give every unit its group. A collective over all processes."""
         remote = [tensor for tensors in self._points.remote_tensors for tensor in tensors()]
         for attach in self._points.attach:
@@ -133,6 +133,7 @@ class ParallelModule:
         groups: list[ParameterGroup] = []
         for unit in self.units:
             materialize(unit.modules, self.module, device, remote)
+            replaced.watch(unit.params)
             for prepare in self._points.prepare_unit:
                 prepare(unit)
             group = next(group for manage in self._points.manage_unit if (group := manage(unit)) is not None)

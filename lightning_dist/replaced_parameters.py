@@ -7,7 +7,7 @@ them or to add their norm to the loss would silently do nothing.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -57,19 +57,18 @@ class ReplacedParameter(nn.Parameter):
 
 
 class ReplacedParameters:
-    """Find out which parameters of a module are replaced while it is made parallel.
+    """Find out which parameters of a module are replaced while it is made parallel."""
 
-    Args:
-        module: The module with its own parameters. They are not kept alive.
-    """
+    def __init__(self) -> None:
+        self._params: list[tuple[str, weakref.ref[nn.Parameter]]] = []
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-        self._params = [(name, weakref.ref(param)) for name, param in module.named_parameters()]
+    def watch(self, params: Mapping[str, nn.Parameter]) -> None:
+        """Note parameters by name that may be replaced; they are not kept alive."""
+        self._params += [(name, weakref.ref(param)) for name, param in params.items()]
 
-    def refuse(self) -> None:
-        """Refuse from now on that those parameters are used which the module no longer has."""
-        kept = set(map(id, self._module.parameters()))
+    def refuse(self, module: nn.Module) -> None:
+        """Refuse from now on that those parameters are used which ``module`` no longer has."""
+        kept = set(map(id, module.parameters()))
         for name, reference in self._params:
             param = reference()
             if param is not None and id(param) not in kept and type(param) is nn.Parameter:
