@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -78,7 +79,9 @@ class SequenceParallel:
             if self.is_off:
                 return None
             length = (args[key] if isinstance(key, int) else kwargs[key]).size(DIM)
-            self._is_active[index] = length % self._group.size() == 0
+            # An evaluation keeps no activations, and may use hidden states that the traced step did not use.
+            is_evaluated = not module.training and not torch.is_grad_enabled()
+            self._is_active[index] = length % self._group.size() == 0 and not is_evaluated
             if not self._is_active[index]:
                 return None
             if self._random is not None and module.training:

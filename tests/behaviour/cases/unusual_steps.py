@@ -13,7 +13,7 @@ from torch.nn import functional
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.behaviour.case import HOLDS_PARTS, Run, case
-from tests.behaviour.models import NUM_CLASSES, NUM_FEATURES, Classifier
+from tests.behaviour.models import NUM_CLASSES, NUM_FEATURES, Classifier, LanguageModel, tokens
 
 STAGES = ("pp", "nd", "nd_tp")
 N = NUM_FEATURES
@@ -438,3 +438,19 @@ def unseeded_generators(run: Run) -> None:
             return super().training_step(batch, batch_idx) * (self.rng.random() + self.further.random())
 
     run.fit(Draws())
+
+
+@case("validation_step uses hidden states of inner blocks")
+def hidden_states_in_validation(run: Run) -> None:
+    class Probes(LanguageModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return functional.cross_entropy(self(batch[0]).flatten(0, 1), batch[0].roll(-1, 1).flatten())
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            hidden = [self.emb(batch[0])]
+            for block in self.blocks:
+                hidden.append(block(hidden[-1]))
+            self.log("val/tokens", float(hidden[2].shape[1]), sync_dist=True)
+            self.log("val/first", hidden[2][:, 0].square().mean(), sync_dist=True)
+
+    run.fit(Probes(num_blocks=4), run.loader(tokens()), val=run.loader(tokens()))
