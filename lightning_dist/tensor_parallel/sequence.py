@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -70,6 +71,8 @@ class SequenceParallel:
             first, last = root.get_submodule(chain[0]), root.get_submodule(chain[-1])
             self._add_first_hook(first, index, plan.streams[chain[0]])
             self._add_last_hook(last, index)
+            for before, name in pairwise(chain):
+                self._add_use_hook(root.get_submodule(name), plan.streams[name], before)
         self.own_tokens = own_tokens
         for name, keys in plan.regions.items():
             self._add_region_hooks(root.get_submodule(name), keys)
@@ -92,6 +95,39 @@ class SequenceParallel:
 
         # This hook must run before the hooks that call sees_own_tokens.
         block.register_forward_pre_hook(split, with_kwargs=True, prepend=True)
+
+    def _add_use_hook(self, block: nn.Module, key: int | str, before: str) -> None:
+        """Raise in the backward if hidden states that ``block`` is given have been used elsewhere as well.
+
+        The gradient of hidden states that are used once is the one that ``block`` has computed, and not a sum.
+
+        Args:
+            block: A block of a chain, but for the first.
+            key: The argument of ``block`` that is the hidden states.
+            before: The name of the block that has returned them.
+        """
+
+        def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            hidden = args[key] if isinstance(key, int) else kwargs[key]
+            if not self.is_active_in(module) or not hidden.requires_grad:
+                return None
+            computed: list[Tensor] = []
+            own = hidden.view_as(hidden)
+            own.register_hook(computed.append)
+            hidden.register_hook(lambda gradient: check(gradient, computed))
+            return _replaced(args, kwargs, key, lambda tensor: own)
+
+        def check(gradient: Tensor, computed: list[Tensor]) -> None:
+            is_only_use = bool(computed) and gradient.data_ptr() == computed[-1].data_ptr()
+            computed.clear()
+            if not is_only_use:
+                raise PlanError(
+                    f"The step uses the hidden states that {before} returns in another place than the next block, which"
+                    " the step by which the plan was found did not: each rank has only some of their tokens. Use"
+                    " sequence_parallel=False."
+                )
+
+        block.register_forward_pre_hook(watch, with_kwargs=True, prepend=True)
 
     def _add_last_hook(self, block: nn.Module, index: int) -> None:
         def gather(module: nn.Module, args: Any, output: Any) -> Any:

@@ -454,3 +454,20 @@ def hidden_states_in_validation(run: Run) -> None:
             self.log("val/first", hidden[2][:, 0].square().mean(), sync_dist=True)
 
     run.fit(Probes(num_blocks=4), run.loader(tokens()), val=run.loader(tokens()))
+
+
+@case(
+    "training_step uses hidden states of an inner block from the second step on",
+    refused=dict.fromkeys(("tp", "data_tp"), "uses the hidden states that blocks.1 returns in another place"),
+)
+def hidden_states_later(run: Run) -> None:
+    class Deep(LanguageModel):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            hidden = [self.emb(batch[0])]
+            for block in self.blocks:
+                hidden.append(block(hidden[-1]))
+            logits = self.head(self.norm(hidden[-1]))
+            loss = functional.cross_entropy(logits.flatten(0, 1), batch[0].roll(-1, 1).flatten())
+            return loss if self.global_step == 0 else loss + hidden[2].square().mean()
+
+    run.fit(Deep(num_blocks=4), run.loader(tokens()))
