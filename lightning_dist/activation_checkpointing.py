@@ -1,20 +1,24 @@
 """Activation checkpointing: a block's activations are computed again in the backward (Chen et al., 2016).
 
 A block keeps its class, its names and its hooks. Only ``forward`` is replaced, on the instance, so that the hooks run
-once, before and after it, also where it runs again.
+once, before and after it, also where it runs again. Its buffers and random numbers are then those of its forward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import wraps
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
+from lightning_dist._compat import NORM
+from lightning_dist.own_generators import get_state, own_generators, set_state
 from lightning_dist.technique import Parallel, Rows, Technique, bound
 from lightning_dist.units import Unit
 
@@ -31,11 +35,84 @@ class ActivationCheckpointing(Technique):
     def prepare_unit(self, unit: Unit) -> None:
         """Replace the forwards of a block's modules."""
         for block in unit.modules if unit.kind == "block" else ():
-            _recompute(block, [around_rerun(unit, block) for around_rerun in self._around_rerun])
+            around = [around_rerun(unit, block) for around_rerun in self._around_rerun]
+            _recompute(block, [*around, _BlockState(block).begin])
 
     def table_rows(self) -> Rows:
         """Return a row that tells what is computed again."""
         yield "recomputed", "activations of blocks, in the backward"
+
+
+class _BlockState:
+    """Let ``block`` run again with the buffers and the random numbers that its forward had, and change them only once.
+
+    torch keeps the states of its own generators; this class keeps those of Python, of NumPy and of the block's own.
+    """
+
+    def __init__(self, block: nn.Module) -> None:
+        self._block = block
+        self._changing: set[tuple[nn.Module, str]] | None = None
+        """The buffers that forwards have changed, whose values are kept; None: there was no forward yet."""
+
+    def begin(self) -> Callable[[], AbstractContextManager[None]]:
+        """Return a function that makes contexts: the first one for the forward, the others for its reruns."""
+        kept: list[tuple[dict[tuple[nn.Module, str], Tensor], list[Any]]] = []
+
+        @contextmanager
+        def context() -> Iterator[None]:
+            if not kept:
+                buffers = self._buffers()
+                kept.append(({place: buffer.detach().clone() for place, buffer in buffers.items()}, self._drawn()))
+                yield
+                self._note_changes(kept[0][0])
+                return
+            (buffers, drawn), now, drawn_now = kept[0], self._buffers(), self._drawn()
+            # They are replaced rather than changed, since autograd may have saved the tensors for the backward.
+            _put({place: buffer.clone() for place, buffer in buffers.items()})
+            self._draw_from(drawn)
+            try:
+                yield
+            finally:
+                _put({place: buffer for place, buffer in now.items() if place in buffers})
+                self._draw_from(drawn_now)
+
+        return context
+
+    def _buffers(self) -> dict[tuple[nn.Module, str], Tensor]:
+        """Return the buffers that forwards may change: all of them before the first forward."""
+        return {
+            (module, key): buffer
+            for module in self._block.modules()
+            for key, buffer in module._buffers.items()
+            if buffer is not None
+            and (self._changing is None or (module, key) in self._changing or isinstance(module, NORM))
+        }
+
+    def _note_changes(self, before: dict[tuple[nn.Module, str], Tensor]) -> None:
+        if self._changing is None and self._block.training:
+            self._changing = {
+                place for place, kept in before.items() if not _is_equal(place[0]._buffers.get(place[1]), kept)
+            }
+
+    def _drawn(self) -> list[Any]:
+        own = [get_state(generator) for _, generator in own_generators(self._block)]
+        return [random.getstate(), np.random.get_state(), *own]
+
+    def _draw_from(self, states: list[Any]) -> None:
+        python, numpy_state, *own = states
+        random.setstate(python)
+        np.random.set_state(numpy_state)
+        for (_, generator), state in zip(own_generators(self._block), own, strict=True):
+            set_state(generator, state)
+
+
+def _is_equal(buffer: Tensor | None, kept: Tensor) -> bool:
+    return buffer is not None and buffer.shape == kept.shape and torch.equal(buffer, kept)
+
+
+def _put(buffers: Mapping[tuple[nn.Module, str], Tensor]) -> None:
+    for (module, key), buffer in buffers.items():
+        module._buffers[key] = buffer
 
 
 def _recompute(block: nn.Module, around: Sequence[Callable[[], Callable[[], AbstractContextManager[None]]]]) -> None:

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist._compat import around_backwards, around_zero_grad
 from lightning_dist.accumulated_gradients import GradientsOfCopies
+from lightning_dist.checkpoint.snapshot import with_metadata
 from lightning_dist.consensus import timed_barrier
 from lightning_dist.initialization import broadcast_weights, materialize, refuse_meta_attributes
 from lightning_dist.parameter_group import ParameterGroup
@@ -401,8 +402,9 @@ class ParallelModule:
         return [*of_techniques, *(name for group in self.groups for name in group.unreduced_names())]
 
     def before_optimizer_step(self) -> None:
-        """Check gradients before an optimizer step."""
+        """Check gradients before an optimizer step, and free gathered parameters, which it makes stale."""
         self._gradients.take_cleared()
+        self.free()
         for before_optimizer_step in self._points.before_optimizer_step:
             before_optimizer_step()
 
@@ -444,9 +446,19 @@ class ParallelModule:
 
     def state_to_write(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return a state dict of the module with the tensors in it that this rank writes into a checkpoint."""
+        metadata = getattr(state, "_metadata", None)
         for state_to_write in self._points.state_to_write:
             state = state_to_write(state)
-        return state
+        return with_metadata(state, metadata)
+
+    def others_to_write(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return what a checkpoint has besides the module's and the optimizers' states, as this rank writes it.
+
+        A collective where ranks have other parameters.
+        """
+        for others_to_write in self._points.others_to_write:
+            checkpoint = others_to_write(checkpoint)
+        return checkpoint
 
     def add_remote_state(self, state: dict[str, Any]) -> None:
         """Add to a state dict that was read what only other ranks have, on the meta device."""

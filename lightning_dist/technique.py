@@ -238,6 +238,14 @@ class Technique:
         """
         return state
 
+    def others_to_write(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Return other entries of a checkpoint with the tensors in them that this rank writes. A collective.
+
+        Args:
+            checkpoint: What hooks and callbacks have put into the checkpoint, with the same keys on all ranks.
+        """
+        return checkpoint
+
     def add_remote_state(self, state: dict[str, Any]) -> None:
         """Add to a state dict that was read what only other ranks have, on the meta device."""
 

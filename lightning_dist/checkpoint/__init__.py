@@ -26,11 +26,12 @@ from lightning_dist.checkpoint.format import (
     write,
 )
 from lightning_dist.checkpoint.manifest import CheckpointError, CheckpointNotFoundError, Manifest
-from lightning_dist.checkpoint.single_file import consolidate, read_whole
+from lightning_dist.checkpoint.single_file import NUM_SEEN, consolidate, put_positions_back, read_whole
 from lightning_dist.checkpoint.snapshot import Snapshot, take_snapshot
 from lightning_dist.checkpoint.writer import Save, Writer
 
 __all__ = [
+    "NUM_SEEN",
     "CheckpointError",
     "CheckpointNotFoundError",
     "LoadedCheckpoint",
@@ -43,6 +44,7 @@ __all__ = [
     "consolidate",
     "find",
     "is_sharded_checkpoint",
+    "put_positions_back",
     "read",
     "read_for_rank",
     "read_manifest",

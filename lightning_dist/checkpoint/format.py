@@ -71,11 +71,13 @@ class TensorInfo:
         path: Keys that lead to the tensor in the checkpoint's dictionary: ``("state_dict", "model.norm.weight")``.
         shape: Shape of the whole tensor.
         dtype: Dtype in which the tensor is stored.
+        was_whole: Whether the tensor was a whole one when it was saved, and no DTensor.
     """
 
     path: tuple[str | int, ...]
     shape: torch.Size
     dtype: torch.dtype
+    was_whole: bool = False
 
 
 def write(
@@ -113,6 +115,8 @@ def write(
             if is_first:
                 files = {name: entry for files, _ in written_by_rank for name, entry in files.items()}
                 tensors = merged(tensors for _, tensors in written_by_rank)
+                if absent := sorted(snapshot.names - tensors.keys()):
+                    raise CheckpointError(f"no rank has written {absent[0]}")
                 manifest = Manifest(files, tensors, num_ranks, saved_at, dict(snapshot.about))
                 place.commit(save_id, manifest.encode())
         return saved_at
@@ -233,11 +237,11 @@ def read_for_rank(
         mine = _check_small_files(reader, manifest, check, (rank, num_ranks))
         state = unpickled(_content(reader, manifest, _STATE), weights_only)
         wanted: dict[str, torch.Tensor] = {}
-        for key, info in references(state):
+        for key, place, was_whole in references(state):
             entry = manifest.tensors.get(key)
             if entry is None:
                 raise CheckpointError(f"it has no {key}")
-            tensor = template(TensorInfo(info, torch.Size(entry.shape), entry.torch_dtype))
+            tensor = template(TensorInfo(place, torch.Size(entry.shape), entry.torch_dtype, was_whole))
             if tensor is not None:
                 wanted[key] = tensor
         for name in read_tensors(reader, manifest, wanted, mine):

@@ -10,7 +10,12 @@ import torch
 from lightning_dist.checkpoint.format import TensorInfo, read
 from lightning_dist.checkpoint.state import by_index
 
-__all__ = ["consolidate", "read_whole"]
+__all__ = ["NUM_SEEN", "consolidate", "put_positions_back", "read_whole"]
+
+NUM_SEEN = "num_seen"
+"""The key of a position in an ordinary data loader: the number of samples that all ranks have seen in the epoch."""
+
+_POSITIONS = "lightning_dist.positions_in_data"
 
 
 def read_whole(
@@ -74,5 +79,30 @@ def consolidate(source: str | Path, destination: Path, trust: bool = False) -> N
         weights = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, torch.Tensor)}
         save_file(weights, unfinished)
     else:
+        _keep_positions_apart(checkpoint)
         torch.save(checkpoint, unfinished)
     unfinished.replace(destination)
+
+
+def _loop_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    state: dict[str, Any] = checkpoint.get("loops", {}).get("fit_loop", {}).get("state_dict", {})
+    return state
+
+
+def _keep_positions_apart(checkpoint: dict[str, Any]) -> None:
+    """Move the positions in ordinary data loaders to where Lightning does not look: it refuses those without a state.
+
+    Args:
+        checkpoint: The checkpoint dictionary; it is changed.
+    """
+    loops = _loop_state(checkpoint)
+    states = loops.get("combined_loader", [])
+    if any(NUM_SEEN in state for state in states):
+        checkpoint[_POSITIONS] = states
+        loops["combined_loader"] = [state for state in states if NUM_SEEN not in state]
+
+
+def put_positions_back(checkpoint: dict[str, Any]) -> None:
+    """Undo what :func:`consolidate` has done with the positions in data loaders, in a checkpoint that was read."""
+    if _POSITIONS in checkpoint:
+        _loop_state(checkpoint)["combined_loader"] = checkpoint.pop(_POSITIONS)

@@ -8,7 +8,7 @@ import io
 import pathlib
 import pickle
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,9 +19,11 @@ from torch.distributed.tensor import DTensor
 from lightning_dist.checkpoint.manifest import CheckpointError
 from lightning_dist.tensor_state import is_remote
 
-__all__ = ["SAFE", "Snapshot", "pickled", "put_back", "references", "take_snapshot", "unpickled"]
+__all__ = ["SAFE", "Snapshot", "pickled", "put_back", "references", "take_snapshot", "unpickled", "with_metadata"]
 
 _REFERENCE = "lightning_dist.tensor"
+_WHOLE = "lightning_dist.whole"
+_METADATA = "lightning_dist.metadata"
 _SCALAR = "lightning_dist.scalar"
 _SCALAR_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
 """Dtypes of scalars that are stored as Python numbers: to pickle tensors is slow, and optimizers have many scalars."""
@@ -38,12 +40,14 @@ class Snapshot:
         state: Returns the pickled dictionary without the tensors, as it was when the snapshot was taken.
         own: Pickled state that only this rank will read.
         about: Values to show where checkpoints are listed; plain JSON.
+        names: The paths of all tensors of the dictionary, including those that only other ranks have.
     """
 
     tensors: dict[str, torch.Tensor]
     state: Callable[[], bytes]
     own: bytes = b""
     about: Mapping[str, Any] = field(default_factory=dict)
+    names: frozenset[str] = frozenset()
 
     @property
     def num_bytes(self) -> int:
@@ -74,7 +78,8 @@ def take_snapshot(
     if changeable:
         content = state()
         state = partial(bytes, content)
-    return Snapshot(tensors, state, pickled(own) if own else b"", about or {})
+    names = frozenset(key for key, *_ in references(rest))
+    return Snapshot(tensors, state, pickled(own) if own else b"", about or {}, names)
 
 
 SAFE: tuple[Any, ...] = (
@@ -133,12 +138,12 @@ def _take_out(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.
         if key in tensors:
             raise ValueError(f"Two tensors of the checkpoint have the path {key}: a key must not contain '/'.")
         tensors[key] = value
-        return {_REFERENCE: key}
+        return {_REFERENCE: key} if isinstance(value, DTensor) else {_REFERENCE: key, _WHOLE: True}
     if type(value) in (dict, OrderedDict, list, tuple):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         taken = [(key, _take_out(item, (*path, key), tensors, changeable)) for key, item in items]
-        if hasattr(value, "_metadata"):  # A module's state_dict becomes a plain dict.
-            return dict(taken)
+        if hasattr(value, "_metadata"):  # A module's state_dict, with the versions of its modules.
+            return {**dict(taken), _METADATA: {name: dict(version) for name, version in value._metadata.items()}}
         return type(value)(taken) if isinstance(value, dict) else type(value)(item for _, item in taken)
     if type(value) not in _FIXED:
         _refuse_dtensors(value, path)
@@ -171,14 +176,20 @@ def _refuse_dtensors(value: Any, path: tuple[str | int, ...]) -> None:
             _refuse_dtensors(item, path)
 
 
-def references(value: Any, path: tuple[str | int, ...] = ()) -> list[tuple[str, tuple[str | int, ...]]]:
-    """Return, for each tensor that was taken out of ``value``, its key in ``Snapshot.tensors`` and its path."""
-    if isinstance(value, dict) and value.keys() == {_REFERENCE}:
-        return [(value[_REFERENCE], path)]
-    if type(value) in (dict, OrderedDict, list, tuple):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        return [found for key, item in items for found in references(item, (*path, key))]
-    return []
+def references(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str, tuple[str | int, ...], bool]]:
+    """Yield, for each tensor that was taken out of ``value``, its key, its path, and whether a rank had the whole.
+
+    The key is that in ``Snapshot.tensors``. Where a rank had the whole tensor, it was no DTensor.
+    """
+    if _is_reference(value):
+        yield value[_REFERENCE], path, _WHOLE in value
+    elif type(value) in (dict, OrderedDict, list, tuple):
+        for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from references(item, (*path, key))
+
+
+def _is_reference(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() in ({_REFERENCE}, {_REFERENCE, _WHOLE})
 
 
 def put_back(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
@@ -188,16 +199,31 @@ def put_back(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """
 
     def is_left_out(item: Any) -> bool:
-        return isinstance(item, dict) and item.keys() == {_REFERENCE} and item[_REFERENCE] not in tensors
+        return _is_reference(item) and item[_REFERENCE] not in tensors
 
     if isinstance(value, dict):
-        if value.keys() == {_REFERENCE}:
+        if _is_reference(value):
             return tensors.get(value[_REFERENCE])
         if value.keys() == {_SCALAR}:
             number, dtype = value[_SCALAR]
             return torch.tensor(number, dtype=getattr(torch, dtype))
         if type(value) in (dict, OrderedDict):
-            return type(value)((key, put_back(item, tensors)) for key, item in value.items() if not is_left_out(item))
+            items = [(key, put_back(item, tensors)) for key, item in value.items() if not is_left_out(item)]
+            return with_metadata(dict(items), value[_METADATA]) if _METADATA in value else type(value)(items)
     if type(value) in (list, tuple):
         return type(value)(put_back(item, tensors) for item in value)
     return value
+
+
+def with_metadata(state: Mapping[str, Any], metadata: Any) -> dict[str, Any]:
+    """Return a module's state dict with the versions of its modules, which their loading code may look at.
+
+    Args:
+        state: The state dict.
+        metadata: The attribute ``_metadata`` of the state dict that ``state`` was made from; None: it has none.
+    """
+    if metadata is None:
+        return dict(state)
+    result = OrderedDict((key, value) for key, value in state.items() if key != _METADATA)
+    result._metadata = metadata  # type: ignore[attr-defined]  # as torch.nn.Module.state_dict() sets it
+    return result

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_dist.checkpoint.manifest import CheckpointError
+from lightning_dist.checkpoint.snapshot import with_metadata
 from lightning_dist.tensor_state import is_remote
 
 __all__ = ["by_index", "by_name", "load_model", "load_optimizer", "shard_like"]
@@ -97,6 +98,7 @@ def load_model(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = 
             are then unchanged.
     """
     targets = module.state_dict()
+    params = dict(module.named_parameters(remove_duplicate=False))
     on_other_stages = {
         name for name, target in targets.items() if isinstance(target, torch.Tensor) and is_remote(target)
     }
@@ -113,13 +115,18 @@ def load_model(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = 
     tensors = {name: value for name, value in state_dict.items() if name in targets and name not in on_other_stages}
     for name, value in tensors.items():
         target = targets[name]
-        if isinstance(value, torch.Tensor) and value.shape != target.shape:
+        # Modules may load buffers of other shapes, by code of their own.
+        is_param = name in params or isinstance(target, DTensor)
+        if is_param and isinstance(value, torch.Tensor) and value.shape != target.shape:
             raise CheckpointError(
                 f"The checkpoint's {name} has shape {tuple(value.shape)}, the model's {tuple(target.shape)}: the two"
                 " models were built with different sizes."
             )
     placed = {name: shard_like(value, targets[name]) for name, value in tensors.items()}
-    module.load_state_dict({**{name: targets[name] for name in on_other_stages}, **placed}, strict=strict)
+    merged = with_metadata(
+        {**{name: targets[name] for name in on_other_stages}, **placed}, getattr(state_dict, "_metadata", None)
+    )
+    module.load_state_dict(merged, strict=strict)
 
 
 def shard_like(value: Any, param: torch.Tensor) -> Any:

@@ -22,7 +22,7 @@ from lightning_dist.pipeline.schedule_runner import PreparedStep, ScheduleRunner
 from lightning_dist.pipeline.shared import SharedParameters
 from lightning_dist.pipeline.stages import PipelineConfig, drop_remote, find_stages, own_units
 from lightning_dist.pipeline.whole_model import whole_model
-from lightning_dist.pipeline.whole_state import optimizer_state_of_all, written_by_stage
+from lightning_dist.pipeline.whole_state import optimizer_state_of_all, written_by_first_stage, written_by_stage
 from lightning_dist.step_graph import KnownPaths, Readable, StepGraph
 from lightning_dist.technique import Rows, Technique
 from lightning_dist.tensor_state import is_remote
@@ -196,6 +196,11 @@ class Pipeline(Technique):
             state: A state dict of the module.
         """
         return written_by_stage(state, self._mesh, self.buffers_of_others)
+
+    def others_to_write(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Let a stage that has a tensor write it, where other stages have a meta tensor. A collective over ``pp``."""
+        with self.all_stages.switched_off():
+            return written_by_first_stage(checkpoint, self.group, self._mesh)
 
     def add_remote_state(self, state: dict[str, Any]) -> None:
         """Add the meta tensors that the module has for other stages to a state dict that was read."""

@@ -6,17 +6,18 @@ The tensors themselves are written by the ranks that have those stages.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from lightning_dist.tensor_state import is_remote
 
-__all__ = ["optimizer_state_of_all", "written_by_stage"]
+__all__ = ["optimizer_state_of_all", "written_by_first_stage", "written_by_stage"]
 
 
 def written_by_stage(state: Mapping[str, Any], mesh: DeviceMesh, of_others: Collection[str]) -> dict[str, Any]:
@@ -34,6 +35,36 @@ def written_by_stage(state: Mapping[str, Any], mesh: DeviceMesh, of_others: Coll
         return _replicated(value, mesh)
 
     return {name: written(name, value) for name, value in state.items()}
+
+
+def written_by_first_stage(state: dict[str, Any], group: dist.ProcessGroup, mesh: DeviceMesh) -> dict[str, Any]:
+    """Return nested containers in which the first stage that has a tensor writes it, if other stages do not have it.
+
+    A collective over ``group``.
+
+    Args:
+        state: Nested dictionaries, lists and tuples, with meta tensors in place of those of other stages.
+        group: Process group of the ranks of one pipeline.
+        mesh: Device mesh of the ranks that have the same stages.
+    """
+    leaves, structure = tree_flatten_with_path(state)
+    missing: list[set[str]] = [set() for _ in range(group.size())]
+    dist.all_gather_object(missing, {keystr(path) for path, leaf in leaves if _is_missing(leaf)}, group)
+    lacking = set[str]().union(*missing)
+    if not lacking:
+        return state
+
+    def written(name: str, leaf: Any) -> Any:
+        if name not in lacking or not isinstance(leaf, Tensor) or isinstance(leaf, DTensor) or is_remote(leaf):
+            return leaf
+        first = next(rank for rank, names in enumerate(missing) if name not in names)
+        return _replicated(leaf, mesh) if first == group.rank() else torch.empty_like(leaf, device="meta")
+
+    return cast(dict[str, Any], tree_unflatten([written(keystr(path), leaf) for path, leaf in leaves], structure))
+
+
+def _is_missing(value: Any) -> bool:
+    return isinstance(value, Tensor) and is_remote(value)
 
 
 def _replicated(value: Any, mesh: DeviceMesh) -> Any:

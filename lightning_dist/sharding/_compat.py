@@ -74,6 +74,8 @@ class ShardedGroup(ParameterGroup):
         self._stand_ins: list[nn.Parameter] | None = None
         self._has_stand_ins = False
         self._versions: dict[FSDPParam, int] = {}
+        self._shard_versions: dict[FSDPParam, int] = {}
+        """The versions of shards when they were gathered; one that has changed since is newer than its copy."""
         self._requires_grad: dict[FSDPParam, bool] = {}
         """The last value of ``requires_grad`` that sharded and gathered parameters had in common."""
         self.take_replaced: Callable[[nn.Parameter], bool] = lambda param: False
@@ -87,6 +89,7 @@ class ShardedGroup(ParameterGroup):
             module._parameters[name] = current  # type: ignore[assignment]
         for param in self._group.fsdp_params:
             share_hooks(param.sharded_param, param._unsharded_param)
+            self._shard_versions[param] = local_of(param.sharded_param)._version
         self.copy_requires_grad()
 
     def _of_other_code(self) -> list[tuple[nn.Module, str, torch.Tensor | None]]:
@@ -204,7 +207,10 @@ class ShardedGroup(ParameterGroup):
                 whole.data = gathered
             if is_changed:
                 changed.append(_name(param))
-            _store(*_own_part(param, whole))
+            shard, own = _own_part(param, whole)
+            if is_changed or shard._version == self._shard_versions.get(param, shard._version):
+                _store(shard, own)
+                self._shard_versions[param] = shard._version
         if changed:
             self.on_change(self, changed)
 
@@ -481,6 +487,9 @@ class ShardedGroup(ParameterGroup):
             if param._unsharded_param.requires_grad != param.sharded_param.requires_grad:
                 param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
             self._requires_grad[param] = param.sharded_param.requires_grad
+        # FSDP2 finds out once in which dtypes it reduces gradients, and does not if all parameters are frozen then.
+        if getattr(self._group, "_orig_dtype", torch.float32) is None and any(self._requires_grad.values()):
+            self._group._init_mp_dtypes()
 
     def _take_requires_grad(self) -> None:
         """Copy ``requires_grad`` of gathered parameters that a step has set to the sharded ones."""

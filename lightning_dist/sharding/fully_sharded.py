@@ -24,7 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.utils._pytree import tree_map
 
+from lightning_dist._compat import NORM
 from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter
 from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
 from lightning_dist.sharding import _compat
@@ -66,7 +68,8 @@ class Sharding(Technique):
     def __init__(self, mesh: DeviceMesh, config: ShardingConfig) -> None:
         self._mesh = mesh
         self._config = config
-        self._policy = MixedPrecisionPolicy(param_dtype=config.param_dtype, reduce_dtype=config.reduce_dtype)
+        # FSDP2 would also cast data, such as timesteps, targets and masks, which autocast leaves as they are.
+        self._policy = MixedPrecisionPolicy(config.param_dtype, config.reduce_dtype, cast_forward_inputs=False)
         self._is_direct = config.direct_collectives
         if self._is_direct is None:
             self._is_direct = dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo"
@@ -110,6 +113,13 @@ class Sharding(Technique):
         )
         group = _compat.sharded_group(modules[0])
         group.take_hooks(originals)
+        low, stored = self._config.param_dtype, {param.dtype for param in unit.params.values()}
+        if low is not None and any(dtype.is_floating_point and dtype != low for dtype in stored):
+            for module in unit.modules if unit.has_forward else ():
+                module.register_forward_pre_hook(partial(_cast_inputs, low, True), with_kwargs=True)
+            for owner in unit.owners:
+                if isinstance(owner, _ONE_DTYPE):
+                    owner.register_forward_pre_hook(partial(_cast_inputs, low, False), with_kwargs=True)
         if not unit.has_forward:
             self._holders.append(modules[0])
             group.put_into(_places(unit.params.values(), unit.owners))
@@ -216,6 +226,20 @@ class Sharding(Technique):
         if reduces:
             with self._unused.agreed():
                 _compat.reduce_gradients(self._root, self._groups)
+
+
+_ONE_DTYPE = (NORM, nn.EmbeddingBag, nn.PReLU, nn.RNNBase, nn.RNNCellBase)
+"""Layers that autocast does not convert, and that compute only with inputs of their parameters' dtype."""
+
+
+def _cast_inputs(dtype: torch.dtype, only_hidden: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Cast floating-point inputs to ``dtype``: all, or only those that gradients flow to, and not data."""
+
+    def cast(value: Any) -> Any:
+        is_cast = isinstance(value, Tensor) and value.is_floating_point() and (value.requires_grad or not only_hidden)
+        return value.to(dtype) if is_cast else value
+
+    return tree_map(cast, args), tree_map(cast, kwargs)
 
 
 class _StepRoot(nn.Module):

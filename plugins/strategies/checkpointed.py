@@ -181,9 +181,17 @@ class CheckpointedStrategy(SharedBatchStrategy):
         own = self._exact_resume.rank_state(checkpoint, self._trainer)
         if own:
             own["techniques"] = self.parallel.state()
+            own["parts_of_batch"] = self._parts_of_batch
         for key in checkpoint.keys() & set(MODELS):
             checkpoint[key] = self.parallel.state_to_write(checkpoint[key])
+        others = {key: value for key, value in checkpoint.items() if key not in (*MODELS, "optimizer_states")}
+        checkpoint |= self.parallel.others_to_write(others)
         return own
+
+    @property
+    def _parts_of_batch(self) -> list[int]:
+        """Return which part of a batch each rank has."""
+        return [self.layout.data_parallel_rank(rank) for rank in range(self.world_size)]
 
     @override
     def on_exception(self, exception: BaseException) -> None:
@@ -230,7 +238,10 @@ class CheckpointedStrategy(SharedBatchStrategy):
 
     def _go_on_from(self, part: LoadedCheckpoint) -> None:
         has_as_many_ranks = part.manifest.world_size == self.world_size
-        self._exact_resume.restore(part.state, part.own, has_as_many_ranks)
+        own = dict(part.own)
+        if own and own.get("parts_of_batch", self._parts_of_batch) != self._parts_of_batch:
+            own["buffers"] = {}  # Ranks with the same part of a batch must have the same buffers.
+        self._exact_resume.restore(part.state, own, has_as_many_ranks)
         if self._parallel is not None and has_as_many_ranks:
             self.parallel.load_state(part.own.get("techniques", {}))
         self._checkpoints.go_on_from(part.manifest)

@@ -12,13 +12,14 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from lightning_dist.checkpoint import NUM_SEEN
 from lightning_dist.plugins._progress import count_batches, training_progress
 from lightning_dist.plugins.strategies.global_batch import Batch, rescale_batch
 from lightning_dist.sampler import ResumableSampler
 
 __all__ = ["NUM_SEEN", "make_resumable", "with_its_own_seeds"]
 
-EPOCH, NUM_SEEN = "epoch", "num_seen"
+EPOCH = "epoch"
 
 
 def make_resumable(loader: Any, trainer: Trainer) -> None:

@@ -131,17 +131,25 @@ class ExactResume:
         _progress.leave_finished_epoch(trainer)
 
 
-def _buffers(state_dict: Mapping[str, Any], trainer: Trainer) -> dict[str, torch.Tensor]:
-    """Return the tensors of ``state_dict`` that are no parameters, neither sharded nor on the meta device."""
+def _buffers(state_dict: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
+    """Return the tensors of ``state_dict``, and the lists that metrics keep, which each rank has of its own.
+
+    They are no parameters, neither sharded nor on the meta device.
+    """
     params = {name for name, _ in trainer.lightning_module.named_parameters(remove_duplicate=False)}
     return {
         name: value
         for name, value in state_dict.items()
-        if name not in params
-        and isinstance(value, torch.Tensor)
-        and not isinstance(value, DTensor)
-        and not is_remote(value)
+        if name not in params and isinstance(value, torch.Tensor | list) and not any(map(_is_elsewhere, _listed(value)))
     }
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else [value]
+
+
+def _is_elsewhere(value: Any) -> bool:
+    return isinstance(value, DTensor) or (isinstance(value, torch.Tensor) and is_remote(value))
 
 
 def _loader_states(checkpoint: Mapping[str, Any]) -> list[Any]:

@@ -12,9 +12,17 @@ from lightning.pytorch import LightningModule
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_dist.checkpoint import CheckpointError, LoadedCheckpoint, TensorInfo, Verify, read_for_rank
+from lightning_dist.checkpoint import (
+    CheckpointError,
+    LoadedCheckpoint,
+    TensorInfo,
+    Verify,
+    put_positions_back,
+    read_for_rank,
+)
 from lightning_dist.checkpoint.state import load_model, load_optimizer
 from lightning_dist.consensus import raise_on_all_ranks
+from lightning_dist.plugins.strategies.exact_resume import MODELS
 from lightning_dist.tensor_state import is_remote
 
 __all__ = ["load", "load_optimizers", "load_weights"]
@@ -50,6 +58,8 @@ def load(
             return _load_file(Path(path), weights_only)
         params = dict(module.named_parameters(remove_duplicate=False))
         targets = {**params, **module.state_dict()}
+        own = (value for value in targets.values() if isinstance(value, torch.Tensor) and not is_remote(value))
+        device = next((value.device for value in own), None)
 
         def template(info: TensorInfo) -> torch.Tensor | None:
             if info.path[0] == "optimizer_states":
@@ -57,7 +67,10 @@ def load(
                     return None
                 # The path is ("optimizer_states", index, "state", full name of the parameter, name of the state).
                 return _empty_like(params.get(str(info.path[3])), info)
-            return _empty_like(targets.get(str(info.path[-1])), info)
+            target = targets.get(str(info.path[-1]))
+            if info.path[0] not in MODELS and (info.was_whole or (target is not None and is_remote(target))):
+                return torch.empty(info.shape, dtype=info.dtype, device=device)
+            return _empty_like(target, info)
 
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
         part = read_for_rank(path, rank, num_ranks, template, weights_only, verify)
@@ -106,6 +119,7 @@ def _load_file(path: Path, weights_only: bool) -> dict[str, Any]:
     if not isinstance(checkpoint, dict) or "state_dict" not in checkpoint:
         kind = f"a dict of {', '.join(map(str, list(checkpoint)[:4]))}" if isinstance(checkpoint, dict) else "no dict"
         raise CheckpointError(f"{path} is not a Lightning checkpoint: it has no 'state_dict' ({kind}).")
+    put_positions_back(checkpoint)
     return checkpoint
 
 

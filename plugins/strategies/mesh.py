@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, cast
@@ -189,11 +189,15 @@ class MeshStrategy(CheckpointedStrategy):
         self._checkpoints.start(trainer)
         assert self._tracing is not None
         self._steps = make_steps(module, self._parallel, self.precision_plugin, self._tracing)
-        self._hooks = WrappedHooks(module, OUTSIDE_OF_STEPS, self._steps.around_hook)
+        self._hooks = WrappedHooks(module, OUTSIDE_OF_STEPS, self._around_hook)
         self._hooks.install(trainer)
         _compat.run_examples_by(run_example)
         if is_new:
             rank_zero_info(startup_table(self, self._parallel))
+
+    def _around_hook(self, name: str) -> AbstractContextManager[None]:
+        self._checkpoints.before_update()  # A hook may change weights that are being copied into a checkpoint.
+        return self.steps.around_hook(name)
 
     def _parallelize(self, module: LightningModule, copied: ParallelModule | None = None) -> ParallelModule:
         """Make ``module`` parallel, unless an earlier Trainer has. A collective over all processes.
@@ -304,6 +308,9 @@ class MeshStrategy(CheckpointedStrategy):
             self.parallel.before_optimizer_step()
             return output
 
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:  # The optimizer may ignore the closure, which is empty.
+            self.parallel.before_optimizer_step()
         try:
             with _compat.total_norms(self.parallel.total_norm):
                 output = super().optimizer_step(optimizer, closure_then_wait, model, **kwargs)

@@ -41,7 +41,7 @@ class WrappedHooks:
         self._module = module
         self._names = list(names)
         self._around = around
-        self._replaced: list[tuple[Any, str]] = []
+        self._replaced: list[tuple[Any, str, Any]] = []
 
     def install(self, trainer: Trainer) -> None:
         """Replace the hooks of the module and of the callbacks of ``trainer``, until :meth:`remove`."""
@@ -52,14 +52,18 @@ class WrappedHooks:
         for owner, base in ((self._module, LightningModule), *((callback, Callback) for callback in users)):
             for name in self._names:
                 own = getattr(type(owner), name, None)
-                if own is not None and own is not getattr(base, name, None) and name not in vars(owner):
+                of_instance = vars(owner).get(name)  # LambdaCallback has its functions as attributes.
+                if of_instance is not None or (own is not None and own is not getattr(base, name, None)):
                     vars(owner)[name] = self._wrapped(getattr(owner, name), f"{type(owner).__name__}.{name}")
-                    self._replaced.append((owner, name))
+                    self._replaced.append((owner, name, of_instance))
 
     def remove(self) -> None:
         """Restore the original hooks of the module and the callbacks."""
-        for owner, name in self._replaced:
-            vars(owner).pop(name, None)
+        for owner, name, of_instance in self._replaced:
+            if of_instance is None:
+                vars(owner).pop(name, None)
+            else:
+                vars(owner)[name] = of_instance
         self._replaced.clear()
 
     def _wrapped(self, own: Callable[..., Any], what: str) -> Callable[..., Any]:
