@@ -312,7 +312,7 @@ class MeshStrategy(CheckpointedStrategy):
         if not self.lightning_module.automatic_optimization:  # The optimizer may ignore the closure, which is empty.
             self.parallel.before_optimizer_step()
         try:
-            with _compat.total_norms(self.parallel.total_norm):
+            with self.steps.outside_of_hooks(), _compat.total_norms(self.parallel.total_norm):
                 output = super().optimizer_step(optimizer, closure_then_wait, model, **kwargs)
         finally:
             for local_step in self._local_steps:

@@ -19,6 +19,7 @@ OUTSIDE_OF_STEPS = (
     *(f"on_{run}_{part}_{when}" for run in _RUNS for part in ("epoch", "batch") for when in ("start", "end")),
     "configure_gradient_clipping", "on_after_backward", "on_before_backward", "on_before_optimizer_step",
     "on_before_zero_grad", "on_fit_end", "on_fit_start", "on_sanity_check_end", "on_sanity_check_start",
+    "optimizer_step",
 )  # fmt: skip
 """Names of the hooks that Lightning calls outside of steps."""
 

@@ -89,6 +89,10 @@ class Steps(ABC):
             name: The hook's name, such as ``Model.on_fit_start``.
         """
 
+    @abstractmethod
+    def outside_of_hooks(self) -> AbstractContextManager[None]:
+        """Return a context for an optimizer step that a hook asks for, which runs as outside of the hook."""
+
     def _context(self, name: str) -> AbstractContextManager[None]:
         """Return the precision plugin's context for the step ``name``."""
         contexts = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -143,6 +143,10 @@ class PipelinedSteps(Steps):
     @contextmanager
     def around_hook(self, name: str) -> Iterator[None]:
         """Let a hook read and change the parameters of all stages, and log values that only another stage has."""
+        if name.endswith(".optimizer_step"):  # Each stage runs it for its own parameters.
+            with self._shards.around(name):
+                yield
+            return
         all_stages = self._pipeline.all_stages
         with (
             self._parallel.with_unreduced_cleared(),
@@ -151,6 +155,10 @@ class PipelinedSteps(Steps):
             _logging_whole(self._module, all_stages),
         ):
             yield
+
+    def outside_of_hooks(self) -> AbstractContextManager[None]:
+        """Let an optimizer step see shards."""
+        return self._shards.paused()
 
     def _scale(self, loss: Tensor) -> Tensor:
         scaler = getattr(self._precision, "scaler", None)

@@ -68,6 +68,10 @@ class WholeSteps(Steps):
             return self._parallel.between_forward_and_backward()
         return self._outside_of_steps(name)
 
+    def outside_of_hooks(self) -> AbstractContextManager[None]:
+        """Let an optimizer step see shards."""
+        return self._shards.paused()
+
     @contextmanager
     def _outside_of_steps(self, name: str) -> Iterator[None]:
         with self._shards.around(name), self._parallel.with_unreduced_cleared():

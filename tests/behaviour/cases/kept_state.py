@@ -167,6 +167,22 @@ def lambda_callback_changes(run: Run) -> None:
     run.fit(Classifier(), callbacks=[LambdaCallback(on_train_batch_end=constrain)])
 
 
+@case("an overridden optimizer_step changes weights through `.data` and through views")
+def changes_after_optimizer_step(run: Run) -> None:
+    class Clips(Classifier):
+        def optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+            super().optimizer_step(*args, **kwargs)
+            for param in self.net.parameters():
+                param.data = param.data.clamp(-0.2, 0.2)
+            self.head.weight.data[0].zero_()
+
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            with torch.no_grad():
+                self.head.bias[0] = 0.5
+
+    run.fit(Clips())
+
+
 @case("on_save_checkpoint keeps the weights of a part under a key of its own")
 def weights_under_own_key(run: Run) -> None:
     class Keeps(Classifier):
