@@ -34,6 +34,7 @@ __all__ = [
     "ReduceScatter",
     "accept_sequential_redistribution",
     "around_backwards",
+    "around_grads",
     "around_zero_grad",
     "at_end_of_backward",
     "averages_grouped_by_dtype",
@@ -262,18 +263,31 @@ def around_backwards(context: Callable[[], AbstractContextManager[None]]) -> Ite
 
     Replaced by: hooks of torch.autograd that are called when a backward begins and ends.
     """
-    original = torch.autograd.backward
+    with _around("backward", context):
+        yield
+
+
+@contextmanager
+def around_grads(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    """Run every ``torch.autograd.grad`` inside in ``context()``, as :func:`around_backwards` does with backwards."""
+    with _around("grad", context):
+        yield
+
+
+@contextmanager
+def _around(name: str, context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
+    original = getattr(torch.autograd, name)
 
     @wraps(original)
-    def backward(*args: Any, **kwargs: Any) -> None:
+    def within(*args: Any, **kwargs: Any) -> Any:
         with context():
-            original(*args, **kwargs)
+            return original(*args, **kwargs)
 
-    torch.autograd.backward = backward
+    setattr(torch.autograd, name, within)
     try:
         yield
     finally:
-        torch.autograd.backward = original
+        setattr(torch.autograd, name, original)
 
 
 @contextmanager

@@ -51,20 +51,20 @@ class _BlockState:
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
-        self._changing: set[tuple[nn.Module, str]] | None = None
-        """The buffers that forwards have changed, whose values are kept; None: there was no forward yet."""
+        self._changing: dict[bool, set[tuple[nn.Module, str]]] = {}
+        """The buffers that the first forward has changed, in training and in evaluation; those of norms are added."""
 
     def begin(self) -> Callable[[], AbstractContextManager[None]]:
         """Return a function that makes contexts: the first one for the forward, the others for its reruns."""
-        kept: list[tuple[dict[tuple[nn.Module, str], Tensor], list[Any]]] = []
+        kept: list[tuple[dict[tuple[nn.Module, str], Tensor], dict[str, Any]]] = []
 
         @contextmanager
         def context() -> Iterator[None]:
             if not kept:
-                buffers = self._buffers()
-                kept.append(({place: buffer.detach().clone() for place, buffer in buffers.items()}, self._drawn()))
+                buffers = {place: buffer.detach().clone() for place, buffer in self._buffers().items()}
+                kept.append((buffers, self._drawn()))
                 yield
-                self._note_changes(kept[0][0])
+                self._forget_unchanged(buffers)
                 return
             (buffers, drawn), now, drawn_now = kept[0], self._buffers(), self._drawn()
             # They are replaced rather than changed, since autograd may have saved the tensors for the backward.
@@ -79,31 +79,35 @@ class _BlockState:
         return context
 
     def _buffers(self) -> dict[tuple[nn.Module, str], Tensor]:
-        """Return the buffers that forwards may change: all of them before the first forward."""
+        """Return the buffers that a forward may change: all of them in the first one."""
+        known = self._changing.get(self._block.training)
         return {
             (module, key): buffer
             for module in self._block.modules()
             for key, buffer in module._buffers.items()
-            if buffer is not None
-            and (self._changing is None or (module, key) in self._changing or isinstance(module, NORM))
+            if buffer is not None and (known is None or (module, key) in known or isinstance(module, NORM))
         }
 
-    def _note_changes(self, before: dict[tuple[nn.Module, str], Tensor]) -> None:
-        if self._changing is None and self._block.training:
-            self._changing = {
-                place for place, kept in before.items() if not _is_equal(place[0]._buffers.get(place[1]), kept)
-            }
+    def _forget_unchanged(self, before: dict[tuple[nn.Module, str], Tensor]) -> None:
+        """Drop the copies of buffers that the first forward has not changed."""
+        if self._block.training in self._changing:
+            return
+        for place, copy in list(before.items()):
+            if _is_equal(place[0]._buffers.get(place[1]), copy):
+                del before[place]
+        self._changing[self._block.training] = set(before)
 
-    def _drawn(self) -> list[Any]:
-        own = [get_state(generator) for _, generator in own_generators(self._block)]
-        return [random.getstate(), np.random.get_state(), *own]
+    def _drawn(self) -> dict[str, Any]:
+        own = {name: get_state(generator) for name, generator in own_generators(self._block)}
+        return {**own, "": (random.getstate(), np.random.get_state())}
 
-    def _draw_from(self, states: list[Any]) -> None:
-        python, numpy_state, *own = states
+    def _draw_from(self, states: dict[str, Any]) -> None:
+        python, numpy_state = states[""]
         random.setstate(python)
         np.random.set_state(numpy_state)
-        for (_, generator), state in zip(own_generators(self._block), own, strict=True):
-            set_state(generator, state)
+        for name, generator in own_generators(self._block):
+            if name in states:
+                set_state(generator, states[name])
 
 
 def _is_equal(buffer: Tensor | None, kept: Tensor) -> bool:

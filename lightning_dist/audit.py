@@ -136,12 +136,17 @@ class FirstStepAudit(Technique):
             AuditError: If a change is not in the shards, ranks changed a parameter differently, or a hook would not be
                 called.
         """
+        gathered = [group for group in self._groups if group.is_gathered]
+        sharded = [group for group in gathered if group.is_sharded]
+        # Changes through ``param.data`` are not reported, and may be in the parts of some ranks only.
+        is_checked = self.is_due and torch.is_grad_enabled() and bool(sharded)
+        is_changed = is_checked and any(group.unwritten() for group in sharded)
         with self.around_step():
-            for group in self._groups:
-                if group.is_gathered:
-                    group.write_back()
-                    if self.is_due:
-                        self._compare_changes(group, group.names)
+            for group in gathered:
+                group.write_back()
+            if is_checked and _has_any_rank(is_changed, sharded[0].mesh):
+                for group in sharded:
+                    self._compare_changes(group, group.names)
         for group in self._groups if self.is_due else ():
             if not group.is_gathered:
                 continue
@@ -166,8 +171,10 @@ class FirstStepAudit(Technique):
         Raises:
             AuditError: If ranks changed a parameter differently.
         """
+        if not self._compares or group.mesh.size() == 1 or self._parallel.stays_gathered:
+            return
         tensors = group.gathered
-        if not self._compares or not tensors or group.mesh.size() == 1:
+        if not tensors:
             return
         if id(group) not in self._agreed:
             ranks = sorted(group.mesh.mesh.flatten().tolist())
@@ -278,6 +285,14 @@ class FirstStepAudit(Technique):
             f"{text} after the optimizer step. Its gradient was not reduced, or the parameter was changed by code under"
             " `if rank == 0`, or by a value that depends on a rank's own data."
         )
+
+
+def _has_any_rank(is_true: bool, mesh: DeviceMesh) -> bool:
+    """Return whether a condition is true on any rank of ``mesh``. A collective over it."""
+    flag = torch.tensor([is_true], dtype=torch.int32, device=mesh.device_type)
+    for _, group in _axes(mesh):
+        dist.all_reduce(flag, dist.ReduceOp.MAX, group)
+    return bool(flag)
 
 
 def _axes(mesh: DeviceMesh) -> Iterator[tuple[str, dist.ProcessGroup]]:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dist._compat import around_backwards, around_zero_grad
+from lightning_dist._compat import around_backwards, around_grads, around_zero_grad
 from lightning_dist.accumulated_gradients import GradientsOfCopies
 from lightning_dist.checkpoint.snapshot import with_metadata
 from lightning_dist.consensus import timed_barrier
@@ -247,6 +247,8 @@ class ParallelModule:
                 with ExitStack() as around:
                     around.enter_context(around_backwards(self._any_backward))
                     around.enter_context(around_zero_grad(self._after_zero_grad))
+                    if self._shows_gradients:
+                        around.enter_context(around_grads(self._without_shown_gradients))
                     for around_step in self._points.around_step:
                         around.enter_context(around_step())
                     self._show_gradients()
@@ -275,6 +277,14 @@ class ParallelModule:
         """
         if self._shows_gradients:
             self._gradients.show(chain.from_iterable(copies() for copies in self._points.copies))
+
+    @contextmanager
+    def _without_shown_gradients(self) -> Iterator[None]:
+        self._gradients.take_cleared()
+        try:
+            yield
+        finally:
+            self._show_gradients()
 
     def _wrapped(self, step: Callable[[], Any]) -> Callable[[], Any]:
         for wrap_step in self._points.wrap_step:

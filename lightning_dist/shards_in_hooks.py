@@ -54,6 +54,8 @@ class ShardsInHooks(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.before_change: Callable[[], None] = lambda: None
+        """Function that is called before a hook changes a tensor in place."""
         self._what = "a hook"
         self._is_on = False
         self._parts = WeakTensorKeyDictionary()  # copy of a part of a tensor -> _Part
@@ -99,6 +101,8 @@ class ShardsInHooks(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func == _DATA_SET or is_in_place(getattr(func, "__name__", "")) or kwargs.get("out") is not None:
+            self.before_change()
         if func == _DATA_SET:
             return self._set_data(*args)
         if func == _GRAD_SET:

@@ -97,9 +97,10 @@ def _keep_positions_apart(checkpoint: dict[str, Any]) -> None:
     """
     loops = _loop_state(checkpoint)
     states = loops.get("combined_loader", [])
-    if any(NUM_SEEN in state for state in states):
+    others = [state for state in states if not (isinstance(state, dict) and NUM_SEEN in state)]
+    if len(others) < len(states):
         checkpoint[_POSITIONS] = states
-        loops["combined_loader"] = [state for state in states if NUM_SEEN not in state]
+        loops["combined_loader"] = others
 
 
 def put_positions_back(checkpoint: dict[str, Any]) -> None:

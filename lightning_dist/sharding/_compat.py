@@ -74,7 +74,7 @@ class ShardedGroup(ParameterGroup):
         self._stand_ins: list[nn.Parameter] | None = None
         self._has_stand_ins = False
         self._versions: dict[FSDPParam, int] = {}
-        self._shard_versions: dict[FSDPParam, int] = {}
+        self._shard_versions: dict[FSDPParam, tuple[int, int]] = {}
         """The versions of shards when they were gathered; one that has changed since is newer than its copy."""
         self._requires_grad: dict[FSDPParam, bool] = {}
         """The last value of ``requires_grad`` that sharded and gathered parameters had in common."""
@@ -89,7 +89,7 @@ class ShardedGroup(ParameterGroup):
             module._parameters[name] = current  # type: ignore[assignment]
         for param in self._group.fsdp_params:
             share_hooks(param.sharded_param, param._unsharded_param)
-            self._shard_versions[param] = local_of(param.sharded_param)._version
+            self._shard_versions[param] = _shard_version(param)
         self.copy_requires_grad()
 
     def _of_other_code(self) -> list[tuple[nn.Module, str, torch.Tensor | None]]:
@@ -208,9 +208,9 @@ class ShardedGroup(ParameterGroup):
             if is_changed:
                 changed.append(_name(param))
             shard, own = _own_part(param, whole)
-            if is_changed or shard._version == self._shard_versions.get(param, shard._version):
+            if is_changed or self._shard_versions.get(param) in (None, _shard_version(param)):
                 _store(shard, own)
-                self._shard_versions[param] = shard._version
+                self._shard_versions[param] = _shard_version(param)
         if changed:
             self.on_change(self, changed)
 
@@ -535,6 +535,11 @@ def _own_part(param: FSDPParam, whole: torch.Tensor) -> tuple[torch.Tensor, torc
     rank = info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
     start = min(rank * param.padded_sharded_param_size[dim], whole.size(dim))
     return shard, whole.narrow(dim, start, shard.size(dim))
+
+
+def _shard_version(param: FSDPParam) -> tuple[int, int]:
+    """Return a value that changes when a shard is changed in place, as a DTensor or as a plain tensor."""
+    return param.sharded_param._version, local_of(param.sharded_param)._version
 
 
 def _store(shard: torch.Tensor, own: torch.Tensor) -> None:

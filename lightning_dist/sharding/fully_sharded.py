@@ -116,10 +116,10 @@ class Sharding(Technique):
         low, stored = self._config.param_dtype, {param.dtype for param in unit.params.values()}
         if low is not None and any(dtype.is_floating_point and dtype != low for dtype in stored):
             for module in unit.modules if unit.has_forward else ():
-                module.register_forward_pre_hook(partial(_cast_inputs, low, True), with_kwargs=True)
+                module.register_forward_pre_hook(_CastHiddenStates(low), with_kwargs=True)
             for owner in unit.owners:
                 if isinstance(owner, _ONE_DTYPE):
-                    owner.register_forward_pre_hook(partial(_cast_inputs, low, False), with_kwargs=True)
+                    owner.register_forward_pre_hook(partial(_cast_inputs, low), with_kwargs=True)
         if not unit.has_forward:
             self._holders.append(modules[0])
             group.put_into(_places(unit.params.values(), unit.owners))
@@ -228,18 +228,57 @@ class Sharding(Technique):
                 _compat.reduce_gradients(self._root, self._groups)
 
 
-_ONE_DTYPE = (NORM, nn.EmbeddingBag, nn.PReLU, nn.RNNBase, nn.RNNCellBase)
-"""Layers that autocast does not convert, and that compute only with inputs of their parameters' dtype."""
+_ONE_DTYPE = (
+    NORM, nn.EmbeddingBag, nn.GroupNorm, nn.LayerNorm, nn.PReLU, nn.RMSNorm, nn.RNNBase, nn.RNNCellBase
+)  # fmt: skip
+"""Layers that autocast does not convert on every device, and that need inputs of their parameters' dtype."""
 
 
-def _cast_inputs(dtype: torch.dtype, only_hidden: bool, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Cast floating-point inputs to ``dtype``: all, or only those that gradients flow to, and not data."""
+def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Cast all floating-point inputs of a layer to ``dtype``."""
 
     def cast(value: Any) -> Any:
-        is_cast = isinstance(value, Tensor) and value.is_floating_point() and (value.requires_grad or not only_hidden)
-        return value.to(dtype) if is_cast else value
+        return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
     return tree_map(cast, args), tree_map(cast, kwargs)
+
+
+class _CastHiddenStates:
+    """Cast those inputs of a block to ``dtype`` that gradients flow to, and not data.
+
+    Without gradients, the arguments that were hidden states in training are cast.
+
+    Args:
+        dtype: The dtype that parameters are gathered in.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._hidden: set[int | str] = set()
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Cast the inputs of ``module``, as a hook."""
+
+        def cast(key: int | str, value: Any) -> Any:
+            if not isinstance(value, Tensor):
+                return tree_map(lambda leaf: self._lower(leaf) if _is_hidden(leaf) else leaf, value)
+            if _is_hidden(value):
+                self._hidden.add(key)
+            elif torch.is_grad_enabled() or key not in self._hidden:
+                return value
+            return self._lower(value)
+
+        return (
+            tuple(cast(place, value) for place, value in enumerate(args)),
+            {key: cast(key, value) for key, value in kwargs.items()},
+        )
+
+    def _lower(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._dtype) if tensor.is_floating_point() else tensor
+
+
+def _is_hidden(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad
 
 
 class _StepRoot(nn.Module):

@@ -56,6 +56,8 @@ def set_items(value: Any, items: list[Any]) -> None:
     container.clear()
     if isinstance(container, list | deque):
         container.extend(items)
+    elif isinstance(container, dict):
+        container.update(dict(items))  # A Counter would count items that are no mapping.
     else:
         container.update(items)
 

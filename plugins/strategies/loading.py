@@ -58,8 +58,6 @@ def load(
             return _load_file(Path(path), weights_only)
         params = dict(module.named_parameters(remove_duplicate=False))
         targets = {**params, **module.state_dict()}
-        own = (value for value in targets.values() if isinstance(value, torch.Tensor) and not is_remote(value))
-        device = next((value.device for value in own), None)
 
         def template(info: TensorInfo) -> torch.Tensor | None:
             if info.path[0] == "optimizer_states":
@@ -69,7 +67,7 @@ def load(
                 return _empty_like(params.get(str(info.path[3])), info)
             target = targets.get(str(info.path[-1]))
             if info.path[0] not in MODELS and (info.was_whole or (target is not None and is_remote(target))):
-                return torch.empty(info.shape, dtype=info.dtype, device=device)
+                return torch.empty(info.shape, dtype=info.dtype)  # on the CPU, as Lightning reads it
             return _empty_like(target, info)
 
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any, ClassVar, cast
@@ -189,15 +189,12 @@ class MeshStrategy(CheckpointedStrategy):
         self._checkpoints.start(trainer)
         assert self._tracing is not None
         self._steps = make_steps(module, self._parallel, self.precision_plugin, self._tracing)
-        self._hooks = WrappedHooks(module, OUTSIDE_OF_STEPS, self._around_hook)
+        self._steps.wait_before_changes(self._checkpoints.before_update)  # Weights may be copied into a checkpoint.
+        self._hooks = WrappedHooks(module, OUTSIDE_OF_STEPS, self._steps.around_hook)
         self._hooks.install(trainer)
         _compat.run_examples_by(run_example)
         if is_new:
             rank_zero_info(startup_table(self, self._parallel))
-
-    def _around_hook(self, name: str) -> AbstractContextManager[None]:
-        self._checkpoints.before_update()  # A hook may change weights that are being copied into a checkpoint.
-        return self.steps.around_hook(name)
 
     def _parallelize(self, module: LightningModule, copied: ParallelModule | None = None) -> ParallelModule:
         """Make ``module`` parallel, unless an earlier Trainer has. A collective over all processes.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
 from lightning_dist.plugins.strategies.steps.weighting import LossWeights
+from lightning_dist.shards_in_hooks import ShardsInHooks
 
 __all__ = ["Steps", "begins_accumulation"]
 
@@ -42,6 +44,11 @@ class Steps(ABC):
         self._precision = precision
         self._tracing = tracing
         self._weights = LossWeights()
+        self._shards = ShardsInHooks()
+
+    def wait_before_changes(self, wait: Callable[[], None]) -> None:
+        """Call ``wait`` before a hook changes a tensor in place."""
+        self._shards.before_change = wait
 
     @classmethod
     def can_run(cls, parallel: ParallelModule) -> bool:
@@ -89,9 +96,9 @@ class Steps(ABC):
             name: The hook's name, such as ``Model.on_fit_start``.
         """
 
-    @abstractmethod
     def outside_of_hooks(self) -> AbstractContextManager[None]:
-        """Return a context for an optimizer step that a hook asks for, which runs as outside of the hook."""
+        """Return a context for an optimizer step that a hook asks for, which sees shards as outside of the hook."""
+        return self._shards.paused()
 
     def _context(self, name: str) -> AbstractContextManager[None]:
         """Return the precision plugin's context for the step ``name``."""

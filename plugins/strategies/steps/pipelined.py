@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -43,7 +43,6 @@ from lightning_dist.plugins.strategies.steps.metrics import SharedMetrics
 from lightning_dist.plugins.strategies.steps.microbatching import BatchSplitter
 from lightning_dist.plugins.strategies.steps.result import StepResult, joined, merged_outputs
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
-from lightning_dist.shards_in_hooks import ShardsInHooks
 from lightning_dist.step_graph import StepGraph, TraceError, trace_step
 
 __all__ = ["PipelinedSteps"]
@@ -76,7 +75,6 @@ class PipelinedSteps(Steps):
         self._parameters = list(module.parameters())
         self._pipeline = pipeline
         self._pipeline.readable = {Trainer: _READABLE}
-        self._shards = ShardsInHooks()
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._splitter = BatchSplitter(module)
         self._metric_names = {
@@ -155,10 +153,6 @@ class PipelinedSteps(Steps):
             _logging_whole(self._module, all_stages),
         ):
             yield
-
-    def outside_of_hooks(self) -> AbstractContextManager[None]:
-        """Let an optimizer step see shards."""
-        return self._shards.paused()
 
     def _scale(self, loss: Tensor) -> Tensor:
         scaler = getattr(self._precision, "scaler", None)

@@ -28,7 +28,7 @@ from lightning_dist.pipeline.attributes import keep, restore
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.steps.example_step import without_updates
 from lightning_dist.plugins.strategies.steps.metrics import SharedMetrics
-from lightning_dist.step_graph import Leaf, StepGraph, is_object, packages_of, set_items
+from lightning_dist.step_graph import Leaf, StepGraph, is_object, packages_of
 
 __all__ = ["StepResult", "joined", "merged_outputs"]
 
@@ -190,8 +190,12 @@ class StepResult:
         for (owner, key), (how, value) in zip(self.graph.changed, attributes, strict=True):
             if how == "append":
                 vars(self._module.get_submodule(owner))[key].extend(value)
-            elif how == "fill":
-                set_items(vars(self._module.get_submodule(owner))[key], value)
+            elif how == "update":
+                changed, removed = value
+                attributes = vars(vars(self._module.get_submodule(owner))[key])
+                attributes.update(changed)
+                for name in removed:
+                    attributes.pop(name)
             else:
                 setattr(self._module.get_submodule(owner), key, value)
         buffers.set(between)
@@ -205,15 +209,15 @@ class StepResult:
                 self._module.log(name, value, **call.kwargs)
         return output
 
-    def _attributes(self) -> list[tuple[Literal["append", "fill", "set"], Any]]:
+    def _attributes(self) -> list[tuple[Literal["append", "update", "set"], Any]]:
         """Return what the last stage sends of each attribute that the step changes, and what to do with it.
 
         Returns:
-            For each attribute, the new items of a list to which the step has only appended, or all attributes of an
-            object of the user's code, or else the value.
+            For each attribute, the new items of a list to which the step has only appended, or the changed attributes
+            of an object of the user's code and the names of removed ones, or else the value.
         """
         packages = packages_of(self._module)
-        found: list[tuple[Literal["append", "fill", "set"], Any]] = []
+        found: list[tuple[Literal["append", "update", "set"], Any]] = []
         for (owner, key), (before, items) in zip(self.graph.changed, self._before, strict=True):
             value: Any = vars(self._module.get_submodule(owner)).get(key)
             if (
@@ -225,7 +229,9 @@ class StepResult:
             ):
                 found.append(("append", value[len(items) :]))
             elif value is before and is_object(value, packages):
-                found.append(("fill", list(vars(value).items())))
+                now, then = vars(value), dict(items or ())
+                changed = {name: item for name, item in now.items() if name not in then or then[name] is not item}
+                found.append(("update", (changed, [name for name in then if name not in now])))
             else:
                 found.append(("set", value))
         return found

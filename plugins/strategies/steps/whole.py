@@ -17,7 +17,6 @@ from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.plugins.strategies.gradients import are_free_before_forward, free_gradients
 from lightning_dist.plugins.strategies.steps.base import Steps, begins_accumulation
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
-from lightning_dist.shards_in_hooks import ShardsInHooks
 
 __all__ = ["WholeSteps"]
 
@@ -29,7 +28,6 @@ class WholeSteps(Steps):
         self, module: LightningModule, parallel: ParallelModule, precision: Precision, tracing: StepTracing
     ) -> None:
         super().__init__(module, parallel, precision, tracing)
-        self._shards = ShardsInHooks()
         self._frees_gradients_first: bool | None = None
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
@@ -67,10 +65,6 @@ class WholeSteps(Steps):
         if name.endswith((".on_before_zero_grad", ".on_before_backward")):
             return self._parallel.between_forward_and_backward()
         return self._outside_of_steps(name)
-
-    def outside_of_hooks(self) -> AbstractContextManager[None]:
-        """Let an optimizer step see shards."""
-        return self._shards.paused()
 
     @contextmanager
     def _outside_of_steps(self, name: str) -> Iterator[None]:

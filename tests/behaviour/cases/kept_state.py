@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import random
 from typing import Any
@@ -11,9 +12,10 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback, ModelCheckpoint
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import DataLoader, Subset
 
-from tests.behaviour.case import Run, case
-from tests.behaviour.models import NUM_FEATURES, Classifier, Network
+from tests.behaviour.case import GLOBAL_BATCH_SIZE, Run, case
+from tests.behaviour.models import NUM_FEATURES, Classifier, Network, samples
 
 N = NUM_FEATURES
 STAGES = ("pp", "nd", "nd_tp")
@@ -35,6 +37,60 @@ def forward_before_optimizer_step(run: Run) -> None:
             self.optimizers().step()
 
     run.fit(Looks())
+
+
+@case("manual optimization takes gradients of the inputs by torch.autograd.grad", refused=MANUAL)
+def gradients_of_inputs(run: Run) -> None:
+    class Adversarial(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            x = batch[0].clone().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.loss((x, batch[1])), x)
+            self.optimizers().zero_grad()
+            self.manual_backward(self.loss((x.detach() + 0.1 * gradient.sign(), batch[1])))
+            self.optimizers().step()
+
+    run.fit(Adversarial())
+
+
+class _Helper:
+    """Count steps, and know the module."""
+
+    def __init__(self, module: Any) -> None:
+        self.module, self.num_steps, self.classes = module, 0, collections.Counter[int]()
+
+
+@case("a step counts in an object that holds the module, and in a Counter")
+def counted_in_helper(run: Run) -> None:
+    class Counts(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.helper = _Helper(self)
+            self.seen: collections.Counter[str] = collections.Counter()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            self.helper.num_steps += 1
+            self.seen["steps"] += 1
+            self.log("train/steps", float(self.helper.num_steps + self.seen["steps"]))
+            return super().training_step(batch, batch_idx)
+
+    model = Counts()
+    run.fit(model)
+    run.record("counted", [model.helper.num_steps, dict(model.seen), model.helper.module is model])
+
+
+@case("ranks evaluate unequal numbers of batches before the first step")
+def uneven_evaluation_first(run: Run) -> None:
+    part = GLOBAL_BATCH_SIZE // run.layout.num_data_parallel
+    indices = list(range(run.data_parallel_rank, 40, run.layout.num_data_parallel))
+    if not run.is_reference and run.data_parallel_rank == 0:
+        indices = indices[:-part]
+    trainer = run.trainer(limit_val_batches=1.0)
+    trainer.validate(Classifier(), DataLoader(Subset(samples(40), indices), part), verbose=False)
+    run.record("done", "val/loss" in trainer.callback_metrics)
 
 
 class _ByData(torch.optim.Optimizer):
