@@ -13,9 +13,11 @@ import pytest
 import torch
 import xxhash
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
 from lightning_dist.checkpoint import CheckpointError, consolidate, read_manifest
 from lightning_dist.parity import whole_parameters
+from tests.behaviour.models import Classifier, samples
 from tests.distributed.fit import make_trainer
 from tests.models import GPT
 from tests.pool import RankFailed, WorkerPool
@@ -137,6 +139,46 @@ print(len(expected.files), "equal")
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == f"{len(weights)} equal"
+
+
+def within_epoch(path: Path, ckpt_path: Path | None, max_steps: int) -> list[float]:
+    """Fit a model of ordinary data to within an epoch, save it, and return the sums of the batches of this rank."""
+    sums: list[float] = []
+
+    class Sums(Classifier):
+        def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+            sums.append(float(batch[0].sum()))
+
+    trainer = make_trainer("full_shard", use_distributed_sampler=True, max_steps=max_steps, precision="64-true")
+    loader = DataLoader(samples(48), 4, shuffle=True)
+    trainer.fit(Sums(), loader, ckpt_path=None if ckpt_path is None else str(ckpt_path), weights_only=False)
+    trainer.save_checkpoint(path)
+    return sums
+
+
+def test_a_consolidated_file_of_within_an_epoch_is_resumed_here_and_by_lightning_alone(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    pool.run(within_epoch, 2, tmp_path / "a.ckpt", None, 3)
+    consolidate(tmp_path / "a.ckpt", tmp_path / "one.ckpt")
+    from_directory = pool.run(within_epoch, 2, tmp_path / "b.ckpt", tmp_path / "a.ckpt", 6)
+    from_file = pool.run(within_epoch, 2, tmp_path / "c.ckpt", tmp_path / "one.ckpt", 6)
+    assert from_file == from_directory
+    assert len(from_file[0]) == 3
+    script = f"""
+import sys
+sys.modules["lightning_dist"] = None
+import lightning.pytorch as pl
+from torch.utils.data import DataLoader
+from tests.behaviour.models import Classifier, samples
+trainer = pl.Trainer(
+    accelerator="cpu", devices=1, max_steps=6, logger=False, enable_checkpointing=False, precision="64-true"
+)
+trainer.fit(Classifier(), DataLoader(samples(48), 4), ckpt_path={str(tmp_path / "one.ckpt")!r}, weights_only=False)
+print("step", trainer.global_step)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.stdout.strip().endswith("step 6"), done.stderr
 
 
 def resume(path: str, layout: str = "2x2") -> str:
