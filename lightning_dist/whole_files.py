@@ -81,7 +81,17 @@ def _distribute(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
         if param is None or name not in state_dict:
             continue
         # Parameters of other pipeline stages stay on the meta device; their own ranks load them.
-        state_dict[name] = param if is_remote(param) else shard_like(state_dict[name], param)
+        state_dict[name] = param if is_remote(param) else _like(state_dict[name], param)
+
+
+def _like(value: Any, param: Tensor) -> Any:
+    """Return ``value`` in the form that a module holds ``param`` in. A collective in a step, where it may be gathered.
+
+    In a step, a module may hold plain tensors, while its state dict has DTensors.
+    """
+    if isinstance(value, DTensor) and type(param) is nn.Parameter:
+        return value.full_tensor() if value.shape == param.shape else value.to_local()
+    return shard_like(value, param)
 
 
 @contextmanager
