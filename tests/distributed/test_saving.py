@@ -17,7 +17,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.loggers.logger import DummyLogger
 from torch.distributed.checkpoint.staging import DefaultStager
 
-from lightning_dist.checkpoint import CheckpointError, file_system, find, storage, verify, writer
+from lightning_dist.checkpoint import CheckpointError, file_system, find, read_whole, storage, verify, writer
 from lightning_dist.checkpoint.locate import storage_at
 from lightning_dist.parity import whole_parameters
 from lightning_dist.plugins.strategies import checkpointed, mesh
@@ -318,7 +318,9 @@ def test_loggers_are_notified_of_existing_checkpoints_and_get_the_costs_of_saves
 
 
 def change_weights(folder: Path) -> str:
-    """Save, and change a weight before it is copied: the copy is delayed until the change.
+    """Save, and change a weight in a thread before it is copied: the copy is delayed until the change.
+
+    A hook itself would wait for the copy, but what a thread changes is not seen.
 
     Returns:
         The error of the fit, or ``"no error"``.
@@ -330,11 +332,16 @@ def change_weights(folder: Path) -> str:
         self._staging_executor.submit(changed.wait, 60)
         return stage(self, state)
 
+    @torch.no_grad()
+    def change(module: Any) -> None:
+        next(module.parameters()).add_(1.0)
+        changed.set()
+
     def save(trainer: Any, module: Any) -> None:
         trainer.save_checkpoint(folder / "run.ckpt")
-        with torch.no_grad():
-            next(module.parameters()).add_(1.0)
-        changed.set()
+        thread = threading.Thread(target=change, args=(module,))
+        thread.start()
+        thread.join()
 
     # The patch must last until the end of the fit, because the writer's thread may copy the weights only after
     # save_checkpoint has returned.
@@ -352,6 +359,39 @@ def test_weights_that_change_while_they_are_copied_are_an_error(pool: WorkerPool
         assert "mix two steps" in error
         assert "asynchronous=False" in error
     assert find(tmp_path) == []
+
+
+def change_weights_in_a_hook(folder: Path) -> list[float]:
+    """Change a weight in a hook right after a save, whose copy is delayed.
+
+    Returns:
+        The first element of the weight: before the change, and in the checkpoint.
+    """
+    stage = DefaultStager.stage
+    values = []
+
+    def late(self: Any, state: Any) -> Any:
+        self._staging_executor.submit(time.sleep, 0.5)
+        return stage(self, state)
+
+    def save(trainer: Any, module: Any) -> None:
+        trainer.save_checkpoint(folder / "run.ckpt")
+        weight = next(module.parameters())
+        with torch.no_grad():
+            values.append(float(weight.full_tensor().flatten()[0]))
+            weight.add_(1.0)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DefaultStager, "stage", late)
+        module = fit([AtSteps({2: save})], enable_checkpointing=False).lightning_module
+    name = next(name for name, _ in module.named_parameters())
+    saved = read_whole(folder / "run.ckpt")["state_dict"][name]
+    return [*values, float(saved.flatten()[0])]
+
+
+def test_a_hook_that_changes_weights_waits_until_they_are_copied(pool: WorkerPool, tmp_path: Path) -> None:
+    for before, saved in pool.run(change_weights_in_a_hook, 2, tmp_path):
+        assert saved == before
 
 
 def save_while_locked(folder: Path) -> list[str]:
