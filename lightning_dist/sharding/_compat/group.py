@@ -1,0 +1,435 @@
+"""Manage the parameters of a unit that FSDP2 gathers and reduces together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+
+from lightning_dist._compat import is_in_backward, local_of, move_hooks, share_hooks
+from lightning_dist.accumulated_gradients import AccumulatedGradients
+from lightning_dist.parameter_group import ParameterGroup
+from lightning_dist.sharding._compat.param import MakeStandIn, ShardedParam
+
+__all__ = ["ShardedGroup", "fsdp_state", "sharded_group"]
+
+
+class ShardedGroup(ParameterGroup):
+    """Manage the parameters of a unit that FSDP2 shards together (its ``FSDPParamGroup``).
+
+    Replaced by: the public methods of ``FSDPModule``, once FSDP2 can manage a module without changing its class.
+
+    Args:
+        group: FSDP2's group of the unit's parameters.
+    """
+
+    def __init__(self, group: FSDPParamGroup) -> None:
+        self._group = group
+        self._waits_for_end = False
+        self._is_kept = False
+        self._is_held = False
+        self._awaits_agreement = False
+        self._is_reduced = False
+        self._accumulated = AccumulatedGradients()
+        # FSDP2 reduces and frees a group when the gradients of its modules' inputs are known. Gradients from uses of
+        # its parameters outside of these modules may come later. Replaced by: a public way to reduce at the end of a
+        # backward.
+        self._post_backward = group.post_backward
+        group.post_backward = self._after_backward  # type: ignore[method-assign]
+        register = FSDPParamGroup._register_post_backward_hook
+        inside = _InsideBackward(self)
+        group._register_post_backward_hook = partial(register, inside)  # type: ignore[method-assign, arg-type]
+        # FSDP2 has no hooks that run when parameters are gathered or freed. Replaced by: such hooks.
+        group._to_unsharded = self._put_whole  # type: ignore[method-assign]
+        group._to_sharded = self._put_shards  # type: ignore[method-assign]
+        group._to_sharded_post_forward = self._put_parts  # type: ignore[method-assign]
+        self._params = [ShardedParam(param, group) for param in group.fsdp_params]
+        self._has_stand_ins = False
+        self.take_replaced: Callable[[nn.Parameter], bool] = lambda param: False
+        self.is_other_form: Callable[[nn.Module, str, torch.Tensor | None], bool] = lambda module, name, held: False
+
+    def _put_whole(self) -> None:
+        """Put the gathered parameters into the modules, with the hooks that the sharded ones have now."""
+        replaced = self._of_other_code()
+        FSDPParamGroup._to_unsharded(self._group)  # type: ignore[no-untyped-call]
+        for module, name, current in replaced:
+            module._parameters[name] = current  # type: ignore[assignment]
+        for param in self._params:
+            share_hooks(param.shard, param.whole)
+            param.was_gathered()
+        self.copy_requires_grad()
+
+    def _of_other_code(self) -> list[tuple[nn.Module, str, torch.Tensor | None]]:
+        """Return the tensors that other code has put in the place of parameters: module, name and tensor."""
+        return [
+            (module, name, held)
+            for param in self._params
+            for module, name, held in param.held()
+            if not param.is_own(held) and not self.is_other_form(module, name, held)
+        ]
+
+    def _put_shards(self) -> None:
+        """Put the sharded parameters or their stand-ins into the modules, and free the gathered ones."""
+        if self._is_held:
+            return
+        if self._group.is_unsharded:
+            self._leave_gathered()
+        if self._group.device.type == "cpu":
+            for param in self._params:
+                param.keep_what_numpy_shares()
+        # Inside torch.func.functional_call, a block may run again, with the same tensors.
+        replaced = self._of_other_code() if self._has_stand_ins and self._group.is_unsharded else []
+        FSDPParamGroup._to_sharded(self._group)  # type: ignore[no-untyped-call]
+        if self._has_stand_ins:
+            self._put_stand_ins()
+        for module, name, current in replaced:
+            module._parameters[name] = current  # type: ignore[assignment]
+
+    def _put_parts(self) -> None:
+        """Put parameters that stay sharded over some of the ranks until the backward into the modules."""
+        self._leave_gathered()
+        FSDPParamGroup._to_sharded_post_forward(self._group)  # type: ignore[no-untyped-call]
+
+    def _leave_gathered(self) -> None:
+        self.write_back()
+        for param in self._params:
+            param.take_requires_grad()
+
+    def _put_stand_ins(self) -> None:
+        for param in self._params:
+            param.put_stand_in()
+
+    def begin_stand_ins(self, make: MakeStandIn) -> None:
+        """Let the modules hold stand-ins from now on, while the parameters are sharded."""
+        for param in self._params:
+            param.begin_stand_in(make)
+        self._has_stand_ins = True
+        if self._group.is_sharded:
+            self._put_stand_ins()
+
+    def end_stand_ins(self) -> None:
+        """Put the sharded parameters back into the modules in place of the stand-ins."""
+        self._has_stand_ins = False
+        if self._group.is_sharded:
+            for param in self._params:
+                param.put_shard()
+
+    @torch.no_grad()
+    def write_back(self) -> None:
+        """Write the step's changes of the gathered parameters into the shards."""
+        changed = [param.name for param in self._params if param.write_back(self.take_replaced(param.whole))]
+        if changed:
+            self.on_change(self, changed)
+
+    @property
+    def params(self) -> list[nn.Parameter]:
+        """Return the sharded parameters."""
+        return [param.shard for param in self._params]
+
+    @property
+    def names(self) -> list[str]:
+        """Return the full names of the parameters in the user's module."""
+        return [param.name for param in self._params]
+
+    def holds(self, param: torch.Tensor) -> bool:
+        """Return whether ``param`` is one of the gathered parameters."""
+        return any(own.gathered is param for own in self._params)
+
+    def copies(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+        """Yield name, gathered parameter and shard of those that have been gathered before."""
+        for param in self._params:
+            if param.gathered is not None:
+                yield param.name, param.gathered, param.shard
+
+    def unwritten(self) -> list[str]:
+        """Return the names of gathered parameters whose values are not those of the shards."""
+        return [param.name for param in self._params if not param.is_written()]
+
+    def lost_hooks(self) -> list[str]:
+        """Return the names of parameters that have tensor hooks which are missing on their gathered copies."""
+        return [
+            param.name
+            for param in self._params
+            if (param.shard._backward_hooks or {}).keys() - (param.whole._backward_hooks or {}).keys()
+        ]
+
+    def unreduced_names(self) -> list[str]:
+        """Return the names of parameters whose gradient a backward left on the gathered copies."""
+        return [param.name for param in self._params if param.has_unreduced_gradient]
+
+    def names_without_gradient(self) -> list[str]:
+        """Return the names of parameters with a gradient from this rank's last backward, but without a reduced one."""
+        return [param.name for param in self._params if param.is_used and param.shard.grad is None]
+
+    @property
+    def gathered(self) -> list[torch.Tensor]:
+        """Return the gathered parameters as plain tensors: this rank's part of those that are split over ``tp``."""
+        return [local_of(param.whole.detach()) for param in self._params]
+
+    def take_hooks(self, originals: Mapping[tuple[nn.Module, str], torch.Tensor]) -> None:
+        """Move the hooks that were put on the parameters before they were sharded to the sharded ones.
+
+        Args:
+            originals: The parameters from before, by the module that holds them and the name there.
+        """
+        for param in self._params:
+            move_hooks(originals[param.place], param.shard)
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        """Return the mesh that the parameters are sharded and replicated over."""
+        return self._group.mesh_info.mesh
+
+    def wait_for_end_of_backward(self) -> None:
+        """Reduce gradients and free parameters at the end of a backward from now on, and not within it.
+
+        This is for parameters that a step may use outside of the forwards of the group's modules.
+        """
+        self._waits_for_end = True
+
+    def inside_backward(self) -> None:
+        """Reduce the gradients once those of the modules' inputs are known, unless the end must be waited for."""
+        if torch.is_grad_enabled():  # Under create_graph=True, a second backward reads the parameters before any hook.
+            self._is_kept = True
+        if not self._waits_for_end and not self._is_kept:
+            self._reduce()
+
+    def _after_backward(self, *unused: Any) -> None:
+        """Reduce the gradients at the end of a backward, unless they were reduced within it.
+
+        Under ``create_graph=True`` nothing is done: gradients are not final, and a second backward needs the
+        parameters.
+        """
+        if is_in_backward() and torch.is_grad_enabled():
+            return
+        if self._waits_for_end or self._is_kept:
+            # If there are no gradients, this is the end of torch.autograd.grad.
+            if self._awaits_agreement or not self.has_unreduced_gradients():
+                return
+            self._is_kept = False
+        self._reduce()
+
+    def _reduce(self) -> None:
+        if self._group.reduce_grads:
+            self._mark_used()
+            self._is_reduced = True
+        self._post_backward()
+
+    def _mark_used(self) -> None:
+        for param in self._params:
+            param.is_used |= param.has_unreduced_gradient
+
+    def drop_cleared(self) -> None:
+        """Drop the unreduced gradients that the step has cleared."""
+        cleared = self._accumulated.take_cleared()
+        for param in self._params if cleared else ():
+            if param.name in cleared:
+                param.drop_unreduced()
+
+    def drop_unreduced(self, params: Collection[nn.Parameter] | None = None) -> None:
+        """Drop the unreduced gradients of ``params``; None: of all parameters."""
+        wanted = None if params is None else set(map(id, params))
+        for param in self._params:
+            if wanted is None or id(param.shard) in wanted:
+                param.drop_unreduced()
+
+    def watch_unreduced(self) -> None:
+        """Let the step clear unreduced gradients."""
+        unreduced = {param.name: param.shard for param in self._params if param.has_unreduced_gradient}
+        if unreduced:
+            self._accumulated.watch(unreduced)
+
+    def forget_used(self) -> None:
+        """Forget which parameters got gradients on this rank; called before a backward."""
+        for param in self._params:
+            param.is_used = False
+
+    def begin_agreement(self) -> list[bool]:
+        """Let ranks agree on which parameters are used: reduce zeros for those that get no gradient on this rank.
+
+        Other ranks may have a gradient for them. A group that waits for the end of a backward reduces its gradients in
+        :meth:`end_agreement`.
+
+        Returns:
+            For each parameter, whether it has a reduced gradient from an earlier backward.
+        """
+        self._awaits_agreement = self._group.reduce_scatter_unused_params = True
+        self._is_reduced = False
+        return [param.shard.grad is not None for param in self._params]
+
+    def used(self) -> list[bool]:
+        """Return for each parameter whether a backward since :meth:`forget_used` gave it a gradient on this rank."""
+        return [param.is_used or param.has_unreduced_gradient for param in self._params]
+
+    def end_agreement(self, used: Sequence[bool], had_gradient: Sequence[bool]) -> None:
+        """Reduce the gradients that are still unreduced, and remove those of parameters that no rank has used.
+
+        Args:
+            used: For each parameter, whether any rank has a gradient.
+            had_gradient: The value that :meth:`begin_agreement` returned.
+        """
+        if any(used) and not self._is_reduced:
+            self._is_kept = False
+            self._reduce()
+        self._awaits_agreement = self._group.reduce_scatter_unused_params = False
+        for param, is_used, had in zip(self._params, used, had_gradient, strict=True):
+            if not is_used and not had:
+                param.shard.grad = None
+
+    def abandon_agreement(self) -> None:
+        """Undo :meth:`begin_agreement` after a backward that failed."""
+        self._awaits_agreement = self._group.reduce_scatter_unused_params = False
+
+    @property
+    def is_gathered(self) -> bool:
+        """Return whether the modules hold the gathered parameters now."""
+        return self._group.is_unsharded
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Keep the parameters gathered inside.
+
+        Moving the module to another device, for example, would free them, because FSDP2 moves shards.
+        """
+        self._is_held = True
+        try:
+            yield
+        finally:
+            self._is_held = False
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether this rank holds only a part of each parameter."""
+        return self.mesh.size(self.mesh.ndim - 1) > 1
+
+    @property
+    def numel(self) -> int:
+        """Return the number of elements of the whole parameters."""
+        return sum(param.shard.numel() for param in self._params)
+
+    @contextmanager
+    def kept_after_forward(self) -> Iterator[None]:
+        """Keep the parameters gathered after a forward inside.
+
+        Replaced by: ``set_reshard_after_forward``, once it can be undone.
+        """
+        before, self._group.post_forward_mesh_info = self._group.post_forward_mesh_info, None
+        try:
+            yield
+        finally:
+            self._group.post_forward_mesh_info = before
+
+    @contextmanager
+    def whole_state_dict(self) -> Iterator[None]:
+        """Let ``state_dict()`` inside return the gathered parameters; otherwise FSDP2's hook reshards them first.
+
+        Replaced by: a public way to get the state dict of gathered modules with whole parameters.
+        """
+        taken: list[tuple[dict[int, Any], int, Any]] = []
+        for module, handle in self._group._module_to_pre_save_state_dict_hook_handle.items():
+            hooks = module._state_dict_pre_hooks
+            if handle.id in hooks:
+                taken.append((hooks, handle.id, hooks.pop(handle.id)))
+        try:
+            yield
+        finally:
+            for hooks, number, hook in taken:
+                hooks[number] = hook
+
+    def gather(self) -> None:
+        """All-gather the parameters, if they are sharded now. A collective.
+
+        FSDP2 reuses the tensors that the first gather creates. Inference mode is off while they are created, because
+        inference tensors cannot be trained.
+        """
+        with torch.inference_mode(False):
+            self._group.unshard()
+            self._group.wait_for_unshard()
+
+    def put_into(self, places: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
+        """Register further modules that hold the parameters, besides those that ``fully_shard`` was given.
+
+        They get the sharded parameters now, and the gathered or sharded ones whenever FSDP2 swaps them.
+
+        Replaced by: a ``fully_shard`` that takes parameters instead of modules.
+
+        Args:
+            places: For each parameter, the modules that hold it and its names there.
+        """
+        for param, modules in zip(self._params, places, strict=True):
+            param.put_into(list(modules))
+
+    def free(self) -> None:
+        """Put the sharded parameters back into the modules."""
+        self._is_kept = False
+        self._group._to_sharded()  # type: ignore[no-untyped-call]
+
+    def has_unreduced_gradients(self) -> bool:
+        """Return whether backwards left gradients on the gathered parameters, which may have been freed since."""
+        return any(param.has_unreduced_gradient for param in self._params)
+
+    def copy_requires_grad(self) -> None:
+        """Copy ``requires_grad`` from the sharded to the gathered parameters, as FSDP2 does only when it gathers.
+
+        Where a step has set that of a gathered parameter, it is copied to the sharded one instead.
+        """
+        for param in self._params:
+            param.copy_requires_grad()
+        # FSDP2 finds out once in which dtypes it reduces gradients, and does not if all parameters are frozen then.
+        is_unknown = getattr(self._group, "_orig_dtype", torch.float32) is None
+        if is_unknown and any(param.shard.requires_grad for param in self._params):
+            self._group._init_mp_dtypes()
+
+    @property
+    def syncs_gradients(self) -> bool:
+        """Return whether gradients are reduced after a backward (see :meth:`set_gradient_sync`)."""
+        return bool(self._group.reduce_grads)
+
+    def set_gradient_sync(self, enabled: bool) -> None:
+        """Choose whether gradients are reduced after a backward, like ``FSDPModule.set_requires_gradient_sync``."""
+        self._group.reduce_grads = enabled
+        self._group.all_reduce_grads = enabled
+
+    def set_collectives(self, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
+        """Set the collectives, like ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter``."""
+        self._group._all_gather_comm = all_gather
+        self._group._reduce_scatter_comm = reduce_scatter
+
+
+def fsdp_state(module: nn.Module) -> FSDPState:
+    """Return FSDP2's state of a module that ``fully_shard`` was applied to."""
+    state = _get_module_fsdp_state(module)
+    assert state is not None, "fully_shard was not applied to this module"
+    return state
+
+
+def sharded_group(module: nn.Module) -> ShardedGroup:
+    """Return the group of the parameters that ``fully_shard(module)`` manages."""
+    group = fsdp_state(module)._fsdp_param_group
+    assert group is not None
+    return ShardedGroup(group)
+
+
+class _InsideBackward:
+    """Stand in for FSDP2's parameter group in the autograd node that calls ``post_backward`` within a backward.
+
+    FSDP2 registers that node on the inputs of the group's modules; it runs when their gradients are known.
+
+    Args:
+        group: The group whose :meth:`ShardedGroup.inside_backward` is called.
+    """
+
+    def __init__(self, group: ShardedGroup) -> None:
+        self._group = group
+
+    def post_backward(self) -> None:
+        """Call :meth:`ShardedGroup.inside_backward`."""
+        self._group.inside_backward()

@@ -1,0 +1,247 @@
+"""Manage one parameter that FSDP2 shards: its shard, the gathered copy of it, and what modules hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import cast
+
+import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+from lightning_dist._compat import local_of, overwrite
+
+__all__ = ["MakeStandIn", "ShardedParam"]
+
+MakeStandIn = Callable[[torch.Tensor, torch.dtype | None, Callable[[], None]], torch.Tensor]
+"""Makes the stand-in of a sharded parameter, given the dtype that it is computed in (None: its own), and a function
+that must be called when a backward computes its gradient."""
+
+
+class ShardedParam:
+    """Manage one parameter of a unit that FSDP2 shards (its ``FSDPParam``).
+
+    Args:
+        param: FSDP2's object for the parameter.
+        group: FSDP2's group that the parameter is in.
+    """
+
+    def __init__(self, param: FSDPParam, group: FSDPParamGroup) -> None:
+        self._param = param
+        self._group = group
+        self._stand_in: nn.Parameter | None = None
+        self._version = 0
+        self._shard_version: tuple[int, int] | None = None
+        """The version of the shard when it was gathered; if it has changed since, it is newer than the copy."""
+        self._requires_grad: bool | None = None
+        """The last value of ``requires_grad`` that the shard and the gathered copy had in common."""
+        self.is_used = False
+        """Whether a backward gave the parameter a gradient on this rank."""
+        # After load_state_dict, FSDP2 takes the parameters that the modules hold to be the shards, without a check.
+        # Replaced by: such a check in FSDP2.
+        param.reset_sharded_param = self._take_shard  # type: ignore[method-assign]
+
+    @property
+    def shard(self) -> nn.Parameter:
+        """Return the sharded parameter, which the optimizer sees."""
+        return self._param.sharded_param
+
+    @property
+    def gathered(self) -> nn.Parameter | None:
+        """Return the gathered parameter, whose memory may be freed; None if it has never been gathered."""
+        return getattr(self._param, "_unsharded_param", None)
+
+    @property
+    def whole(self) -> nn.Parameter:
+        """Return the gathered parameter, which must exist."""
+        return self._param._unsharded_param
+
+    @property
+    def name(self) -> str:
+        """Return the parameter's full name in the user's module."""
+        return (self._param._param_fqn or "").removeprefix("module.")
+
+    @property
+    def place(self) -> tuple[nn.Module, str]:
+        """Return the module that holds the parameter, and its name there."""
+        return self._param._module_info.module, self._param._module_info.param_name
+
+    # What modules hold
+
+    def put_into(self, modules: list[tuple[nn.Module, str]]) -> None:
+        """Register further modules that hold the parameter; they get the shard now.
+
+        Args:
+            modules: The modules and the parameter's names there.
+        """
+        info = self._param._module_info
+        for module, name in modules:
+            info.shared_modules.append(module)
+            info.shared_param_names.append(name)
+        self._param._setattr_on_modules(self.shard)
+
+    def begin_stand_in(self, make: MakeStandIn) -> None:
+        """Make a stand-in, if there is none yet, which modules may hold while the parameter is sharded."""
+        if self._stand_in is None:
+            self._stand_in = cast(nn.Parameter, make(self.shard, self._param.param_dtype, self._set_used))
+
+    def _set_used(self) -> None:
+        self.is_used = True
+
+    def put_stand_in(self) -> None:
+        """Put the stand-in into the modules."""
+        assert self._stand_in is not None
+        self._param._setattr_on_modules(self._stand_in)
+
+    def put_shard(self) -> None:
+        """Put the shard into the modules."""
+        self._param._setattr_on_modules(self.shard)
+
+    def held(self) -> Iterator[tuple[nn.Module, str, torch.Tensor | None]]:
+        """Yield each module that holds the parameter, the name there, and the tensor that the module holds now."""
+        info = self._param._module_info
+        for module, name in (
+            (info.module, info.param_name),
+            *zip(info.shared_modules, info.shared_param_names, strict=True),
+        ):
+            yield module, name, module._parameters.get(name)
+
+    def is_own(self, held: torch.Tensor | None) -> bool:
+        """Return whether ``held`` is a form of the parameter, rather than a tensor of other code.
+
+        ``torch.func.functional_call`` puts such tensors into modules. None, for an empty place, counts as a form.
+        """
+        return (
+            held is None
+            or held is self.shard
+            or held is self.gathered
+            or held is self._stand_in
+            or held is getattr(self._param, "_sharded_post_forward_param", None)
+        )
+
+    def _take_shard(self) -> None:
+        """Take the tensor that a module holds as the new shard, unless it is the gathered parameter or a stand-in."""
+        _, _, held = next(self.held())
+        is_stand_in = self._stand_in is not None and held is self._stand_in
+        if self._group.is_sharded and not is_stand_in:
+            FSDPParam.reset_sharded_param(self._param)  # type: ignore[no-untyped-call]
+
+    def keep_what_numpy_shares(self) -> None:
+        """Never free the gathered copy if a NumPy array shares its memory, because torch cannot resize it any more."""
+        tensors = (*self._param.all_gather_outputs, *self._param._unsharded_inner_tensors)
+        if not all(tensor.untyped_storage().resizable() for tensor in tensors):
+            self._param.free_unsharded_param = _do_nothing  # type: ignore[method-assign]
+
+    # Values
+
+    def was_gathered(self) -> None:
+        """Note the shard's version, and check that FSDP2 has gathered the memory that the shard has now.
+
+        Raises:
+            RuntimeError: If the shard has got new memory in a way that FSDP2 does not see.
+        """
+        self._shard_version = self._version_of_shard()
+        shard, sent = local_of(self.shard), self._param._sharded_param_data
+        if shard.untyped_storage().data_ptr() != sent.untyped_storage().data_ptr():
+            raise RuntimeError(
+                f"The parameter {self.name!r} was converted or moved after it was sharded, by a call such as"
+                " self.layer.float() in a hook of the run, and would not be trained any more. Convert the layer in"
+                " __init__ or configure_model, or convert the whole module."
+            )
+
+    def _version_of_shard(self) -> tuple[int, int]:
+        """Return a value that changes when the shard is changed in place, as a DTensor or as a plain tensor."""
+        return self.shard._version, local_of(self.shard)._version
+
+    def write_back(self, is_changed: bool) -> bool:
+        """Write what a step has changed in the gathered copy into the shard.
+
+        Values are compared, because a change through ``param.data`` does not increase the version counter of a tensor.
+
+        Args:
+            is_changed: Whether the copy is known to have changed.
+
+        Returns:
+            Whether the step has changed the copy other than through ``param.data``.
+        """
+        whole = local_of(self.whole)
+        outputs = self._param.all_gather_outputs
+        memory = outputs[0] if len(outputs) == 1 else whole
+        version = whole._version
+        is_replaced = whole.data_ptr() != memory.data_ptr()
+        is_changed |= is_replaced or version != self._version
+        self._version = version
+        if is_replaced:
+            gathered = torch.as_strided(memory, whole.size(), whole.stride())
+            overwrite(gathered, whole)
+            whole.data = gathered
+        if is_changed or self._shard_version in (None, self._version_of_shard()):
+            shard, own = self._own_part()
+            _store(shard, own)
+            self._shard_version = self._version_of_shard()
+        return is_changed
+
+    def is_written(self) -> bool:
+        """Return whether the shard has the values of the gathered copy."""
+        shard, own = self._own_part()
+        return torch.equal(shard.to(own.dtype), own)
+
+    def _own_part(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return this rank's shard, and the part of the gathered copy that has the same elements."""
+        shard, whole = local_of(self.shard), local_of(self.whole)
+        info, dim = self._param.mesh_info, self._param.fsdp_placement.dim
+        rank = info.shard_mesh_rank if isinstance(info, FSDPMeshInfo) else 0
+        start = min(rank * self._param.padded_sharded_param_size[dim], whole.size(dim))
+        return shard, whole.narrow(dim, start, shard.size(dim))
+
+    # Gradients
+
+    def copy_requires_grad(self) -> None:
+        """Copy ``requires_grad`` from the shard to the gathered copy, or back if a step has set that of the copy."""
+        self.take_requires_grad()
+        if self.whole.requires_grad != self.shard.requires_grad:
+            self.whole.requires_grad_(self.shard.requires_grad)
+        self._requires_grad = self.shard.requires_grad
+
+    def take_requires_grad(self) -> None:
+        """Copy ``requires_grad`` of the gathered copy to the shard, if a step has set it."""
+        before = self._requires_grad
+        if before is None:
+            return
+        gathered = self.whole.requires_grad
+        if gathered != before and self.shard.requires_grad == before:
+            self.shard.requires_grad_(gathered)
+        self._requires_grad = None
+
+    @property
+    def has_unreduced_gradient(self) -> bool:
+        """Return whether a backward left a gradient on the gathered copy, which may have been freed since."""
+        gathered = self.gathered
+        return self._param.unsharded_accumulated_grad is not None or (
+            gathered is not None and gathered.grad is not None
+        )
+
+    def drop_unreduced(self) -> None:
+        """Drop the gradient that a backward left on the gathered copy."""
+        self._param.unsharded_accumulated_grad = None
+        if self.gathered is not None:
+            self.gathered.grad = None
+
+
+def _store(shard: torch.Tensor, own: torch.Tensor) -> None:
+    """Copy the elements of ``own`` that differ from those of ``shard``; the others keep their precision."""
+    if shard.data_ptr() == own.data_ptr():
+        return
+    # On other devices, the host would have to wait for the result of a comparison.
+    if shard.device.type == "cpu" and torch.equal(shard.to(own.dtype), own):
+        return
+    if shard.dtype == own.dtype:
+        shard.copy_(own)
+    else:
+        shard.copy_(torch.where(shard.to(own.dtype) == own, shard, own))
+
+
+def _do_nothing() -> None:
+    pass
