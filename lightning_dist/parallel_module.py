@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from itertools import chain
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dist._compat import around_backwards, around_grads, around_zero_grad
-from lightning_dist.accumulated_gradients import GradientsOfCopies
-from lightning_dist.checkpoint.snapshot import with_metadata
+from lightning_dist._compat import around_backwards
 from lightning_dist.consensus import timed_barrier
-from lightning_dist.initialization import broadcast_weights, materialize, refuse_meta_attributes
+from lightning_dist.initialization import materialize, refuse_meta_attributes
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.replaced_parameters import ReplacedParameters
+from lightning_dist.step_gradients import StepGradients
 from lightning_dist.technique import Points, Technique
+from lightning_dist.technique_states import TechniqueStates
 from lightning_dist.units import Unit
 from lightning_dist.whole_files import register, whole_state_dicts
 
@@ -110,8 +108,9 @@ class ParallelModule:
         self.runs_microbatches = False
         """Whether microbatches run now (see :meth:`microbatches`)."""
         self._running = 0
-        self._in_step = self._in_backward = self._has_unreduced = self._shows_gradients = False
-        self._gradients = GradientsOfCopies()
+        self._in_step = self._in_backward = False
+        self.gradients = StepGradients(module, self.groups, self._points.copies)
+        self.states = TechniqueStates(module, techniques, self._points)
         self._has_stepped = False
         self._may_run_first = all(technique.runs_before_first_step for technique in techniques)
         needs_gather = any(group.needs_gather for group in self.groups)
@@ -236,8 +235,6 @@ class ParallelModule:
             backward_follows: Whether the caller runs a backward from what is returned; then outer units stay gathered.
         """
         self._in_step = self._has_stepped = True
-        # Where the caller runs the backward, it clears gradients by zero_grad() between the step and the backward.
-        self._shows_gradients = not backward_follows and torch.is_grad_enabled() and bool(self._points.copies)
         try:
             with self.running():
                 for before_step in self._points.before_step:
@@ -246,45 +243,25 @@ class ParallelModule:
                     self.gather(group)
                 with ExitStack() as around:
                     around.enter_context(around_backwards(self._any_backward))
-                    around.enter_context(around_zero_grad(self._after_zero_grad))
-                    if self._shows_gradients:
-                        around.enter_context(around_grads(self._without_shown_gradients))
+                    around.enter_context(self.gradients.watched(runs_backwards=not backward_follows))
                     for around_step in self._points.around_step:
                         around.enter_context(around_step())
-                    self._show_gradients()
+                    self.gradients.show()
                     output = self._wrapped(step)()
-                self._gradients.take_cleared()
                 self.write_back()
                 for finish_output in self._points.finish_output:
                     output = finish_output(output)
         except BaseException:
-            self._gradients.forget()
             for after_error in self._points.after_error:
                 after_error()
             raise
         finally:
-            self._in_step = self._shows_gradients = False
+            self._in_step = False
         for after_step in self._points.after_step:
             after_step(backward_follows)
         if not backward_follows:
             self.free()
         return output
-
-    def _show_gradients(self) -> None:
-        """Let a step that runs backwards itself see, on the tensors that modules hold, which parameters have gradients.
-
-        Without that, it would be silently ignored that it sets ``param.grad = None``.
-        """
-        if self._shows_gradients:
-            self._gradients.show(chain.from_iterable(copies() for copies in self._points.copies))
-
-    @contextmanager
-    def _without_shown_gradients(self) -> Iterator[None]:
-        self._gradients.take_cleared()
-        try:
-            yield
-        finally:
-            self._show_gradients()
 
     def _wrapped(self, step: Callable[[], Any]) -> Callable[[], Any]:
         for wrap_step in self._points.wrap_step:
@@ -333,9 +310,7 @@ class ParallelModule:
         if self._in_backward:  # manual_backward, or a checkpoint whose recomputation runs a backward
             yield
             return
-        self._gradients.take_cleared()
-        for group in self.groups:
-            group.drop_cleared()
+        self.gradients.before_backward()
         self._in_backward = has_failed = True
         try:
             yield
@@ -346,55 +321,7 @@ class ParallelModule:
             raise
         finally:
             self._in_backward = False
-            self._has_unreduced = has_failed or not self.reduces_gradients
-            for group in self.groups if self._in_step else ():
-                group.watch_unreduced()
-            self._show_gradients()
-
-    def drop_unreduced(self, params: Collection[nn.Parameter] | None = None) -> None:
-        """Drop gradients that backwards have left unreduced on the gathered parameters.
-
-        Args:
-            params: The parameters whose gradients are dropped; None: all.
-        """
-        if self._has_unreduced:
-            for group in self.groups:
-                group.drop_unreduced(params)
-            self._has_unreduced = params is not None
-
-    @contextmanager
-    def with_unreduced_cleared(self) -> Iterator[None]:
-        """Let ``zero_grad()`` in a hook inside also clear gradients that are accumulated on the gathered parameters."""
-        if not self._has_unreduced:
-            yield
-            return
-        with around_zero_grad(self._after_zero_grad):
-            yield
-
-    @torch.no_grad()
-    def _after_zero_grad(self, params: Collection[nn.Parameter], sets_to_none: bool) -> None:
-        """Clear what the optimizer sees, after ``zero_grad()`` has cleared what modules hold in a step.
-
-        Args:
-            params: The parameters that ``zero_grad()`` has seen.
-            sets_to_none: Whether their gradients were set to None instead of zero.
-        """
-        self._gradients.take_cleared()
-        modules = dict(self.module.named_modules())
-        ids = set(map(id, params))
-        for group in self.groups:
-            cleared = []
-            for name, param in zip(group.names, group.params, strict=True):
-                owner, _, key = name.rpartition(".")
-                if id(param) in ids or id(modules[owner]._parameters.get(key)) in ids:
-                    cleared.append(param)
-            for param in cleared:
-                if sets_to_none:
-                    param.grad = None
-                elif param.grad is not None:
-                    param.grad.zero_()
-            group.drop_unreduced(cleared)
-        self._show_gradients()
+            self.gradients.after_backward(self.reduces_gradients and not has_failed, self._in_step)
 
     @property
     def reduces_gradients(self) -> bool:
@@ -413,7 +340,7 @@ class ParallelModule:
 
     def before_optimizer_step(self) -> None:
         """Check gradients before an optimizer step, and free gathered parameters, which it makes stale."""
-        self._gradients.take_cleared()
+        self.gradients.take_cleared()
         self.free()
         for before_optimizer_step in self._points.before_optimizer_step:
             before_optimizer_step()
@@ -425,7 +352,7 @@ class ParallelModule:
             after_optimizer_step()
         if self._in_step:
             self._gather_root_groups()
-            self._show_gradients()
+            self.gradients.show()
 
     def total_norm(self, gradients: Sequence[Tensor], order: float = 2.0) -> Tensor | None:
         """Return the norm of the whole model's gradients; None where that of ``gradients`` is it. A collective.
@@ -437,71 +364,6 @@ class ParallelModule:
         norms = (total_norm(gradients, order) for total_norm in self._points.total_norm)
         return next((norm for norm in norms if norm is not None), None)
 
-    # Checkpoints
-
-    @property
-    def has_remote_parameters(self) -> bool:
-        """Return whether other ranks have parameters that this rank has no part in, so that they complete states."""
-        return bool(self._points.add_remote_state)
-
-    def agree_on_buffers(self, group: dist.ProcessGroup | None) -> None:
-        """Give all ranks the same buffers. A collective over all processes.
-
-        Args:
-            group: The ranks with the same parameters as this one, of which the first one's buffers count; None: all.
-        """
-        broadcast_weights(self.module, buffers_only=True, group=group)
-        for agree_on_buffers in self._points.agree_on_buffers:
-            agree_on_buffers()
-
-    def state_to_write(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict of the module with the tensors in it that this rank writes into a checkpoint."""
-        metadata = getattr(state, "_metadata", None)
-        for state_to_write in self._points.state_to_write:
-            state = state_to_write(state)
-        return with_metadata(state, metadata)
-
-    def others_to_write(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return what a checkpoint has besides the module's and the optimizers' states, as this rank writes it.
-
-        A collective where ranks have other parameters.
-        """
-        for others_to_write in self._points.others_to_write:
-            checkpoint = others_to_write(checkpoint)
-        return checkpoint
-
-    def add_remote_state(self, state: dict[str, Any]) -> None:
-        """Add to a state dict that was read what only other ranks have, on the meta device."""
-        for add_remote_state in self._points.add_remote_state:
-            add_remote_state(state)
-
-    def whole_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's state, by the names of parameters, with that which only other ranks have. A collective.
-
-        Args:
-            state: The state of the parameters that this rank has.
-        """
-        for whole_optimizer_state in self._points.whole_optimizer_state:
-            state = whole_optimizer_state(state)
-        return state
-
-    def collect_parts(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return dictionaries of values by parameters' names: ``own``, and those of ranks that have other parameters.
-
-        A collective if there are any.
-
-        Args:
-            own: Values of parameters that this rank has a part in, by name; they can be pickled.
-
-        Returns:
-            The dictionaries in the order of the model, the same on all ranks. A parameter that several ranks share may
-            be in several.
-        """
-        parts = [own]
-        for collect_parts in self._points.collect_parts:
-            parts = collect_parts(parts)
-        return parts
-
     @contextmanager
     def original(self) -> Iterator[None]:
         """Give the module its original forwards, attributes and hooks inside, to run on fake tensors."""
@@ -509,16 +371,6 @@ class ParallelModule:
             for original in self._points.original:
                 stack.enter_context(original())
             yield
-
-    def state(self) -> dict[str, dict[str, Any]]:
-        """Return what a checkpoint keeps of the techniques for this rank, by the names of their classes."""
-        return {type(technique).__name__: state for technique in self.techniques if (state := technique.state())}
-
-    def load_state(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Take up what :meth:`state` returned when the checkpoint was saved, by as many ranks."""
-        for technique in self.techniques:
-            if (state := states.get(type(technique).__name__)) is not None:
-                technique.load_state(state)
 
     # Microbatches
 
@@ -563,7 +415,7 @@ class ParallelModule:
     def after_microbatches(self) -> None:
         """Reduce the gradients of microbatches, if gradients are reduced now, and free the units. A collective then."""
         reduces = self.reduces_gradients
-        self._has_unreduced = not reduces
+        self.gradients.has_unreduced = not reduces
         for reduce_microbatches in self._points.reduce_microbatches:
             reduce_microbatches(reduces)
         self.free()

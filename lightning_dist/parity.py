@@ -115,7 +115,7 @@ def _of_all_stages(module: nn.Module, own: dict[str, torch.Tensor]) -> dict[str,
     if parallel is None:
         return own
     merged: dict[str, torch.Tensor] = {}
-    for part in parallel.collect_parts(own):
+    for part in parallel.states.collect_parts(own):
         for name, tensor in part.items():
             if not torch.equal(merged.setdefault(name, tensor), tensor):
                 raise ParityError(f"{name} is not the same on the stages that share it")

@@ -149,9 +149,9 @@ class CheckpointedStrategy(SharedBatchStrategy):
             state = optimizer_state(optimizer, self.lightning_module)
             if not state:
                 return state
-            if self.parallel.has_remote_parameters:
+            if self.parallel.states.has_remote_parameters:
                 self._wait_to_save()
-            return self.parallel.whole_optimizer_state(state)
+            return self.parallel.states.whole_optimizer_state(state)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -180,12 +180,12 @@ class CheckpointedStrategy(SharedBatchStrategy):
         """Return what only this rank will read of ``checkpoint``, which is made ready to be written."""
         own = self._exact_resume.rank_state(checkpoint, self._trainer)
         if own:
-            own["techniques"] = self.parallel.state()
+            own["techniques"] = self.parallel.states.own()
             own["parts_of_batch"] = self._parts_of_batch
         for key in checkpoint.keys() & set(MODELS):
-            checkpoint[key] = self.parallel.state_to_write(checkpoint[key])
+            checkpoint[key] = self.parallel.states.state_to_write(checkpoint[key])
         others = {key: value for key, value in checkpoint.items() if key not in (*MODELS, "optimizer_states")}
-        checkpoint |= self.parallel.others_to_write(others)
+        checkpoint |= self.parallel.states.others_to_write(others)
         return own
 
     @property
@@ -233,7 +233,7 @@ class CheckpointedStrategy(SharedBatchStrategy):
         checkpoint = loading.load(path, self.lightning_module, is_fitting, weights_only, options.verify, go_on_from)
         if self._parallel is not None:
             for key in checkpoint.keys() & set(MODELS):
-                self.parallel.add_remote_state(checkpoint[key])
+                self.parallel.states.add_remote_state(checkpoint[key])
         return checkpoint
 
     def _go_on_from(self, part: LoadedCheckpoint) -> None:
@@ -243,7 +243,7 @@ class CheckpointedStrategy(SharedBatchStrategy):
             own["buffers"] = {}  # Ranks with the same part of a batch must have the same buffers.
         self._exact_resume.restore(part.state, own, has_as_many_ranks)
         if self._parallel is not None and has_as_many_ranks:
-            self.parallel.load_state(part.own.get("techniques", {}))
+            self.parallel.states.load_own(part.own.get("techniques", {}))
         self._checkpoints.go_on_from(part.manifest)
 
     @override

@@ -26,7 +26,7 @@ def run_example(module: LightningModule, run: Callable[[], None]) -> None:
         run: Function that runs the module on its ``example_input_array``.
     """
     parallel = parallelized(module)
-    if parallel is None or not parallel.has_remote_parameters:
+    if parallel is None or not parallel.states.has_remote_parameters:
         run()
         return
     with parallel.original():

@@ -59,12 +59,12 @@ def gradient_norms(module: torch.nn.Module, norm_type: float | int | str, group_
         raise ValueError(f"`norm_type` must be a positive number or 'inf' (infinity norm). Got {order}")
     names = [name for name, _ in module.named_parameters()]
     parallel = parallelized_around(module)
-    if parallel is None or not parallel.has_remote_parameters:
+    if parallel is None or not parallel.states.has_remote_parameters:
         found = _norms(module, order)
     else:
         with parallel.without_hook_views():
             own = {name: norm.cpu() for name, norm in _norms(module, order).items()}
-        found = {name: norm for part in parallel.collect_parts(own) for name, norm in part.items()}
+        found = {name: norm for part in parallel.states.collect_parts(own) for name, norm in part.items()}
     norms: dict[str, Any] = {
         f"grad_{order}_norm{group_separator}{name}": found[name] for name in names if name in found
     }

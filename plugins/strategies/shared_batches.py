@@ -211,7 +211,7 @@ class SharedBatchStrategy(ProcessStrategy):
         """Let ranks evaluate the same model, and unequal numbers of batches, as DDP does. A collective."""
         self._agree_on_random_numbers()
         if agrees_on_buffers:
-            self.parallel.agree_on_buffers(self._same_stage_group)
+            self.parallel.states.agree_on_buffers(self._same_stage_group)
         if self.parallel.holds_whole_model:
             return
         self._evaluation = EvaluationBatches(self._trainer)

@@ -337,7 +337,7 @@ def _whole_buffers(model: nn.Module) -> dict[str, Tensor]:
     pipeline = None if parallel is None else parallel.get(Pipeline)
     others = frozenset() if pipeline is None else pipeline.buffers_of_others
     own = {name: b for name, b in model.named_buffers() if not b.is_meta and name not in others}
-    parts = [own] if parallel is None else parallel.collect_parts(own)
+    parts = [own] if parallel is None else parallel.states.collect_parts(own)
     return {name: buffer for part in parts for name, buffer in part.items()}
 
 

@@ -98,7 +98,7 @@ class PipelinedSteps(Steps):
                 kept = [(param, param.grad) for param in self._parameters if param.grad is not None]
             for param in self._parameters:
                 param.grad = None
-            self._parallel.drop_unreduced()  # a run that was stopped or failed while it accumulated has left them
+            self._parallel.gradients.drop_unreduced()  # those that a stopped or failed run has left
         weights, accumulate = self._weights, self._module.trainer.accumulate_grad_batches
         losses: list[Tensor] = []
 
@@ -147,7 +147,7 @@ class PipelinedSteps(Steps):
             return
         all_stages = self._pipeline.all_stages
         with (
-            self._parallel.with_unreduced_cleared(),
+            self._parallel.gradients.with_unreduced_cleared(),
             self._shards.around(name),
             all_stages.around(name),
             _logging_whole(self._module, all_stages),

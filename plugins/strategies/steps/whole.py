@@ -38,7 +38,7 @@ class WholeSteps(Steps):
         if self._frees_gradients_first:
             free_gradients(self._module.trainer)
         if automatic and begins_accumulation(self._module.trainer):
-            self._parallel.drop_unreduced()  # a run that was stopped or failed while it accumulated has left them
+            self._parallel.gradients.drop_unreduced()  # those that a stopped or failed run has left
         with self._context("training_step"):
             output = self._parallel.step(partial(self._module.training_step, *args, **kwargs), automatic)
         if automatic:
@@ -68,5 +68,5 @@ class WholeSteps(Steps):
 
     @contextmanager
     def _outside_of_steps(self, name: str) -> Iterator[None]:
-        with self._shards.around(name), self._parallel.with_unreduced_cleared():
+        with self._shards.around(name), self._parallel.gradients.with_unreduced_cleared():
             yield

@@ -1,0 +1,147 @@
+"""Let steps and hooks clear gradients by hand, although those that count are not on the tensors that they see.
+
+In a step, modules hold gathered parameters or stand-ins, and not the parameters that the optimizer sees. The gradients
+of earlier backwards are on the latter, or, if they are not reduced over the ranks yet, on the gathered parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from lightning_dist._compat import around_grads, around_zero_grad
+from lightning_dist.accumulated_gradients import GradientsOfCopies
+from lightning_dist.parameter_group import ParameterGroup
+
+__all__ = ["Copies", "StepGradients"]
+
+Copies = Callable[[], Iterable[tuple[str, Tensor, nn.Parameter]]]
+"""Returns the name of each parameter, the copy of it that modules hold in a step, and the parameter."""
+
+
+class StepGradients:
+    """Clear the gradients that the optimizer sees when a step or a hook clears those that it sees itself.
+
+    Args:
+        module: The user's module.
+        groups: The groups of its parameters.
+        copies: Functions that return the copies of parameters that modules hold in a step.
+    """
+
+    def __init__(self, module: nn.Module, groups: Sequence[ParameterGroup], copies: Sequence[Copies]) -> None:
+        self._module = module
+        self._groups = groups
+        self._copies = copies
+        self._of_copies = GradientsOfCopies()
+        self._is_shown = False
+        self.has_unreduced = False
+        """Whether backwards have left gradients that are not reduced over the ranks yet."""
+
+    @contextmanager
+    def watched(self, runs_backwards: bool) -> Iterator[None]:
+        """Clear what a step inside clears; it must call :meth:`show` when modules hold what the step sees.
+
+        Args:
+            runs_backwards: Whether the step runs its backwards itself. Otherwise gradients are cleared by
+                ``zero_grad()`` between the step and the backward.
+        """
+        self._is_shown = runs_backwards and torch.is_grad_enabled() and bool(self._copies)
+        try:
+            with ExitStack() as around:
+                around.enter_context(around_zero_grad(self._after_zero_grad))
+                if self._is_shown:
+                    around.enter_context(around_grads(self._hidden))
+                yield
+            self.take_cleared()
+        except BaseException:
+            self._of_copies.forget()
+            raise
+        finally:
+            self._is_shown = False
+
+    def show(self) -> None:
+        """Let a step that runs backwards itself see, on the tensors that modules hold, which parameters have gradients.
+
+        Without that, it would be silently ignored that it sets ``param.grad = None``.
+        """
+        if self._is_shown:
+            self._of_copies.show(chain.from_iterable(copies() for copies in self._copies))
+
+    @contextmanager
+    def _hidden(self) -> Iterator[None]:
+        self.take_cleared()
+        try:
+            yield
+        finally:
+            self.show()
+
+    def take_cleared(self) -> None:
+        """Clear the gradients of the parameters whose copies the step has cleared since :meth:`show`."""
+        self._of_copies.take_cleared()
+
+    def before_backward(self) -> None:
+        """Clear what the step has cleared before a backward, which may add to the gradients."""
+        self.take_cleared()
+        for group in self._groups:
+            group.drop_cleared()
+
+    def after_backward(self, is_reduced: bool, in_step: bool) -> None:
+        """Note what a backward has left, and let the step clear it.
+
+        Args:
+            is_reduced: Whether the backward has reduced all gradients over the ranks.
+            in_step: Whether the step goes on after the backward.
+        """
+        self.has_unreduced = not is_reduced
+        for group in self._groups if in_step else ():
+            group.watch_unreduced()
+        self.show()
+
+    def drop_unreduced(self, params: Collection[nn.Parameter] | None = None) -> None:
+        """Drop gradients that backwards have left unreduced on the gathered parameters.
+
+        Args:
+            params: The parameters whose gradients are dropped; None: all.
+        """
+        if self.has_unreduced:
+            for group in self._groups:
+                group.drop_unreduced(params)
+            self.has_unreduced = params is not None
+
+    @contextmanager
+    def with_unreduced_cleared(self) -> Iterator[None]:
+        """Let ``zero_grad()`` in a hook inside also clear gradients that are accumulated on the gathered parameters."""
+        if not self.has_unreduced:
+            yield
+            return
+        with around_zero_grad(self._after_zero_grad):
+            yield
+
+    @torch.no_grad()
+    def _after_zero_grad(self, params: Collection[nn.Parameter], sets_to_none: bool) -> None:
+        """Clear what the optimizer sees, after ``zero_grad()`` has cleared what modules hold in a step.
+
+        Args:
+            params: The parameters that ``zero_grad()`` has seen.
+            sets_to_none: Whether their gradients were set to None instead of zero.
+        """
+        self.take_cleared()
+        modules = dict(self._module.named_modules())
+        ids = set(map(id, params))
+        for group in self._groups:
+            cleared = []
+            for name, param in zip(group.names, group.params, strict=True):
+                owner, _, key = name.rpartition(".")
+                if id(param) in ids or id(modules[owner]._parameters.get(key)) in ids:
+                    cleared.append(param)
+            for param in cleared:
+                if sets_to_none:
+                    param.grad = None
+                elif param.grad is not None:
+                    param.grad.zero_()
+            group.drop_unreduced(cleared)
+        self.show()
