@@ -201,11 +201,16 @@ class ParallelLayout:
         """Create the group of ranks that have the parts of one batch; None if these are all processes. A collective."""
         return self._own_group([axis.name for axis in AXES if axis.splits_batch], "data parallel")
 
-    def build_same_batch_group(self) -> dist.ProcessGroup | None:
-        """Create the group of ranks with the same part of the batch; None if each rank has its own. A collective."""
+    def build_same_batch_group(self, backend: str | None = None) -> dist.ProcessGroup | None:
+        """Create the group of ranks with the same part of the batch; None if each rank has its own. A collective.
+
+        Args:
+            backend: The backend of the group; None: that of the default group.
+        """
         if not self.shares_batches:
             return None
-        return self._own_group([axis.name for axis in AXES if not axis.splits_batch], "same batch", may_be_all=True)
+        axes = [axis.name for axis in AXES if not axis.splits_batch]
+        return self._own_group(axes, "same batch", may_be_all=True, backend=backend)
 
     def build_same_stage_group(self) -> dist.ProcessGroup | None:
         """Create the group of ranks with the same parameters or shards of them; None: all processes. A collective."""
@@ -223,13 +228,15 @@ class ParallelLayout:
             return None
         return self._own_group(["pp"], STAGE_TO_STAGE, may_be_all=True)
 
-    def _own_group(self, axes: Collection[str], description: str, may_be_all: bool = False) -> dist.ProcessGroup | None:
+    def _own_group(
+        self, axes: Collection[str], description: str, may_be_all: bool = False, backend: str | None = None
+    ) -> dist.ProcessGroup | None:
         """Create a process group for each of :meth:`ranks_over`, and return the one that this rank is in."""
         members = self.ranks_over(axes)
         if len(members) == 1 and not may_be_all:
             return None
         group: dist.ProcessGroup = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
-            members, group_desc=description
+            members, backend=backend, group_desc=description
         )[0]
         return group
 

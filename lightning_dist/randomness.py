@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 
 from lightning_dist.own_generators import get_state, own_generators, set_state
 
-__all__ = ["RankRng", "RngGenerators", "agree_on_random_numbers", "rng_state", "set_rng_state"]
+__all__ = ["RankRng", "RngGenerators", "SameRandomNumbers", "agree_on_random_numbers", "rng_state", "set_rng_state"]
 
 
 def rng_state() -> dict[str, Any]:
@@ -73,6 +74,43 @@ def agree_on_random_numbers(group: dist.ProcessGroup, module: nn.Module) -> None
     for name, generator in own.items():
         if name in of_own:
             set_state(generator, of_own[name])
+
+
+class SameRandomNumbers:
+    """Keep the generators of ranks alike that must draw the same random numbers.
+
+    They differ after code that runs on one rank alone has drawn numbers, as for a picture of a model's samples.
+
+    Args:
+        group: The ranks that must draw the same random numbers; its backend must be gloo, because the host waits.
+        module: The module whose own generators are included.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, module: nn.Module) -> None:
+        self._group = group
+        self._module = module
+
+    def restore(self) -> None:
+        """Give all ranks the states of the first one, if they differ. A collective over the group."""
+        digest = _digest_of_states()
+        extremes = torch.tensor([digest, ~digest])
+        dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group)
+        if extremes[0] != ~extremes[1]:
+            agree_on_random_numbers(self._group, self._module)
+
+
+def _digest_of_states() -> int:
+    """Hash the states of the generators of Python, NumPy and torch into a signed integer of 64 bits."""
+    _, numbers, gauss = random.getstate()
+    of_numpy: Any = np.random.get_state(legacy=True)
+    states = [torch.get_rng_state()]
+    accelerator = _accelerator()
+    if accelerator is not None:
+        states.append(torch.get_device_module(accelerator).get_rng_state())
+    digest = xxhash.xxh3_64(repr((hash(numbers), gauss, of_numpy[2:])).encode())
+    for array in (of_numpy[1], *(state.numpy() for state in states)):
+        digest.update(memoryview(array))
+    return digest.intdigest() - 2**63
 
 
 class RngGenerators:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.apply_func import move_data_to_device
+from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
@@ -30,6 +31,7 @@ from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader, grads
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
@@ -226,6 +228,38 @@ def changes_accumulation(trainer: Trainer) -> bool:
     return any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
 
 
+def scheduled_accumulation(trainer: Trainer, epoch: int) -> int:
+    """Return the number of batches that a :class:`GradientAccumulationScheduler` accumulates in ``epoch``."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    scheduler = next(callback for callback in callbacks if isinstance(callback, GradientAccumulationScheduler))
+    return scheduler.get_accumulate_grad_batches(epoch)
+
+
+def agree_on_monitored(trainer: Trainer) -> None:
+    """Let learning rate schedulers of all ranks see the first rank's value of the metric that they monitor.
+
+    A metric that is logged without ``sync_dist`` differs between ranks, and shards of one weight must not be trained
+    with different learning rates. Replaceable by a hook for the value.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def monitored(key: str) -> float | None:
+        value = type(loop)._get_monitor_value(loop, key)
+        agreed: float | None = trainer.strategy.broadcast(None if value is None else float(value))
+        return agreed
+
+    vars(loop)["_get_monitor_value"] = monitored
+
+
+def mode_of_loaders(trainer: Trainer) -> str | None:
+    """Return how the training loaders of a fit are combined, such as ``"max_size_cycle"``; None if there are none yet.
+
+    Replaceable by a public property of the ``CombinedLoader``.
+    """
+    loaders = trainer.fit_loop._combined_loader
+    return None if loaders is None else loaders._mode
+
+
 def leave_signals_alone(trainer: Trainer) -> None:
     """Keep Lightning from handling signals in this run: its handler deadlocks if only one rank gets a SIGTERM.
 
@@ -248,24 +282,45 @@ def path_after_requeue(trainer: Trainer) -> str:
     return str(trainer._checkpoint_connector.hpc_save_path(trainer.default_root_dir))
 
 
-def before_every_batch(trainer: Trainer, function: Callable[[], None]) -> None:
-    """Call ``function`` before every training batch is fetched; a later call for ``trainer`` replaces the function.
+def before_every_batch(trainer: Trainer, name: str, function: Callable[[], None]) -> None:
+    """Call ``function`` before every training batch is fetched.
 
     Replaceable by a hook at this place: ``on_train_batch_start`` runs after the batch has been created, which may have
     drawn random numbers.
+
+    Args:
+        trainer: The Trainer of the fit.
+        name: Name of the function; a later call for ``trainer`` with the same name replaces it.
+        function: The function.
     """
     loop = trainer.fit_loop.epoch_loop
+    functions: dict[str, Callable[[], None]] = getattr(vars(loop).get("advance"), "functions", {})
+    functions[name] = function
 
     def advance(data_fetcher: Any) -> None:
-        function()
+        for before in functions.values():
+            before()
         type(loop).advance(loop, data_fetcher)
 
+    advance.functions = functions  # type: ignore[attr-defined]
     vars(loop)["advance"] = advance
 
 
+def _known_batches(max_batches: list[int | float], loaders: CombinedLoader | None) -> list[float]:
+    """Return numbers of batches, infinite where a loader may have fewer: a limit says nothing of its length."""
+    flattened = [] if loaders is None else loaders.flattened
+    if len(flattened) != len(max_batches):
+        return [float(number) for number in max_batches]
+    return [
+        math.inf if number and sized_len(loader) is None else float(number)
+        for number, loader in zip(max_batches, flattened, strict=True)
+    ]
+
+
 def validates_alike(trainer: Trainer) -> bool:
-    """Return whether all ranks have the same, finite numbers of validation batches. A collective over all processes."""
-    batches = [float(number) for number in trainer.fit_loop.epoch_loop.val_loop.max_batches]
+    """Return whether all ranks have the same, known numbers of validation batches. A collective over all processes."""
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    batches = _known_batches(loop.max_batches, loop._combined_loader)
     extremes = torch.tensor([*batches, *(-number for number in batches)], device=trainer.strategy.root_device)
     if dist.is_available() and dist.is_initialized():
         dist.all_reduce(extremes, dist.ReduceOp.MAX)
@@ -275,10 +330,11 @@ def validates_alike(trainer: Trainer) -> bool:
 def num_evaluation_batches(trainer: Trainer) -> list[int | float]:
     """Return this rank's number of batches of each loader, in the evaluation or prediction that begins.
 
-    Replaceable by public properties of the Trainer for all of its loops.
+    It is infinite for a loader whose length is unknown. Replaceable by public properties of the Trainer for all of its
+    loops.
     """
     loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
-    return list(loop.max_batches)
+    return list(_known_batches(loop.max_batches, loop._combined_loader))
 
 
 def before_reducing_evaluation(trainer: Trainer, function: Callable[[], None]) -> Callable[[], None]:
@@ -417,7 +473,8 @@ def make_dataloader(trainer: Trainer) -> Any:
     assert trainer.state.fn is not None
     source = loops[trainer.state.fn]._data_source
     own = source.dataloader
-    loaders = own()
+    # Lightning records the arguments of samplers and loaders here, because it may make them again later.
+    loaders = _request_dataloader(source)
 
     def made_before() -> Any:
         vars(source)["dataloader"] = own

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import xxhash
@@ -34,14 +35,14 @@ class SameBatch:
         """Start to compare ``batch`` over the group, and finish the last comparison. A collective over the group.
 
         Args:
-            batch: Tensors, in nested mappings, lists, tuples and dataclasses.
+            batch: Tensors, NumPy arrays, strings and numbers, in nested mappings, lists, tuples and other objects.
             what: Description of the batch for the error text, such as "the batch of a training_step".
 
         Raises:
             DifferentBatchError: If the batch of the previous call differed between the ranks.
         """
         self.finish()
-        digest = _digest(list(_tensors(batch))).to(self._device, non_blocking=True)
+        digest = _digest(list(_leaves(batch))).to(self._device, non_blocking=True)
         extremes = torch.stack((digest, ~digest))  # Its maximum has the greatest digest, and ~ of the least one.
         work = dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group, async_op=True)
         assert work is not None
@@ -67,25 +68,41 @@ class SameBatch:
             )
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
+def _leaves(value: Any) -> Iterator[torch.Tensor | bytes]:
+    """Yield the tensors in ``value``, and the bytes of its NumPy arrays, strings and numbers.
+
+    Strings and numbers in objects of other classes are left out, because each rank may have its own, such as a time.
+    """
     if isinstance(value, torch.Tensor):
         yield value
+    elif isinstance(value, np.ndarray | np.generic):
+        yield str((value.shape, value.dtype)).encode()
+        yield repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()
+    elif isinstance(value, str | bytes | bool | int | float | complex):
+        yield repr(value).encode()
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from _tensors(item)
+            yield from _leaves(item)
     elif isinstance(value, list | tuple):
         for item in value:
-            yield from _tensors(item)
+            yield from _leaves(item)
     elif is_dataclass(value) and not isinstance(value, type):
         for entry in fields(value):
-            yield from _tensors(getattr(value, entry.name))
+            yield from _leaves(getattr(value, entry.name))
+    elif hasattr(value, "__dict__") and not isinstance(value, type):
+        for item in vars(value).values():
+            if isinstance(item, torch.Tensor | np.ndarray):
+                yield from _leaves(item)
 
 
-def _digest(tensors: list[torch.Tensor]) -> torch.Tensor:
+def _digest(leaves: list[torch.Tensor | bytes]) -> torch.Tensor:
     """Hash the tensors' shapes, dtypes and bytes into one int64, on their device and without synchronizing with it."""
     on_host = xxhash.xxh3_64()
     on_device = []
-    for tensor in tensors:
+    for tensor in leaves:
+        if isinstance(tensor, bytes):
+            on_host.update(tensor)
+            continue
         on_host.update(str((tuple(tensor.shape), tensor.dtype)).encode())
         if tensor.device.type == "cpu":
             content = tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -8,21 +8,21 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_dist.checkpoint import NUM_SEEN
+from lightning_dist.plugins._compat import changes_accumulation, mode_of_loaders, scheduled_accumulation
 from lightning_dist.plugins._progress import count_batches, training_progress
 from lightning_dist.plugins.strategies.global_batch import Batch, rescale_batch
 from lightning_dist.sampler import ResumableSampler
 
-__all__ = ["NUM_SEEN", "make_resumable", "with_its_own_seeds"]
+__all__ = ["NUM_SEEN", "LoaderPosition", "make_resumable", "with_its_own_seeds"]
 
 EPOCH = "epoch"
 
 
-def make_resumable(loader: Any, trainer: Trainer) -> None:
+def make_resumable(loader: Any, trainer: Trainer) -> LoaderPosition | None:
     """Give ``loader`` a ``state_dict`` and ``load_state_dict``, which Lightning calls, for its position in the data.
 
     The position counts the samples of all ranks. It requires a ``DistributedSampler``, whose order can be entered
@@ -33,21 +33,27 @@ def make_resumable(loader: Any, trainer: Trainer) -> None:
     Args:
         loader: Loader of training batches.
         trainer: A Trainer in a fit whose loops have been restored.
+
+    Returns:
+        The position; None if the loader has none that this project keeps.
     """
     batches = getattr(loader, "batch_sampler", None)
     sampler = _shared_order(getattr(batches, "sampler", None))
     if not isinstance(loader, DataLoader) or batches is None or sampler is None:
-        return
+        return None
     sampler.seed = trainer.strategy.broadcast(sampler.seed)  # The ranks may have been seeded differently.
     sampler.set_epoch(training_progress(trainer).epoch)
     if hasattr(type(loader), "state_dict"):
         batches.sampler = sampler
-    elif type(batches) is BatchSampler:
-        resumable = batches.sampler = ResumableSampler.like(sampler)
-        if loader.generator is None:
-            loader.generator = resumable.worker_seeds
-        position = _Position(trainer, batches, resumable)
-        loader.state_dict, loader.load_state_dict = position.state_dict, position.load_state_dict
+        return None
+    if type(batches) is not BatchSampler:
+        return None
+    resumable = batches.sampler = ResumableSampler.like(sampler)
+    if loader.generator is None:
+        loader.generator = resumable.worker_seeds
+    position = LoaderPosition(trainer, batches, resumable)
+    loader.state_dict, loader.load_state_dict = position.state_dict, position.load_state_dict
+    return position
 
 
 def _shared_order(sampler: Any) -> DistributedSampler[Any] | None:
@@ -68,7 +74,7 @@ def with_its_own_seeds(loader: Any) -> None:
         loader.generator = torch.Generator().manual_seed(torch.initial_seed())
 
 
-class _Position:
+class LoaderPosition:
     """Compute a loader's position in its data from the Trainer's count of batches.
 
     Args:
@@ -83,6 +89,7 @@ class _Position:
         self._sampler = sampler
         self._entered_at = (0, 0, 0)  # epoch, samples, batches
         self._given = self._batch
+        self._is_recounted = False
 
     def state_dict(self) -> dict[str, int]:
         """Return the position, and the sizes of the batch and of the dataset that it refers to."""
@@ -114,21 +121,41 @@ class _Position:
         num_batches = state["num_batches"] * state["row"] // self._row
         if num_batches != state["num_batches"]:
             count_batches(self._trainer, num_batches)
+            self._is_recounted = True
+        if changes_accumulation(self._trainer) and num_batches:  # Lightning sets it when an epoch begins.
+            self._trainer.accumulate_grad_batches = scheduled_accumulation(self._trainer, state[EPOCH])
         self._entered_at = (state[EPOCH], state[NUM_SEEN], num_batches)
         self._sampler.seed = state["seed"]
         self._sampler.enter(state[EPOCH], state[NUM_SEEN])
 
+    def on_train_start(self) -> None:
+        """Count the batches that are done again: if the loader was made early, Lightning has restored other counts."""
+        if self._is_recounted:
+            count_batches(self._trainer, self._entered_at[2])
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """Return the number of samples in a batch of a rank: as the user gave it, and as it is now."""
+        return self._given.per_rank, self._batch.per_rank
+
+    def resize(self, per_rank: int) -> None:
+        """Take batches of ``per_rank`` samples, as the loader of an earlier epoch did after a resume."""
+        self._batches.batch_size = per_rank
+
     @property
     def _batch(self) -> Batch:
-        return Batch(self._batches.batch_size, self._trainer.accumulate_grad_batches, self._sampler.num_replicas)
+        # A GradientAccumulationScheduler changes the number of accumulated batches, which is not the position's then.
+        accumulate = 1 if changes_accumulation(self._trainer) else self._trainer.accumulate_grad_batches
+        return Batch(self._batches.batch_size, accumulate, self._sampler.num_replicas)
 
     def _keep_global_batch(self, total: int, configured: Batch) -> None:
-        callbacks: list[Any] = self._trainer.callbacks  # type: ignore[attr-defined]
-        is_scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
+        is_scheduled = changes_accumulation(self._trainer)
         is_automatic = self._trainer.lightning_module.automatic_optimization
         batch = rescale_batch(total, configured, self._given, is_automatic and not is_scheduled)
         if batch != self._batch:
-            self._batches.batch_size, self._trainer.accumulate_grad_batches = batch.per_rank, batch.accumulate
+            self._batches.batch_size = batch.per_rank
+            if not is_scheduled:
+                self._trainer.accumulate_grad_batches = batch.accumulate
             rank_zero_info(
                 f"A step takes {total} samples as before, on {batch.num_ranks} ranks: {batch.per_rank} a batch,"
                 f" accumulate_grad_batches={batch.accumulate}."
@@ -156,5 +183,7 @@ class _Position:
             num_seen = batches_before = 0
         num_batches = progress.num_batches - progress.in_window
         num_seen += (num_batches - batches_before) * self._row
-        # Where an epoch has several loaders, the shorter ones restart within it.
-        return epoch, num_seen % (len(self._batches) * self._row), num_batches
+        num_samples = len(self._batches) * self._row
+        # Where an epoch has several loaders, the shorter ones restart within it, or give no more batches.
+        ends = mode_of_loaders(self._trainer) == "max_size"
+        return epoch, min(num_seen, num_samples) if ends else num_seen % num_samples, num_batches

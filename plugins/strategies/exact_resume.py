@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist.checkpoint import CheckpointError
 from lightning_dist.plugins import _compat, _progress
-from lightning_dist.plugins.strategies.data_position import NUM_SEEN, make_resumable, with_its_own_seeds
+from lightning_dist.plugins.strategies.data_position import NUM_SEEN, LoaderPosition, make_resumable, with_its_own_seeds
 from lightning_dist.randomness import rng_state, set_rng_state
 from lightning_dist.tensor_state import is_remote
 
@@ -34,6 +34,9 @@ class ExactResume:
         self._rng: dict[str, Any] | None = None  # set when training starts
         self._rng_before_validation: dict[str, Any] | None = None
         self._positions: list[Any] = []  # of the loaders that are yet to be created
+        self._resumed: list[LoaderPosition] = []  # of the loaders that were created, until training starts
+        self._resized: dict[int, int] = {}
+        """The sizes of batches that a resume on another number of ranks has changed, by what the user gave."""
         # These are the values after the last optimizer step, kept only if steps accumulate more than one batch.
         self._rng_at_update: dict[str, Any] | None = None
         self._buffers_at_update: dict[str, torch.Tensor] = {}
@@ -41,12 +44,17 @@ class ExactResume:
     def process_loader(self, loader: Any, trainer: Trainer) -> None:
         """Prepare a loader that Lightning is about to use, and resume its position if it is a training loader."""
         if trainer.training:
-            make_resumable(loader, trainer)
+            own = make_resumable(loader, trainer)
             if self._positions and hasattr(loader, "load_state_dict"):
                 position = self._positions.pop(0)
                 # Lightning loads the position as well, but not if the checkpoint was saved at an epoch's end.
                 if NUM_SEEN in position:
                     loader.load_state_dict(position)
+                if own is not None:
+                    self._resumed.append(own)
+                    self._resized.update([own.sizes])
+            elif own is not None:  # the loader of a later epoch, by reload_dataloaders_every_n_epochs
+                own.resize(self._resized.get(own.sizes[0], own.sizes[0]))
         elif trainer.state.fn == TrainerFn.FITTING:
             with_its_own_seeds(loader)
 
@@ -127,6 +135,9 @@ class ExactResume:
             set_rng_state(self._rng)
             self._rng = None
         self._positions = []
+        for position in self._resumed:
+            position.on_train_start()
+        self._resumed = []
         self.after_update(trainer)
         _progress.leave_finished_epoch(trainer)
 

@@ -14,6 +14,7 @@ from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_dist.collectives import gather
 from lightning_dist.plugins import _compat
@@ -130,6 +131,8 @@ class ProcessStrategy(ParallelStrategy):
             group: Process group of the ranks; None: all processes.
             sync_grads: Whether gradients are propagated through the collective.
         """
+        if isinstance(tensor, DTensor):
+            tensor = tensor.full_tensor()
         if not dist.is_initialized():
             return tensor
         with torch.set_grad_enabled(sync_grads and torch.is_grad_enabled()):
@@ -156,4 +159,6 @@ class ProcessStrategy(ParallelStrategy):
             group: Process group of the ranks; None: all processes.
             reduce_op: The reduction: a name such as ``"mean"``, or a ``ReduceOp``.
         """
+        if isinstance(tensor, DTensor):  # A hook may reduce what it has computed from shards.
+            tensor = tensor.full_tensor()
         return _compat.reduce_across_processes(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor

@@ -19,7 +19,7 @@ from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.evaluation_batches import EvaluationBatches
 from lightning_dist.plugins.strategies.processes import ProcessStrategy
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
-from lightning_dist.randomness import agree_on_random_numbers
+from lightning_dist.randomness import SameRandomNumbers, agree_on_random_numbers
 from lightning_dist.tensor_parallel import SameBatch
 
 __all__ = ["SharedBatchStrategy"]
@@ -41,6 +41,7 @@ class SharedBatchStrategy(ProcessStrategy):
         self._stage_to_stage_group: dist.ProcessGroup | None = None
         self._same_batch_group: dist.ProcessGroup | None = None
         self._same_batch: SameBatch | None = None
+        self._same_numbers: SameRandomNumbers | None = None
         self._tracing: StepTracing | None = None
         self._evaluation: EvaluationBatches | None = None
         self._silenced: list[Callback] = []
@@ -104,6 +105,10 @@ class SharedBatchStrategy(ProcessStrategy):
         self._tracing = StepTracing(self.layout.num_data_parallel, peers)
         if self._same_batch_group is not None:
             self._same_batch = SameBatch(self._same_batch_group, self.root_device)
+            is_on_host = dist.get_backend(self._same_batch_group) == "gloo"
+            on_host = self._same_batch_group if is_on_host else self.layout.build_same_batch_group("gloo")
+            assert on_host is not None
+            self._same_numbers = SameRandomNumbers(on_host, self.lightning_module)
 
     def _give_metrics_their_group(self, module: LightningModule) -> None:
         """Let torchmetrics gather over the ranks that have a part of the batch, and count each sample once."""
@@ -163,8 +168,10 @@ class SharedBatchStrategy(ProcessStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Let ranks with the same part of the batch draw the same random numbers."""
+        """Let ranks with the same part of the batch draw the same random numbers, and check that before each batch."""
         self._agree_on_random_numbers()
+        if self._same_numbers is not None:
+            _compat.before_every_batch(self._trainer, "random numbers", self._same_numbers.restore)
 
     @override
     def on_train_end(self) -> None:

@@ -383,11 +383,17 @@ def _logging_whole(module: LightningModule, all_stages: AllStages) -> Iterator[N
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         type(module).log(module, name, all_stages.whole(value), *args, **kwargs)
 
-    vars(module)["log"] = log
+    # Lightning gives callbacks the module's method as an attribute of their own.
+    callbacks: list[Any] = [callback for callback in module.trainer.callbacks if "log" in vars(callback)]  # type: ignore[attr-defined]
+    before = [(callback, vars(callback)["log"]) for callback in callbacks]
+    for owner in (module, *callbacks):
+        vars(owner)["log"] = log
     try:
         yield
     finally:
         vars(module).pop("log", None)
+        for callback, own in before:
+            vars(callback)["log"] = own
 
 
 def _refuse_leaves(batch: Any) -> None:
