@@ -1,20 +1,22 @@
-"""Pipeline parallelism: a model is cut into stages, and the user's step runs on them unchanged.
+"""Run pipeline parallelism: cut a model into stages, and run the user's unchanged step on them.
 
 The modules, in the order in which they build on each other:
 
-- ``buffers``: buffers that a step changes;
-- ``balance``, ``schedules``, ``stages``: which parts and parameters are on which stage, and which rank has the stage;
-- ``replay``: how a step runs on one stage;
-- ``microbatches``: how a batch is split;
-- ``simulation``, ``timeline``: when each forward and backward runs;
-- ``shared``: parameters that several stages use;
-- ``failures``: errors of one rank that all ranks raise;
-- ``attributes``: what a step leaves in the module's attributes;
-- ``original_module``, ``whole_model``: the module before it was spread, and the module with all stages' parameters;
-- ``outside_of_steps``: hooks that work on the parameters of all stages;
-- ``whole_state``: a checkpoint of all stages;
-- ``schedule_runner``: how a step runs on all stages;
-- ``pipeline``: the technique.
+- ``buffers``: Restores buffers that each microbatch would change, but one process changes once per step.
+- ``balance``, ``schedules``, ``stages``: Assign parts and parameters to stages, and stages to ranks.
+- ``stand_in``: Provides stand-ins for tensors that are on other stages.
+- ``replay``: Runs a step on one stage.
+- ``microbatches``: Splits a batch into microbatches.
+- ``simulation``, ``timeline``: Simulate and record when each forward and backward runs.
+- ``shared``: Sums the gradients of parameters that several stages use.
+- ``failures``: Raises an error of one rank on all ranks.
+- ``attributes``: Saves and restores attributes of modules that a step changes.
+- ``original_module``: Restores the module temporarily to its state before it was parallelized.
+- ``whole_model``: Gives every rank the parameters of all stages temporarily.
+- ``outside_of_steps``: Lets hooks and callbacks work on the parameters of all stages.
+- ``whole_state``: Makes each rank's state dicts describe the tensors of all stages, for checkpoints.
+- ``schedule_runner``: Runs a step on this rank's stages, in the order of a schedule.
+- ``pipeline``: Implements the technique.
 """
 
 from lightning_dist.pipeline.buffers import BuffersOfStep

@@ -1,6 +1,7 @@
 """Save and restore attributes of modules that a step changes.
 
-What a step leaves in attributes is taken from the last stage on every rank, so other runs of the step are undone.
+A rank runs the user's step once for each of its stages and microbatches. On every rank, attributes must end up with the
+values that the run on the last stage gives them, so the changes that other runs make to attributes are undone.
 """
 
 from __future__ import annotations
@@ -24,11 +25,15 @@ class _Absent:
 
 
 def keep(root: nn.Module, names: Names) -> list[tuple[Any, list[Any] | None]]:
-    """Return the values of attributes, each with what it contains if it is a container or an object of the user's.
+    """Return the values of attributes, together with the items of those that are containers or objects of the user's.
 
     Args:
         root: The user's module.
         names: The names of the attributes.
+
+    Returns:
+        For each attribute, a pair: its value, or ``_Absent`` if it does not exist; and a list of the items that the
+        value contains, or None if it is neither a container nor an object of a class of the user's.
     """
     values = [vars(root.get_submodule(module)).get(key, _Absent) for module, key in names]
     packages = packages_of(root) if names else frozenset()
@@ -55,7 +60,7 @@ def restore(root: nn.Module, names: Names, kept: Sequence[tuple[Any, list[Any] |
 
 @contextmanager
 def unchanged(root: nn.Module, names: Names) -> Iterator[None]:
-    """Undo at the end of this context what is done to attributes in it.
+    """Restore attributes at the end of this context to what they were at its start.
 
     Args:
         root: The user's module.

@@ -1,4 +1,4 @@
-"""Assign the calls of a model's parts to stages, contiguously, so that the slowest stage is as fast as possible."""
+"""Assign the calls of a model's parts to contiguous stages, so that the slowest stage is as fast as possible."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def costs(graph: StepGraph, root: nn.Module, num_microbatches: int) -> list[floa
     """Estimate the time of each call for one microbatch of a step, in floating-point operations.
 
     The time is that of the forward, the backward and the call's share of the optimizer step. The time of the code
-    between parts, with the loss, is added to the last call.
+    between parts, including the loss, is added to the last call.
 
     Args:
         graph: The graph of the step.
         root: The user's module.
-        num_microbatches: The number of microbatches, over which the time of the optimizer step is spread.
+        num_microbatches: The number of microbatches, by which the time of the optimizer step is divided.
     """
     params = dict(root.named_parameters(remove_duplicate=False))
     modules = dict(root.named_modules())
@@ -40,14 +40,17 @@ def costs(graph: StepGraph, root: nn.Module, num_microbatches: int) -> list[floa
 
 
 def balanced(costs: Sequence[float], is_block: Sequence[bool], num_stages: int) -> list[int]:
-    """Assign calls to stages that are contiguous runs of calls, so that the cost of the slowest stage is least.
+    """Assign each call to a stage, so that each stage is a contiguous run of calls and the slowest stage costs least.
 
-    In a model with blocks, each stage has at least one block. The stage of each call is returned.
+    In a model with blocks, each stage has at least one block.
 
     Args:
         costs: The cost of each call.
         is_block: For each call, whether it is a call of a repeated block.
         num_stages: The number of stages.
+
+    Returns:
+        The index of the stage of each call.
 
     Raises:
         TraceError: If there are fewer blocks (or calls, in a model without blocks) than stages.

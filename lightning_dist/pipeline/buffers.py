@@ -1,4 +1,4 @@
-"""Restore the buffers that a step changes, where one process would change them only once.
+"""Restore buffers that every microbatch changes, although one process would change them only once per step.
 
 A step of a pipeline runs once for each microbatch. A buffer in a part that depends on the batch (a running mean) is
 updated by one microbatch after another, as in gradient accumulation. A buffer whose new value depends on weights and
@@ -20,9 +20,9 @@ __all__ = ["BuffersOfStep"]
 
 
 class BuffersOfStep:
-    """Hold copies of buffers from before a step, and restore them.
+    """Copy buffers before a step, and restore them later.
 
-    Buffers on the meta device are left out.
+    Buffers on the meta device, which belong to other ranks' stages, are left out.
 
     Args:
         root: The user's module.

@@ -1,4 +1,4 @@
-"""Raise an error that a step has raised on some ranks on all ranks.
+"""Raise on all ranks of a pipeline an error that a step has raised on one of them.
 
 The schedule runs to its end first, so that no rank waits for a message that is never sent.
 """
@@ -20,11 +20,11 @@ __all__ = ["Attempt", "Failure", "agreed_path", "raise_together"]
 
 @dataclass(frozen=True)
 class Failure:
-    """Represent an error that a step has raised on this rank.
+    """Hold an error that a step has raised on this rank.
 
     Args:
         error: The error.
-        where: The stage and the microbatch, for the message: ``"stage 1, microbatch 0"``; or the name of a hook.
+        where: The place of the error for the message: stage and microbatch (``"stage 1, microbatch 0"``), or a hook.
         time: The time at which the error was raised, in seconds since the epoch.
     """
 
@@ -44,7 +44,7 @@ class Failure:
 
 
 class Attempt:
-    """Keep an error of the code inside, instead of raising it, until all ranks can raise it together.
+    """Catch an error that is raised in a ``with`` block, and keep it until all ranks can raise it together.
 
     Args:
         where: The stage and the microbatch, or the name of a hook, for the message.
@@ -52,14 +52,14 @@ class Attempt:
 
     def __init__(self, where: str) -> None:
         self.failure: Failure | None = None
-        """The first error, or None."""
+        """The first error that was caught, or None."""
         self._where = where
 
     def __enter__(self) -> None:
-        """Begin."""
+        """Enter the block."""
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
-        """Keep ``error`` and go on, unless it ends the program."""
+        """Keep and suppress ``error``, unless it is one that ends the program, such as KeyboardInterrupt."""
         if isinstance(error, Exception):
             self.failure = self.failure or Failure.now(error, self._where)
             return True
@@ -67,13 +67,13 @@ class Attempt:
 
 
 def agreed_path(path: int, failure: Failure | None, group: dist.ProcessGroup, device: torch.device) -> int:
-    """Return the number of a step's path if all ranks have the same one, else -1. A collective over ``group``.
+    """Return the number of a step's path if all ranks have the same one, else -1. This is a collective over ``group``.
 
-    If the result is -1, all ranks must trace the step. One rank alone may see that its step takes another path, by an
-    attribute that only its own part of the model changes.
+    If the result is -1, all ranks must trace the step. It may be that only one rank finds that its step takes another
+    path, because the path depends on an attribute that only its own part of the model changes.
 
     Args:
-        path: The number of the path on this rank; -1: it is not known.
+        path: The number of the known path that the step takes on this rank; -1: none of the known paths.
         failure: The error that this rank has raised so far, or None.
         group: Process group of the pipeline's ranks.
         device: The device on which the backend of the group takes tensors.
@@ -90,13 +90,13 @@ def agreed_path(path: int, failure: Failure | None, group: dist.ProcessGroup, de
 
 
 def raise_together(failure: Failure | None, group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Raise an error on all ranks if any rank has failed. A collective over ``group``.
+    """Raise an error on all ranks if any rank has failed. This is a collective over ``group``.
 
-    If no rank has failed, one number is reduced. Otherwise, all other ranks raise a copy of the error that was raised
-    first, so that an ``except`` around a fit catches it on every rank.
+    If no rank has failed, only one number is all-reduced. Otherwise, the rank that has failed first raises its error
+    and all other ranks raise a copy of it, so that an ``except`` around a fit catches it on every rank.
 
     Args:
-        failure: The error of this rank; None: it has none.
+        failure: The error of this rank; None if it has not failed.
         group: Process group of the ranks; None: all processes.
         device: The device on which the backend of the group takes tensors.
 

@@ -95,7 +95,7 @@ def split_batch(batch: Any, num_microbatches: int) -> list[Any]:
 
 
 def signature(batch: Any) -> tuple[object, ...]:
-    """Return the properties of ``batch`` on which the path of a step can depend.
+    """Return the properties of ``batch`` on which the control flow of a step can depend.
 
     These are the structure of the batch, the shapes and dtypes of its tensors, its integers, booleans and None, and the
     types of other values.

@@ -1,4 +1,4 @@
-"""Restore a module to its state before it was spread, for the time of a context, to trace a step again."""
+"""Restore a module temporarily to its state before it was parallelized, so that its step can be traced again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _Absent:
 
 
 class OriginalModule:
-    """Remember the attributes of modules that spreading changes: forwards, numbers of features, hooks.
+    """Remember the attributes of modules that parallelization changes: forwards, numbers of features, hooks.
 
     Args:
         root: The user's module, before it is changed in any way.
@@ -29,7 +29,7 @@ class OriginalModule:
         self._changed: list[tuple[nn.Module, dict[str, Any]]] = []
 
     def is_spread(self) -> None:
-        """Record which attributes differ from the original, once the module has been spread."""
+        """Record which attributes parallelization has changed. Call this once, after the module was parallelized."""
         for module, before in self._before:
             now = vars(module)
             changed = {
@@ -42,7 +42,7 @@ class OriginalModule:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Restore the original attributes in this context."""
+        """Restore the original attributes for the time of this context."""
         kept = [(module, dict(vars(module))) for module, _ in self._changed]
         try:
             for module, attributes in self._changed:

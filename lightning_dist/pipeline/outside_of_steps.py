@@ -76,8 +76,8 @@ class AllStages(TorchFunctionMode):
 
     Args:
         root: The user's module.
-        holders: The ranks of the pipeline that have each parameter or buffer, by name. Every rank has those that are
-            not named.
+        holders: Names of parameters and buffers, to the ranks of the pipeline that have them. Every rank has the
+            parameters and buffers that are not named.
         group: Process group of the pipeline's ranks.
         device: The device of this rank's tensors.
     """
@@ -103,7 +103,7 @@ class AllStages(TorchFunctionMode):
 
     @contextmanager
     def around(self, what: str) -> Iterator[None]:
-        """Let code in this context work on the parameters of all stages; a nested call has no effect.
+        """Let code in this context work on the parameters of all stages; a nested context has no effect.
 
         Args:
             what: The name of the hook that runs, for errors.
@@ -133,9 +133,9 @@ class AllStages(TorchFunctionMode):
             self._is_on = before
 
     def whole(self, value: Any) -> Any:
-        """Return ``value`` with tensors whose values all ranks have.
+        """Return ``value`` with each tensor that some ranks lack replaced by one that has its values on all ranks.
 
-        A collective over the pipeline if ``value`` has a tensor that some ranks do not have.
+        This is a collective over the pipeline if ``value`` contains such a tensor.
 
         Args:
             value: A tensor, or a container of tensors.
@@ -226,7 +226,7 @@ class AllStages(TorchFunctionMode):
     def _in_place(self, func: Any, target: Tensor, others: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an in-place function on the ranks that hold ``target``, and return ``target``.
 
-        A collective over the pipeline if some of these ranks do not have the other arguments, which are then sent.
+        This is a collective over the pipeline if some of these ranks lack other arguments, which are then sent to them.
 
         Args:
             func: The function, whose first argument is ``target``.
@@ -252,10 +252,11 @@ class AllStages(TorchFunctionMode):
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Raise an error of this context on all ranks. A collective over the pipeline.
+        """Raise an error that code in this context raises on one rank on all ranks.
 
-        This holds for the first calls in each hook only; later calls do nothing. A rank may write other values than
-        another rank that has the same shard of a weight, which raises an error on the ranks with that weight alone.
+        This is a collective over the pipeline. Only the first :data:`_NUM_CHECKED_CALLS` contexts in each hook do this;
+        later ones do nothing. An error on some ranks arises, for example, if ranks that have the same shard of a weight
+        write different values to it: only the ranks with that weight notice it.
 
         Raises:
             OtherRankError: If another rank does not run the same code.
@@ -308,7 +309,10 @@ class AllStages(TorchFunctionMode):
         return total if holders is None else _mark(total, holders)
 
     def _gradient(self, tensor: Tensor) -> Tensor | None:
-        """Return the gradient of a tensor; on ranks without the tensor, a meta tensor of its shape. A collective."""
+        """Return the gradient of a tensor; on ranks without the tensor, a meta tensor of its shape.
+
+        The first call in a hook is a collective over the pipeline.
+        """
         has = self._gradients().get(id(tensor))
         gradient: Tensor | None = _GRAD_GET(tensor)
         if has and not self._is_here(tensor):
@@ -324,7 +328,7 @@ class AllStages(TorchFunctionMode):
     def _gradients(self) -> dict[int, bool]:
         """Return, by the id of a parameter, whether it has a gradient on the ranks that hold it.
 
-        A collective over the pipeline at the first call in a hook.
+        The first call in a hook is a collective over the pipeline.
         """
         if self._have_gradients is None:
             params = [param for _, param in self._root.named_parameters()]
@@ -347,7 +351,7 @@ class AllStages(TorchFunctionMode):
 
 
 class _Single:
-    """Wrap a function of lists for lists of one item, under a name that does not mark it as a function of lists."""
+    """Wrap a ``_foreach_`` function to run on lists of one item, under a name without the prefix ``_foreach_``."""
 
     def __init__(self, func: Any) -> None:
         self._func = func
@@ -374,7 +378,9 @@ def _mark(tensor: Tensor, holders: frozenset[int]) -> Tensor:
 
 @contextmanager
 def unmarked(root: nn.Module) -> Iterator[None]:
-    """Allow torch to convert the tensors of ``root`` inside, which it cannot do while they have weak references.
+    """Forget in this context which ranks hold the tensors of ``root``, so that torch can convert the tensors.
+
+    The record holds weak references to the tensors, and torch cannot swap a tensor that has weak references.
 
     Args:
         root: The user's module.

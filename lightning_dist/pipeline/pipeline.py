@@ -1,4 +1,4 @@
-"""Cut a module into the stages of a pipeline, as a technique."""
+"""Define the technique that cuts a module into the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = ["Pipeline"]
 class Pipeline(Technique):
     """Cut a module into stages, and run its steps on the stages of this rank.
 
-    Building it is a collective over all processes.
+    Creating an instance is a collective over all processes.
 
     Args:
         root: The user's module with the parameters of all stages, before it is changed in any way.
@@ -82,11 +82,11 @@ class Pipeline(Technique):
         self._mesh = parameter_mesh
         self._data_parallel_rank = data_parallel_rank
         self.readable: Readable = {}
-        """The classes other than modules whose attributes a step's path may depend on."""
+        """The classes, besides modules, whose attributes a step's path may depend on, with these attributes' names."""
         self._paths: dict[object, KnownPaths] = {}
 
     def select_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Move what only other ranks' stages need to the meta device, and return the units that this rank has."""
+        """Move the tensors that only other ranks' stages need to the meta device, and return this rank's units."""
         self._remote = drop_remote(self._root, self.stages, self.own_stages, units)
         return own_units(units, self._remote)
 
@@ -95,7 +95,7 @@ class Pipeline(Technique):
         return self._remote.tensors
 
     def finish(self) -> None:
-        """Route the calls of parts to the replay of this rank's stages, now that the units have their groups."""
+        """Route the calls of parts through :class:`Replay`, and build what runs the steps on this rank's stages."""
         modules = dict(self._root.named_modules())
         parts = {name: modules[name] for name in self.stages.parts}
         self._replay = Replay(self._root, parts, self._remote.parts, self._device)
@@ -116,7 +116,7 @@ class Pipeline(Technique):
     def after_microbatches(self, reduces: bool) -> None:
         """Sum the gradients of parameters that several stages share, if gradients are reduced now.
 
-        A collective over ``pp`` in that case.
+        This is a collective over ``pp`` in that case.
 
         Args:
             reduces: Whether gradients are reduced now, and not only added up.
@@ -144,7 +144,7 @@ class Pipeline(Technique):
         """Return the number of the known path that a step takes on this rank, or -1 if it must be traced.
 
         Args:
-            key: Hashable key of everything that the path of every step depends on.
+            key: Hashable key of the kind of step (such as the shapes of its batch). Each key has its own known paths.
             arguments: The arguments of the step after its batch, on which its path may depend.
         """
         return self._paths.setdefault(key, KnownPaths(self._root, self.readable)).taken(arguments)
@@ -182,7 +182,7 @@ class Pipeline(Technique):
     def whole(self) -> Iterator[None]:
         """Give every rank the whole model in this context, so that it may call the model alone.
 
-        A collective over ``pp``.
+        This is a collective over ``pp``.
         """
         with whole_model(self._root, self.group, self._device), self._replay.switched_off():
             yield
@@ -198,35 +198,42 @@ class Pipeline(Technique):
         return written_by_stage(state, self._mesh, self.buffers_of_others)
 
     def others_to_write(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Let a stage that has a tensor write it, where other stages have a meta tensor. A collective over ``pp``."""
+        """Return a checkpoint in which one stage writes each tensor that others lack.
+
+        This is a collective over ``pp``.
+
+        Args:
+            checkpoint: The entries of a checkpoint that are no state of the module or of an optimizer.
+        """
         with self.all_stages.switched_off():
             return written_by_first_stage(checkpoint, self.group, self._mesh)
 
     def add_remote_state(self, state: dict[str, Any]) -> None:
-        """Add the meta tensors that the module has for other stages to a state dict that was read."""
+        """Add the meta tensors that the module has for other stages to a state dict read from a checkpoint."""
         with self.all_stages.switched_off():
             for name, value in self._root.state_dict().items():
                 if isinstance(value, Tensor) and is_remote(value):
                     state.setdefault(name, value)
 
     def collect_parts(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the dictionaries of all stages. A collective over ``pp``."""
+        """Gather the dictionaries of all stages into one list. This is a collective over ``pp``."""
         of_stages: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size(self.group))]
         dist.all_gather_object(of_stages, parts, self.group)
         return [part for of_stage in of_stages for part in of_stage]
 
     def original(self) -> AbstractContextManager[None]:
-        """Return a context in which the module is as it was before it was spread."""
+        """Return a context in which the module is as it was before it was parallelized."""
         return self._original_module.again()
 
     def whole_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's state together with that of other stages. A collective over ``pp``."""
+        """Return an optimizer's state together with that of other stages. This is a collective over ``pp``."""
         return optimizer_state_of_all(state, self.group, self._mesh)
 
     def agree_on_buffers(self) -> None:
-        """Copy the last stage's buffers outside of parts to all ranks of the pipeline. A collective over ``pp``.
+        """Copy the last stage's buffers outside of parts to all ranks of the pipeline.
 
-        Code between parts may change these buffers, and only the last stage runs all of it.
+        This is a collective over ``pp``. Code between parts may change these buffers, and only the last stage runs all
+        of that code.
         """
         broadcast_tensors(list(self._buffers_between().values()), self.group, self.last_rank)
 
@@ -251,7 +258,9 @@ class Pipeline(Technique):
         return {name: frozenset(map(self.config.rank_of, stages)) for name, stages in held.items()}
 
     def total_norm(self, gradients: Sequence[Tensor], order: float = 2.0) -> Tensor:
-        """Return the norm of the gradients of all stages, counting shared parameters once. A collective over ``pp``.
+        """Return the norm of the gradients of all stages, counting shared parameters once.
+
+        This is a collective over ``pp``.
 
         Args:
             gradients: The gradients of this rank's parameters.

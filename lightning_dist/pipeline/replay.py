@@ -44,7 +44,7 @@ __all__ = ["MicrobatchSeed", "Replay", "StagePlan"]
 
 @dataclass(frozen=True)
 class StagePlan:
-    """Describe what a step receives, runs and sends on one stage.
+    """Describe which tensors a step receives and sends on one stage, and which calls of parts it runs there.
 
     Args:
         graph: The graph of the step.
@@ -60,14 +60,15 @@ class StagePlan:
 
     @cached_property
     def received(self) -> list[Value]:
-        """Return the values that the previous stage sends, in order."""
+        """Return the values that this stage receives from the previous stage, in the order in which they are sent."""
         return self.graph.crossing(self.stages.__getitem__, self.stage) if self.stage else []
 
     @cached_property
     def sent(self) -> list[Value]:
-        """Return the values that this stage sends, in order.
+        """Return the values that this stage sends to the next stage, in order.
 
-        For the last stage, these are the values that the end of the step on the whole batch uses; they are not sent.
+        The last stage sends nothing. For it, these are the values that the end of the step uses when it is run once
+        more on the whole batch; there are none if it is not.
         """
         if self.is_last and self.graph.of_whole_batch is None:
             return []
@@ -80,7 +81,7 @@ class StagePlan:
 
     @cached_property
     def kept(self) -> list[list[int]]:
-        """Return, for each call, the indices of its leaves that are sent."""
+        """Return, for each call, the indices of those leaves of its output that are sent."""
         return [[place for index, place in self.sent if index == call] for call in range(len(self.stages))]
 
     def leaf(self, value: Value) -> Leaf:
@@ -91,7 +92,7 @@ class StagePlan:
 
 
 class _EndOfStage(BaseException):
-    """End the step on this stage, because it has reached a part of a later stage."""
+    """Signal that the step has reached a part of a later stage, where it ends on this stage."""
 
 
 @dataclass(frozen=True)
@@ -150,10 +151,10 @@ class _Run:
     Args:
         plan: The plan of the stage.
         seed: The seeds of the microbatch.
-        given: The received tensors.
-        made: The tensors that parts of this stage have returned, and that are sent.
+        given: The tensors that this stage has received.
+        made: The tensors that parts of this stage have returned and that this stage sends.
         num_calls: The number of calls of parts so far.
-        is_inside: Whether a part runs now.
+        is_inside: Whether a part is running.
     """
 
     plan: StagePlan
@@ -165,7 +166,7 @@ class _Run:
 
 
 class Replay:
-    """Run stages of ``root``, whose parts' calls are replaced in place.
+    """Run this rank's stages of ``root``. Creating an instance replaces the calls of the parts in place.
 
     Args:
         root: The user's module.
@@ -239,7 +240,7 @@ class Replay:
         return result, tuple(sent)
 
     def numbers_kept(self, graph: StepGraph) -> AbstractContextManager[None]:
-        """Return a context that restores the generators that the step draws from at its end."""
+        """Return a context at whose end the generators that the step draws from get their former states back."""
         return self._generators.kept(graph.draws)
 
     @contextmanager
@@ -253,10 +254,10 @@ class Replay:
 
     @contextmanager
     def stand_in_parameters(self, names: Collection[str]) -> Iterator[None]:
-        """Let code between parts run in this context on parameters that are on other ranks.
+        """Let code between parts run in this context although it uses parameters that are on other ranks.
 
-        Those in ``names`` are replaced by stand-ins. The others report this rank's device as theirs, because a step may
-        create tensors on ``next(self.parameters()).device``.
+        The parameters in ``names`` are replaced by stand-ins. All other parameters on the meta device report this
+        rank's device as theirs, because a step may create tensors on ``next(self.parameters()).device``.
 
         Args:
             names: The names of the parameters that the code between parts uses.
@@ -325,7 +326,7 @@ class Replay:
         return output
 
     def _run_part(self, run: _Run, index: int, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a part that draws random numbers, or from whose inner modules hooks take tensors."""
+        """Run a part that draws random numbers, or that has inner modules from which hooks take tensors."""
         call = run.plan.graph.calls[index]
         with ExitStack() as around:
             if call.inner:

@@ -37,7 +37,7 @@ RunRoot = Callable[[Callable[[], Any]], Any]
 
 @dataclass(frozen=True)
 class PreparedStep:
-    """Hold the graph of a step, the plans of this rank's stages for it, and the schedule that runs them.
+    """Hold the graph of a step, the plan of each of this rank's stages, and the schedule that runs them.
 
     Args:
         graph: The graph of the step.
@@ -61,7 +61,7 @@ class Ran:
         at_end: For each microbatch, the values that :meth:`ScheduleRunner.values_at_end` describes, or no values if the
             graph has no ``of_whole_batch``; empty on ranks without the last stage.
         failure: The first error on this rank, or None.
-        buffers: Copies from before the step of the buffers that each microbatch began with.
+        buffers: Copies, made before the step, of the buffers that were restored at the start of each microbatch.
     """
 
     results: list[Any]
@@ -82,7 +82,7 @@ class _Running:
             backward.
         base: The seed from which the seeds of all microbatches are derived.
         results: What the step returned on each microbatch; empty on ranks without the last stage.
-        buffers: Copies from before the step of the buffers that are restored at the beginning of each microbatch.
+        buffers: Copies, made before the step, of the buffers that are restored at the start of each microbatch.
         at_end: For each microbatch, the values from which the end of the step on the whole batch is computed; empty on
             ranks without the last stage.
         failure: The first error that was raised on this rank, or None. After an error, this rank's stages compute
@@ -108,7 +108,7 @@ class ScheduleRunner:
         config: The configuration of the pipeline.
         stages: The stages of the module.
         group: Process group of the pipeline's ranks, for sends and receives.
-        replay: Object that runs the user's step from one stage's first part to its last.
+        replay: Object that runs the user's step on one stage.
         data_parallel_rank: The index of this rank's part of the batch.
         splits_backward: Whether a schedule may compute the gradients of weights later than those of inputs. For this,
             torch looks for the module's parameters among the leaves of the autograd graph, and runs the nodes between
@@ -143,7 +143,7 @@ class ScheduleRunner:
         self.order: Order = ()
         """The actions of each rank in the latest step with a backward, in their order."""
         self.runs_last_stage = False
-        """Whether the stage that runs now, or ran last, is the last one. Only its run of a step counts."""
+        """Whether the stage that is running, or has run most recently, is the last stage of the pipeline."""
 
     def prepare(self, graph: StepGraph, num_microbatches: int, has_backward: bool) -> PreparedStep:
         """Plan how a step runs on the stages, or return the plan of an earlier step with the same graph.
@@ -206,10 +206,10 @@ class ScheduleRunner:
         run_root: RunRoot,
         loss_of: Callable[[Any], Tensor] | None = None,
     ) -> Ran:
-        """Run the microbatches of a step, and their backwards if there is a loss. A collective over ``pp``.
+        """Run the microbatches of a step, and their backwards if there is a loss. This is a collective over ``pp``.
 
-        An error of the user's code is not raised, but returned after the schedule has run to its end, because the other
-        ranks would wait for what this rank sends. The caller raises it on all ranks.
+        An error of the user's code is not raised, because the other ranks would wait for what this rank sends. The
+        schedule runs to its end, the error is returned, and the caller raises it on all ranks.
 
         Args:
             prepared: The prepared step, for the same number of microbatches.
@@ -297,8 +297,8 @@ class ScheduleRunner:
                     tuple(f"{part}." for part in self._stages.parts if stage not in stages_of[part])
                 )
             # The attributes that the last microbatch sets on the last stage are kept as those of the step. If the graph
-            # has of_whole_batch, they are replaced when the code between parts runs on the whole batch.
-            # Those inside parts are kept on the stages that have the parts.
+            # has of_whole_batch, they are replaced when the code between parts runs on the whole batch. The attributes
+            # of modules inside parts are kept on the stages that have the parts.
             is_last = microbatch == len(running.steps) - 1
             changed = plan.graph.changed if not (plan.is_last and is_last) else ()
             changed += plan.graph.changed_inside if not plan.is_last else ()
@@ -358,7 +358,7 @@ class ScheduleRunner:
 
     @contextmanager
     def nothing_left(self, graph: StepGraph) -> Iterator[None]:
-        """Undo at the end of this context what a step changes in attributes, and in buffers outside of parts.
+        """Restore at the end of this context the attributes, and the buffers outside of parts, that a step changes.
 
         Args:
             graph: The graph of the step.
@@ -371,7 +371,7 @@ class ScheduleRunner:
             buffers.restore()
 
     def values_at_end(self, graph: StepGraph) -> list[Leaf]:
-        """Return the descriptions of those tensors returned by parts that the end of a step uses."""
+        """Return the descriptions of the tensors that the end of a step uses among those that parts return."""
         plan = self._plan_of_end(graph)
         return [plan.leaf(value) for value in plan.received]
 
@@ -380,7 +380,7 @@ class ScheduleRunner:
         return StagePlan(graph, [0] * len(graph.calls), 1, 2)
 
     def timeline(self, group: dist.ProcessGroup) -> Timeline | None:
-        """Return when each action of the latest step with a backward ran. A collective over ``pp``.
+        """Return when each action of the latest step with a backward ran. This is a collective over ``pp``.
 
         Args:
             group: Process group of the pipeline's ranks, for collectives.
@@ -405,7 +405,7 @@ def _nothing_is_left() -> Callable[[], None]:
 
 
 class _Submodule(nn.Module):
-    """Represent a stage to torch's schedules.
+    """Wrap a stage as the module that torch's schedules call.
 
     Args:
         run: Function that runs the stage, given the index of the microbatch and the received tensors.

@@ -11,11 +11,11 @@ __all__ = ["SCHEDULES", "Schedule", "stages_of"]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Describe a schedule.
+    """Describe one of torch's schedules and the placement of stages that it needs.
 
     Args:
         torch_name: The name by which ``get_schedule_class`` finds the schedule.
-        virtual_stages: The default number of stages on a rank, which is also the least.
+        virtual_stages: The default number of stages on a rank, which is also the minimum.
         is_v: Whether the stages are placed in the form of a V, so that a rank's second stage mirrors its first; else
             they are placed round-robin.
         for_few: The name of the schedule that is used instead where there are too few microbatches for this one.

@@ -1,6 +1,6 @@
 """Sum the gradients of parameters that several stages use, such as an embedding that is tied to the head.
 
-Each of these stages has a copy of the parameter.
+Each of these stages has a copy of the parameter, and all copies must get the same gradient.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["SharedParameters"]
 
 
 class SharedParameters:
-    """Keep the parameters in sync that this rank shares with other ranks of its pipeline.
+    """Keep this rank's copies of shared parameters equal to the copies on other ranks of its pipeline.
 
     Args:
         root: The user's module.
@@ -38,7 +38,7 @@ class SharedParameters:
         self._used: set[str] = set()
 
     def will_run(self, graph: StepGraph) -> None:
-        """Record which shared parameters get a gradient in a step; the others must have none in the optimizer.
+        """Record which shared parameters a step uses; those that it does not use must keep ``grad=None``.
 
         Args:
             graph: The graph of the step.
@@ -48,7 +48,7 @@ class SharedParameters:
     def sum_gradients(self) -> None:
         """Sum the gradients of each shared parameter over its stages, with bitwise equal sums on all of them.
 
-        A collective over the ranks that share parameters.
+        This is a collective over the ranks that share parameters.
         """
         if not self._holders:
             return

@@ -1,4 +1,4 @@
-"""Decide on which stage each part and each parameter is, and remove from a model what is on other ranks only."""
+"""Decide on which stage each part and each parameter is, and remove the tensors of other ranks from a model."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class PipelineConfig:
         num_microbatches: The number of microbatches into which a rank's batch is split; 0 until it is chosen.
         split: The names of the parts with which the stages after the first begin; None: the stages are balanced by
             cost.
-        step: A step of the module on a microbatch, for :func:`~lightning_dist.step_graph.trace.trace_step`; None if
-            none is known.
-        why_no_step: The reason, for the error, if ``step`` is None.
-        step_in_run: The same step after the hooks that precede it in a run, which may set attributes that it reads. It
-            is traced if ``step`` cannot be.
+        step: Function that runs a step of the module on a microbatch, for
+            :func:`~lightning_dist.step_graph.trace.trace_step`; None if none is known.
+        why_no_step: The reason why ``step`` is None, for the error.
+        step_in_run: Function that runs the same step after the hooks that precede it in a run, which may set
+            attributes that the step reads. It is traced if ``step`` cannot be traced.
         has_loss: Whether the step must return a loss.
     """
 
@@ -266,7 +266,7 @@ def _stages_of_params(
 
 @dataclass(frozen=True)
 class RemoteParameters:
-    """Describe what of a model is on other ranks only.
+    """Describe which parts and tensors of a model are on other ranks only.
 
     Args:
         parts: The names of the parts that do not run on this rank.
@@ -288,6 +288,9 @@ def drop_remote(root: nn.Module, stages: Stages, own: Sequence[int], units: Sequ
         stages: The stages of the module.
         own: The indices of this rank's stages.
         units: The model's units, in which parameters that could not keep their identity are replaced as well.
+
+    Returns:
+        The parts that do not run on this rank, and the tensors that are now on the meta device.
     """
     _compat.move_without_meta_tensors(root, partial(unmarked, root))
     wanted = set(own)
@@ -324,7 +327,7 @@ def drop_remote(root: nn.Module, stages: Stages, own: Sequence[int], units: Sequ
 
 
 def own_units(units: Sequence[Unit], remote: RemoteParameters) -> list[Unit]:
-    """Return ``units`` without the parameters of other ranks, and without the units that have no others.
+    """Return ``units`` without the parameters of other ranks, and without units that have no parameter on this rank.
 
     Args:
         units: The model's units.

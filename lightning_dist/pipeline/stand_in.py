@@ -1,4 +1,4 @@
-"""Provide stand-ins for tensors that are on another stage, and propagate them through operations.
+"""Provide stand-ins for tensors that are on another stage, and mark what is computed from them as stand-ins too.
 
 A stage receives the tensors that it needs according to the trace of the step, and has stand-ins for all others. A
 stand-in is full of NaN, so that code between the parts can run on it. It has a class of its own, and whatever an
@@ -29,7 +29,7 @@ __all__ = ["StandIn", "refuse_stand_ins", "seeming_here", "stand_in"]
 
 
 class StandIn(Tensor):
-    """Stand in for a tensor that this stage does not have.
+    """Replace a tensor that this stage does not have.
 
     Attributes:
         stands_for: The name of the tensor or of the part that returns it, for errors.

@@ -47,7 +47,7 @@ Order = Sequence[Sequence[Action]]
 
 @dataclass(frozen=True)
 class Span:
-    """Represent the time in which a rank ran an action, in seconds."""
+    """Hold the start and end time, in seconds, of an action on a rank."""
 
     rank: int
     action: Action
@@ -61,8 +61,8 @@ class Timeline:
 
     Args:
         num_ranks: The number of ranks of the pipeline.
-        spans: The actions of all ranks, in the order of their starts, with times on one clock (for the argument of
-            :func:`aligned`: in any order, with each rank's times on a clock of its own).
+        spans: The actions of all ranks, in the order of their starts, with times on one clock. In the argument of
+            :func:`aligned` they are in any order, and each rank's times are on a clock of its own.
     """
 
     num_ranks: int
@@ -148,7 +148,7 @@ class Recorder:
         ]
 
     def timeline(self, order: Order, group: dist.ProcessGroup) -> Timeline | None:
-        """Gather the latest step's actions from all ranks, and align their clocks. A collective over ``group``.
+        """Gather the latest step's actions from all ranks, and align their clocks. This is a collective over ``group``.
 
         Args:
             order: The actions that each rank was to run.
@@ -175,7 +175,7 @@ class Recorder:
 
 
 class TimedStage(PipelineStage):
-    """Record the times of a stage's actions, without the time in which they wait for messages or send them.
+    """Record the times of a stage's actions, excluding the time in which the rank waits for messages or sends them.
 
     Attributes:
         recorder: The recorder of the times.

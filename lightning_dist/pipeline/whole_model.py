@@ -1,4 +1,4 @@
-"""Give every rank of a pipeline the parameters and buffers of all stages for the time of a context."""
+"""Give every rank of a pipeline the parameters and buffers of all stages temporarily."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["whole_model"]
 
 @contextmanager
 def whole_model(root: nn.Module, group: dist.ProcessGroup, device: torch.device) -> Iterator[None]:
-    """Replace tensors on the meta device by the values of the rank that has them. A collective over ``group``.
+    """Replace tensors on the meta device by the values of the rank that has them. This is a collective over ``group``.
 
     At the end of the context, the meta tensors are put back.
 

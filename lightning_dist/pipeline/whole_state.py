@@ -1,4 +1,4 @@
-"""Add to this rank's state what a checkpoint must know of other stages: names, shapes and scalars.
+"""Add the names, shapes and scalars of other stages' state to this rank's state, as a checkpoint needs them.
 
 The tensors themselves are written by the ranks that have those stages.
 """
@@ -38,9 +38,11 @@ def written_by_stage(state: Mapping[str, Any], mesh: DeviceMesh, of_others: Coll
 
 
 def written_by_first_stage(state: dict[str, Any], group: dist.ProcessGroup, mesh: DeviceMesh) -> dict[str, Any]:
-    """Return nested containers in which the first stage that has a tensor writes it, if other stages do not have it.
+    """Return ``state`` with meta tensors in place of those that another stage writes.
 
-    A collective over ``group``.
+    Where some stages lack a tensor, the first stage that has it writes it.
+
+    This is a collective over ``group``.
 
     Args:
         state: Nested dictionaries, lists and tuples, with meta tensors in place of those of other stages.
@@ -74,10 +76,10 @@ def _replicated(value: Any, mesh: DeviceMesh) -> Any:
 
 
 def optimizer_state_of_all(state: dict[str, Any], group: dist.ProcessGroup, mesh: DeviceMesh) -> dict[str, Any]:
-    """Return an optimizer's ``state`` with the states of the parameters of all stages. A collective over ``group``.
+    """Return an optimizer's ``state`` with the states of the parameters of all stages.
 
-    States of other stages have meta tensors, and the values of scalars. This rank's own tensors become replicated
-    DTensors over ``mesh``.
+    This is a collective over ``group``. In the states of other stages, tensors are meta tensors and scalars have their
+    values. This rank's own tensors become replicated DTensors over ``mesh``.
 
     Args:
         state: The optimizer's state dict by parameter name, from :func:`lightning_dist.checkpoint.state.by_name`.
