@@ -1,23 +1,24 @@
-"""Run one step of a model on fake tensors, and record what modules pass to each other and what it reads and changes.
+"""Run one step of a model on fake tensors, and record which tensors its modules exchange and what it reads and changes.
 
-Nothing is computed or sent, so that a step can be traced before any process group exists. Tensor parallelism finds its
-plan in what is recorded here, and pipelines find their stages.
+Nothing is computed or sent, so that a step can be traced before any process group exists. Tensor parallelism derives
+its plan from this record, and pipelines derive their stages from it.
 
 The modules, in the order in which they build on each other:
 
-- ``watched_numbers``, ``tensor_reads``: numbers that a step compares, and values that it reads from tensors;
-- ``generators``: random number generators that a module has of its own;
-- ``fake_rules``, ``fake_run``: how a step runs on fake tensors;
-- ``dataflow``: which layers feed which;
-- ``graph``: which tensors the parts of a model pass to each other in a step;
-- ``marks``, ``draws``, ``batch_marks``: what a tensor was computed from, which parts draw random numbers, and which
-  buffers depend on the batch;
-- ``observer``: how the graph is built while the step runs;
-- ``reentrant_checkpointing``: activation checkpointing in the user's model;
-- ``control_flow``: a step that decides by values of tensors runs once for each outcome;
-- ``parts``, ``trace``: the parts of a model, and the graph of a step;
-- ``contents``: what containers and objects in a model's attributes contain;
-- ``known_paths``: the graphs of earlier steps, and when a step must be traced again.
+- ``watched_numbers``: Records how a step uses numbers, such as ``global_step``.
+- ``tensor_reads``: Makes up the values that a step reads from fake tensors.
+- ``contents``: Reads and sets what containers and objects in a model's attributes contain.
+- ``fake_rules``, ``fake_run``: Run a step on fake tensors.
+- ``dataflow``: Records which layers feed which.
+- ``graph``: Describes which tensors the parts of a model pass to each other in a step.
+- ``marks``: Marks tensors with what they were computed from.
+- ``draws``: Finds out which parts draw random numbers.
+- ``batch_marks``: Finds the buffers that a step changes, and those that depend on the batch.
+- ``observer``: Builds the graph while the step runs.
+- ``reentrant_checkpointing``: Supports activation checkpointing in the user's model.
+- ``control_flow``: Runs a step that decides by values of tensors once for each outcome.
+- ``parts``, ``trace``: Find the parts of a model, and the graph of a step.
+- ``known_paths``: Remembers the graphs of earlier steps, and decides when a step must be traced again.
 """
 
 from lightning_dist.step_graph.contents import is_object, items_of, packages_of, set_items

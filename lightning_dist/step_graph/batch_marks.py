@@ -1,4 +1,4 @@
-"""Tell which buffers a step changes, and whether their new values depend on the batch."""
+"""Find out which buffers a step changes, and whether their new values depend on the batch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Read and set what attributes of a model contain: the items of containers, and the attributes of the code's objects.
+"""Read and set what a model's attributes contain: items of containers, and attributes of objects of the user's code.
 
-A step may count in a dictionary, or call the method of an object that counts, such as a schedule of a temperature.
+A step may change these, for example if it counts in a dictionary, or calls an object that lowers a temperature.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def items_of(value: Any, packages: Collection[str]) -> list[Any] | None:
 
 
 def set_items(value: Any, items: list[Any]) -> None:
-    """Replace what ``value`` contains by ``items``, from :func:`items_of`."""
+    """Replace what ``value`` contains by ``items``, which :func:`items_of` has returned for it before."""
     container = value if isinstance(value, dict | list | deque | set) else vars(value)
     container.clear()
     if isinstance(container, list | deque):

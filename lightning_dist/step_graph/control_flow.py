@@ -1,8 +1,8 @@
-"""Trace a step whose control flow depends on values of tensors: once for each outcome of its decisions.
+"""Trace a step whose control flow depends on values of tensors once for each outcome of its decisions.
 
 Fake tensors have no values. A step that reads values is given made-up ones. It then runs again with the opposite
-outcome of each of its decisions, and with very large and very small numbers. A stage sends to the next whatever any of
-these runs needs.
+outcome of each of its decisions, and with very large and very small numbers. A stage sends to the next one every tensor
+that any of these runs needs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lightning_dist.step_graph.tensor_reads import MadeUpValues, Script
 __all__ = ["Branch", "run_all_branches"]
 
 _MAX_DECISIONS = 12
-"""Number of decisions whose both outcomes are traced; of later decisions, one outcome is traced."""
+"""Maximum number of decisions of which both outcomes are traced; of later decisions, one outcome is traced."""
 
 _NUMBERS = (1e30, -1e30)
 """Made-up values above and below any number with which a step compares a value."""
@@ -48,7 +48,7 @@ class Branch(Generic[SomeObserver]):
 
     Args:
         observer: The observer that recorded the run.
-        by_number: Whether the run differs from the first one by its made-up numbers, and not by one decision.
+        by_number: Whether the run differs from the first one in its made-up numbers, rather than in one decision.
     """
 
     observer: SomeObserver
@@ -103,7 +103,7 @@ def run_all_branches(
     decisions = values.decisions[:_MAX_DECISIONS]
     for index, decision in enumerate(decisions):
         other = _without_exception(make, run, Script((*decisions[:index], not decision)))
-        if not isinstance(other, str):  # Otherwise the decision is a check in the user's code, which raises.
+        if not isinstance(other, str):  # Otherwise the decision is a check in the user's code that raises an error.
             yield Branch(other[0])
     for number in _NUMBERS if values.has_read_numbers else ():
         other = _without_exception(make, run, Script(tuple(decisions), number))
@@ -117,11 +117,13 @@ _ABOUT_VALUES = ("DataDependent", "Symbolic", "SymInt", "SymFloat", "SymBool")
 def _without_exception(
     make: Callable[[], SomeObserver], run: Callable[[SomeObserver, MadeUpValues | None], str], script: Script
 ) -> tuple[SomeObserver, MadeUpValues] | str:
-    """Trace the step with the values of ``script``; while it raises, set its last False decision after these to True.
+    """Trace the step with the values of ``script``, and try other decisions as long as it raises an exception.
+
+    Each new run sets the last decision to True that was False and that ``script`` does not prescribe.
 
     Returns:
-        The observer and the made-up values of the first run without an exception; the reason of the first exception
-        if all runs raise.
+        The observer and the made-up values of the first run without an exception; or, if all runs raise one, the
+        reason why the first run failed.
     """
     num_fixed, why_not = len(script.decisions), ""
     for _ in range(_MAX_DECISIONS):

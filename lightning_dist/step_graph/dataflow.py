@@ -5,7 +5,7 @@ between. Its *ancestors* are all layers that it was computed from. A *residual* 
 computed from that tensor: the sources of the first summand are among the ancestors of the second.
 
 A *free* parameter is one that a module with submodules uses in its own code, such as a bias that is added to the
-queries. It is a source too, under its full name. So is the batch.
+queries. Free parameters are sources as well, under their full names, and so is the batch.
 """
 
 from __future__ import annotations
@@ -90,27 +90,27 @@ class Dataflow:
     called: set[str] = field(default_factory=set)
     """Names of the layers (modules with a parameter of two or more dimensions) that have run."""
     into: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Name of each module that holds parameters, to the sources of its inputs."""
+    """The sources of the inputs of each module that holds parameters, by the module's name."""
     residual: set[str] = field(default_factory=set)
     """Names of the layers whose output is the second summand of a residual sum."""
     draws_random: bool = False
     """Whether the step called a function that draws random numbers."""
     captured: set[str] = field(default_factory=set)
-    """Names of the layers from which a tensor was computed that code outside of blocks uses without being given it."""
+    """Names of the layers whose results leave a block by another way than its output, such as a hook, and are used."""
     draws_per_sample: set[str] = field(default_factory=set)
     """Names of the blocks that drew random numbers with one value for several tokens, as stochastic depth does."""
     uses: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Name of a layer to the functions called on its output that need all of its features on each rank."""
+    """The functions called on a layer's output that need all of its features on each rank, by the layer's name."""
     readers: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    """Name of a parameter to the modules whose own code passes it to a function; the model itself is ``""``."""
+    """The modules whose own code passes a parameter to a function, by its name; the model itself is ``""``."""
     used_later: dict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    """Name of a module to the indices of its returned tensors that are passed to a function after it has returned."""
+    """The indices of the tensors returned by a module that are passed to a function later, by the module's name."""
 
     def __post_init__(self) -> None:
         self.functions = _Functions(self)
         self._num_blocks_running = 0
         self._running: list[str] = []
-        self._parameters: dict[int, str] = {}  # id of the fake of a parameter during the step -> the parameter's name
+        self._parameters: dict[int, str] = {}  # It is keyed by the id of a parameter's fake.
 
     def on_input(self, tensor: Tensor) -> None:
         """Mark a tensor of the batch with :data:`BATCH` as its source."""
@@ -143,16 +143,16 @@ class Dataflow:
                 tensor.__dict__["_features_of"] = name
 
     def on_end(self, result: Any) -> None:
-        """Do nothing: the record is complete."""
+        """Do nothing, because the record is complete already."""
 
     def _returns_features_in(self, name: str, tensor: Tensor) -> bool:
-        """Return whether a layer's output features can be a dimension of ``tensor``; attention scores have none."""
+        """Return whether a dimension of ``tensor`` can hold a layer's output features; attention scores have none."""
         layer = linear_layer(self.root.get_submodule(name)) if name in self.called else None
         sizes = [size for size in tensor.shape if isinstance(size, int)]  # Symbolic sizes depend on values.
         return layer is None or layer.out_features in sizes or len(sizes) < tensor.ndim
 
     def _note_reader(self, param: nn.Parameter) -> None:
-        """Record which module uses a parameter, and mark a free parameter as a source."""
+        """Record which module uses a parameter, and mark the parameter as a source if it is a free one."""
         if not self._parameters:
             self._parameters = {id(param): name for name, param in self.root.named_parameters()}
         name = self._parameters.get(id(param))
@@ -247,9 +247,9 @@ def _mark(tensor: Tensor, its_sources: frozenset[str], ancestors: frozenset[str]
 
 
 def sources(tensor: Tensor) -> frozenset[str]:
-    """Return the names of the layers and free parameters that ``tensor`` was computed from directly.
+    """Return the names of the layers and free parameters that ``tensor`` was computed from with no layer in between.
 
-    No other layer is in between. Tensors computed from the batch have :data:`BATCH` among their sources.
+    Tensors computed from the batch have :data:`BATCH` among their sources.
     """
     found: frozenset[str] = tensor.__dict__.get("_sources", _NONE)
     return found

@@ -21,10 +21,11 @@ __all__ = ["Draws"]
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Observe which random number generators are used: torch's, Python's and NumPy's.
 
-    torch's is observed by its operations, because operations on fake tensors do not change the generator's state.
+    Use of torch's generator is recognized by the operations, because operations on fake tensors do not change the
+    generator's state.
 
     Args:
-        is_between: Function that returns whether code between parts runs now.
+        is_between: Function that returns whether code between parts is running.
     """
 
     def __init__(self, is_between: Callable[[], bool]) -> None:
@@ -35,7 +36,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._own: list[tuple[str, Any, object]] = []
 
     def watch(self, root: nn.Module) -> None:
-        """Watch the generators of Python and NumPy that are attributes of ``root`` or of a module in it."""
+        """Begin to watch the generators of Python and NumPy that are attributes of ``root`` or of a module in it."""
         self._own = [(name, generator, _packed(generator)) for name, generator in own_generators(root)]
 
     def _check_own(self) -> None:
@@ -82,7 +83,7 @@ def _packed(generator: Any) -> bytes:
 
 
 def _draws(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operation draws random numbers; assume it of operations that are not torch's own."""
+    """Return whether an operation draws random numbers; operations that are not torch's own are assumed to do so."""
     if operation.namespace not in ("aten", "prim", "prims"):
         return True
     if torch.Tag.nondeterministic_seeded not in operation.tags:

@@ -1,4 +1,4 @@
-"""Give results on fake tensors where torch's own rules fail, or return symbolic sizes that code cannot compare."""
+"""Replace torch's rules for fake tensors where torch fails, or returns symbolic sizes that code cannot compare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["FakeRules"]
 
 
 class FakeRules(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Give results of operations on fake tensors in place of torch's own rules.
+    """Compute the results of operations on fake tensors in place of torch's own rules.
 
     Args:
         makes_up_sizes: Whether a result whose size depends on values (``nonzero``, ``x[mask]``) gets the greatest size

@@ -1,4 +1,4 @@
-"""Run a step of a model on fake tensors, and report to an observer which modules and functions are called with what.
+"""Run a step of a model on fake tensors, and report each call of a module or function to an observer.
 
 Nothing is computed. The model may be on any device, also the meta device. Afterwards everything is restored: its
 parameters, its attributes, and the contents of the lists and dictionaries among them.
@@ -35,13 +35,14 @@ _CACHED = type(functools.cache(lambda: None))
 
 
 class RefusalError(ValueError):
-    """Report an error of an observer, which :func:`run_on_fakes` raises on; it is not a failure of the step."""
+    """Report an error of an observer, which :func:`run_on_fakes` passes on because it is no failure of the step."""
 
 
 class WhyNot(str):
-    """Represent why a step could not run on fakes: the type and the first line of the exception, which it keeps."""
+    """Describe the exception that ended a step on fakes, by its type and the first line of its text."""
 
     error: Exception
+    """The exception."""
 
     @classmethod
     def of(cls, error: Exception) -> WhyNot:
@@ -53,9 +54,10 @@ class WhyNot(str):
 
     @property
     def is_of_the_code(self) -> bool:
-        """Return whether the step's own code raised the exception and all that led to it, rather than torch on a fake.
+        """Return whether the step would fail on real tensors as well.
 
-        The step would then fail on real tensors as well.
+        This is assumed if the step's own code has raised the exception and all exceptions that caused it, rather than
+        torch because of a fake tensor.
         """
         error: BaseException | None = self.error
         while error is not None:
@@ -79,7 +81,7 @@ def _is_raised_by_code(error: BaseException) -> bool:
 
 
 _PLAIN_MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError, KeyError, NameError, OSError)
-"""Exceptions that Python itself raises, and that torch does not raise because a tensor is a fake."""
+"""Exceptions that Python itself raises, and that torch never raises merely because a tensor is a fake."""
 
 
 class Observer(Protocol):
@@ -87,19 +89,19 @@ class Observer(Protocol):
 
     @property
     def functions(self) -> TorchFunctionMode:
-        """Return the mode that is active during the step, and sees every call of a torch function."""
+        """Return the mode that is active during the step and is given every call of a torch function."""
 
     def on_input(self, tensor: Tensor) -> None:
         """Handle the fake of a tensor of the batch."""
 
     def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Handle that a module is about to run."""
+        """Handle the beginning of a module's call."""
 
     def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """Handle that a module has run."""
+        """Handle the end of a module's call, which has returned ``out``."""
 
     def on_end(self, result: Any) -> None:
-        """Handle that the step has returned ``result``; the model still has the attributes that the step has set."""
+        """Handle the end of the step, which has returned ``result``; the attributes that it has set are still there."""
 
 
 def run_on_fakes(
@@ -114,8 +116,8 @@ def run_on_fakes(
 
     Args:
         root: The model.
-        step: The step. It is given a function that makes a fake of a tensor, and passes each tensor of the batch
-            through it.
+        step: Function that runs the step. It is given a function that makes a fake of a tensor, and passes each tensor
+            of the batch through it.
         device: Device that the fakes pretend to be on.
         observer: Object whose methods are called as the step runs.
         with_gradients: Whether gradients are enabled, so that ``requires_grad`` of the results is known.
@@ -190,7 +192,7 @@ def _quietly() -> Iterator[None]:
 
 @contextmanager
 def _cached_results_forgotten(root: nn.Module) -> Iterator[None]:
-    """On exit, clear the ``lru_cache`` of each function of the model's code that was filled inside; it holds fakes."""
+    """Clear, at the end of this context, each ``lru_cache`` in the model's code that was filled in it with fakes."""
     before = [(cached, cached.cache_info().currsize) for cached in _caches(root)]
     try:
         yield
@@ -208,7 +210,7 @@ def _caches(root: nn.Module) -> list[Any]:
     found: dict[int, Any] = {}
     for place in places:
         for value in list(place.values()):
-            function = getattr(value, "__func__", value)  # unwraps static and class methods
+            function = getattr(value, "__func__", value)  # This unwraps static and class methods.
             cells = getattr(function, "__closure__", None) or ()
             for candidate in (function, *(cell.cell_contents for cell in cells if _is_filled(cell))):
                 if isinstance(candidate, _CACHED):
@@ -259,7 +261,7 @@ def _observed(root: nn.Module, observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def _restored(root: nn.Module) -> Iterator[None]:
-    """On exit, restore every attribute of every module, the contents of containers, and the states of generators."""
+    """Restore, at the end of this context, all attributes, the contents of containers, and the states of generators."""
     saved = [(module, dict(vars(module))) for module in root.modules()]
     generators = [(generator, get_state(generator)) for _, generator in own_generators(root)]
     contents: dict[int, tuple[Any, list[Any]]] = {}

@@ -29,7 +29,7 @@ Value = tuple[int, int]
 
 
 class TraceError(RefusalError):
-    """Report that a step cannot be split into stages; the message says why, and what to do."""
+    """Report that a step cannot be split into stages; the message gives the reason and a remedy."""
 
 
 class NotTraceableError(TraceError):
@@ -84,7 +84,7 @@ class InnerCall:
         occurrence: The index of this call among the module's calls within one call of the part.
         args: The positional arguments of the call.
         output: The output of the call.
-        places: For each tensor that is taken, its index in ``output`` to its index in the leaves of the part's call.
+        places: The index of each taken tensor in the leaves of the part's call, by its index in ``output``.
     """
 
     name: str
@@ -103,8 +103,8 @@ class PartCall:
         uses: The values that the call uses, directly or through tensors that code between parts computed from them.
         params: The names of the parameters that the call uses, directly or through tensors that code between parts
             computed from them.
-        leaves: The leaves of the output, None for a leaf that is no tensor; then the tensors that hooks take from
-            modules inside the part.
+        leaves: The leaves of the output, with None for a leaf that is no tensor; followed by the tensors that hooks
+            take from modules inside the part.
         output: The output of the call.
         inner: The calls of modules inside the part from which hooks take tensors.
         cost: The estimated time of the forward, in floating-point operations.
@@ -141,10 +141,10 @@ class StepGraph:
         buffers_between: The names of the buffers outside of parts that the step changes.
         logs_otherwise: Whether the step logs or returns a value that is no mean over samples.
         numbers: The Python numbers that the step logs or returns, in order.
-        hooked: The tensors on which the code between parts registers a gradient hook, each as the values from which it
-            is computed and the number of calls before the hook is registered.
-        of_whole_batch: The same step on the whole batch, if the attributes, buffers or logged values that it leaves
-            must be computed from the whole batch; else None.
+        hooked: The tensors on which the code between parts registers a gradient hook, each as a pair: the values from
+            which it is computed, and the number of calls of parts before the hook is registered.
+        of_whole_batch: The graph of the same step on the whole batch, if the attributes, buffers or logged values that
+            the step leaves must be computed from the whole batch; else None.
     """
 
     calls: list[PartCall]
@@ -173,13 +173,14 @@ class StepGraph:
 
     @property
     def may_leave_more(self) -> bool:
-        """Return whether a step on the whole batch may leave or log something else than steps on its microbatches."""
+        """Return whether a step on the whole batch may leave or log other values than steps on its microbatches."""
         return bool(self.changed or self.buffers_between or self.logs_otherwise or self.numbers)
 
     def with_whole_batch(self, whole: StepGraph) -> StepGraph:
-        """Return this step with ``of_whole_batch`` set to ``whole``, if what it leaves must come from the whole batch.
+        """Return this step with ``of_whole_batch`` set to ``whole``, if its side effects must be of the whole batch.
 
-        The step is returned unchanged if this is not necessary, or if ``whole`` calls other parts.
+        These are attributes, buffers and logged values. The step is returned unchanged if they are the same for
+        microbatches, or if ``whole`` calls other parts.
 
         Args:
             whole: The same step, traced on the whole batch.
@@ -213,7 +214,7 @@ class StepGraph:
         )
 
     def crossing(self, stage_of: Callable[[int], int], stage: int) -> list[Value]:
-        """Return the values that ``stage`` receives, in order: made by earlier stages, and used by it or later ones.
+        """Return, in order, the values that ``stage`` receives: those of earlier stages that it or a later one uses.
 
         Args:
             stage_of: Function from the index of a call to the call's stage.

@@ -35,10 +35,10 @@ _MAX_PATHS = 64
 """Maximum number of paths that are remembered for one kind of step."""
 
 _MAX_NEEDLESS_TRACES = 8
-"""How often a change of one value may cause a trace that finds the path unchanged, before the value is ignored."""
+"""Number of traces with an unchanged path that changes of one value may cause before the value is ignored."""
 
 _MAX_COMPARED_ITEMS = 200
-"""Maximum number of items for which the items of a container are compared; of a larger one only the type is."""
+"""Maximum number of items of a container whose items are compared; of a larger container, only the type is."""
 
 _PLAIN = (int, float, bool, str, type(None))
 _CONTAINERS = (list, tuple, set, frozenset, deque, dict)
@@ -58,7 +58,7 @@ class _Read:
         name: The name of the attribute.
         outline: Function that returns the properties of the value that are compared; None if the value is plain and is
             compared itself.
-        answer: The value, or the result of ``outline``, when the step was traced.
+        answer: The value, or the result of ``outline`` for it, at the time when the step was traced.
     """
 
     owner: Any
@@ -84,7 +84,7 @@ class _Question:
     Args:
         source: The attribute that holds the number.
         ask: Function that repeats the comparison with the current number.
-        answer: The outcome when the step was traced.
+        answer: The outcome at the time when the step was traced.
     """
 
     source: _Source
@@ -152,7 +152,8 @@ class KnownPaths:
             trace: Function that traces the step with the arguments that it is given.
         """
         changed: set[_Source] = set()
-        if not self._paths:  # Numbers among the arguments, such as batch_idx, are watched at once: they soon change.
+        # Numbers among the arguments, such as batch_idx, are watched from the first trace, because they soon change.
+        if not self._paths:
             self._watched |= {
                 (id(self._arguments), name)
                 for name, value in vars(self._arguments).items()
@@ -174,7 +175,7 @@ class KnownPaths:
         """Remember the path of the step that :meth:`trace` traced last, and return its graph.
 
         Args:
-            number: The number of a known path that is equal to it on all ranks, or -1 if there is none.
+            number: The number of a known path that is equal to this path on all ranks, or -1 if there is none.
         """
         assert self._traced is not None
         (graph, reads, changed), self._traced = self._traced, None
@@ -232,7 +233,7 @@ class _Reads:
 
     def known(self, graph: StepGraph) -> list[_Read | _Question]:
         """Return the recorded reads that decide whether a later step takes the path with this graph."""
-        # What changes inside a part is of no concern to the code between parts, which calls the parts.
+        # Attributes that change inside parts do not influence the code between parts, so only their types are compared.
         in_parts = {(id(self._root.get_submodule(owner)), key) for owner, key in graph.changed_in_parts}
         changed = in_parts | {(id(self._root.get_submodule(owner)), key) for owner, key in graph.changed}
         found: list[_Read | _Question] = list(self._asked)

@@ -1,4 +1,4 @@
-"""Observe a step on fake tensors, and build the graph of what its parts pass to each other."""
+"""Observe a step on fake tensors, and build the graph of the tensors that its parts pass to each other."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ _BASE = Tensor._base.__get__  # type: ignore[union-attr]  # On the class, _base 
 def note_exchange(tensor: Tensor) -> None:
     """Record, while a step is traced, that the step combines ``tensor`` with tensors of other ranks by a collective.
 
-    Values that are logged afterwards are then not taken for means over samples, because few are: the largest loss of
-    all ranks, for example, is not. Outside of a trace, this does nothing.
+    The values that the step logs are then not assumed to be means over samples, because the result of a collective
+    (such as the largest loss of all ranks) often is not. Outside of a trace, this does nothing.
 
     Args:
         tensor: This rank's tensor in the collective.
@@ -61,7 +61,13 @@ def _check_function(function: Any) -> None:
 
 
 class GraphObserver:
-    """Observe a step, and mark each tensor with the values and parameters from which it was computed."""
+    """Observe a step, and mark each tensor with the values and parameters from which it was computed.
+
+    Args:
+        root: The user's module.
+        parts: The names of the parts.
+        blocks: The parts that are repeated blocks, by name.
+    """
 
     def __init__(self, root: nn.Module, parts: frozenset[str], blocks: Mapping[str, nn.Module]) -> None:
         self._draws = Draws(self.is_between)
@@ -95,7 +101,7 @@ class GraphObserver:
         self._loss_history: tuple[int, int] | None = None
 
     def is_between(self) -> bool:
-        """Return whether code between parts runs now."""
+        """Return whether code between parts is running."""
         return self._active is None
 
     @property
@@ -151,7 +157,7 @@ class GraphObserver:
         self._inputs.append((tensor, tensor._version))
 
     def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin the call of a part, or note that a module inside a part runs."""
+        """Begin to record the call of a part, or record the arguments of a module inside a part."""
         if self._active is not None:
             self._inner_args[name] = Output.of(args)
             return
@@ -168,7 +174,7 @@ class GraphObserver:
         self._input_history = hash(tuple(map(history_of, given)))
 
     def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        """End the call of a part, and make the tensors that it returns values."""
+        """End the record of a part's call, and record the tensors that it returns as values."""
         call = self._active
         if call is None:
             return
@@ -195,7 +201,7 @@ class GraphObserver:
         self._active = None
 
     def on_end(self, result: Any) -> None:
-        """Record what the step leaves: its result, changed buffers, and attributes that have another value."""
+        """Record the result of the step, and the buffers and attributes that it has changed."""
         self._changed_buffers = self._of_batch.changed(self._root)
         self._note_result(result)
         self._end.draws |= self._draws.were_drawn()
@@ -217,7 +223,7 @@ class GraphObserver:
                 self._changed.append((name, key))
         for name, key, value in self._attributes(in_parts=True):
             before = self._before_in_parts.get((name, key))
-            # A tensor that a part keeps is that of the last microbatch.
+            # Tensors that a part keeps in an attribute are left as the last microbatch has set them.
             keeps_tensors = any(True for _ in tensors_in(value))
             if not keeps_tensors and (before is None or not _is_same(self._content(value), before)):
                 self._changed_in_parts.append((name, key))
@@ -240,7 +246,7 @@ class GraphObserver:
                         yield name, key, value
 
     def _content(self, value: Any) -> list[Any]:
-        """Return a list of an attribute's value and, if the value is a container or an object, what it contains."""
+        """Return a list of an attribute's value and, if the value is a container or an object, the items in it."""
         return [value, *(items_of(value, self._packages) or ())]
 
     def on_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -342,7 +348,7 @@ class GraphObserver:
             )
 
     def _take_from_part(self, tensor: Tensor, call: PartCall, inner: InnerCall, leaf: int) -> None:
-        """Make a tensor that a hook takes from a module inside a part a value, like those that the part returns.
+        """Record a tensor that a hook takes from a module inside a part as a value, like those that the part returns.
 
         Args:
             tensor: The tensor.

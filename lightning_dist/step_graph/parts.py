@@ -34,7 +34,7 @@ def find_parts(
         step: Function that runs the step, as for :func:`trace_step`.
         device: The device of the fake tensors.
         blocks: The repeated blocks of the model, by name.
-        num_wanted: The number of parts that are wanted.
+        num_wanted: The minimum number of parts that are wanted.
 
     Raises:
         TraceError: If the step does not run on fake tensors, or calls no module with parameters.
@@ -92,7 +92,7 @@ class _CallTree:
         self._running = [""]
 
     def is_between(self) -> bool:
-        """Return True: the outcome of any decision may matter, because the parts are not known yet."""
+        """Return True, because the outcome of any decision may matter as long as the parts are not known."""
         return True
 
     def on_input(self, tensor: Tensor) -> None:

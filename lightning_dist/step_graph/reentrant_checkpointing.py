@@ -1,4 +1,4 @@
-"""Support activation checkpointing in the user's model."""
+"""Support reentrant activation checkpointing in the user's model."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ class MadeUpValues(TorchFunctionMode):
         self.decisions: list[bool] = []
         self.has_read_numbers = False
         self.may_decide: Callable[[], bool] = lambda: True
-        """Returns whether a decision may matter now; if not, it is not recorded, and its outcome is False."""
+        """Function that returns whether a decision may matter now; if not, it is unrecorded and its value is False."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Return a made-up value if ``func`` reads a tensor, and run any other function."""

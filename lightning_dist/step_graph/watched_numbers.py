@@ -1,4 +1,4 @@
-"""Numbers that record how they are used, so that it is known which of a step's decisions depend on them.
+"""Define numbers that record how they are used, to find out which of a step's decisions depend on them.
 
 A watched number is an ``int`` or a ``float``, and results of arithmetic with it are watched as well. A comparison or
 conversion of it is a question with an answer; the same question can be asked again when the number has another value.
@@ -16,7 +16,7 @@ from typing import Any
 __all__ = ["Answer", "ask_for_value", "watched"]
 
 Answer = Callable[[Callable[[], Any], Any], Any]
-"""A function that is given a question (as a function that asks it again) and its answer; returns the answer to use."""
+"""Function that is given a question (a function that asks it again) and its answer, and returns the answer to use."""
 
 _BINARY = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
