@@ -1,24 +1,24 @@
-"""Tensor parallelism: single layers are split over the ranks of ``tp``.
+"""Run tensor parallelism: split single layers over the ranks of ``tp``.
 
-Finding a plan:
+These modules find a plan:
 
-- ``plan``: The plan itself (which module is split in which style), and the plans of the user and of Hugging Face.
-- ``layers``: Which embeddings and attention heads can be split.
+- ``plan``: Represents a plan (which module is split in which style), and reads those of the user and Hugging Face.
+- ``layers``: Finds out which embeddings and attention heads can be split.
 - ``infer``: Infers a plan from the data flow between layers, which a step on fake tensors has recorded.
 - ``find_sequence``: Finds where hidden states can be split along the sequence (sequence parallelism).
-- ``trial``: Compares a split block with the whole one on random inputs, outputs and gradients.
-- ``unit_trials``: Splits each unit as planned, and gives up what changes its results.
+- ``trial``: Compares the outputs and gradients of a split block with those of the whole block on random inputs.
+- ``unit_trials``: Tries each unit as planned, and replicates the layers whose split changes its results.
 - ``planner``: Combines these into the plan of a model.
 
-Applying it:
+These modules apply it:
 
 - ``apply``: Splits a model as its plan says, and decides which form of a parameter its modules hold when.
 - ``placements``: Decides which part of each parameter a rank has.
 - ``local_parts``: Gives autograd a rank's parts of parameters as plain tensors.
 - ``split_layers``, ``sequence``, ``heads``, ``split_logits``: Exchange hidden states, tokens, heads and logits.
-- ``autograd_collectives``: The differentiable collectives between the ranks of ``tp``.
+- ``autograd_collectives``: Defines the differentiable collectives between the ranks of ``tp``.
 - ``same_batch``: Checks that the ranks of one ``tp`` group are given the same batch.
-- ``table``, ``unsplit``: Describe the plan in the start-up table: what is split, what is replicated, and why.
+- ``table``, ``unsplit``: Describe the plan in the start-up table (what is split, what is replicated, and why).
 """
 
 from lightning_dist.tensor_parallel.apply import TensorParallel

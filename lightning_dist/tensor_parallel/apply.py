@@ -59,18 +59,24 @@ class TensorParallel(Technique):
         self._group = mesh.get_group()
         self._placements = Placements(root, mesh, num_shards)
         self._parts = LocalParts()
-        # In these attributes, a pair of a module and a name identifies a parameter that the module holds.
+        # In the following attributes, a pair of a module and a name identifies a parameter that the module holds.
+        # _grads_are_partial: Replicated parameters of which each rank computes only a summand of the gradient.
+        # _whole: The gathered parameters, which are DTensors over tp alone.
+        # _own_keys: The names of the parameters that a module holds in another form in its own forward than elsewhere.
+        # _in_forward, _elsewhere: Both forms of these parameters.
+        # _put: The tensors that use_local has put into modules.
+        # _in_use: The modules into which use_local has put tensors.
+        # _attributes: The changed attributes of modules: module, name, old value and new value.
+        # _made_local: The values of _requires_grad when use_local was last called for a group.
         self._grads_are_partial: set[tuple[nn.Module, str]] = set()
-        self._whole: dict[tuple[nn.Module, str], nn.Parameter] = {}  # the gathered parameters: DTensors over tp alone
-        # The names of the parameters that a module holds in another form in its own forward than elsewhere, and both
-        # forms.
+        self._whole: dict[tuple[nn.Module, str], nn.Parameter] = {}
         self._own_keys = self._placements.keys
         self._in_forward: dict[tuple[nn.Module, str], Tensor] = {}
         self._elsewhere: dict[tuple[nn.Module, str], Tensor] = {}
-        self._put: dict[tuple[nn.Module, str], Tensor] = {}  # the tensors that use_local has put into modules
-        self._in_use: set[nn.Module] = set()  # the modules into which use_local has put tensors
-        self._attributes: list[tuple[nn.Module, str, Any, Any]] = []  # changed ones: module, name, old and new value
-        self._made_local: dict[ParameterGroup, tuple[bool, ...]] = {}  # _requires_grad when use_local was called last
+        self._put: dict[tuple[nn.Module, str], Tensor] = {}
+        self._in_use: set[nn.Module] = set()
+        self._attributes: list[tuple[nn.Module, str, Any, Any]] = []
+        self._made_local: dict[ParameterGroup, tuple[bool, ...]] = {}
         self._is_whole = False
         random = RankRng(torch.device(mesh.device_type), self._group.rank()) if plan.draws_random else None
         self.plan = plan
@@ -157,7 +163,7 @@ class TensorParallel(Technique):
         module.register_forward_hook(disable(hook), always_call=True)
 
     def prepare_unit(self, unit: Unit) -> None:
-        """Split the parameters of ``unit``, and let its blocks compute with this rank's parts also when recomputed."""
+        """Split the parameters of ``unit``, and let its blocks use this rank's parts when they are recomputed too."""
         if unit.kind == "scalars":
             return
         split = self.split(unit.params.values(), unit.owners)
@@ -166,7 +172,15 @@ class TensorParallel(Technique):
             _enter_around(block, self.around_rerun(unit, block))
 
     def split(self, params: Iterable[nn.Parameter], owners: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Parameter]:
-        """Replace ``params`` by DTensors over ``tp`` in the modules that hold them, and return old to new parameter."""
+        """Replace ``params`` by DTensors over ``tp`` in the modules that hold them.
+
+        Args:
+            params: The whole parameters, which are the same on all ranks.
+            owners: The modules that hold the parameters.
+
+        Returns:
+            The new parameter for each old one.
+        """
         return self._placements.split(params, owners)
 
     def on_gather(self, group: ParameterGroup, running: Collection[nn.Module]) -> None:
@@ -177,7 +191,7 @@ class TensorParallel(Technique):
         self._made_local[group] = _requires_grad(group)
 
     def _is_local(self, group: ParameterGroup) -> bool:
-        """Return whether the owners hold this rank's parts, made when the same parameters required gradients as now."""
+        """Return whether the owners hold this rank's parts, and these were made with the current ``requires_grad``."""
         # A backward may have gathered the group again, which puts the gathered DTensors back into the owners.
         params = (param for owner in group.owners for param in owner._parameters.values())
         is_replaced = any(isinstance(param, DTensor) for param in params)
@@ -230,7 +244,7 @@ class TensorParallel(Technique):
                 _compat.put_parameter(owner, key, part)
 
     def _swap(self, module: nn.Module, values: dict[tuple[nn.Module, str], Tensor]) -> None:
-        """Put ``values`` into ``module`` for the parameters that it holds in another form in its own forward."""
+        """Put ``values`` into ``module`` in place of the parameters whose form is different in its own forward."""
         if module in self._in_use:
             for key in self._own_keys.get(module, ()):
                 if (module, key) in values:
@@ -239,8 +253,8 @@ class TensorParallel(Technique):
     def _enter_forward(self, module: nn.Module) -> None:
         """Let ``module`` compute with this rank's parts of its parameters.
 
-        If the module runs outside of its unit's forward, its sharded parts are gathered. A collective over the other
-        axes of the mesh then.
+        If the module runs outside of its unit's forward, its sharded parts are gathered, which is a collective over the
+        other axes of the mesh.
         """
         self._check_replaced(module)
         if module in self._in_use:
@@ -275,7 +289,13 @@ class TensorParallel(Technique):
             )
 
     def is_form_of_parameter(self, module: nn.Module, key: str, held: Tensor | None) -> bool:
-        """Return whether what ``module`` holds as ``key`` is its parameter, or was put in its place by this object."""
+        """Return whether ``held`` is a parameter of ``module``, or a tensor that this object has put in its place.
+
+        Args:
+            module: The module that holds the parameter.
+            key: The parameter's name in ``module``.
+            held: The tensor that ``module`` holds under that name.
+        """
         # A layer that is tied to one of another stage may have parameters that only that stage has.
         if held is None or isinstance(held, DTensor | GatheredOnUse) or is_remote(held):
             return True
@@ -285,14 +305,14 @@ class TensorParallel(Technique):
         return any(held is form for form in (self._put[known], self._in_forward.get(known), self._elsewhere.get(known)))
 
     def copies(self) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
-        """Yield the name of each parameter, this rank's part of it, and the parameter."""
+        """Yield, for each gathered parameter, its full name, this rank's part of it, and the parameter itself."""
         modules = {module: name for name, module in self._root.named_modules()}
         names = {whole: f"{modules[owner]}.{key}".lstrip(".") for (owner, key), whole in self._whole.items()}
         for part, whole in self._parts.copies():
             yield names[whole], part, whole
 
     def gradients_left(self) -> list[str]:
-        """Return the names of the parameters whose part on this rank has a gradient that the parameter did not get."""
+        """Return the names of the parameters that did not get the gradient of their part on this rank."""
         return self._parts.gradients_left(self._root)
 
     def _leave_forward(self, module: nn.Module) -> None:
@@ -310,7 +330,7 @@ class TensorParallel(Technique):
         return self._parts.take_replaced(param)
 
     def _has_partial_grad(self, owner: nn.Module, key: str) -> bool:
-        """Return whether each rank computes a replicated parameter's gradient from its own features or tokens only."""
+        """Return whether each rank computes a parameter's gradient from its own features, heads or tokens only."""
         if (owner, key) in self._grads_are_partial or (owner, key) in self._placements.take_own:
             return True
         return self.sequence is not None and self.sequence.sees_own_tokens(owner, key)
@@ -328,7 +348,7 @@ class TensorParallel(Technique):
         """Return a function to call when a forward of ``block`` begins, which returns a function that makes contexts.
 
         A context is entered for that forward and for each recomputation of it. In the context, the block holds this
-        rank's parts, and hidden states are split as they were when the forward began.
+        rank's parts, and hidden states are split along the sequence as they were when the forward began.
 
         Args:
             unit: A unit of the kind ``block``.
@@ -380,7 +400,7 @@ class TensorParallel(Technique):
     def finish_output(self, output: Any) -> Any:
         """Gather the logits in ``output`` that are still split along the vocabulary.
 
-        A collective over ``tp`` if there are any.
+        This is a collective over ``tp`` if there are any.
         """
         if self.sequence is not None:
             self.sequence.check_ended()
@@ -390,7 +410,7 @@ class TensorParallel(Technique):
     def whole(self) -> Iterator[None]:
         """Give every rank all of the gathered parameters in this context, so that it may run the model alone.
 
-        A collective over ``tp``.
+        This is a collective over ``tp``.
         """
         full: dict[int, nn.Parameter] = {}
         for owner in self._root.modules():
@@ -422,7 +442,7 @@ def _requires_grad(group: ParameterGroup) -> tuple[bool, ...]:
 
 
 def _enter_around(block: nn.Module, begin: Callable[[], Callable[[], AbstractContextManager[None]]]) -> None:
-    """Enter a context around each forward of ``block``, also if the user's own code recomputes it in a backward.
+    """Enter a context around each forward of ``block``, even if the user's own code recomputes it in a backward.
 
     Args:
         block: The block, whose ``forward`` is replaced.

@@ -1,4 +1,4 @@
-"""Differentiable collectives between the ranks of ``tp``.
+"""Define differentiable collectives between the ranks of ``tp``.
 
 Each function runs one exchange in the forward and its adjoint in the backward. The adjoint's own backward is the first
 exchange again, so that a backward can be differentiated once more.
@@ -37,10 +37,10 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_ten
 
 
 def copy_to(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Enter a split part of the model: return ``tensor``, the same on all ranks, and sum its gradient over the ranks.
+    """Return ``tensor``, the input of split layers, unchanged, and sum its gradient over the ranks in the backward.
 
     Args:
-        tensor: The input of the split layers.
+        tensor: The input of the split layers, which is the same on all ranks.
         group: Process group of the ranks of ``tp``; the other functions of this module take the same.
     """
     return _exchange(tensor, group, 0, _same, _summed)
@@ -49,19 +49,19 @@ def copy_to(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def copy_all_to(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """Apply :func:`copy_to` to each of ``tensors``, and sum all of their gradients in one all-reduce.
 
-    A tensor that was not used gets no gradient; all ranks must use the same ones.
+    A tensor that was not used gets no gradient; all ranks must use the same tensors.
     """
     results: tuple[Tensor, ...] = _CopyAll.apply(group, *tensors)  # type: ignore[no-untyped-call]
     return list(results)
 
 
 def sum_from(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Leave a split part of the model: sum ``tensor``, of which each rank has a summand, over the ranks."""
+    """Sum ``tensor``, the output of split layers of which each rank has a summand, over the ranks."""
     return _exchange(tensor, group, 0, _summed, _same)
 
 
 def gather(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """All-gather ``tensor``, of which each rank has a part along ``dim``; all ranks must use the result alike."""
+    """All-gather ``tensor``, of which each rank has a part along ``dim``. All ranks must use the result alike."""
     return _exchange(tensor, group, dim, whole, _part)
 
 
@@ -71,12 +71,12 @@ def split(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def gather_to(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Enter a split part of the model: all-gather ``tensor`` along ``dim``, and reduce-scatter its gradient."""
+    """All-gather ``tensor``, the input of split layers, along ``dim``, and reduce-scatter its gradient."""
     return _exchange(tensor, group, dim, whole, _part_of_sum)
 
 
 def scatter_from(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Leave a split part of the model: reduce-scatter ``tensor``, of which each rank has a summand, along ``dim``."""
+    """Reduce-scatter ``tensor``, the output of split layers of which each rank has a summand, along ``dim``."""
     return _exchange(tensor, group, dim, _part_of_sum, whole)
 
 

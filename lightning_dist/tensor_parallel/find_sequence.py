@@ -1,4 +1,4 @@
-"""Find where hidden states can be split along the sequence: from the record of a step, confirmed by trials."""
+"""Find where hidden states can be split along the sequence, from the record of a step, and confirm it by trials."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from lightning_dist.tensor_parallel.trial import BLOCK
 __all__ = ["SequenceFinder"]
 
 Difference = Callable[[str, Mapping[str, Entry], Mapping[str, Mapping[str, int]], SplitSequence | None], str]
-"""Tries a block (name, entries, sizes, split sequence), and returns how it differs from the whole; empty: it does not.
+"""Function that splits a block and returns how its results differ from the whole block's; empty: they do not differ.
 
-In the split sequence the block's name is :data:`~lightning_dist.tensor_parallel.trial.BLOCK`.
+It is given the block's name, entries, sizes and split sequence. In the split sequence, the block's name is
+:data:`~lightning_dist.tensor_parallel.trial.BLOCK`.
 """
 
 
@@ -57,12 +58,12 @@ class SequenceFinder:
         """Find where hidden states can be split along the sequence.
 
         Args:
-            entries: Full module name to entry of the plan.
+            entries: The entries of the plan, by full module name.
             sizes: The ``sizes`` of the :class:`~lightning_dist.tensor_parallel.plan.Plan`.
 
         Returns:
-            Where they are split, or None if nowhere; and the reasons why other chains of blocks are not, or an empty
-            text.
+            A pair: where hidden states are split, or None if nowhere; and the reasons why they are not split in other
+            chains of blocks, or an empty text.
         """
         dataflow = self._dataflow
         counts = Counter(call.name for call in dataflow.calls if call.name in self._blocks)
@@ -111,7 +112,7 @@ class SequenceFinder:
         return replace(found, chains=tuple(chains)), why_not
 
     def _chains(self) -> list[list[str]]:
-        """Return the chains of blocks: each is given the output of the one before, and no other code uses that."""
+        """Return chains of blocks, in which each block is given the output of the one before, used nowhere else."""
         chains: list[list[str]] = []
         before: Tensor | None = None
         for call in self._dataflow.calls:
@@ -129,7 +130,11 @@ class SequenceFinder:
     def _of_block(
         self, name: str, entries: Mapping[str, Entry], sizes: Mapping[str, Mapping[str, int]]
     ) -> tuple[SplitSequence | None, str]:
-        """Find how hidden states can be split inside one block, and try it; else return None and the reason."""
+        """Find how hidden states can be split inside one block, and try it.
+
+        Returns:
+            Where they are split, or None if that is not possible; and the reason in that case, or an empty text.
+        """
         call = self._calls[name]
         kind, stream = type(self._blocks[name]).__name__, _stream(call)
         if stream is None:
@@ -181,9 +186,9 @@ def _argument(call: Call, key: int | str) -> Tensor:
 
 
 def _stream(call: Call) -> int | str | None:
-    """Return the argument with the hidden states: the first one with the shape of the first returned tensor.
+    """Return the position or name of the argument with the hidden states, or None if there is none.
 
-    It is None if there is none, or if that argument has no floating-point dtype.
+    It is the first argument with the shape of the first returned tensor, if it has a floating-point dtype.
     """
     output = next(tensors_in(_values(call.output)), None)
     named: Sequence[tuple[int | str, object]] = [*enumerate(call.args), *call.kwargs.items()]

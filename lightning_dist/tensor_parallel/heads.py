@@ -16,7 +16,7 @@ from lightning_dist.tensor_parallel.plan import SplitHeads
 __all__ = ["add_head_hooks"]
 
 DIM = -3
-"""The dimension of attention scores that heads lie along: ``(..., heads, queries, keys)``."""
+"""Dimension of the heads in attention scores, which have the shape ``(..., heads, queries, keys)``."""
 
 
 def add_head_hooks(module: nn.Module, plan: SplitHeads, group: dist.ProcessGroup, is_off: Callable[[], bool]) -> None:
@@ -31,7 +31,7 @@ def add_head_hooks(module: nn.Module, plan: SplitHeads, group: dist.ProcessGroup
         group: Process group of the ranks of ``tp``.
         is_off: Function that returns whether the hooks must do nothing, because the module holds whole parameters now.
     """
-    entered: list[tuple[Tensor, Tensor]] = []  # pairs of this rank's heads and the argument with all heads
+    entered: list[tuple[Tensor, Tensor]] = []  # Each pair is this rank's heads and the argument with all heads.
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         entered.clear()
@@ -60,7 +60,7 @@ def add_head_hooks(module: nn.Module, plan: SplitHeads, group: dist.ProcessGroup
 
 
 def _own_heads(tensor: Tensor, num_heads: int, group: dist.ProcessGroup) -> Tensor:
-    """Return this rank's heads of ``tensor``, in which the dimension of heads may repeat all heads for each sample."""
+    """Return this rank's heads of ``tensor``, whose dimension of heads may contain all heads of each sample in turn."""
     size = tensor.size(DIM)
     per_sample = tensor.unflatten(DIM, (size // num_heads, num_heads))  # type: ignore[no-untyped-call]
     own = autograd_collectives.split(per_sample, group, DIM) if tensor.requires_grad else _part(per_sample, group)
@@ -74,14 +74,16 @@ def _part(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _with_all_heads(
     output: Any, indices: tuple[int, ...], entered: list[tuple[Tensor, Tensor]], group: dist.ProcessGroup
 ) -> Any:
-    """Return ``output`` with all heads in the tensors at ``indices``. A collective for each of them.
+    """Return ``output`` with the tensors at ``indices`` gathered, so that they have all heads.
+
+    This is one collective for each of these tensors.
 
     Args:
         output: The value that the module returned.
         indices: Indices of the tensors to gather, in the order of
             :func:`~lightning_dist.step_graph.fake_run.tensors_in`.
-        entered: Pairs of a tensor that the module was given, with this rank's heads, and the same with all heads. A
-            returned tensor that is the first of a pair is replaced by the second.
+        entered: Pairs of an argument with this rank's heads, as the module was given it, and the same argument with all
+            heads. A returned tensor that is the first of a pair is replaced by the second.
         group: Process group of the ranks of ``tp``.
     """
     number = -1

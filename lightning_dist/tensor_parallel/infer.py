@@ -27,16 +27,16 @@ _HEADS = re.compile(r"(num|n)_.*heads?$|(num|n)_head$")
 
 @dataclass(frozen=True)
 class Group:
-    """Represent layers that must be split together: a ``rowwise`` layer and those that feed it.
+    """Represent layers that must be split together: a ``rowwise`` layer and the ``colwise`` layers that feed it.
 
     Args:
         row: Full name of the ``rowwise`` layer.
         cols: Full names of the ``colwise`` layers.
         between: Full names of the modules, such as norms, that the output of the ``colwise`` layers passes through.
         num_packed: Number of layers that seem to be packed in the group's only ``colwise`` layer; 1 if there are more.
-        parameters: Full names of other parameters that the input of the ``rowwise`` layer is computed with, to the
-            dimension that the heads or features lie along.
-        heads: Full name of the module around the group, to its arguments and outputs with a dimension of heads.
+        parameters: Other parameters from which the input of the ``rowwise`` layer is computed, as a mapping from the
+            full name to the dimension of the heads or features.
+        heads: The arguments and outputs with a dimension of heads of the module around the group, by its full name.
     """
 
     row: str
@@ -52,7 +52,7 @@ class Group:
         return (*self.cols, *self.between, self.row)
 
     def entries(self, num_packed: int | None = None) -> dict[str, Entry]:
-        """Return the plan's entries of the group's modules.
+        """Return the plan's entries for the group's modules, by full name.
 
         Args:
             num_packed: Number of layers that are packed in the group's only ``colwise`` layer; None: the group's own
@@ -74,7 +74,7 @@ class Inferred:
 
     Args:
         groups: The groups of layers that can be split.
-        vocabulary: Full names of embeddings and output heads to their entries.
+        vocabulary: The entries of embeddings and output heads, by full name.
     """
 
     groups: Sequence[Group]
@@ -104,7 +104,7 @@ def innermost_around(names: Iterable[str], among: Mapping[str, object]) -> str:
         among: Full names of the modules to choose from, as keys.
 
     Returns:
-        Its full name; empty if there is none.
+        The full name of the module; empty if there is none.
     """
     parts = [name.split(".") for name in names]
     common = [level[0] for level in takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))]
@@ -149,8 +149,8 @@ def _groups(root: nn.Module, dataflow: Dataflow, num_ranks: int) -> Iterator[Gro
 def _num_heads(root: nn.Module, around: str, names: Sequence[str], row: LinearLayer, num_ranks: int) -> int | None:
     """Return the number of attention heads that the input features of a ``rowwise`` layer consist of.
 
-    It is the largest fitting value of attributes such as ``num_heads``, or derived from ``head_dim``, of the modules
-    in ``around`` that contain the layers.
+    Candidates are attributes such as ``num_heads``, and numbers derived from ``head_dim``, of the modules in ``around``
+    that contain the layers. The largest one that fits is returned.
 
     Args:
         root: The model.
@@ -160,7 +160,7 @@ def _num_heads(root: nn.Module, around: str, names: Sequence[str], row: LinearLa
         num_ranks: Number of ranks that layers are split over; the number of heads must divide by it.
 
     Returns:
-        The number of heads; None if no attribute has one that fits.
+        The number of heads; None if none fits.
     """
     owners = {name[: match.start()] for name in names for match in re.finditer(r"\.", name)}
     modules = [root.get_submodule(owner) for owner in owners if owner == around or owner.startswith(f"{around}.")]
@@ -178,7 +178,7 @@ def _num_heads(root: nn.Module, around: str, names: Sequence[str], row: LinearLa
 def _parameters(
     root: nn.Module, names: Iterable[str], dataflow: Dataflow, row: LinearLayer, heads: int | None
 ) -> Iterator[tuple[str, int]]:
-    """Yield free parameters and position tables with a dimension of heads or features, and that dimension.
+    """Yield the full names of free parameters and position tables with a dimension of heads or features.
 
     Args:
         root: The model.
@@ -186,6 +186,9 @@ def _parameters(
         dataflow: The record of a step of the model.
         row: The ``rowwise`` layer of the group.
         heads: Number of heads; None: it is not known.
+
+    Yields:
+        The full name of each parameter, and the dimension of the heads or features.
     """
     params = dict(root.named_parameters())
     for name in sorted(names):
@@ -203,6 +206,9 @@ def _heads(call: Call, dataflow: Dataflow, heads: int, into_row: set[str]) -> It
         dataflow: The record of a step of the model.
         heads: Number of heads.
         into_row: Sources of the input of the ``rowwise`` layer. Tensors that come from other layers are left out.
+
+    Yields:
+        The full name of the module and these arguments and outputs, if there are any.
     """
 
     def has_heads(value: object) -> bool:

@@ -1,4 +1,4 @@
-"""Tell which embeddings and attention heads can be split."""
+"""Find out which embeddings and attention heads can be split."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def why_not_split(embedding: nn.Embedding) -> str:
 
 
 def looks_at_tokens(embedding: nn.Embedding) -> bool:
-    """Return whether ``embedding`` overrides ``forward``, so that its code may use the token ids itself.
+    """Return whether ``embedding`` overrides ``forward``, whose code may then use the token ids itself.
 
-    Splitting the table changes the token ids that ``forward`` is given.
+    Such an embedding cannot be split, because splitting the table changes the token ids that ``forward`` is given.
     """
     return type(embedding).forward is not nn.Embedding.forward
 
 
 def shared_heads(root: nn.Module, name: str, num_ranks: int) -> int | None:
-    """Return how many heads a key or value layer has, if there are fewer of them than ranks.
+    """Return the number of heads of a key or value layer that has fewer heads than there are ranks.
 
     Several ranks then use the same head.
 
@@ -38,9 +38,9 @@ def shared_heads(root: nn.Module, name: str, num_ranks: int) -> int | None:
         num_ranks: Number of ranks that layers are split over.
 
     Returns:
-        The number of heads; None if the layer is no such layer: the module around it has no ``head_dim``, there are as
-        many heads as ranks or more, their number does not divide that of the ranks, or no layer beside it has more
-        output features, as the query layer would.
+        The number of heads. None if this is not such a layer: the module around it has no ``head_dim``, there are as
+        many heads as ranks or more, the number of heads does not divide the number of ranks, or no layer beside it has
+        more output features, as a query layer would.
     """
     parent_name, _, _ = name.rpartition(".")
     parent, layer = root.get_submodule(parent_name), linear_layer(root.get_submodule(name))
@@ -52,7 +52,7 @@ def shared_heads(root: nn.Module, name: str, num_ranks: int) -> int | None:
 
 
 def num_heads(parent: nn.Module | None, features: int) -> int | None:
-    """Return how many attention heads ``features`` are, if ``parent`` has a ``head_dim`` that divides them, else None.
+    """Return the number of heads that ``features`` consist of, or None if no ``head_dim`` of ``parent`` divides it.
 
     Args:
         parent: The module that the layer is in.

@@ -1,4 +1,4 @@
-"""Give autograd this rank's parts of parameters that are split over ``tp``, as plain tensors."""
+"""Give autograd this rank's parts of parameters that are split over ``tp`` as plain tensors."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ __all__ = ["LocalParts"]
 
 
 class LocalParts:
-    """Keep this rank's parts of parameters: leaves of the autograd graph that hand their gradients on to the DTensors.
+    """Keep this rank's parts of DTensor parameters as plain parameters, and pass their gradients on to the DTensors.
 
-    Autograd does not see the DTensors themselves then, because its anomaly mode calls functions that DTensors do not
-    support. A part has the memory of its DTensor.
+    The parts, and not the DTensors, are the leaves of the autograd graph, because autograd's anomaly mode calls
+    functions that DTensors do not support. A part shares the memory of its DTensor.
     """
 
     def __init__(self) -> None:
         self._parts: dict[nn.Parameter, nn.Parameter] = {}
         self._stand_ins: dict[nn.Parameter, Tensor] = {}
-        self._requires_grad: dict[nn.Parameter, bool] = {}  # the last value that parameter and part had in common
+        # _requires_grad holds the last value of requires_grad that a parameter and its part had in common.
+        self._requires_grad: dict[nn.Parameter, bool] = {}
 
     def part_of(self, whole: nn.Parameter) -> nn.Parameter:
         """Return this rank's part of ``whole``, a DTensor over ``tp``; it requires a gradient if ``whole`` does."""
@@ -44,7 +45,7 @@ class LocalParts:
         return part
 
     def take_requires_grad(self, whole: nn.Parameter) -> None:
-        """Copy ``requires_grad`` of the part of ``whole`` to it, if a step has set that of the part."""
+        """Copy ``requires_grad`` from the part of ``whole`` to ``whole``, if a step has changed it on the part."""
         before = self._requires_grad.get(whole)
         if before is not None and self._parts[whole].requires_grad != before and whole.requires_grad == before:
             whole.requires_grad_(not before)
@@ -53,7 +54,7 @@ class LocalParts:
     def whole_on_use(self, whole: nn.Parameter) -> Tensor:
         """Return a tensor with all elements of ``whole``, whose gradients are the same on all ranks.
 
-        For a split parameter, it is a stand-in, the use of which is a collective.
+        For a split parameter, this is a stand-in that is gathered where it is used, which is a collective.
         """
         if isinstance(cast(DTensor, whole).placements[0], Replicate):
             return self._parts[whole]
@@ -62,12 +63,14 @@ class LocalParts:
         return self._stand_ins[whole]
 
     def _gather(self, whole: nn.Parameter, split: Tensor, split_axis: str | None = None) -> Tensor:
-        """All-gather a parameter or its detached values over ``tp``. A collective; all ranks must use the result alike.
+        """All-gather a parameter or its detached values over ``tp``.
+
+        This is a collective, and all ranks must use the result alike.
 
         Args:
             whole: The parameter.
             split: The parameter or its detached values.
-            split_axis: ``tp`` to return this rank's part instead, without communication; None: gather.
+            split_axis: ``"tp"`` to return this rank's part instead, without communication; None: gather.
         """
         if split_axis is not None:
             return self.part_of(whole)
@@ -88,18 +91,18 @@ class LocalParts:
         return True
 
     def follow_memory(self, whole: nn.Parameter) -> None:
-        """Let the part of ``whole`` have its memory, which is another one after ``module.to(...)``."""
+        """Let the part of ``whole`` share its memory again, which ``module.to(...)`` may have replaced."""
         part, memory = self._parts.get(whole), _compat.local_of(whole)
         if part is not None and part.data_ptr() != memory.data_ptr():
             part.data = memory.detach()
 
     def copies(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
-        """Yield parts and their parameters."""
+        """Yield each part with its parameter."""
         for whole, part in self._parts.items():
             yield part, whole
 
     def gradients_left(self, root: nn.Module) -> list[str]:
-        """Return the names of the parameters of ``root`` whose part has a gradient that was not handed on."""
+        """Return the names of the parameters of ``root`` whose part has a gradient that was not passed on to them."""
         left = {id(part) for part in self._parts.values() if part.grad is not None}
         return [name for name, param in root.named_parameters() if id(param) in left] if left else []
 

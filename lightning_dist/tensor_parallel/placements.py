@@ -19,7 +19,7 @@ __all__ = ["Placements"]
 
 
 class Placements:
-    """Collect how the parameters of a model are split, and make DTensors of them.
+    """Collect how the parameters of a model are split, and replace them by DTensors.
 
     Args:
         root: The model.
@@ -32,12 +32,12 @@ class Placements:
         self._mesh = mesh
         self._group = mesh.get_group()
         self._num_shards = num_shards
-        self._placements: dict[nn.Parameter, Placement] = {}  # of the parameters that are not split yet
+        self._placements: dict[nn.Parameter, Placement] = {}  # A parameter is removed from it when it is split.
         self._parents = {child: module for module in root.modules() for child in module.children()}
         self.take_own: dict[tuple[nn.Module, str], Callable[[Tensor], Tensor]] = {}
         """Functions that take this rank's part of a replicated parameter, by the module that holds it and its name."""
         self.keys: dict[nn.Module, set[str]] = defaultdict(set)
-        """The names of the parameters of which a module computes with a part in its own forward."""
+        """For each module, the names of the parameters of which it uses only this rank's part in its own forward."""
 
     def split_layer(self, name: str, module: nn.Module, key: str, dim: int, num_packed: int = 1) -> None:
         """Split a parameter of a layer along its features.
@@ -47,11 +47,11 @@ class Placements:
             module: The layer.
             key: The parameter's name in the layer.
             dim: The dimension of the features.
-            num_packed: The number of matrices that are packed along ``dim``, of each of which a rank has a part.
+            num_packed: The number of matrices that are packed along ``dim``; each rank has a part of each of them.
 
         Raises:
-            PlanError: If features or heads do not divide by the number of ranks, or if a tied parameter is split
-                otherwise.
+            PlanError: If features or heads do not divide by the number of ranks, or if the parameter is tied and the
+                plan splits it in another way elsewhere.
         """
         param: nn.Parameter = getattr(module, key)
         size, num_ranks = param.size(dim), self._group.size()
@@ -86,16 +86,17 @@ class Placements:
         self._place(f"{name}.{key}", module, key, placement)
 
     def split_parameter(self, name: str, owner: nn.Module, key: str, dim: int) -> None:
-        """Split a parameter that is not of a layer along ``dim``.
+        """Split a parameter that belongs to no split layer along ``dim``.
 
         Args:
             name: The parameter's full name, for errors.
-            owner: The module that holds it.
-            key: Its name there.
-            dim: The dimension.
+            owner: The module that holds the parameter.
+            key: The parameter's name in ``owner``.
+            dim: The dimension along which it is split.
 
         Raises:
-            PlanError: If its elements do not divide by the number of ranks, or a tied parameter is split otherwise.
+            PlanError: If the size of ``dim`` does not divide by the number of ranks, or if the parameter is tied and
+                the plan splits it in another way elsewhere.
         """
         param: nn.Parameter = getattr(owner, key)
         if param.size(dim) % self._group.size():
@@ -124,7 +125,7 @@ class Placements:
             owners: The modules that hold the parameters.
 
         Returns:
-            Old to new parameter.
+            The new parameter for each old one.
         """
         new: dict[nn.Parameter, nn.Parameter] = {}
         for param in params:

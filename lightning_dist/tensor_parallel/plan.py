@@ -1,8 +1,8 @@
-"""Represent a tensor-parallel plan: which modules of a model are split over ``tp``, in which style, and at whose word.
+"""Represent a tensor-parallel plan: which modules of a model are split over ``tp``, in which style, and who chose it.
 
-The user's plan (names with wildcards, from the strategy's arguments or the module's ``tensor_parallel_plan()``) goes
-before that of a Hugging Face model (``_tp_plan``). Modules that neither names are split as ``infer`` finds, or
-replicated.
+The user's plan (names with wildcards, from the strategy's arguments or the module's ``tensor_parallel_plan()``) takes
+precedence over that of a Hugging Face model (``_tp_plan``). A module that neither plan names is split if
+:mod:`~lightning_dist.tensor_parallel.infer` finds a way to, and else replicated.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ class Entry:
     """Represent how a plan treats one module.
 
     Args:
-        style: One of :data:`STYLES`.
-        source: Whose plan the entry comes from.
+        style: One of the keys of :data:`STYLES`.
+        source: The origin of the entry.
         why: The reason for the style, or another remark for the start-up table; empty: none.
-        num_packed: Number of layers that are packed in a ``packed_colwise`` one.
+        num_packed: Number of layers that are packed in a ``packed_colwise`` layer; 1 for other styles.
     """
 
     style: str
@@ -92,8 +92,8 @@ class SplitSequence:
     Args:
         chains: Sequences of blocks, each of which is given the output of the one before. Tokens are split before the
             first block of a chain and gathered after the last.
-        streams: Block to the argument that holds its hidden states.
-        regions: Modules inside blocks that need all tokens, to the arguments that must be gathered for them.
+        streams: For each block, the argument that holds its hidden states.
+        regions: For each module inside a block that needs all tokens, the arguments that must be gathered for it.
         layers: ``colwise`` layers outside of all regions; each gathers its own input.
     """
 
@@ -105,16 +105,16 @@ class SplitSequence:
 
 @dataclass(frozen=True)
 class SplitHeads:
-    """Represent which tensors a split module takes and returns with a dimension of attention heads.
+    """Represent the tensors with a dimension of attention heads that a split module takes and returns.
 
     These are tensors of shape ``(..., heads, queries, keys)``, such as attention scores and position biases. They have
     all heads outside of the module. Inside, where its layers are split, each rank has its own heads.
 
     Args:
-        num_heads: The number of heads over all ranks. If the dimension is a multiple of it, it holds the heads of each
-            sample in turn.
-        arguments: The module's arguments that are such tensors, by position or keyword.
-        outputs: Index of each returned tensor that is used after the module with all heads.
+        num_heads: The number of heads over all ranks. If the size of the dimension is a multiple of this number, the
+            dimension holds the heads of each sample in turn.
+        arguments: Positions or keywords of the module's arguments that are such tensors.
+        outputs: Indices of the returned tensors that code after the module uses, and that must therefore be gathered.
     """
 
     num_heads: int
@@ -127,17 +127,18 @@ class Plan:
     """Represent the tensor-parallel plan of a model.
 
     Args:
-        entries: Full module name to the entry that says how the module is treated.
-        sizes: Full module name to the new values, on each rank, of its attributes that count heads or features.
+        entries: The entry of each module that says how it is treated, by full module name.
+        sizes: The values on each rank of the attributes that count heads or features, by full module name and then by
+            the attribute's name.
         sequence: How hidden states are split along the sequence; None: they are not.
         draws_random: Whether the model may draw random numbers; ranks must then draw the same ones where activations
             are replicated, and different ones where they are split.
         splits_logits: Whether the output of a ``colwise_gather_output`` layer stays split until a function needs the
             whole of it.
         notes: Further lines of the start-up table.
-        parameters: Full name of each split parameter that belongs to no split layer, to the dimension that it is split
-            along.
-        heads: Full module name to the tensors that the module takes or returns with a dimension of attention heads.
+        parameters: For each split parameter that belongs to no split layer, by full name, the dimension along which it
+            is split.
+        heads: The tensors with a dimension of attention heads that a module takes or returns, by full module name.
     """
 
     entries: Mapping[str, Entry]
@@ -150,7 +151,7 @@ class Plan:
     heads: Mapping[str, SplitHeads] = field(default_factory=dict)
 
     def outline(self) -> str:
-        """Return a text of all that ranks must agree on. It has no reasons, as they may name a rank's own device."""
+        """Return a text of all that ranks must agree on, without the reasons, which may name a rank's own device."""
         styles = {name: (entry.style, entry.num_packed) for name, entry in self.entries.items()}
         others = (self.sizes, self.sequence, self.draws_random, self.splits_logits, self.parameters, self.heads)
         return repr((styles, *others))
@@ -161,15 +162,15 @@ def resolve_plan(root: nn.Module, user: Mapping[str, str] | None = None) -> dict
 
     Args:
         root: The model.
-        user: Module name to style. In a name, ``*`` stands for one part between dots and ``**`` for one or more parts,
-            and the beginning may be left out (``layers.*.mlp.up`` for ``model.layers.0.mlp.up``). None:
-            ``root.tensor_parallel_plan()`` where it has that method.
+        user: The style of each module, by name. In a name, ``*`` stands for one part between dots and ``**`` for one or
+            more parts, and the beginning may be left out (``layers.*.mlp.up`` for ``model.layers.0.mlp.up``). None:
+            the result of ``root.tensor_parallel_plan()`` if the model has that method.
 
     Returns:
-        Full module name to entry, in the order in which the model defines its modules.
+        The entries by full module name, in the order in which the model defines its modules.
 
     Raises:
-        PlanError: If a name matches no module, or two names match the same one, or a style is unknown. The text
+        PlanError: If a name matches no module, if two names match the same module, or if a style is unknown. The text
             suggests the nearest valid names.
     """
     if user is None:
@@ -200,13 +201,13 @@ def with_tied(
 
     Args:
         root: The model.
-        entries: Full module name to entry.
-        readers: Full parameter name to the names of the modules whose code uses it. A module that holds the parameter
-            without using it needs no entry. None: it is not known which modules use a parameter, and each that holds
-            it needs one.
+        entries: The entries of the plan, by full module name.
+        readers: The names of the modules whose code uses a parameter, by full parameter name. A module that holds the
+            parameter without using it needs no entry. None: it is not known which modules use a parameter, so each
+            module that holds it needs an entry.
 
     Returns:
-        Full module name to entry, in the order in which the model defines its modules.
+        The entries by full module name, in the order in which the model defines its modules.
 
     Raises:
         PlanError: If a module that cannot be split is tied to one that the user wants split.

@@ -43,13 +43,13 @@ class TensorParallelConfig:
     """Configure how layers are split over ``tp``.
 
     Args:
-        plan: The user's plan, module name to style; see :func:`~lightning_dist.tensor_parallel.resolve_plan`.
+        plan: The user's plan, as for :func:`~lightning_dist.tensor_parallel.resolve_plan`.
         is_strict: Whether to raise an error if no plan can be inferred, or if a block that is split as inferred does
             not compute the same as the whole block.
         sequence_parallel: Whether hidden states are split along the sequence; None: wherever that computes the same.
         loss_parallel: Whether logits stay split along the vocabulary; None: unless the step needs whole logits.
-        step: Runs one step of the module. It is given a function that makes a fake tensor of a real one, and passes
-            each tensor of the batch through it. None: no step can be run, for the reason in ``why_no_step``.
+        step: Function that runs one step of the module. It is given a function that makes a fake tensor of a real one,
+            and passes each tensor of the batch through it. None: no step can be run (see ``why_no_step``).
         why_no_step: The reason why ``step`` is None.
         planned: The plan of the module that this one is a copy of; None: find a plan.
     """
@@ -66,7 +66,7 @@ class TensorParallelConfig:
 def find_plan(
     root: nn.Module, units: Sequence[Unit], config: TensorParallelConfig, mesh: DeviceMesh, num_shards: int
 ) -> Plan:
-    """Find the plan by which ``root`` is split. A collective over all processes.
+    """Find the plan by which ``root`` is split. This is a collective over all processes.
 
     Args:
         root: The model, not split yet.
@@ -106,7 +106,7 @@ def find_plan(
 
 @dataclass(frozen=True)
 class StepTrace:
-    """Represent the record of one step of a model on fake tensors.
+    """Hold the record of one step of a model on fake tensors.
 
     Args:
         dataflow: The recorded data flow; None: no step could be run.
@@ -129,12 +129,12 @@ def make_plan(
     splits_sequence: bool | None = None,
     splits_logits: bool | None = None,
 ) -> Plan:
-    """Make the plan of ``root``, and try it block by block. A collective over all ranks.
+    """Make the plan of ``root``, and try it block by block. This is a collective over all processes.
 
     Args:
         root: The model.
         blocks: The model's repeated blocks, by full name.
-        explicit: The entries that the user and Hugging Face give, by full module name; what they leave out is inferred.
+        explicit: The entries that the user and Hugging Face give, by full module name; other modules' are inferred.
         seen: The record of a step of the model.
         mesh: The one-dimensional mesh of the ranks of ``tp``.
         num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
@@ -233,15 +233,17 @@ class _Planner:
     def _without_captured(
         self, entries: dict[str, Entry], groups: list[Group], captured: Collection[str]
     ) -> tuple[dict[str, Entry], list[Group]]:
-        """Replicate groups of which a hook or an attribute lets code outside of blocks see this rank's features.
+        """Replicate groups whose features reach code outside of the blocks through a hook or an attribute.
+
+        That code would see this rank's features only.
 
         Args:
             entries: The entries that the user and Hugging Face give.
             groups: The inferred groups.
-            captured: Names of the layers from which such features were computed.
+            captured: Names of the layers whose features reach code outside of the blocks in such a way.
 
         Returns:
-            The entries with those of the replicated groups, and the other groups.
+            The entries together with those of the replicated groups, and the groups that are not replicated.
 
         Raises:
             PlanError: If the features are of a layer that the user or Hugging Face splits.
@@ -316,7 +318,7 @@ class _Planner:
         return {name: entry.replicated(why) for name, entry in group.entries().items()}
 
     def _without_shared(self, entries: dict[str, Entry]) -> dict[str, Entry]:
-        """Replicate modules that several blocks share: each block is tried alone, and may get a different split."""
+        """Replicate modules that several blocks share, because each block is tried alone and may be split otherwise."""
         names: dict[nn.Module, list[str]] = defaultdict(list)
         for name, module in self._root.named_modules(remove_duplicate=False):
             names[module].append(name)
@@ -354,7 +356,7 @@ class _Planner:
         }
 
     def _note_shared_heads(self, name: str, entry: Entry) -> Entry:
-        """Note in an entry of a key or value layer that several ranks hold the same head."""
+        """Add to the entry of a key or value layer the remark that several ranks hold the same head."""
         heads = shared_heads(self._root, name, self._mesh.size()) if entry.style == "colwise" else None
         return entry if heads is None else replace(entry, why=f"each of its {heads} heads is on several ranks")
 

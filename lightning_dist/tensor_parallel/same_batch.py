@@ -1,4 +1,4 @@
-"""Check that all ranks of a tensor-parallel group are given the same batch, as their results would mix otherwise."""
+"""Check that all ranks of a tensor-parallel group are given the same batch, because their results are combined."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class DifferentBatchError(RuntimeError):
 
 
 class SameBatch:
-    """Compare batches between ranks in the background; a difference raises with the next batch, on all ranks.
+    """Compare batches between ranks in the background, and raise on all ranks at the next batch if they differ.
 
     Args:
-        group: Process group of one ``tp``.
-        device: Device of the tensors that the ranks exchange; under Gloo it is the CPU instead.
+        group: Process group of the ranks of ``tp``.
+        device: Device of the tensors that the ranks exchange; under Gloo, the CPU is used instead.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
@@ -32,7 +32,9 @@ class SameBatch:
         self._pending: tuple[dist.Work, torch.Tensor, str] | None = None
 
     def check(self, batch: Any, what: str) -> None:
-        """Start to compare ``batch`` over the group, and finish the last comparison. A collective over the group.
+        """Begin to compare ``batch`` over the group, and finish the last comparison.
+
+        This is a collective over the group.
 
         Args:
             batch: Tensors, NumPy arrays, strings and numbers, in nested mappings, lists, tuples and other objects.
@@ -122,7 +124,7 @@ _GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, odd: Knuth's multiplicati
 def hash_of_elements(tensor: torch.Tensor) -> torch.Tensor:
     """Hash the elements of ``tensor`` and their order into a 0-dimensional int64 on its device.
 
-    It is the sum modulo 2**64 of each element's bits times a weight that depends on the position.
+    The hash is the sum modulo 2**64 of each element's bits times a weight that depends on the position.
     (``torch.hash_tensor`` is a XOR of the elements, which does not depend on their order.)
     """
     elements = torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,4 +1,4 @@
-"""Sequence parallelism: split hidden states between layers along the sequence, so that each rank has some tokens.
+"""Run sequence parallelism: split hidden states between layers along the sequence, so that each rank has some tokens.
 
 This follows Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198. Norms, dropouts and residual sums are computed
 on each rank's own tokens. Attention and feed-forward layers are given all tokens (an all-gather) and return some of
@@ -24,7 +24,7 @@ from lightning_dist.tensor_parallel.plan import Entry, PlanError, SplitSequence
 __all__ = ["SequenceParallel"]
 
 DIM = -2
-"""The dimension of hidden states that tokens lie along."""
+"""Dimension of the tokens in hidden states."""
 
 
 class SequenceParallel:
@@ -33,7 +33,7 @@ class SequenceParallel:
     Args:
         root: The model.
         plan: Where hidden states are split.
-        entries: Full module name to entry of the tensor-parallel plan.
+        entries: The entries of the tensor-parallel plan, by full module name.
         group: Process group of the ranks of ``tp``.
         random: Object that lets ranks draw different random numbers while tokens are split; None: the model draws no
             random numbers.
@@ -97,14 +97,15 @@ class SequenceParallel:
         block.register_forward_pre_hook(split, with_kwargs=True, prepend=True)
 
     def _add_use_hook(self, block: nn.Module, key: int | str, before: str) -> None:
-        """Raise in the backward if hidden states that ``block`` is given have been used elsewhere as well.
+        """Raise in the backward if the hidden states that ``block`` is given have been used elsewhere as well.
 
-        The gradient of hidden states that are used once is the one that ``block`` has computed, and not a sum.
+        If they are used only once, their gradient is the tensor that the backward of ``block`` has computed, and not a
+        sum in other memory.
 
         Args:
-            block: A block of a chain, but for the first.
-            key: The argument of ``block`` that is the hidden states.
-            before: The name of the block that has returned them.
+            block: A block of a chain other than the first.
+            key: Position or keyword of the hidden states among the arguments of ``block``.
+            before: The name of the block that returns the hidden states.
         """
 
         def watch(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -166,12 +167,12 @@ class SequenceParallel:
         region.register_forward_hook(leave, always_call=True)
 
     def is_active_in(self, module: nn.Module) -> bool:
-        """Return whether ``module`` is in a block whose hidden states are split now."""
+        """Return whether ``module`` is in a block whose hidden states are currently split."""
         index = self._chain_of.get(module)
         return not self.is_off and index is not None and self._is_active[index]
 
     def sees_own_tokens(self, owner: nn.Module, key: str) -> bool:
-        """Return whether a parameter is applied to this rank's own tokens now, so that its gradient must be summed.
+        """Return whether a parameter currently is applied to this rank's tokens, so that its gradient must be summed.
 
         Args:
             owner: The module that holds the parameter.
@@ -180,24 +181,24 @@ class SequenceParallel:
         return (owner, key) in self.own_tokens and self.is_active_in(owner)
 
     def has_gathered(self, tensor: Tensor) -> bool:
-        """Return whether ``tensor`` was gathered for the region that runs, so that its gradient is summed already."""
+        """Return whether ``tensor`` was gathered for the running region, whose gather also sums its gradient."""
         return any(tensor is gathered for gathered in self._gathered)
 
     def gathers(self, layer: nn.Module) -> bool:
-        """Return whether ``layer`` is given only this rank's tokens now, and must gather all of them."""
+        """Return whether ``layer`` currently is given only this rank's tokens, and must gather all of them."""
         return layer in self._layers and self.is_active_in(layer)
 
     @property
     def activity(self) -> tuple[bool, ...]:
-        """Return for each chain whether its hidden states are split now."""
+        """Return for each chain whether its hidden states are currently split."""
         return tuple(self._is_active)
 
     @contextmanager
     def as_it_was(self, activity: tuple[bool, ...]) -> Iterator[None]:
-        """Restore where hidden states were split, while a backward recomputes a block.
+        """Set :attr:`activity` to an earlier value in this context, in which a backward recomputes a block.
 
         Args:
-            activity: The value of :attr:`activity` when the block ran first.
+            activity: The value of :attr:`activity` when the block ran for the first time.
         """
         now = self.activity
         self._is_active[:] = activity

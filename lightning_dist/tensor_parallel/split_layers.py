@@ -17,23 +17,24 @@ from lightning_dist.tensor_parallel.split_logits import SplitLogits
 __all__ = ["SplitLayers"]
 
 BeforeForward = Callable[[Any, Any], Any]
-"""Takes a layer and its arguments; returns other arguments, or None to keep them."""
+"""Function that takes a layer and its arguments, and returns other arguments, or None to keep them."""
 
 AfterForward = Callable[[Any, Any], Any]
-"""Takes a layer and its output, which is no tensor if the forward has raised; returns the output."""
+"""Function that takes a layer and its output (no tensor if the forward has raised an error), and returns the output."""
 
 
 class SplitLayers:
-    """Run what a split layer needs before and after its forward.
+    """Run the communication of split layers before and after their forwards.
 
-    Column-wise layers copy their input to all ranks, and leave each rank its own features. Row-wise layers sum their
-    outputs over the ranks (Shoeybi et al., 2019). With sequence parallelism, inputs are gathered and outputs scattered
-    along the tokens instead (Korthikanti et al., 2022).
+    Column-wise layers have the same input on all ranks, and each rank computes its own output features. The outputs of
+    row-wise layers are summed over the ranks (Shoeybi et al., 2019). With sequence parallelism, inputs are gathered and
+    outputs scattered along the tokens instead (Korthikanti et al., 2022).
 
     Args:
         group: Process group of the ranks of ``tp``.
         sequence: Object that knows where hidden states are split along the sequence; None: nowhere.
-        random: Random numbers that differ between ranks, for dropout between split layers; None: there is none.
+        random: Object that lets ranks draw different random numbers, for dropout between split layers; None: the model
+            draws no random numbers.
         splits_logits: Whether logits stay split along the vocabulary until they are used.
     """
 
@@ -48,7 +49,7 @@ class SplitLayers:
         self._entered: tuple[Tensor, Tensor, bool] | None = None
 
     def around(self, style: str) -> tuple[BeforeForward, AfterForward]:
-        """Return what to call before and after the forward of a layer of ``style``."""
+        """Return the functions to call before and after the forward of a layer of ``style``."""
         return {
             "colwise": (self._copy_input, self._enter_own_features),
             "packed_colwise": (self._copy_input, self._enter_own_features),
@@ -58,7 +59,7 @@ class SplitLayers:
         }[style]
 
     def reset(self) -> None:
-        """Forget what an error in the last step may have left behind."""
+        """Reset the state that an error in the last step may have left behind."""
         self._entered = None
         if self._random is not None:
             self._random.forget()
@@ -66,7 +67,7 @@ class SplitLayers:
             self._sequence.forget()
 
     def _copy_input(self, module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Enter a split part of the model, and return the arguments with which ``module`` computes.
+        """Return the input of a ``colwise`` layer, gathered if tokens are split, with its gradient summed over ranks.
 
         Layers that are given the same tensor, such as query, key and value, share one exchange.
         """
@@ -82,7 +83,7 @@ class SplitLayers:
         return self._entered[1], *args[1:]
 
     def _enter_own_features(self, module: nn.Module, output: Any) -> Any:
-        """Let ranks draw different random numbers up to the next ``rowwise`` layer, as each has features of its own."""
+        """Let ranks draw different random numbers up to the next ``rowwise`` layer, because their features differ."""
         if self._random is not None and module.training and not self._tokens_are_split(module):
             self._random.enter()
         return output

@@ -1,8 +1,8 @@
-"""Logits that are split along the vocabulary, in a tensor subclass that behaves like the whole logits.
+"""Represent logits that are split along the vocabulary by a tensor subclass that behaves like the whole logits.
 
-``F.cross_entropy`` works on each rank's part, so that no rank ever has the whole in memory (Shoeybi et al., 2019,
-section 3, and Megatron-LM's vocabulary-parallel cross entropy). So do views, casts, and scaling by a number. For any
-other function the ranks gather the whole logits, so that all of them must call it.
+``F.cross_entropy`` works on each rank's part, so that no rank ever has the whole logits in memory (Shoeybi et al.,
+2019, section 3, and Megatron-LM's vocabulary-parallel cross entropy). Views, casts, and scaling by a number work on
+each rank's part as well. For any other function the ranks gather the whole logits, so that all ranks must call it.
 """
 
 from __future__ import annotations
@@ -67,15 +67,15 @@ class SplitLogits(Tensor):
         return wrapper
 
     def __init__(self, local: Tensor, group: dist.ProcessGroup, dim: int = -1) -> None:
-        """Do nothing, as ``__new__`` has done everything."""
+        """Do nothing, because ``__new__`` has done everything."""
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Return a text without the values, because to show them would be a collective."""
+        """Return a text without the values, because showing them would be a collective."""
         part = f"{self.group.rank() + 1} of {self.group.size()} parts of the vocabulary"
         return f"SplitLogits(shape={tuple(self.shape)}, dtype={self.dtype}, {part})"
 
     def whole(self, function: str) -> Tensor:
-        """Gather the whole tensor on every rank. A collective over the group.
+        """Gather the whole tensor on every rank. This is a collective over the group.
 
         Args:
             function: Name of the function that needs the whole tensor, for the error text.
@@ -88,7 +88,7 @@ class SplitLogits(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` on this rank's part where that gives the same result, else on the gathered whole."""
+        """Run ``func`` on this rank's part if that gives the same result, and otherwise on the gathered logits."""
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
@@ -142,7 +142,9 @@ class SplitLogits(Tensor):
 
 
 def whole_logits(value: Any) -> Any:
-    """Gather all split logits in ``value``, so that code may use it on one rank alone. A collective if there are any.
+    """Gather all split logits in ``value``, so that code may use it on one rank alone.
+
+    This is a collective if there are any.
 
     Args:
         value: Any value; split logits are found in nested mappings, lists, tuples and in fields of a dataclass.
@@ -167,12 +169,12 @@ def whole_logits(value: Any) -> Any:
 
 
 def works_on_parts(func: Any, logits: Tensor, args: Any, kwargs: Any) -> bool:
-    """Return whether a function of split logits can work on each rank's part, as far as can be told beforehand.
+    """Return whether a function of split logits can probably work on each rank's part; some cases show only in a run.
 
     Args:
         func: The torch function.
         logits: The logits among its arguments.
-        args: All positional arguments of the function, with the logits.
+        args: All positional arguments of the function, including the logits.
         kwargs: All keyword arguments of the function.
     """
     if func is functional.cross_entropy:
@@ -230,7 +232,7 @@ def _scaled(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> SplitLogi
 
 
 def _selected(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> SplitLogits | None:
-    """Select samples or positions, if the index leaves the dimension of the vocabulary whole."""
+    """Select samples or positions, or return None if the index does not keep the whole dimension of the vocabulary."""
     index = args[0] if isinstance(args[0], tuple) else (args[0],)
     if any(isinstance(part, Tensor) for part in index) or logits.split_dim != logits.ndim - 1:
         return None

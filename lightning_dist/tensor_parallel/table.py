@@ -12,7 +12,7 @@ __all__ = ["rows_of"]
 
 
 def rows_of(plan: Plan, fraction: float) -> Iterator[tuple[str, str]]:
-    """Yield the rows that describe ``plan``, each a label and a text. Only the first row has a label.
+    """Yield the rows that describe ``plan``, each as a label and a text. Only the first row has a label.
 
     Args:
         plan: The plan of a model.

@@ -1,4 +1,4 @@
-"""Compare a split block with the whole block on random inputs: its outputs and its gradients must be the same."""
+"""Compare the outputs and gradients of a split block with those of the whole block on random inputs."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ BLOCK = "block"
 """The name of the block in the plan of a trial."""
 
 TOLERANCE = 1e-4
-"""The largest relative difference that passes. Rounding in float32 stays far below it, a wrong split far above."""
+"""The largest relative difference that passes. Rounding (of layers that compute in float32) causes much smaller ones,
+and a wrong split causes much larger ones."""
 
 
 class Trial:
     """Compare splits of a block with the whole block, with random weights and inputs in float64.
 
     Args:
-        block: The block, on any device, also the meta device. It is copied.
+        block: The block, on any device (also the meta device). The trial works on copies of it.
         call: A recorded call of the block on fake tensors; the random inputs have their shapes.
         mesh: The one-dimensional mesh of the ranks of ``tp``.
         num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
@@ -57,7 +58,7 @@ class Trial:
             self._error = "it could not be run on another rank"
 
     def _prepare(self, block: nn.Module, call: Call) -> str:
-        """Copy the block, run it whole, and return the error that occurred, or an empty text."""
+        """Copy the block, compute the results of the whole block, and return an error that occurred; empty: none."""
         try:
             self._block = copy.deepcopy(block)
             self._fill(self._block)
@@ -65,7 +66,7 @@ class Trial:
         except Exception as error:  # Not every module can be copied.
             text = str(error).strip().split("\n")[0]
             return f"{type(error).__name__}: {text}"
-        self._block.eval()  # no dropout
+        self._block.eval()  # Dropout is switched off.
         whole = copy.deepcopy(self._block)  # Running a block may leave tensors on it that cannot be copied later.
         self._expected, raised = self._results(whole, dict(whole.named_parameters()))
         return raised
@@ -76,7 +77,7 @@ class Trial:
         return self._error
 
     def difference(self, plan: Plan) -> str:
-        """Split a copy of the block as ``plan`` says, and compare it with the whole block. A collective.
+        """Split a copy of the block as ``plan`` says, and compare it with the whole block. This is a collective.
 
         Args:
             plan: A plan in which the block's name is :data:`BLOCK`.
@@ -96,7 +97,7 @@ class Trial:
         params = dict(holder[BLOCK].named_parameters())
         running = [holder[BLOCK]]
         holder[BLOCK].register_forward_pre_hook(lambda *_: parallel.use_local(holder.modules(), running))
-        holder.eval()  # no dropout
+        holder.eval()  # Dropout is switched off.
         actual, raised = self._results(holder[BLOCK], params)
         worst = torch.tensor(math.inf if raised else self._worst(actual), device=self._device)
         # The maximum is over all processes, not only those of tp, because all must come to the same plan.
@@ -108,7 +109,7 @@ class Trial:
     def _untouched(self, plan: Plan) -> str:
         """Return the name of an inferred layer whose weight has no gradient in the whole block; empty: there is none.
 
-        The trial says nothing about such a layer, for example where a mask hides its output.
+        The trial does not test such a layer, which occurs, for example, where a mask hides the layer's output.
         """
         largest = max((float(tensor.norm()) for tensor in self._expected.values()), default=0.0)
         inferred = [name for name, entry in plan.entries.items() if entry.source == "inferred" and entry.is_split]
@@ -161,8 +162,8 @@ class Trial:
             params: The block's parameters, by name.
 
         Returns:
-            The outputs, and the gradients of the inputs and ``params`` with respect to a randomly weighted sum of the
-            outputs, by name; and an empty text. If the block raises: nothing, and the error.
+            The outputs, and the gradients of a randomly weighted sum of the outputs with respect to the inputs and
+            ``params``, by name; and an empty text. If the block raises an error: an empty mapping, and the error.
         """
         args, kwargs = copy.deepcopy((self._args, self._kwargs))
         inputs = [

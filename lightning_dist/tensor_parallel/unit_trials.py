@@ -1,4 +1,4 @@
-"""Try units that are split as a plan says, and give up what changes their results.
+"""Try units that are split as a plan says, and replicate the layers whose split changes the results.
 
 A unit is a block, or the innermost called module around a group of layers outside of blocks.
 """
@@ -47,7 +47,7 @@ class PartialPlan:
         return result
 
     def inside(self, name: str) -> PartialPlan:
-        """Return the part of this that concerns the module ``name`` and its submodules."""
+        """Return the part of this plan that concerns the module ``name`` and its submodules."""
         return PartialPlan(
             {key: value for key, value in self.entries.items() if is_inside(key, name)},
             {key: value for key, value in self.sizes.items() if is_inside(key, name)},
@@ -62,7 +62,7 @@ def is_inside(name: str, module: str) -> bool:
 
 
 def _candidates(group: Group) -> Iterator[PartialPlan]:
-    """Yield the ways to split a group that are worth a trial, the likeliest first."""
+    """Yield the ways to split a group that are worth a trial, with the most likely one first."""
     for num_packed in dict.fromkeys((group.num_packed, 1)):
         yield PartialPlan(group.entries(num_packed), {}, group.parameters, group.heads)
         if group.parameters or group.heads:
@@ -70,7 +70,7 @@ def _candidates(group: Group) -> Iterator[PartialPlan]:
 
 
 class UnitTrials:
-    """Compare split units with whole ones, and remember the answers.
+    """Compare split units with whole ones, and remember the results.
 
     Args:
         root: The model.
@@ -101,17 +101,17 @@ class UnitTrials:
         self._note = note
         self._trials: dict[object, Trial] = {}
         self._answers: dict[object, str] = {}
-        self._impossible: set[str] = set()  # errors of splits that cannot even be tried
+        self._impossible: set[str] = set()  # These are the errors of splits that could not even be tried.
         self._units: dict[str, nn.Module] = {}
         self.calls: dict[str, Call] = {}
         """The first call of each module in the recorded step, by the module's name."""
         if dataflow is not None:
             self.calls = {call.name: call for call in reversed(dataflow.calls)}
         self.kept = PartialPlan({})
-        """What has passed so far."""
+        """The part of the plan that has passed its trials so far."""
 
     def try_unit(self, name: str, unit: nn.Module, given: PartialPlan, groups: Sequence[Group]) -> PartialPlan:
-        """Try a unit as planned, and replicate the inferred groups with which it does not compute the same.
+        """Try a unit as planned, and replicate the inferred groups whose split changes its results.
 
         Args:
             name: Full name of the unit.
@@ -123,7 +123,7 @@ class UnitTrials:
             The part of the plan that passed.
 
         Raises:
-            PlanError: If it is the user's entries that change the results, or any entries under ``strict_plan=True``.
+            PlanError: If the user's entries change the results, or any entries under ``strict_plan=True``.
         """
         self._units[name] = unit
         tried = self._tried(name, given, groups)
@@ -162,11 +162,10 @@ class UnitTrials:
     def _tried_of_given(self, name: str, given: PartialPlan) -> PartialPlan:
         """Try a unit without its inferred groups.
 
-        Where the given entries do not come from the user, those with which the unit does not compute the same are
-        replicated.
+        If the given entries do not come from the user, those that change the unit's results are replicated.
 
         Raises:
-            PlanError: If it is the user's entries that change the results, or any entries under ``strict_plan=True``.
+            PlanError: If the user's entries change the results, or any entries under ``strict_plan=True``.
         """
         if not any(entry.is_split for entry in given.entries.values()):
             return given
@@ -189,7 +188,7 @@ class UnitTrials:
         return kept
 
     def _parts(self, entries: Mapping[str, Entry]) -> list[dict[str, Entry]]:
-        """Partition a block's entries by the ``rowwise`` layer that they feed; those that feed none come last."""
+        """Partition a block's entries by the ``rowwise`` layer that they feed; entries that feed none come last."""
         dataflow = self._dataflow
         assert dataflow is not None
         rows = [name for name, entry in entries.items() if entry.style == "rowwise"]
@@ -210,7 +209,7 @@ class UnitTrials:
         """Find the attribute sizes with which a split unit computes the same as the whole one.
 
         Returns:
-            The split with these sizes, and an empty text; or the split as it is, and the error of the first try.
+            The split with these sizes, and an empty text; or ``split`` itself, and the error of the first try.
         """
         first = ""
         for sizes in self._candidate_sizes(name, split.entries):
@@ -259,10 +258,10 @@ class UnitTrials:
         return changed
 
     def _groups_of_keys(self, module: nn.Module, groups: int, size: int) -> int:
-        """Return how many query heads share a key head on one rank.
+        """Return the number of query heads that share a key head on one rank.
 
-        It is ``groups`` as in the whole model, unless there are fewer key heads than ranks (``size``), so that ranks
-        have copies of the same key head.
+        It is ``groups`` as in the whole model, unless there are fewer key heads than ranks (``size``), so that several
+        ranks have copies of the same key head.
         """
         head_dim, key = getattr(module, "head_dim", None), getattr(module, "k_proj", None)
         layer = linear_layer(key) if isinstance(key, nn.Module) else None
@@ -278,7 +277,16 @@ class UnitTrials:
         sizes: Mapping[str, Mapping[str, int]],
         sequence: SplitSequence | None,
     ) -> str:
-        """Try a unit with the parameters and heads that its plan splits already; see :meth:`_difference`."""
+        """Return how a unit differs from the whole one if it is split as given; empty: it does not.
+
+        The parameters and heads of the unit are split as those of its part of the plan that has passed already.
+
+        Args:
+            name: Full name of the unit.
+            entries: The entries of the unit's modules, by full name.
+            sizes: The attribute sizes of the unit's modules, as in the plan.
+            sequence: Where hidden states are split along the sequence; None: they are not.
+        """
         return self._difference(name, replace(self.kept.inside(name), entries=entries, sizes=sizes), sequence)
 
     def _difference(self, name: str, split: PartialPlan, sequence: SplitSequence | None) -> str:

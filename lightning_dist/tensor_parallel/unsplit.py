@@ -26,12 +26,12 @@ def reasons_for_whole(
     parameters: Mapping[str, int],
     dataflow: Dataflow | None,
 ) -> Iterator[str]:
-    """Yield a line for each reason why parameters are not split, with the reason that concerns most of them first.
+    """Yield a line for each reason why parameters are not split, with the reason that concerns the most first.
 
     Args:
         root: The model.
-        entries: Full module name to entry of the plan.
-        parameters: Full names of split parameters that belong to no split layer, to the dimension of the split.
+        entries: The entries of the plan, by full module name.
+        parameters: The dimension of the split of each split parameter that belongs to no split layer, by full name.
         dataflow: The record of a step; None: no step could be run.
     """
     split = {param for name, param in root.named_parameters() if name in parameters}
