@@ -1,8 +1,8 @@
-"""Data parallelism where nothing is sharded; also of layers that are split over ``tp``.
+"""Run data parallelism without sharding, also for layers that are split over ``tp``.
 
-- ``bucket``: gradients are all-reduced in buckets;
-- ``group``: what manages the parameters of a unit;
-- ``replicated``: the technique.
+- ``bucket``: All-reduces gradients in buckets.
+- ``group``: Manages the parameters of a unit.
+- ``replicated``: Implements the technique.
 """
 
 from lightning_dist.replication.replicated import Replication

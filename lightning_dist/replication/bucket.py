@@ -1,4 +1,4 @@
-"""All-reduce gradients in buckets, while the backward goes on."""
+"""All-reduce gradients in buckets while the backward is still running."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _BUCKET_BYTES = 25 * 2**20
 """The largest size of a bucket, as in DistributedDataParallel."""
 
 _NUM_BUCKETS = 4
-"""The number of buckets of a smaller model: with fewer, most of the communication would follow the backward."""
+"""The number of buckets of a small model. With fewer, most of the communication would only begin after the backward."""
 
 _FIRST_BUCKET_BYTES = 2**20
-"""The size of the bucket whose gradients come first: the sooner it is full, the sooner communication begins."""
+"""The size of the bucket whose gradients come first, which is small so that communication begins soon."""
 
 STALE = 2
-"""The state of a bucket that must be reduced again."""
+"""State of a bucket that must be reduced again."""
 
 
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> Tensor:
@@ -35,7 +35,11 @@ def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement],
 def in_buckets(params: Sequence[nn.Parameter], reduce_dtype: torch.dtype | None) -> Iterator[list[nn.Parameter]]:
     """Yield lists of parameters of one dtype, each about as large as a bucket, in the order of ``params``.
 
-    Parameters of integers, such as the weights of a quantized model, have no gradients and are left out.
+    Integer parameters, such as the weights of a quantized model, have no gradients and are left out.
+
+    Args:
+        params: The parameters, in the order in which a backward computes their gradients.
+        reduce_dtype: The dtype that gradients are reduced in; None: that of each parameter.
     """
     params = [param for param in params if param.is_floating_point() or param.is_complex()]
     total = sum(local_of(param).numel() * (reduce_dtype or param.dtype).itemsize for param in params)
@@ -55,21 +59,22 @@ def in_buckets(params: Sequence[nn.Parameter], reduce_dtype: torch.dtype | None)
 class Bucket:
     """All-reduce the gradients of some parameters as one tensor.
 
-    The tensor is new for each backward, and the parameters' gradients are views of it afterwards: they need not be
-    copied back, and a gradient that the user's code keeps stays what it is. It is freed with the gradients.
+    A new tensor is allocated in each backward, and the parameters' gradients are views of it afterwards. They need not
+    be copied back, a gradient that the user's code keeps is not overwritten, and the tensor is freed with them.
 
     Args:
         params: The parameters, of one dtype.
         mesh: The mesh over whose first axis the parameters are replicated.
-        dtype: The dtype that gradients are reduced in; None: that of the parameters, as always if they are complex.
+        dtype: The dtype that gradients are reduced in; None: that of the parameters. Complex gradients are always
+            reduced in the dtype of the parameters.
     """
 
     def __init__(self, params: Sequence[nn.Parameter], mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
         self.params = list(params)
         self.has_fired = [False] * len(params)
-        """Which parameters have got a gradient in the backward that runs."""
+        """For each parameter, whether it has got a gradient in the current backward."""
         self.has_accumulated = [False] * len(params)
-        """Which parameters have got a gradient that was not reduced, in earlier backwards."""
+        """For each parameter, whether it has got a gradient in earlier backwards that was not reduced yet."""
         self.is_stale = False
         """Whether a gradient came after the all-reduce had begun."""
         self.num_pending = self.num_expected = 0
@@ -96,11 +101,11 @@ class Bucket:
 
     @property
     def state(self) -> int:
-        """Return 0 if this rank has used no parameter, 1 if it has, and :data:`STALE` if it must reduce them again."""
+        """Return 0 if this rank has used no parameter of the bucket, 1 if it has, :data:`STALE` if it is stale."""
         return STALE if self.is_stale else int(any(self.is_used))
 
     def begin(self) -> None:
-        """Forget the last backward."""
+        """Discard the state of the last backward."""
         self.has_fired = [False] * len(self.params)
         self._is_copied = [False] * len(self.params)
         self.is_stale = False
@@ -108,20 +113,20 @@ class Bucket:
         self._flat, self._views, self._work = None, [], None
 
     def keep_unreduced(self) -> None:
-        """Note that the gradients of the backward, which has failed, are to be reduced after the next one."""
+        """Record that the gradients of a failed backward are still to be reduced, after the next backward."""
         marks = zip(self.has_accumulated, self.has_fired, strict=True)
         self.has_accumulated = [before or fired for before, fired in marks]
 
     @torch.no_grad()
     def copy_in(self, index: int) -> Tensor:
-        """Copy the gradient of a parameter, divided by the number of ranks, or zeros where it has none.
+        """Copy a parameter's gradient, divided by the number of ranks, into the bucket; zeros if there is none.
 
         Args:
             index: The index of the parameter in the bucket.
 
         Returns:
-            The tensor of the whole bucket: the gradients, and behind them, for each parameter, on how many ranks it was
-            used.
+            1-dimensional tensor of the bucket: the elements of all gradients, followed by one number per parameter,
+            which after the all-reduce is the number of ranks that have used the parameter.
         """
         if self._flat is None:
             sizes = [*(shape.numel() for shape in self._shapes), len(self.params)]
@@ -140,13 +145,17 @@ class Bucket:
         return self._flat
 
     def renew(self, index: int) -> None:
-        """Note that a gradient has changed that may be copied or reduced already."""
+        """Record that a gradient has changed after it may have been copied or reduced.
+
+        Args:
+            index: The index of the parameter in the bucket.
+        """
         self._is_copied[index] = False
         self.is_stale |= self.is_launched
 
     @torch.no_grad()
     def launch(self) -> None:
-        """Begin to all-reduce the gradients, after the last all-reduce of the bucket. A collective."""
+        """Begin to all-reduce the gradients, once the bucket's previous all-reduce has ended. This is a collective."""
         if self._work is not None:
             self._work.wait()
             self._is_copied = [False] * len(self.params)
@@ -159,7 +168,7 @@ class Bucket:
 
     @torch.no_grad()
     def hand_out(self) -> list[nn.Parameter]:
-        """Wait for the all-reduce, if it has begun, and give the parameters that any rank used the mean gradient.
+        """Wait for the all-reduce, if it has begun, and set the mean gradient of each parameter that any rank used.
 
         Returns:
             The parameters that any rank used.
@@ -170,14 +179,15 @@ class Bucket:
         assert self._flat is not None
         is_used = self.is_used
         self.has_accumulated = [False] * len(self.params)
-        # On an accelerator, reading the counts waits for it; they are known if this rank has used all.
+        # Reading the counts from an accelerator synchronizes with it. If this rank has used all parameters, it is not
+        # necessary to read them.
         counts = self._flat[-len(self.params) :].tolist() if not all(is_used) else [1.0] * len(self.params)
         used: list[nn.Parameter] = []
         for param, view, count in zip(self.params, self._views, counts, strict=True):
             if not count:
                 continue
             used.append(param)
-            if param.grad is not None and param.grad.requires_grad:  # of create_graph=True
+            if param.grad is not None and param.grad.requires_grad:  # The backward ran with create_graph=True.
                 local_of(param.grad).copy_(view)
                 continue
             gradient = view.to(param.dtype)

@@ -23,15 +23,15 @@ __all__ = ["ReplicatedGroup"]
 class ReplicatedGroup(ParameterGroup):
     """Manage parameters that no rank shards: plain ones, or parts of layers that are split over ``tp``.
 
-    Plain parameters are the same whether a step or an optimizer uses them. Parameters of split layers are DTensors over
-    ``tp``. When they are gathered, :class:`~lightning_dist.tensor_parallel.TensorParallel` replaces them by this rank's
-    parts, in the same memory. In a step, while the forward of their unit does not run, the modules hold stand-ins that
-    are gathered over ``tp`` where they are used.
+    Steps and optimizers use the same plain parameters. Parameters of split layers are DTensors over ``tp``. When they
+    are gathered, :class:`~lightning_dist.tensor_parallel.TensorParallel` replaces them by this rank's parts, in the
+    same memory. In a step, outside of their unit's forward, the modules hold stand-ins that are gathered over ``tp``
+    where they are used.
 
     Args:
         unit: The unit of the parameters.
         mesh: The mesh whose ranks have parts of the batch.
-        techniques: All techniques.
+        techniques: All techniques, from the outside in.
         on_gradient: Function that is called with a parameter when a backward is about to add a gradient to it that was
             computed through a stand-in.
     """
@@ -78,7 +78,7 @@ class ReplicatedGroup(ParameterGroup):
 
     @property
     def is_gathered(self) -> bool:
-        """Return whether the modules hold what they compute with, as they always do if the parameters are plain."""
+        """Return whether the modules hold the tensors that they compute with; always True for plain parameters."""
         return self._is_gathered
 
     @property
@@ -91,7 +91,7 @@ class ReplicatedGroup(ParameterGroup):
         return any(own is param for own in self._params.values())
 
     def gather(self) -> None:
-        """Put the DTensors into the modules, for techniques to replace them. There is nothing to communicate."""
+        """Put the DTensors into the modules, where other techniques replace them. Nothing is communicated."""
         if self._is_gathered:
             return
         for owner, key, param in self._places:
@@ -115,13 +115,13 @@ class ReplicatedGroup(ParameterGroup):
         self._is_gathered = not self._places
 
     def after_forward(self) -> None:
-        """Free the parameters after a forward of the unit, so that what uses them next finds them as they are."""
+        """Free the parameters after a forward of the unit, unless :meth:`kept_after_forward` is active."""
         if not self._is_kept:
             self.free()
 
     @contextmanager
     def kept_after_forward(self) -> Iterator[None]:
-        """Keep parameters gathered after a forward inside."""
+        """Keep parameters gathered after forwards in this context."""
         before, self._is_kept = self._is_kept, True
         try:
             yield
@@ -130,7 +130,7 @@ class ReplicatedGroup(ParameterGroup):
 
     @contextmanager
     def with_stand_ins(self) -> Iterator[None]:
-        """Let the modules inside hold stand-ins while the parameters are free."""
+        """Let the modules hold stand-ins in this context while the parameters are free."""
         for param in {param for _, _, param in self._places} - self._stand_ins.keys():
             on_gradient = partial(self._on_gradient, param)
             gather = partial(whole_for_step, data_parallel_axes=(), on_gradient=on_gradient)
@@ -146,9 +146,9 @@ class ReplicatedGroup(ParameterGroup):
                 self.free()
 
     def write_back(self) -> None:
-        """Keep values that a step has put in the place of those of a parameter, by ``param.data = ...``.
+        """Write values that a step has assigned by ``param.data = ...`` into the parameters' memory.
 
-        All other changes are made in the memory of the parameters.
+        All other changes are made in that memory already.
         """
         for _, _, param in self._places if self._is_gathered else ():
             for take_replaced in self._take_replaced:
@@ -156,7 +156,7 @@ class ReplicatedGroup(ParameterGroup):
 
     @contextmanager
     def whole_state_dict(self) -> Iterator[None]:
-        """Let ``state_dict()`` inside return what the modules hold."""
+        """Let ``state_dict()`` return the tensors that the modules hold in this context."""
         before, self._gives_whole = self._gives_whole, True
         try:
             yield
@@ -164,11 +164,11 @@ class ReplicatedGroup(ParameterGroup):
             self._gives_whole = before
 
     def _put_into_state_dict(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *unused: Any) -> None:
-        """Put the DTensors into the state dict of a module, also while it holds this rank's parts of them."""
+        """Put the DTensors into a module's state dict even while the module holds this rank's parts of them."""
         for owner, key, param in self._places if not self._gives_whole else ():
             name = prefix + key
             if owner is module and name in state_dict:
                 state_dict[name] = param if isinstance(state_dict[name], nn.Parameter) else param.detach()
 
     def copy_requires_grad(self) -> None:
-        """Do nothing: what modules compute with follows the parameters whenever they have been gathered."""
+        """Do nothing, because techniques copy ``requires_grad`` to what modules compute with after each gather."""

@@ -1,9 +1,9 @@
 """Replicate parameters: every rank has the whole parameters, and gradients are averaged over the replicas.
 
-It does the work of torch's DistributedDataParallel (Li et al., 2020) for a module that keeps its class. Gradients are
-copied into buckets, and each bucket is all-reduced while the backward goes on. Ranks may leave different parameters
-without a gradient: a rank contributes zeros for those that another rank has used, and a parameter that no rank used
-keeps its gradient, or has none.
+This does the work of torch's DistributedDataParallel (Li et al., 2020) for a module that keeps its class. Gradients
+are copied into buckets, and each bucket is all-reduced while the backward goes on. Ranks may leave different parameters
+without a gradient: a rank contributes zeros for parameters that only other ranks have used. The gradient of a parameter
+that no rank has used is left as it is.
 """
 
 from __future__ import annotations
@@ -58,37 +58,38 @@ class Replication(Technique):
         self._hooks_of_users: list[tuple[nn.Parameter, dict[int, Any]]] = []
 
     def attach(self, parallel: Parallel) -> None:
-        """Let embeddings have dense gradients, which can be reduced in buckets; the values are the same."""
+        """Switch embeddings to dense gradients, which can be reduced in buckets and have the same values."""
         self._parallel = parallel
         for part in parallel.module.modules():
             if isinstance(part, nn.Embedding | nn.EmbeddingBag):
                 part.sparse = False
 
     def manage_unit(self, unit: Unit) -> ReplicatedGroup:
-        """Take charge of the parameters of ``unit``, which stay as they are."""
+        """Return a group that manages the parameters of ``unit``, without changing them."""
         # A stand-in must not keep this object alive, since hooks of tensors hold it.
         on_gradient = partial(_on_late_gradient, weakref.ref(self))
         self._groups.append(ReplicatedGroup(unit, self._mesh, self._parallel.techniques, on_gradient))
         return self._groups[-1]
 
     def finish(self) -> None:
-        """Put the parameters into buckets, in the order in which a backward reaches them. A collective."""
+        """Put the parameters into buckets, in the order in which a backward reaches them. This is a collective."""
         if self._mesh.size() == 1:
             return
-        # What ranks have used is exchanged beside the buckets, whose order on a rank depends on it.
+        # The ranks tell each other which buckets they have used over a group of its own. On the buckets' group, ranks
+        # that have launched different numbers of buckets so far would match different collectives with each other.
         ranks = dist.get_process_group_ranks(self._mesh.get_group(0))
         usage_group = dist.new_group(
             ranks, backend="gloo", use_local_synchronization=True, group_desc="used parameters"
         )
-        # torch.distributed keeps it: another reference would keep its connections open after an error on this rank.
+        # torch.distributed keeps the group. A second reference would keep its connections open after an error here.
         self._usage_group = weakref.ref(usage_group)
         params = [param for group in self._groups for param in group.params]
         for bucket_params in in_buckets(list(reversed(params)), self._reduce_dtype):
             bucket = Bucket(bucket_params, self._mesh, self._reduce_dtype)
             for index, param in enumerate(bucket_params):
                 requires_grad = param.requires_grad
-                param.requires_grad_(True)  # to have a hook, also if it is frozen now
-                # The garbage collector does not see what a parameter's hooks hold.
+                param.requires_grad_(True)  # A tensor takes a hook only then, and a frozen parameter needs one too.
+                # The reference is weak, because the garbage collector does not see what a parameter's hooks hold.
                 hook = partial(_on_gradient, weakref.ref(self), len(self._buckets), index)
                 self._own_hooks[param] = param.register_post_accumulate_grad_hook(hook).id  # type: ignore[no-untyped-call]
                 param.requires_grad_(requires_grad)
@@ -96,13 +97,13 @@ class Replication(Technique):
             self._buckets.append(bucket)
 
     def before_step(self) -> None:
-        """Forget a backward inside the last step that raised an error, which the step has caught."""
+        """Discard the state of a backward that failed in the last step, if the step has caught the error."""
         if self._is_armed:
             self.after_error()
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """Let a step inside use split parameters also while the forward of their unit does not run."""
+        """Let a step in this context use split parameters outside of the forward of their unit as well."""
         with ExitStack() as stack:
             for group in self._groups:
                 if group.needs_gather:
@@ -110,7 +111,7 @@ class Replication(Technique):
             yield
 
     def on_gradient(self, bucket_index: int, index: int) -> None:
-        """Note that autograd has set a gradient, and reduce the bucket if it is full.
+        """Record that autograd has set a gradient, and reduce the bucket if it is full.
 
         Args:
             bucket_index: The index of the bucket.
@@ -120,23 +121,23 @@ class Replication(Technique):
         if not self._arm():
             bucket.has_accumulated[index] = True
             return
-        if bucket.has_fired[index]:  # a backward inside the backward, as of reentrant checkpointing, uses it again
+        if bucket.has_fired[index]:  # A nested backward, as in reentrant checkpointing, uses the parameter again.
             bucket.renew(index)
             return
         bucket.has_fired[index] = True
-        if bucket.is_launched:  # a parameter that was frozen when the backward began
+        if bucket.is_launched:  # The parameter was frozen when the backward began.
             bucket.renew(index)
             return
-        bucket.copy_in(index)  # now, while the gradient is in the processor's cache
+        bucket.copy_in(index)  # It is copied now because it is still in the processor's cache.
         bucket.num_pending -= 1
         if bucket.num_pending == 0:
             self._launch_full()
 
     def on_late_gradient(self, param: nn.Parameter) -> None:
-        """Note that autograd is about to add a gradient, which the bucket must copy when the backward has ended.
+        """Record that autograd is about to add a gradient, which the bucket must copy when the backward has ended.
 
         Args:
-            param: A parameter that a stand-in was used for.
+            param: A parameter in whose place a stand-in was used.
         """
         if param not in self._places:
             return
@@ -148,7 +149,7 @@ class Replication(Technique):
             bucket.has_accumulated[index] = True
 
     def _arm(self) -> bool:
-        """Return whether gradients are reduced in the backward that runs, and prepare for it if nothing has.
+        """Return whether the current backward reduces gradients, and prepare the buckets for it at its first gradient.
 
         Raises:
             RuntimeError: If the step runs a backward of its own, and a parameter has a hook of the user's.
@@ -157,7 +158,7 @@ class Replication(Technique):
             return True
         if not self._parallel.reduces_gradients or self._parallel.runs_microbatches:
             return False
-        # The step runs a backward of its own, past manual_backward.
+        # The step has called backward() itself, without manual_backward.
         self._begin()
         if self._hooks_of_users:
             self._give_hooks_back()
@@ -171,7 +172,7 @@ class Replication(Technique):
         return True
 
     def _launch_full(self) -> None:
-        """All-reduce the buckets that are full. All ranks keep the order of the buckets."""
+        """All-reduce the buckets that are full, in the same order on all ranks."""
         while self._num_launched < len(self._buckets) and self._buckets[self._num_launched].num_pending <= 0:
             bucket = self._buckets[self._num_launched]
             if bucket.num_expected:
@@ -180,7 +181,10 @@ class Replication(Technique):
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:
-        """Reduce gradients while the backward inside runs, and wait for them. A collective if gradients are reduced."""
+        """Reduce gradients while a backward runs in this context, and wait for the reduction at its end.
+
+        This is a collective if gradients are reduced.
+        """
         if not self._buckets:
             with self._hooks_held_back() if self._splits else nullcontext():
                 yield
@@ -199,16 +203,16 @@ class Replication(Technique):
 
     @contextmanager
     def around_microbatches(self) -> Iterator[None]:
-        """Hold back the hooks of users inside, which are to see the gradients of all microbatches together."""
+        """Hold back the hooks of users in this context, because they must see the gradients of all microbatches."""
         with self._hooks_held_back(calls=not self._buckets or not self._parallel.reduces_gradients):
             yield
 
     @contextmanager
     def _hooks_held_back(self, calls: bool = True) -> Iterator[None]:
-        """Hold back the hooks of users inside, and then call those of parameters whose gradients have changed.
+        """Hold back the hooks of users in this context, and then call those of parameters with changed gradients.
 
         Args:
-            calls: Whether to call the hooks.
+            calls: Whether to call the hooks at all.
         """
         self._take_hooks_of_users()
         before = [(param, param.grad, _version(param.grad)) for param, _ in self._hooks_of_users]
@@ -221,7 +225,10 @@ class Replication(Technique):
         self._call_hooks_of_users(changed, calls)
 
     def reduce_microbatches(self, reduces: bool) -> None:
-        """Reduce the gradients that microbatches have added up. A collective if gradients are reduced."""
+        """Reduce the gradients that microbatches have added up.
+
+        This is a collective if gradients are reduced.
+        """
         if self._buckets and reduces:
             self._begin()
             for bucket in self._buckets:
@@ -236,7 +243,7 @@ class Replication(Technique):
         self._take_hooks_of_users()
 
     def _take_hooks_of_users(self) -> None:
-        """Take the hooks of users from the parameters: they are to see the reduced gradient, once."""
+        """Take the hooks of users from the parameters, so that they are called only once, with the reduced gradient."""
         for group in self._groups:
             for param in group.params:
                 if others := take_post_accumulate_hooks(param, self._own_hooks.get(param)):
@@ -255,11 +262,12 @@ class Replication(Technique):
                 hook(param)
 
     def _end(self) -> None:
-        """Reduce the buckets that are not full on this rank but used on some, and hand out the means."""
+        """Reduce the buckets that some rank has used and that are not reduced yet, and set the mean gradients."""
         self._is_armed = False
         states = torch.tensor([bucket.state for bucket in self._buckets], dtype=torch.uint8)
         dist.all_reduce(states, dist.ReduceOp.MAX, self._usage_group())
-        # Frozen ones come last on all ranks: a rank whose other buckets are full has launched these before.
+        # Buckets of frozen parameters come last on all ranks, because a rank whose other buckets were all full has
+        # launched the others before.
         for is_frozen in (False, True):
             for bucket, state in zip(self._buckets, states.tolist(), strict=True):
                 if state and not bucket.is_launched and (bucket.num_expected == 0) == is_frozen:
@@ -272,7 +280,7 @@ class Replication(Technique):
         self._call_hooks_of_users(used)
 
     def after_error(self) -> None:
-        """Forget what a step has left that raised an error."""
+        """Discard the state that a step with an error has left behind."""
         self._is_armed = False
         for bucket in self._buckets:
             bucket.keep_unreduced()
@@ -299,7 +307,7 @@ class Replication(Technique):
         if not isinstance(value, Tensor) or is_remote(value) or self._mesh.size() == 1:
             return value
         replicated = [Replicate()] * self._mesh.ndim
-        if isinstance(value, DTensor):  # over tp
+        if isinstance(value, DTensor):  # It is split over tp.
             placements = [*replicated, *value.placements]
             return as_dtensor(local_of(value.detach()), self._parameter_mesh, placements, value)
         return value if value.ndim == 0 else as_dtensor(value.detach(), self._mesh, replicated, value)
