@@ -1,4 +1,4 @@
-"""Measure the cost of training steps: time, samples and tokens, and peak memory. Depends on torch only."""
+"""Measure time, samples, tokens and peak memory of training steps. This package depends on torch only."""
 
 from lightning_dist.telemetry.batch import BatchSize, batch_size
 from lightning_dist.telemetry.memory import peak_memory_mib

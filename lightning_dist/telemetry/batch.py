@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class BatchSize(NamedTuple):
-    """Hold the numbers of samples and tokens in the batch of one process; 0 where the batch does not show them."""
+    """Hold the numbers of samples and tokens in the batch of one process; 0 if the batch does not show the number."""
 
     samples: int
     tokens: int
@@ -18,7 +18,8 @@ class BatchSize(NamedTuple):
 def batch_size(batch: Any) -> BatchSize:
     """Count the samples and tokens of a batch.
 
-    Samples are dim 0 of its first tensor, tokens the elements of its first 2-D integer tensor.
+    The number of samples is the size of dimension 0 of the first tensor. The number of tokens is the number of elements
+    of the first 2-dimensional integer tensor.
 
     Args:
         batch: A tensor, or tensors nested in mappings, tuples, lists and dataclasses, which are searched in their

@@ -9,7 +9,7 @@ _BYTES_PER_MIB = 1024 * 1024
 
 
 def peak_memory_mib(device: torch.device) -> float:
-    """Return the most memory this process has held, in MiB.
+    """Return the peak memory of this process in MiB.
 
     For a CUDA device, this is the peak of the caching allocator (``max_memory_allocated``) since the start or the last
     ``torch.cuda.reset_peak_memory_stats``. For any other device, it is the peak resident set size of the process, which

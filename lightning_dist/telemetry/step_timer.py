@@ -1,4 +1,4 @@
-"""Time the training loop without what is not training."""
+"""Measure the time of training steps, excluding validation, checkpoints and other work between them."""
 
 from collections.abc import Callable
 from time import perf_counter
@@ -8,7 +8,7 @@ class Stopwatch:
     """Add up the time between each ``start`` and the next ``stop``.
 
     Args:
-        clock: Returns the current time in seconds.
+        clock: Function that returns the current time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
@@ -33,7 +33,7 @@ class Stopwatch:
             self._started_at = None
 
     def lap(self) -> float:
-        """Return the seconds added up since the last lap, and reset them to 0; a running watch keeps running."""
+        """Return the seconds added up since the last call, and reset them to 0; a running watch keeps running."""
         running = self.running
         self.stop()
         seconds, self._seconds = self._seconds, 0.0
@@ -46,11 +46,11 @@ class StepTimer:
     """Time optimizer steps over an interval without synchronizing the device at every step.
 
     Kernels run asynchronously to the host. ``synchronize`` is therefore called when the interval is read, and before
-    and after what is not training (validation, a checkpoint), but not for single steps.
+    and after work that is not training (validation, a checkpoint), but not for single steps.
 
     Args:
-        synchronize: Waits for the device's queued work; None for devices without a queue.
-        clock: Returns the current time in seconds.
+        synchronize: Function that waits for the device's queued work; None for devices without a queue.
+        clock: Function that returns the current time in seconds.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class StepTimer:
         self._steps += 1
 
     def lap(self) -> tuple[int, float]:
-        """Return the steps and the seconds since the last lap, and reset both to 0."""
+        """Return the number of steps and the seconds of training since the last call, and reset both to 0."""
         if self.running:
             self._wait()
         steps, self._steps = self._steps, 0
