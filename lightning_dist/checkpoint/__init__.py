@@ -2,15 +2,15 @@
 
 The modules, from the lowest layer up:
 
-- ``manifest``: the list of a checkpoint's files and tensors, with digests.
-- ``storage``: the interface of a storage; ``file_system`` and ``object_store`` implement it, so that a checkpoint
-  appears atomically; ``locate`` picks the storage for a path.
-- ``tensors``: which rank writes and reads which part of each tensor.
-- ``snapshot``: a checkpoint's dictionary, split into its tensors and the rest.
-- ``format``: writing, verifying and reading a checkpoint.
-- ``writer``: writing in the background.
-- ``state``: the state of a module and its optimizers, keyed by full parameter names.
-- ``single_file``: conversion into one file that needs no lightning-dist to be read.
+- ``manifest``: Lists a checkpoint's files and tensors, with digests.
+- ``storage``: Defines the interface of a storage; ``file_system`` and ``object_store`` implement it, so that a
+  checkpoint appears atomically; ``locate`` picks the storage for a path.
+- ``tensors``: Decides which rank writes and reads which part of each tensor.
+- ``snapshot``: Splits a checkpoint's dictionary into its tensors and the rest.
+- ``format``: Writes, verifies and reads a checkpoint.
+- ``writer``: Writes checkpoints in the background.
+- ``state``: Converts the state of a module and its optimizers to and from full parameter names.
+- ``single_file``: Converts a checkpoint into one file that can be read without lightning-dist.
 """
 
 from lightning_dist.checkpoint.format import (

@@ -61,12 +61,12 @@ class LocalStorage(CheckpointStorage):
                 raise CheckpointError(
                     f"another run ({owner}) saves to {self.path.parent}. Let each run save to a folder of its own"
                 ) from None
-            # Without locks, the leftovers of a dead run cannot be told from the files of a live one: keep them.
+            # Without locks, the leftovers of a dead run cannot be told from the files of a live one, so they are kept.
             except OSError:
                 return partial(os.close, file)
             if _is_same(path, file):
                 break
-            os.close(file)  # the run that held the lock has removed its file in the meantime
+            os.close(file)  # The run that held the lock has removed its file in the meantime, so the lock is worthless.
         os.truncate(file, 0)
         os.pwrite(file, f"process {os.getpid()} on {platform.node()}".encode(), 0)
         for leftover in [*self._temporaries.iterdir(), *self._nameless_versions()]:
@@ -224,7 +224,7 @@ class LocalStorage(CheckpointStorage):
 
 
 class _LocalReader:
-    """Read files through the folder's descriptor, as the path may lead to another checkpoint at any time."""
+    """Read files through the folder's descriptor, because the path may lead to another checkpoint at any time."""
 
     def __init__(self, folder: int) -> None:
         self._folder = folder
@@ -261,7 +261,13 @@ _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sy
 
 
 def _rename(source: Path, target: Path, flag: int) -> None:
-    """Rename ``source`` to ``target`` without replacing: by ``flag``, fail if ``target`` exists or exchange the two."""
+    """Rename ``source`` to ``target`` by renameat2(2), which replaces nothing.
+
+    Args:
+        source: The path to rename.
+        target: The new path.
+        flag: ``_NOREPLACE`` to fail if ``target`` exists, ``_EXCHANGE`` to exchange the two.
+    """
     if _renameat2 is None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), str(target))
     if _renameat2(_AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), flag):
@@ -270,7 +276,7 @@ def _rename(source: Path, target: Path, flag: int) -> None:
 
 
 def _can_exchange(folder: Path) -> bool:
-    """Return whether the file system of ``folder`` can exchange directories, found out by trying it."""
+    """Try to exchange two directories in ``folder``, and return whether its file system can do so."""
     first, second = (folder / f"exchange-{os.urandom(4).hex()}" for _ in range(2))
     os.mkdir(first)
     os.mkdir(second)
@@ -326,7 +332,8 @@ def _sync_folder(folder: Path) -> None:
     try:
         os.fsync(file)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):  # raised by network file systems that need no fsync
+        # Network file systems that need no fsync raise these errors.
+        if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
             raise
     finally:
         os.close(file)

@@ -1,6 +1,6 @@
-"""Write, verify and read a checkpoint: one directory, written by all ranks, that any layout can load.
+"""Write, verify and read a checkpoint, which is one directory that all ranks write and any layout can load.
 
-::
+Its files are::
 
     manifest.json   all files with size and digest, and the location of every tensor; written last
     state.pt        the checkpoint's dictionary, each tensor replaced by a reference to it
@@ -57,7 +57,10 @@ __all__ = [
 Path = str | os.PathLike[str]
 
 Verify = Literal["full", "size", "off"]
-"""How to check a checkpoint: ``full`` checks sizes and digests of all files, ``size`` sizes, ``off`` the manifest."""
+"""How to check a checkpoint: ``full`` checks sizes and digests of all files, ``size`` only sizes, ``off`` no files.
+
+The manifest is checked in any case.
+"""
 
 _STATE = "state.pt"
 _PIECE = 8 * 2**20
@@ -71,7 +74,7 @@ class TensorInfo:
         path: Keys that lead to the tensor in the checkpoint's dictionary: ``("state_dict", "model.norm.weight")``.
         shape: Shape of the whole tensor.
         dtype: Dtype in which the tensor is stored.
-        was_whole: Whether the tensor was a whole one when it was saved, and no DTensor.
+        was_whole: Whether the tensor was a plain tensor, and not a DTensor, when it was saved.
     """
 
     path: tuple[str | int, ...]
@@ -86,7 +89,7 @@ def write(
     group: dist.ProcessGroup | None = None,
     parts: Mapping[str, torch.Tensor] | None = None,
 ) -> float:
-    """Write ``snapshot`` to ``path`` and replace whatever is there. A collective over all processes.
+    """Write ``snapshot`` to ``path`` and replace whatever is there. This is a collective over all processes.
 
     Args:
         path: Path of the checkpoint; the same on all ranks, in a storage that all of them share.
@@ -95,7 +98,7 @@ def write(
         parts: Copies of this rank's :func:`~lightning_dist.checkpoint.tensors.own_parts`; None: use the live tensors.
 
     Returns:
-        The ``saved_at`` of the manifest.
+        The time of the save in seconds since the epoch, as the manifest has it in ``saved_at``.
 
     Raises:
         CheckpointError: On all ranks, if any rank failed. What was at ``path`` before is then still there.
@@ -122,7 +125,7 @@ def write(
         return saved_at
     except Exception as error:
         if is_first:
-            with suppress(Exception):  # the next run that locks the folder removes what cannot be removed now
+            with suppress(Exception):  # The next run that locks the folder removes what cannot be removed now.
                 place.abort(save_id)
         raise not_written(path, error) from error
 
@@ -168,7 +171,10 @@ def _write_files(
 
 
 def _gathered(written: _Written, num_ranks: int, group: dist.ProcessGroup | None) -> list[_Written]:
-    """Gather on the first rank what every rank has written; return an empty list on the others. A collective."""
+    """Gather on the first rank what every rank has written, and return an empty list on the others.
+
+    This is a collective over ``group``.
+    """
     if not dist.is_initialized():
         return [written]
     written_by_rank: list[Any] = [None] * num_ranks
@@ -193,9 +199,9 @@ def read(
 
     Args:
         path: Path of a checkpoint that :func:`write` wrote.
-        template: Called for each stored tensor; returns the tensor to read it into, a DTensor of any placement or a
-            whole tensor, or None to leave it out of the result.
-        weights_only: Refuse pickled objects other than tensors, plain Python values and
+        template: Function that is called for each stored tensor. It returns the tensor to read it into (a DTensor of
+            any placement, or a whole tensor), or None to leave it out of the result.
+        weights_only: Whether to refuse pickled objects other than tensors, plain Python values and instances of
             :data:`~lightning_dist.checkpoint.snapshot.SAFE`.
         check: How to check the files.
 
@@ -211,7 +217,7 @@ class LoadedCheckpoint:
 
     Args:
         state: The checkpoint's dictionary, with the tensors for which there were templates.
-        own: State that only the rank of the same number had when the checkpoint was saved; empty if there was none.
+        own: State of its own that the rank with the same number saved; empty if there was none.
         manifest: Manifest of the checkpoint.
     """
 
@@ -228,10 +234,10 @@ def read_for_rank(
     weights_only: bool = True,
     check: Verify = "full",
 ) -> LoadedCheckpoint:
-    """Read what one of ``num_ranks`` ranks needs, and check this rank's share of the files. Not a collective.
+    """Read what one of ``num_ranks`` ranks needs, and check this rank's share of the files, without communication.
 
-    Each rank checks other files, so what was read is valid only if no rank raises. The remaining arguments and the
-    errors are those of :func:`read`.
+    Each rank checks other files, so what was read is valid only if no rank raises an error. The remaining arguments
+    and the errors are those of :func:`read`.
     """
     with _opened(path) as (reader, manifest):
         mine = _check_small_files(reader, manifest, check, (rank, num_ranks))
@@ -277,7 +283,7 @@ def verify(path: Path, check: Verify = "full", share: tuple[int, int] = (0, 1)) 
 
 
 def find(folder: Path) -> list[tuple[str, Manifest | CheckpointError]]:
-    """Return path and manifest of the checkpoints in ``folder``, oldest first.
+    """Return the paths and manifests of the checkpoints in ``folder``, oldest first.
 
     Checkpoints whose manifest cannot be read come first, with the error in place of the manifest. Only manifests are
     read; :func:`verify` checks the other files.
@@ -292,7 +298,7 @@ def find(folder: Path) -> list[tuple[str, Manifest | CheckpointError]]:
 
 
 def is_sharded_checkpoint(path: Path) -> bool:
-    """Return whether there is a checkpoint of :func:`write` at ``path``."""
+    """Return whether there is a checkpoint at ``path`` that :func:`write` has written."""
     return storage_at(path).is_checkpoint()
 
 
@@ -300,7 +306,8 @@ def is_sharded_checkpoint(path: Path) -> bool:
 def _opened(path: Path, hint: bool = True) -> Iterator[tuple[Reader, Manifest]]:
     """Open the checkpoint at ``path`` and yield the reader of its files and its manifest.
 
-    Errors raised inside become a CheckpointError that names ``path`` and, with ``hint``, other checkpoints nearby.
+    Errors raised in this context become a CheckpointError that names ``path`` and, with ``hint``, other checkpoints
+    nearby.
     """
     place = storage_at(path)
     try:
@@ -328,7 +335,7 @@ def _check_files(reader: Reader, manifest: Manifest, check: Verify, share: tuple
 
 
 def _check_small_files(reader: Reader, manifest: Manifest, check: Verify, share: tuple[int, int]) -> list[str]:
-    """Check this rank's share of the files except those of tensors, and return the latter for it to check."""
+    """Check this rank's share of the files except those of tensors, and return the names of those of tensors."""
     _check_sizes(reader, manifest, check)
     mine = _share_of(manifest, share) if check == "full" else []
     for name in mine:
@@ -338,7 +345,7 @@ def _check_small_files(reader: Reader, manifest: Manifest, check: Verify, share:
 
 
 def _share_of(manifest: Manifest, share: tuple[int, int]) -> list[str]:
-    """Return the names of the files that this rank checks: those that rank N wrote are checked by N modulo num_ranks.
+    """Return the names of the files that this rank checks: rank N modulo num_ranks checks those that rank N wrote.
 
     With as many ranks as saved the checkpoint, each one checks the files that it is likely to read anyway.
     """
@@ -368,7 +375,7 @@ def _check_digest(reader: Reader, manifest: Manifest, name: str) -> None:
 
 
 def _content(reader: Reader, manifest: Manifest, name: str, optional: bool = False) -> bytearray:
-    """Return the content of the file ``name``, with any prefix of the storage; empty if ``optional`` and missing."""
+    """Return the content of the file ``name``, whatever the storage's prefix; empty if ``optional`` and missing."""
     full_name = next((file for file in manifest.files if os.path.basename(file) == name), None)
     if full_name is None and optional:
         return bytearray()
@@ -389,7 +396,7 @@ def _others(path: Path) -> str:
     text = os.fspath(path)
     try:
         found = find(text) or find(os.path.dirname(text))
-    except Exception:  # the problem that hides the checkpoint may hide its folder as well
+    except Exception:  # The problem that makes the checkpoint unreadable may make its folder unreadable as well.
         return ""
     names = [name for name, manifest in found if isinstance(manifest, Manifest) and name != text]
     return f" There is {' and '.join(names[-2:])}." if names else ""
@@ -403,7 +410,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _agreed(value: tuple[str, float], group: dist.ProcessGroup | None) -> tuple[str, float]:
-    """Return the first rank's ``value`` on all ranks. A collective over ``group``."""
+    """Return the first rank's ``value`` on all ranks. This is a collective over ``group``."""
     agreed = [value]
     if dist.is_initialized():
         dist.broadcast_object_list(agreed, group=group, group_src=0)

@@ -60,13 +60,13 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Describe a box of a tensor's elements, stored contiguously and in C order in one file.
+    """Describe a rectangular block of a tensor's elements, stored contiguously and in C order in one file.
 
     Args:
         file: Name of the file.
         start: Position of the first byte in the file.
-        offsets: First index of the box in the tensor, per dimension.
-        sizes: Number of elements of the box, per dimension.
+        offsets: First index of the block in the tensor, per dimension.
+        sizes: Number of elements of the block, per dimension.
     """
 
     file: str
@@ -82,7 +82,7 @@ class TensorEntry:
     Args:
         shape: Shape of the whole tensor.
         dtype: torch's name of the dtype, such as ``"float32"``.
-        chunks: Boxes that cover the whole tensor together.
+        chunks: Blocks that together cover the whole tensor.
     """
 
     shape: tuple[int, ...]

@@ -52,14 +52,14 @@ class ObjectStorage(CheckpointStorage):
         try:
             self._filesystem.pipe_file(f"{self._path}/{MANIFEST}", manifest)
         except Exception:
-            if not self._has(manifest):  # the put may have failed here and succeeded in the store
+            if not self._has(manifest):  # The put may have failed here and yet succeeded in the store.
                 raise
         try:
             for path in self._filesystem.find(self._path):
                 name = path.removeprefix(self._filesystem._strip_protocol(self._path)).lstrip("/")
                 if name != MANIFEST and not name.startswith(self.prefix(save_id)):
                     self._filesystem.rm_file(path)
-        except Exception as error:  # the new checkpoint is complete, and leftovers of the old one do no harm
+        except Exception as error:  # The new checkpoint is complete, and leftovers of the old one do no harm.
             warnings.warn(f"What was at {self} before could not be removed: {error!r}", stacklevel=1)
 
     def _has(self, manifest: bytes) -> bool:
@@ -73,7 +73,7 @@ class ObjectStorage(CheckpointStorage):
     def abort(self, save_id: str) -> None:
         try:
             if self.prefix(save_id).encode() in self._filesystem.cat_file(f"{self._path}/{MANIFEST}"):
-                return  # the put of the save's manifest failed here and succeeded in the store
+                return  # The put of the save's manifest has failed here and yet succeeded in the store.
         except FileNotFoundError:
             pass
         with suppress(FileNotFoundError):

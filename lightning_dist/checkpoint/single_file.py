@@ -21,14 +21,14 @@ _POSITIONS = "lightning_dist.positions_in_data"
 def read_whole(
     source: str | Path, map_location: Any = None, weights_only: bool = True, weights_alone: bool = False
 ) -> dict[str, Any]:
-    """Read the checkpoint directory ``source`` as ``torch.load`` reads a file. Not a collective.
+    """Read the checkpoint directory ``source`` in one process, with the same result as ``torch.load`` of a file.
 
     Args:
         source: Checkpoint directory that a sharded run saved.
         map_location: Device, or name of the device, for the tensors. With any other value that ``torch.load`` accepts,
             they stay on the CPU.
-        weights_only: Refuse pickled objects other than tensors and plain values.
-        weights_alone: Read only the tensors of the module's state dict.
+        weights_only: Whether to refuse pickled objects other than tensors and plain values.
+        weights_alone: Whether to read only the tensors of the module's state dict.
 
     Returns:
         Lightning's checkpoint dictionary with whole tensors, and with optimizer states in the form that torch's
@@ -58,7 +58,7 @@ def consolidate(source: str | Path, destination: Path, trust: bool = False) -> N
         source: Checkpoint directory that a sharded run saved.
         destination: File to write. ``*.ckpt`` becomes a Lightning checkpoint, for ``load_from_checkpoint`` and
             ``fit(ckpt_path=...)`` under any strategy; ``*.safetensors`` gets the weights alone.
-        trust: Read pickled objects of any class, which can run any code.
+        trust: Whether to read pickled objects of any class, which can run any code.
 
     Raises:
         CheckpointError: If ``source`` is not a sharded checkpoint or cannot be read.
@@ -90,10 +90,12 @@ def _loop_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 
 def _keep_positions_apart(checkpoint: dict[str, Any]) -> None:
-    """Move the positions in ordinary data loaders to where Lightning does not look: it refuses those without a state.
+    """Move the positions in ordinary data loaders to a key that Lightning ignores.
+
+    Lightning refuses a checkpoint with states for data loaders that do not have a state themselves.
 
     Args:
-        checkpoint: The checkpoint dictionary; it is changed.
+        checkpoint: The checkpoint dictionary, which is changed in place.
     """
     loops = _loop_state(checkpoint)
     states = loops.get("combined_loader", [])
@@ -104,6 +106,10 @@ def _keep_positions_apart(checkpoint: dict[str, Any]) -> None:
 
 
 def put_positions_back(checkpoint: dict[str, Any]) -> None:
-    """Undo what :func:`consolidate` has done with the positions in data loaders, in a checkpoint that was read."""
+    """Move the positions in data loaders back to where they were before :func:`consolidate` moved them.
+
+    Args:
+        checkpoint: A checkpoint dictionary that was read from a file; it is changed in place.
+    """
     if _POSITIONS in checkpoint:
         _loop_state(checkpoint)["combined_loader"] = checkpoint.pop(_POSITIONS)

@@ -26,7 +26,7 @@ _WHOLE = "lightning_dist.whole"
 _METADATA = "lightning_dist.metadata"
 _SCALAR = "lightning_dist.scalar"
 _SCALAR_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.bool)
-"""Dtypes of scalars that are stored as Python numbers: to pickle tensors is slow, and optimizers have many scalars."""
+"""Dtypes of scalars stored as Python numbers, because pickling tensors is slow and optimizers have many scalars."""
 _FIXED = (type(None), bool, int, float, str, bytes, torch.dtype, torch.Size)
 """Types of immutable values, which need no copy."""
 
@@ -37,7 +37,7 @@ class Snapshot:
 
     Args:
         tensors: Live tensors, not copies, by path in the dictionary.
-        state: Returns the pickled dictionary without the tensors, as it was when the snapshot was taken.
+        state: Function that returns the pickled dictionary without the tensors, as it was when the snapshot was taken.
         own: Pickled state that only this rank will read.
         about: Values to show where checkpoints are listed; plain JSON.
         names: The paths of all tensors of the dictionary, including those that only other ranks have.
@@ -60,11 +60,11 @@ def take_snapshot(
     own: Mapping[str, Any] | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Snapshot:
-    """Split ``checkpoint`` into its tensors and the rest. The caller may change the rest afterwards.
+    """Split ``checkpoint`` into its tensors and the rest; the caller may change the rest, but no tensor, afterwards.
 
     Args:
         checkpoint: Nested dictionaries, lists and tuples of anything that pickles.
-        own: State that only this rank has, for the rank of the same number in a run with as many ranks.
+        own: State that only this rank has, for the rank with the same number in a run with as many ranks.
         about: Values to show where checkpoints are listed; plain JSON.
 
     Raises:
@@ -74,7 +74,7 @@ def take_snapshot(
     tensors: dict[str, torch.Tensor] = {}
     changeable: list[Any] = []
     rest = _take_out(checkpoint, (), tensors, changeable)
-    state = partial(pickled, rest)  # pickled later, as it is slow and only rank 0 writes the result
+    state = partial(pickled, rest)  # It is pickled later, because that is slow and only rank 0 writes the result.
     if changeable:
         content = state()
         state = partial(bytes, content)
@@ -92,7 +92,7 @@ SAFE: tuple[Any, ...] = (
     collections.defaultdict,
     collections.deque,
 )
-"""Classes that ``weights_only`` accepts in addition to torch's own: to unpickle them runs no foreign code."""
+"""Classes that ``weights_only`` accepts in addition to torch's own, because unpickling them runs no foreign code."""
 
 
 def pickled(value: Any) -> bytes:
@@ -121,13 +121,13 @@ def unpickled(content: bytearray, weights_only: bool) -> Any:
 
 
 def _take_out(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.Tensor], changeable: list[Any]) -> Any:
-    """Return a copy of ``value`` in which references replace the tensors, and add these to ``tensors``.
+    """Return a copy of ``value`` in which references replace the tensors, and add the tensors to ``tensors``.
 
     Scalar tensors are copied into the result as numbers. Values that are not copied, or that cannot be stored as raw
-    bytes, are added to ``changeable``: they may change before the result is pickled.
+    bytes, are added to ``changeable``, because they may change before the result is pickled.
     """
     if isinstance(value, torch.Tensor):
-        if is_remote(value):  # the tensor belongs to another rank of a pipeline
+        if is_remote(value):  # The tensor belongs to another rank of a pipeline.
             return {_REFERENCE: "/".join(map(str, path))}
         if not isinstance(value, DTensor) and value.ndim == 0 and value.dtype in _SCALAR_DTYPES:
             return {_SCALAR: [value.item(), str(value.dtype).removeprefix("torch.")]}
@@ -177,9 +177,15 @@ def _refuse_dtensors(value: Any, path: tuple[str | int, ...]) -> None:
 
 
 def references(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str, tuple[str | int, ...], bool]]:
-    """Yield, for each tensor that was taken out of ``value``, its key, its path, and whether a rank had the whole.
+    """Yield a description of each tensor that was taken out of ``value``.
 
-    The key is that in ``Snapshot.tensors``. Where a rank had the whole tensor, it was no DTensor.
+    Args:
+        value: The dictionary of a checkpoint, or a part of it, with references in place of tensors.
+        path: Keys that lead to ``value`` in the checkpoint's dictionary.
+
+    Yields:
+        The tensor's key in ``Snapshot.tensors``, its path in the checkpoint's dictionary, and whether it was a plain
+        tensor, and not a DTensor.
     """
     if _is_reference(value):
         yield value[_REFERENCE], path, _WHOLE in value
@@ -216,7 +222,7 @@ def put_back(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def with_metadata(state: Mapping[str, Any], metadata: Any) -> dict[str, Any]:
-    """Return a module's state dict with the versions of its modules, which their loading code may look at.
+    """Return a module's state dict with the versions of its modules, which their loading code may use.
 
     Args:
         state: The state dict.

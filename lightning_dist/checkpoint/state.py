@@ -23,7 +23,7 @@ def by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     Unlike ``torch.distributed.checkpoint.state_dict``, this does not run an optimizer step to create missing state.
     """
     state = optimizer.state_dict()
-    if not optimizer.param_groups:  # Lightning makes such an optimizer where configure_optimizers() returns None
+    if not optimizer.param_groups:  # Lightning makes such an optimizer if configure_optimizers() returns None.
         return state
     names = _names(optimizer, module)
     order = [index for group in state["param_groups"] for index in group["params"]]
@@ -51,12 +51,12 @@ def by_index(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_optimizer(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Load ``state``, of :func:`by_name` or of a plain optimizer, into ``optimizer``. No communication.
+    """Load ``state``, of :func:`by_name` or of a plain optimizer, into ``optimizer``, without communication.
 
     Args:
         optimizer: Optimizer of parameters of ``module``.
         module: Module that names the parameters.
-        state: Optimizer state; its whole tensors are sharded like their parameters.
+        state: Optimizer state. Whole tensors in it are sharded like their parameters.
 
     Raises:
         CheckpointError: If the parameter groups differ from those of ``optimizer``.
@@ -85,13 +85,13 @@ def load_optimizer(optimizer: Optimizer, module: nn.Module, state: Mapping[str, 
     placed = {
         name: {key: shard_like(value, aliases[name]) for key, value in values.items()}
         for name, values in saved["state"].items()
-        if not is_remote(aliases[name])  # a meta parameter belongs to another pipeline stage
+        if not is_remote(aliases[name])  # A meta parameter belongs to another pipeline stage.
     }
     optimizer.load_state_dict(by_index({**saved, "state": placed}))
 
 
 def load_model(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
-    """Load ``state_dict``, of DTensors or whole tensors, into ``module``, which may be sharded. No communication.
+    """Load ``state_dict``, of DTensors or whole tensors, into ``module``, which may be sharded, without communication.
 
     Raises:
         CheckpointError: If ``strict`` is set and names are missing or unexpected, or if a shape differs. The weights
@@ -115,7 +115,7 @@ def load_model(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = 
     tensors = {name: value for name, value in state_dict.items() if name in targets and name not in on_other_stages}
     for name, value in tensors.items():
         target = targets[name]
-        # Modules may load buffers of other shapes, by code of their own.
+        # The shapes of buffers are not compared, because modules may load other shapes by code of their own.
         is_param = name in params or isinstance(target, DTensor)
         if is_param and isinstance(value, torch.Tensor) and value.shape != target.shape:
             raise CheckpointError(
@@ -130,9 +130,9 @@ def load_model(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = 
 
 
 def shard_like(value: Any, param: torch.Tensor) -> Any:
-    """Shard ``value`` like the DTensor ``param`` if it is a whole tensor of the same shape. No communication.
+    """Shard ``value`` like the DTensor ``param`` if it is a whole tensor of the same shape, without communication.
 
-    Any other ``value`` is returned as it is, also if ``param`` is not a DTensor.
+    Otherwise, or if ``param`` is not a DTensor, ``value`` is returned unchanged.
     """
     if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or not isinstance(param, DTensor):
         return value

@@ -12,13 +12,17 @@ __all__ = ["CheckpointStorage", "NewFile", "Reader"]
 
 
 class Reader(Protocol):
-    """Read the files of one checkpoint, also if another one takes its path in the meantime.
+    """Read the files of one checkpoint, even if another checkpoint takes its path in the meantime.
 
     Several threads may use a reader at the same time.
     """
 
     def size(self, name: str) -> int:
-        """Return the size of the file in bytes. Raises FileNotFoundError."""
+        """Return the size of the file in bytes.
+
+        Raises:
+            FileNotFoundError: If the checkpoint has no file of this name.
+        """
 
     def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
         """Fill the buffers in turn with the file's bytes from ``start`` on, and return the number of bytes read."""
@@ -33,29 +37,46 @@ class CheckpointStorage(Protocol):
     def lock(self) -> Callable[[], None]:
         """Lock the path's folder against saves of other runs, and remove the leftovers of runs that died.
 
-        The first rank calls this. The object store has no locks, so that it does nothing there.
+        The first rank calls this. It does nothing in an object store, which has no locks.
 
         Returns:
-            A function that unlocks the folder.
+            Function that unlocks the folder.
 
         Raises:
             CheckpointError: If another run holds the lock.
         """
 
     def begin(self, save_id: str) -> None:
-        """Prepare a save; called on the first rank before any rank creates files."""
+        """Prepare a save. The first rank calls this before any rank creates files.
+
+        Args:
+            save_id: Identifier of the save, which all of its methods are given.
+        """
 
     def prefix(self, save_id: str) -> str:
         """Return the prefix of the names of the save's files."""
 
     def create(self, save_id: str, name: str) -> NewFile:
-        """Create a file of the save, on any rank. Raises FileNotFoundError if this rank does not see ``begin``."""
+        """Create a file of the save, on any rank.
+
+        Args:
+            save_id: Identifier of the save.
+            name: Name of the file, including :meth:`prefix`.
+
+        Raises:
+            FileNotFoundError: If this rank does not see what :meth:`begin` has created on the first rank.
+        """
 
     def commit(self, save_id: str, manifest: bytes) -> None:
-        """Put the save at the path and return when it is durable; called on the first rank, with all files closed."""
+        """Put the save at the path, and return when it is durable. The first rank calls this when all files are closed.
+
+        Args:
+            save_id: Identifier of the save.
+            manifest: The content of the manifest.
+        """
 
     def abort(self, save_id: str) -> None:
-        """Remove the files of a save that failed; called on the first rank."""
+        """Remove the files of a save that failed. The first rank calls this."""
 
     def exists(self) -> bool:
         """Return whether there is anything at the path."""
@@ -81,9 +102,9 @@ class NewFile:
 
     Args:
         name: Name of the file in the manifest.
-        write: Appends all bytes of its argument to the file.
-        finish: Makes the file durable and closes it; closes it also if that fails.
-        abandon: Closes the file without making it durable.
+        write: Function that appends all bytes of its argument to the file.
+        finish: Function that makes the file durable and closes it, and closes it even if that fails.
+        abandon: Function that closes the file without making it durable.
     """
 
     def __init__(

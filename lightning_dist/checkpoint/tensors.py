@@ -31,18 +31,18 @@ ALIGNMENT = 64
 
 
 def own_parts(tensors: Mapping[str, Tensor], is_first: bool) -> dict[str, Tensor]:
-    """Return the local parts of ``tensors`` that this rank writes, by name. No communication.
+    """Return the local parts of ``tensors`` that this rank writes, by name, without communication.
 
     Where several ranks hold the same shard of a DTensor, one of them writes it, chosen so that each of them writes
     about as many bytes. Tensors that are not DTensors are written by the first rank.
 
     Args:
-        tensors: The checkpoint's tensors by name. The names must be the same on all ranks, as the choice depends on
-            them.
+        tensors: The checkpoint's tensors by name. The names must be the same on all ranks, because the choice depends
+            on them.
         is_first: Whether this is the first rank.
     """
     own = []
-    # The bytes that each replica writes. They are counted per mesh, as not all ranks need to be in each mesh.
+    # The bytes that each replica writes are counted per mesh, because not all ranks need to be in each mesh.
     num_bytes: dict[Any, list[int]] = {}
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -71,7 +71,7 @@ def write_tensors(file: NewFile, tensors: Mapping[str, Tensor], parts: Mapping[s
     Args:
         file: This rank's file; it is left open.
         tensors: The DTensors or whole tensors that ``parts`` belong to, by name.
-        parts: The parts of :func:`own_parts`, or copies of them.
+        parts: The result of :func:`own_parts`, or copies of the tensors in it.
     """
     entries, layouts = {}, ShardSlices()
     for name, part in parts.items():
@@ -85,7 +85,7 @@ def write_tensors(file: NewFile, tensors: Mapping[str, Tensor], parts: Mapping[s
 
 
 def merged(entries_of_all: Iterable[Mapping[str, TensorEntry]]) -> dict[str, TensorEntry]:
-    """Merge the tensor entries of all ranks.
+    """Merge the tensor entries that all ranks have written for the manifest.
 
     Raises:
         CheckpointError: If a part of a tensor is missing.
@@ -108,7 +108,7 @@ def merged(entries_of_all: Iterable[Mapping[str, TensorEntry]]) -> dict[str, Ten
 def read_tensors(
     reader: Reader, manifest: Manifest, targets: Mapping[str, Tensor], to_check: Collection[str]
 ) -> set[str]:
-    """Fill this rank's parts of ``targets``. Each file is read once and in order.
+    """Read this rank's parts of ``targets``. Each file is read once and in order.
 
     Args:
         reader: Reader of the checkpoint's files.
@@ -117,7 +117,7 @@ def read_tensors(
         to_check: Names of the files whose digests to check while they are read.
 
     Returns:
-        Names in ``to_check`` of files that were not read completely, and therefore were not checked.
+        The names in ``to_check`` whose files were not read completely, and therefore were not checked.
 
     Raises:
         CheckpointError: If a file differs from what was written, or the shape or dtype of a tensor from its target's.
@@ -156,13 +156,13 @@ class _Overlap:
     target: Tensor
 
     def piece(self, whole: bool) -> _Piece:
-        """Return the piece of the file to read for this overlap; with ``whole``, all of the chunk."""
+        """Return the piece of the file to read for this overlap; with ``whole``, the piece of the whole chunk."""
         is_all = self.target.shape == torch.Size(self.chunk.sizes)
         if is_all and self.target.is_contiguous() and self.target.device.type == "cpu":
             return _Piece(self.chunk.start, _bytes_of(self.target))
         if whole or not self.in_chunk:
             first, box, sizes = 0, self.in_chunk, self.chunk.sizes
-        else:  # read only the needed rows, which are contiguous in the file
+        else:  # Only the needed rows are read, which are contiguous in the file.
             first, end = self.in_chunk[0].start, self.in_chunk[0].stop
             box, sizes = (slice(None), *self.in_chunk[1:]), (end - first, *self.chunk.sizes[1:])
         buffer = torch.empty(sizes, dtype=self.target.dtype)
@@ -177,7 +177,7 @@ class _Piece:
     Args:
         start: Position of the first byte in the file.
         buffer: Memory that the bytes are read into.
-        deliver: Copies the buffer to its target, where it is not the target's own memory.
+        deliver: Function that copies the buffer to its target, unless the buffer is the target's own memory.
     """
 
     start: int
@@ -191,7 +191,7 @@ class _Piece:
 
 
 _GROUP_BYTES = 32 * 2**20
-_GROUP_PIECES = 500  # below the limit of 1024 buffers of preadv(2); padding takes one buffer per piece
+_GROUP_PIECES = 500  # The limit of preadv(2) is 1024 buffers, and padding takes one more buffer per piece.
 
 
 def _groups(overlaps: Iterable[_Overlap], whole: bool) -> Iterator[list[_Piece]]:

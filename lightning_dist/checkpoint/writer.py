@@ -1,4 +1,4 @@
-"""Write checkpoints in the background: training waits only until the weights are copied.
+"""Write checkpoints in the background, so that training waits only until the weights are copied.
 
 The writer of each rank has one thread, which executes saves and removals in the order of the requests. A save that
 fails on one rank fails on all of them, leaves the checkpoint that was at its path, and cancels the removals after it.
@@ -41,10 +41,10 @@ class Save:
 
     Args:
         path: Path of the checkpoint.
-        about: Values that its manifest has for listings.
+        about: Values in the manifest to show where checkpoints are listed.
         num_bytes: Bytes of the tensors of the whole checkpoint.
-        stall_s: Seconds that training waited for the save.
-        staging_s: Seconds that copying took; training waited for a part of them.
+        stall_s: Seconds for which training waited for the save.
+        staging_s: Seconds that copying took. Training waited for a part of this time.
         write_s: Seconds from the end of copying until the checkpoint was at its path, or the save had failed.
         saved_at: The ``saved_at`` of its manifest; 0 if the checkpoint was not written.
         error: The error if the save failed, else None.
@@ -77,7 +77,7 @@ class Writer:
         self._staged = threading.Event()
         self._staged.set()
         self._finished: queue.SimpleQueue[Save] = queue.SimpleQueue()
-        # Only the thread uses these:
+        # Only the thread uses the following attributes.
         self._newest: Save | None = None
         self._is_proven = False
         self._locks: dict[str, Callable[[], None]] = {}
@@ -89,10 +89,10 @@ class Writer:
         changed in place before; a change through ``.data`` is not detected.
 
         Args:
-            path: Path of the checkpoint, see :func:`~lightning_dist.checkpoint.format.write`.
-            snapshot: Snapshot to save; its tensors other than DTensors are copied at once. If this rank could not take
-                one, the exception that it raised: then the save fails on all ranks.
-            asynchronous: If False, copy nothing, and return when the save is done.
+            path: Path of the checkpoint, as for :func:`~lightning_dist.checkpoint.format.write`.
+            snapshot: Snapshot to save; its tensors other than DTensors are copied at once. A rank that could not take a
+                snapshot gives the exception instead, and the save fails on all ranks.
+            asynchronous: Whether to return before the save is done. If False, nothing is copied.
 
         Returns:
             The record of the save, which is completed while the save goes on.
@@ -160,7 +160,7 @@ class Writer:
                 with raise_on_all_ranks(f"removing {path}", self._group):
                     if self._is_first:
                         _remove(str(path))
-            except Exception as error:  # object stores raise errors of many classes
+            except Exception as error:  # Object stores raise errors of many classes.
                 warnings.warn(f"The checkpoint {path} could not be removed: {error}", stacklevel=1)
 
         if self._thread is None:
@@ -173,7 +173,10 @@ class Writer:
         return not dist.is_initialized() or dist.get_rank(self._group) == 0
 
     def _prove_newest(self) -> bool:
-        """Return whether the latest save is intact. A collective: each rank reads its share of the files, once."""
+        """Return whether the latest save is intact, as found by reading it back once.
+
+        This is a collective, in which each rank reads its share of the files.
+        """
         save = self._newest
         if save is None or self._is_proven:
             return True
@@ -234,7 +237,7 @@ class Writer:
         self._thread.start()
 
     def _prepare_staging(self, snapshot: Snapshot) -> None:
-        """Create the stager. Must be called by the training thread, which is the one that has selected the device."""
+        """Create the stager. The training thread must call this, because it has selected the device."""
         on_accelerator = any(tensor.device.type != "cpu" for tensor in snapshot.tensors.values())
         if self._stager is None:
             self._stager = DefaultStager(
@@ -246,13 +249,14 @@ class Writer:
                 )
             )
         if on_accelerator:
-            torch.accelerator.synchronize()  # the stager's stream does not wait for the kernels that update the weights
+            # The stager's stream does not wait for the kernels that update the weights.
+            torch.accelerator.synchronize()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
                 job()
-            except BaseException as error:  # if the thread ended, training would wait for it forever
+            except BaseException as error:  # If the thread ended, training would wait for it forever.
                 warnings.warn(f"The checkpoint writer continues after an error: {error!r}", stacklevel=1)
             finally:
                 self._staged.set()
