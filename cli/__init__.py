@@ -42,7 +42,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        argv: Arguments after the program's name; by default those of this process.
+        argv: Arguments after the program's name; None: those of this process.
 
     Returns:
         The exit code: 0 for success, 1 if training failed, 2 for a bad configuration.

@@ -52,7 +52,7 @@ class StrategyAction(ActionTypeHint):
         return super()._check_type(value, append=append, cfg=cfg, mode=mode)
 
     def instantiate_classes(self, value: Any) -> Any:
-        """Instantiate the strategy with the type ``Strategy``, not the union, whose errors would be about ``str``."""
+        """Instantiate the strategy with the type ``Strategy``; with the union, errors would be about ``str``."""
         if isinstance(value, str):
             return value
         union, self._typehint = self._typehint, Strategy

@@ -71,7 +71,7 @@ def report(text: str, code: int, prefix: str = "error: ", cause: str | None = No
         text: The message.
         code: This process's exit code.
         prefix: Text that is put before the message.
-        cause: Text by which the errors of several processes are recognized as the same; by default the message.
+        cause: Text by which the errors of several processes are recognized as the same; None: the message.
     """
     rank, markers = _rank(), _markers()
     if markers is None:

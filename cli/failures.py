@@ -43,7 +43,7 @@ _SECONDS_TO_EXIT = 5
 
 
 class Progress(Callback):
-    """Record whether a run has reached its first batch: until then, errors count as mistakes in its configuration."""
+    """Record whether a run has reached its first batch. Earlier errors count as mistakes in its configuration."""
 
     def __init__(self) -> None:
         self.batch_seen = False

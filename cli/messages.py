@@ -30,10 +30,10 @@ def shorten(message: str, parser: ArgumentParser, arguments: Sequence[str]) -> s
     Args:
         message: The message that jsonargparse would print below the usage.
         parser: The parser that raised the error.
-        arguments: The command line, from which the configuration file with the option is found.
+        arguments: The command line, which shows what configuration file has the option.
 
     Returns:
-        A message of at most three lines, without the usage. A message of an unknown form is cut, never dropped.
+        A message of at most three lines, without the usage. A message of an unknown form is cut to three lines.
     """
     if found := re.match(r"unrecognized arguments: (.*)", message, re.DOTALL):
         return _unrecognized(found[1].split(), parser)
@@ -92,7 +92,7 @@ def _missing_file(path: Path) -> str:
 
 
 def _explain(lines: list[str], key: str, parser: ArgumentParser, arguments: Sequence[str], path: str = "") -> str:
-    """Follow the one branch of a tree of errors that the user meant.
+    """Return the message of that branch of a tree of errors that is about the type which the user meant.
 
     Args:
         lines: Lines of the tree below a key.
@@ -252,7 +252,7 @@ def interpolation(error: OmegaConfBaseException) -> str:
 
 
 def original(error: Exception) -> Exception:
-    """Return the error that a class raised in its constructor, which jsonargparse wraps in an error about types.
+    """Return the error of a class's constructor that jsonargparse has wrapped in an error about types.
 
     Args:
         error: The error that the parser raised while it instantiated classes; any other error is returned unchanged.

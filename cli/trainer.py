@@ -93,7 +93,7 @@ class TrainerCommand(CommandLine):
 
     Args:
         progress: Callback that records whether the run has reached its first batch.
-        args: The command line; by default that of the process.
+        args: The command line; None: that of the process.
     """
 
     def __init__(self, progress: Progress, args: list[str] | None = None) -> None:
@@ -122,7 +122,7 @@ class TrainerCommand(CommandLine):
 
     @override
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
-        """Return only the requested command, because creating the parsers of all takes three times as long."""
+        """Return only the requested command, because creating the parsers of all commands takes three times as long."""
         return {self._command: LightningCLI.subcommands()[self._command]}
 
     @override
