@@ -34,23 +34,23 @@ STOPPED = "last-stopped.ckpt"
 class FaultTolerance(Callback):
     """Save and stop a run on SIGTERM or SIGUSR1, and end a run that hangs.
 
-    A signal may reach any process, or all. The ranks agree on it between two batches of training or of validation; then
-    the run saves ``last-stopped.ckpt`` beside the checkpoints of its first ModelCheckpoint, and all processes exit with
-    code 75. ``ckpt_path="auto"`` or ``"last"`` resumes from there within the epoch; a validation that was interrupted
-    starts again. Under SLURM, the requeue signal saves to the path at which Lightning looks after a requeue, and
-    requeues the job.
+    A signal may reach one, several or all processes. The ranks agree on it between two batches of training or of
+    validation. Then the run saves ``last-stopped.ckpt`` beside the checkpoints of its first ModelCheckpoint, and all
+    processes exit with code 75. ``ckpt_path="auto"`` or ``"last"`` resumes from there within the epoch; a validation
+    that was interrupted starts again. Under SLURM, the requeue signal saves to the path at which Lightning looks after
+    a requeue, and requeues the job.
 
     This project's strategies add this callback to every fit that has none.
 
     Args:
         grace_seconds: Seconds after the signal within which the checkpoint must be saved. Otherwise the run exits with
             code 1, and only the earlier checkpoints remain.
-        hang_timeout: Seconds without a batch after which a run is ended: a process on every node reports which rank
-            hangs and in which collective the others wait for it, writes every rank's stacks and collectives to the
+        hang_timeout: Seconds without a batch after which a run is ended. A process on every node then reports which
+            rank hangs and in which collective the others wait for it, writes every rank's stacks and collectives to the
             logger's artifacts and to ``<default_root_dir>/watchdog``, and ends the node's processes with code 76, so
-            that torchrun restarts them. It must be more than the longest step, compilation, validation batch or
-            synchronous save. None: no watchdog; then the strategy's ``timeout`` ends processes that wait in a
-            collective, without a report.
+            that torchrun restarts them. The timeout must be longer than the longest step, compilation, validation batch
+            or synchronous save. None: there is no watchdog, and the strategy's ``timeout`` ends processes that wait in
+            a collective, without a report.
 
     Raises:
         MisconfigurationException: If a number is not positive.
@@ -91,8 +91,8 @@ class FaultTolerance(Callback):
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Where ranks have unequal numbers of batches, one with more of them would wait for an agreement that the others
-        # do not take part in.
+        # If ranks have unequal numbers of batches, a rank with more of them would wait for an agreement in which the
+        # others do not take part.
         is_of_fit = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         self._looks_within_validation = is_of_fit and _compat.validates_alike(trainer)
 
@@ -129,7 +129,7 @@ class FaultTolerance(Callback):
             self._save_and_stop(trainer, number)
 
     def _save_and_stop(self, trainer: Trainer, number: int) -> None:
-        """Save, and end the fit with TrainingStopped, because of the signal ``number``. A collective."""
+        """Save, and end the fit with TrainingStopped, because of the signal ``number``. This is a collective."""
         left = max(self.grace_seconds - self._stop.seconds_since, 0.0)
         timer = threading.Timer(left, self._give_up)
         timer.daemon = True

@@ -1,4 +1,4 @@
-"""Begin runs from pretrained weights."""
+"""Start runs from pretrained weights."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ __all__ = ["LoadPretrained"]
 class LoadPretrained(Callback):
     """Load pretrained weights from a local Hugging Face folder, with any strategy; each rank reads its own part.
 
-    Build the model in ``configure_model`` with ``from_config``, not ``from_pretrained``: then no rank ever holds the
-    whole model. A run that resumes from a checkpoint takes its weights from there, and does not read the folder. A
-    module is filled once, so that a test after a fit uses the trained weights.
+    Build the model in ``configure_model`` with ``from_config``, not ``from_pretrained``, so that no rank ever holds the
+    whole model. A run that resumes from a checkpoint takes its weights from there, and does not read the folder. The
+    weights are loaded into a module only once, so that a test after a fit uses the trained weights.
 
     Args:
         path: The folder with ``model.safetensors`` or ``model.safetensors.index.json``.
-        prefix: What the LightningModule's parameter names have in front of the names in the files. Parameters without
+        prefix: Text that the LightningModule's parameter names have before the names in the files. Parameters without
             this prefix, such as those of a new head, are left unchanged.
 
     Raises:
@@ -35,8 +35,8 @@ class LoadPretrained(Callback):
         self.prefix = prefix
         self._filled: LightningModule | None = None
 
-    # on_fit_start is too early: where the strategy shards the module first, checkpoints are restored after it, and only
-    # then is it known whether there is one. A sanity check is a validation, and runs before training.
+    # on_fit_start is too early, because some strategies restore the checkpoint after it, and only then is it known
+    # whether there is one. The sanity check is a validation, and runs before training.
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._fill(trainer, pl_module)

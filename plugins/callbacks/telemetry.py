@@ -27,24 +27,24 @@ class StepTelemetry(Callback):
     ========================= ============================================================================
     ``perf/step_ms``          time from one optimizer step to the next: the interval's mean, on the slowest rank
     ``perf/data_ms``          the part of it spent waiting for the next batch, on the rank that waited longest
-    ``perf/samples_per_s``    of the whole run: dim 0 of a batch's first tensor, over the data-parallel replicas
-    ``perf/tokens_per_s``     of the whole run: elements of a batch's first 2-D integer tensor, if it has one
-    ``memory/peak_mib``       since the start, on the rank that needed most (CUDA: allocated, else resident)
-    ``memory/peak_mib_rank0`` and so on: the same on each rank, for runs of up to 64 ranks
-    ``perf/bubble``           of a pipeline: the fraction of its ranks' time in which they waited for each other, in
-                              the interval's last step; the mean over the replicas
+    ``perf/samples_per_s``    samples of all replicas per second; a batch has as many as dim 0 of its first tensor
+    ``perf/tokens_per_s``     tokens of all replicas per second: elements of a batch's first 2-D integer tensor, if any
+    ``memory/peak_mib``       peak since the start on the rank that needed most (CUDA: allocated, else resident)
+    ``memory/peak_mib_rank0`` the same on rank 0, and so on for each rank, for runs of up to 64 ranks
+    ``perf/bubble``           fraction of the time of a pipeline's ranks in which they waited for each other, in the
+                              interval's last step; the mean over the replicas
     ``perf/bubble_theory``    the same fraction if all ranks take equally long, and a backward as long as two forwards
     ========================= ============================================================================
 
     Once per run, an :class:`~lightning_dist.plugins.loggers.MLflowLogger` gets a picture of the pipeline's step as the
     artifact ``pipeline/schedule.png``.
 
-    The first step after a start is left out, because it initializes lazily; so is the time of validation, of saving
-    checkpoints and between epochs. The device is synchronized once per interval, and the ranks exchange one small
-    tensor, or two with a pipeline.
+    The first step after a start is left out, because much is initialized in it. The time of validation, of saving
+    checkpoints and between epochs is left out as well. The device is synchronized once per interval, and the ranks
+    exchange one small tensor, or two with a pipeline.
 
     Args:
-        log_every_n_steps: Number of optimizer steps in an interval; by default the Trainer's ``log_every_n_steps``.
+        log_every_n_steps: Number of optimizer steps in an interval; None: the Trainer's ``log_every_n_steps``.
 
     Raises:
         MisconfigurationException: If ``log_every_n_steps`` is not positive.
@@ -155,7 +155,7 @@ class StepTelemetry(Callback):
                 logger.log_file(partial(draw_schedule, timeline, title), "pipeline/schedule.png")
 
     def _leave_out_checkpoints(self, trainer: Trainer) -> None:
-        """Pause the timer while a checkpoint is saved by anyone, for which callbacks have no hook."""
+        """Pause the timer while any caller saves a checkpoint, for which callbacks have no hook."""
         save_checkpoint = trainer.save_checkpoint
 
         @wraps(save_checkpoint)
@@ -184,7 +184,7 @@ def _pipeline(pl_module: LightningModule) -> Pipeline | None:
 
 
 def _gather(values: list[float], device: torch.device) -> list[list[float]]:
-    """Return every rank's values, indexed by rank. A collective over all processes."""
+    """Return every rank's values, indexed by rank. This is a collective over all processes."""
     mine = torch.tensor(values, device=device)
     if not (dist.is_available() and dist.is_initialized()):
         return [mine.tolist()]
