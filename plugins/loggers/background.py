@@ -15,7 +15,7 @@ class BackgroundWriter:
     a call in the middle of a transaction, which would leave an SQLite database locked.
 
     Args:
-        max_pending: Maximum number of pending calls; :meth:`put` waits where there are more.
+        max_pending: Maximum number of pending calls; :meth:`put` waits if there are more.
     """
 
     def __init__(self, max_pending: int = 100) -> None:

@@ -44,7 +44,7 @@ class MLflowLogger(MLFlowLogger):
 
     Args:
         experiment_name: Name of the experiment, which is created if it does not exist.
-        run_name: Name of a new run; by default MLflow invents one.
+        run_name: Name of a new run; None: MLflow invents one.
         tracking_uri: URI of the store: by default the environment variable ``MLFLOW_TRACKING_URI``, else
             ``sqlite:///mlflow.db`` in the working directory.
         tags: Tags of the run.
@@ -198,7 +198,7 @@ class MLflowLogger(MLFlowLogger):
 
         Args:
             metrics: Values by name. Text is left out with a warning, as in Lightning.
-            step: The step that they belong to, 0 by default.
+            step: The step to which the values belong; None: 0.
 
         Raises:
             Exception: The error of an earlier call to the store in the background.
@@ -249,7 +249,7 @@ class MLflowLogger(MLFlowLogger):
     @override
     @rank_zero_only
     def log_graph(self, model: nn.Module, input_array: Tensor | None = None) -> None:
-        """Log the strategy, layout, precision and device counts as parameters under ``dist.``; draw no graph.
+        """Log the strategy, layout, precision and device counts as parameters under ``dist.``, in place of a graph.
 
         Lightning calls this at the start of every run, after the strategy is set up. It is the only call that gives a
         logger access to the Trainer.
@@ -281,7 +281,7 @@ class MLflowLogger(MLFlowLogger):
     @override
     @rank_zero_only
     def finalize(self, status: str = "success") -> None:
-        """Upload what is not uploaded yet, and end the run if one was started.
+        """Upload the checkpoints and values that are still pending, and end the run if one was started.
 
         Args:
             status: ``"failed"``, ``"success"`` or ``"finished"``. A run that failed because of Ctrl-C or a signal is

@@ -12,14 +12,14 @@ MAX_PARAM_LENGTH = 6000
 
 
 def as_dict(params: Any) -> dict[str, Any]:
-    """Return parameters as a dictionary, empty for None."""
+    """Return parameters, given as a dictionary, a Namespace or None, as a dictionary; an empty one for None."""
     if params is None:
         return {}
     return vars(params) if isinstance(params, Namespace) else dict(params)
 
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted names and values; a list is flattened only if it has items with names of their own."""
+    """Yield dotted names and values. A list is flattened only if it contains mappings or Namespaces."""
     if is_dataclass(value) and not isinstance(value, type):
         value = asdict(value)
     elif isinstance(value, Namespace):

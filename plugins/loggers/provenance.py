@@ -26,8 +26,8 @@ def git_state() -> dict[str, str]:
     """Return the ``commit`` of the working directory's repository, and whether tracked files differ (``dirty``).
 
     Returns:
-        A dictionary with both as text; empty outside of a repository, or if git is missing or too slow; without
-        ``dirty`` if only that is unknown.
+        A dictionary with both as text. It is empty outside of a repository, or if git is missing or too slow, and has
+        no ``dirty`` if only that is unknown.
     """
     commit = _git("rev-parse", "HEAD")
     if not commit:

@@ -1,4 +1,4 @@
-"""Draw a pipeline's step: a row for each rank, and a box with the microbatch's number for each action."""
+"""Draw a pipeline's step with a row for each rank, and a box with the microbatch's number for each action."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _COLOURS: dict[Kind, tuple[str, str, str]] = {
 }
 _MIN_WIDTH_IN, _MAX_WIDTH_IN, _BOX_IN, _ROW_IN, _DPI = 14.0, 32.0, 0.16, 0.5, 120
 _LEFT_IN, _RIGHT_IN, _TOP_IN, _BOTTOM_IN = 0.8, 0.2, 0.5, 0.6
-_SMALLEST_TEXT = 4.0  # points
-_BOX_HEIGHT = 0.8  # fraction of a row's height
+_SMALLEST_TEXT = 4.0  # The unit is points.
+_BOX_HEIGHT = 0.8  # The unit is the height of a row.
 _LIGHTEST = 0.55
 """Fraction of white that is mixed into the colour of a rank's last stage."""
 
@@ -32,7 +32,7 @@ def can_draw() -> bool:
 def draw_schedule(timeline: Timeline, title: str, path: Path) -> None:
     """Write a PNG of ``timeline``.
 
-    Later stages of a rank are lighter. The microbatch's number is left out where the box is too narrow for it.
+    Later stages of a rank are drawn lighter. The microbatch's number is left out where the box is too narrow for it.
 
     Args:
         timeline: Timeline of one step.

@@ -18,7 +18,7 @@ DEFAULT_TRACKING_URI = f"{SQLITE}mlflow.db"
 
 
 def default_save_dir(tracking_uri: str) -> str:
-    """Return the folder of a file store, else ``mlruns`` beside the SQLite file or in the working directory."""
+    """Return the folder of a file store, or else ``mlruns`` beside the SQLite file or in the working directory."""
     if tracking_uri.startswith("file:"):
         return re.sub(r"^file:(//)?", "", tracking_uri)
     if tracking_uri.startswith(SQLITE):
@@ -72,7 +72,7 @@ def _quiet(*logger_names: str) -> Iterator[None]:
 def own_randomness() -> Iterator[None]:
     """Reseed Python's generator in this context, so that MLflow invents distinct names for runs with the same seed.
 
-    The generator's state is restored afterwards, so that rank 0's does not differ from the other ranks'.
+    The generator's state is restored afterwards, so that its state on rank 0 does not differ from the other ranks'.
     """
     state = random.getstate()
     random.seed()
