@@ -1,8 +1,8 @@
 """Keep the records of ModelCheckpoint and of the loggers in line with the checkpoints that were really committed.
 
-ModelCheckpoint takes a save to be done as soon as it has requested it: it forgets and removes the previous checkpoint,
-tells loggers of a directory that is not there yet, and gives two checkpoints one name. All of this is wrong for saves
-in the background, so this module corrects the state of the ModelCheckpoints and delays the calls to the loggers.
+ModelCheckpoint assumes that a save is done as soon as it has requested it: it forgets and removes the previous
+checkpoint, tells loggers of a directory that is not there yet, and gives two checkpoints one name. All of this is wrong
+for saves in the background, so this module corrects the state of the ModelCheckpoints and delays the calls to loggers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["Bookkeeping", "absolute"]
 
 
 def absolute(path: str | os.PathLike[str]) -> str:
-    """Return ``path`` as an absolute path, so that it does not depend on the working directory; URLs are unchanged."""
+    """Return ``path`` as an absolute path, which does not depend on the working directory; URLs are unchanged."""
     text = os.fspath(path)
     return text if "://" in text else os.path.abspath(text)
 
@@ -43,11 +43,11 @@ class Bookkeeping:
         self._loggers: list[Logger] = []
         self._exists: dict[str, bool] = {}
         self._newest = ""
-        self._removed_for: dict[str, list[str]] = {}  # maps a save to the checkpoints to remove once it succeeded
+        self._removed_for: dict[str, list[str]] = {}  # It maps a save to the checkpoints to remove once it succeeded.
         self._notices: list[tuple[Callable[[Any], None], Any]] = []
         self._failed: list[str] = []
         self._is_unfinished: set[str] = set()
-        self._links: dict[str, str] = {}  # maps a link to the unfinished save that it will point to
+        self._links: dict[str, str] = {}  # It maps a link to the unfinished save that it will point to.
 
     def start(self, trainer: Trainer) -> None:
         """Track the ModelCheckpoints of ``trainer`` and delay the notifications of its loggers until :meth:`close`."""
@@ -115,7 +115,7 @@ class Bookkeeping:
         """Roll back the failed saves in all records.
 
         Returns:
-            Paths of the checkpoints that exceed a callback's ``save_top_k`` after that, and must be removed.
+            Paths of the checkpoints that then exceed a callback's ``save_top_k``, and must be removed.
         """
         too_many = []
         for path in self._failed:
@@ -154,11 +154,13 @@ class _Record:
         self._scores: dict[str, Tensor] = dict(callback.best_k_models)
         self._committed = {name: getattr(callback, name) for name in ("best_model_path", "last_model_path")}
         self._good = {absolute(path) for path in callback.best_k_models}
-        self._named: dict[str, dict[str, str]] = {}  # maps a save to the attributes set to its path, and their values
-        self._before: dict[str, dict[str, str]] = {}  # maps the newest commit to those attributes' values before it
+        # _named maps a save to the attributes set to its path, and their values. _before maps the newest commit to
+        # those attributes' values before it.
+        self._named: dict[str, dict[str, str]] = {}
+        self._before: dict[str, dict[str, str]] = {}
 
     def look(self, path: str) -> None:
-        """Note the callback's scores, and which of its attributes name the save to ``path`` that has begun."""
+        """Record the callback's scores, and which of its attributes name the save to ``path`` that has begun."""
         self._scores |= self.callback.best_k_models
         values = {name: getattr(self.callback, name) for name in self._committed}
         self._named[path] = {name: value for name, value in values.items() if value and absolute(value) == path}
@@ -179,14 +181,14 @@ class _Record:
         return view
 
     def roll_back(self, path: str, kept: list[str]) -> list[str]:
-        """Take the failed save to ``path`` out of the callback's attributes.
+        """Remove the failed save to ``path`` from the callback's attributes.
 
         Args:
-            path: The failed save.
-            kept: Checkpoints that were to be removed after it, and stay.
+            path: Path of the failed save.
+            kept: Paths of the checkpoints that were to be removed after it, and are kept now.
 
         Returns:
-            Paths of the checkpoints that exceed ``save_top_k`` now.
+            Paths of the checkpoints that now exceed ``save_top_k``.
         """
         callback, too_many = self.callback, []
         self._good.discard(path)

@@ -1,4 +1,4 @@
-"""Save and load sharded checkpoints as a strategy, and resume exactly."""
+"""Define a strategy that saves and loads sharded checkpoints, and resumes exactly."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from lightning_dist.plugins.strategies.shared_batches import SharedBatchStrategy
 __all__ = ["AFTER_ERROR_S", "CheckpointedStrategy"]
 
 AFTER_ERROR_S = 30.0
-"""Seconds that a rank which saves or goes on after an error waits for the others, which may wait for it elsewhere."""
+"""Seconds for which a rank that saves or goes on after an error waits for the others, which may wait elsewhere."""
 
 
 class CheckpointedStrategy(SharedBatchStrategy):
     """Save checkpoints of which every rank writes its part, and load them into any layout.
 
     Args:
-        checkpoint: How checkpoints are saved and loaded; None: by the defaults.
-        process_group_backend: The backend of ``torch.distributed``; None: what fits the device.
-        timeout: How long a collective, and ranks within a save, may wait for each other.
+        checkpoint: Options for saving and loading checkpoints; None: the defaults.
+        process_group_backend: The backend of ``torch.distributed``; None: the default for the device.
+        timeout: The time for which ranks wait for each other in a collective or within a save; None: torch's default.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CheckpointedStrategy(SharedBatchStrategy):
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Removes checkpoints. They are written by the strategy, since every rank holds a part."""
+        """Return the plugin that removes checkpoints; the strategy writes them itself, as every rank holds a part."""
         return super().checkpoint_io
 
     @checkpoint_io.setter
@@ -74,11 +74,13 @@ class CheckpointedStrategy(SharedBatchStrategy):
     def restore_when_sharded(self, restore: Callable[[], None]) -> None:
         """Postpone what Lightning restores before :meth:`setup` until the module is sharded, within :meth:`setup`.
 
-        Weights are loaded into shards. Optimizers and ``on_fit_start`` come after it, and find the states of callbacks
-        and what the module's ``on_load_checkpoint`` has set, as under any strategy that restores before ``setup``.
+        Weights are then loaded into shards. ``configure_optimizers`` and ``on_fit_start`` run after it, and find the
+        states of callbacks and what the module's ``on_load_checkpoint`` has set, as under any strategy that restores
+        before ``setup``.
 
         Args:
-            restore: Loads the weights, the data module and the callbacks from the checkpoint that was asked for.
+            restore: Function that loads the weights, the data module and the callbacks from the checkpoint that was
+                asked for.
         """
         self._restore = restore
 
@@ -89,13 +91,13 @@ class CheckpointedStrategy(SharedBatchStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Let a training loader be saved and entered where it is, and seed workers by the part of the data."""
+        """Let a training loader save and resume its position, and seed workers by this rank's part of the data."""
         self._exact_resume.process_loader(dataloader, self._trainer)
         return super().process_dataloader(dataloader)
 
     @override
     def on_train_start(self) -> None:
-        """Continue as the run did that was resumed."""
+        """Restore the random state of the run that is resumed."""
         self._exact_resume.on_train_start(self._trainer)
         super().on_train_start()
 
@@ -111,20 +113,20 @@ class CheckpointedStrategy(SharedBatchStrategy):
 
     @override
     def on_validation_start(self) -> None:
-        """Keep training's random numbers for its continuation, and give every rank the same buffers."""
+        """Save the random state of training until validation ends, and give every rank the same buffers."""
         self._exact_resume.before_validation(self._trainer)
         super().on_validation_start()
 
     @override
     def on_validation_end(self) -> None:
-        """Continue with training's random numbers."""
+        """Restore the random state that training had before validation."""
         super().on_validation_end()
         self._exact_resume.after_validation()
 
     @override
     def _begin_evaluation(self, agrees_on_buffers: bool = True) -> None:
         if agrees_on_buffers:
-            self._checkpoints.before_update()  # callbacks may swap weights for the evaluation
+            self._checkpoints.before_update()  # Callbacks may swap weights for the evaluation.
         super()._begin_evaluation(agrees_on_buffers)
 
     @override
@@ -140,9 +142,10 @@ class CheckpointedStrategy(SharedBatchStrategy):
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's state by the parameters' full names. A collective where ranks have other parameters.
+        """Return the optimizer's state by the parameters' full names.
 
-        Sharded state is DTensors; that of parameters which only other ranks have is on the meta device.
+        Sharded states are DTensors; the states of parameters that only other ranks have are on the meta device. This is
+        a collective if ranks have different parameters.
         """
         assert self.lightning_module is not None
         with self.parallel.without_hook_views():
@@ -155,29 +158,35 @@ class CheckpointedStrategy(SharedBatchStrategy):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save the checkpoint as a directory, every rank its part; in a fit it is written in the background."""
+        """Save the checkpoint as a directory to which every rank writes its part; in a fit, in the background."""
         if storage_options is not None:
             raise TypeError(f"{type(self).__name__}.save_checkpoint takes no storage_options: it uses no CheckpointIO.")
         with self.parallel.without_hook_views():
             self._wait_to_save()
-            path = self.broadcast(absolute(filepath))  # a name with the time in it, or a relative one, may differ
+            # Names that contain the time, and relative names, may differ between ranks.
+            path = self.broadcast(absolute(filepath))
             self._checkpoints.save(checkpoint, partial(self._rank_state, checkpoint), path)
-            if self._has_averages:  # their callbacks change weights before the next step, and not so that it is noticed
+            # Callbacks that average weights change them before the next step, in a way that is not noticed.
+            if self._has_averages:
                 self._checkpoints.before_update()
 
     def _wait_to_save(self) -> None:
-        """Wait until all ranks save: each has a part of what is written."""
+        """Wait until all ranks save, because each has a part of the checkpoint.
+
+        Raises:
+            OtherRankError: If not all ranks save.
+        """
         if self._trainer.state.status != TrainerStatus.INTERRUPTED:
             timed_barrier_unless_missed("trainer.save_checkpoint")
             return
-        try:  # a callback saves after an error, of this rank alone?
+        try:  # A callback saves after an error, which may have occurred on this rank alone.
             timed_barrier("Saving a checkpoint after an error", AFTER_ERROR_S)
         except OtherRankError as error:
-            announce_error(error)  # which Lightning does not give to on_exception, being in it
+            announce_error(error)  # Lightning is in on_exception already, and does not call it for this error.
             raise
 
     def _rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return what only this rank will read of ``checkpoint``, which is made ready to be written."""
+        """Return this rank's own state for ``checkpoint``, and change ``checkpoint`` so that it can be written."""
         own = self._exact_resume.rank_state(checkpoint, self._trainer)
         if own:
             own["techniques"] = self.parallel.states.own()
@@ -190,36 +199,36 @@ class CheckpointedStrategy(SharedBatchStrategy):
 
     @property
     def _parts_of_batch(self) -> list[int]:
-        """Return which part of a batch each rank has."""
+        """Return, for each rank, the index of the part of a batch that it has."""
         return [self.layout.data_parallel_rank(rank) for rank in range(self.world_size)]
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Let the other ranks know that the run has failed on this one, for what comes after it."""
+        """Announce to the other ranks that the run has failed on this rank, so that they do not wait for it."""
         announce_error(exception)
 
     @override
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all processes; not after a save, which all have begun, and which ends for all or for none."""
+        """Wait for all processes, but not after a save, which begins on all ranks and ends for all or for none."""
         if name != "Trainer.save_checkpoint":
             super().barrier(name)
 
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint, after the saves that are under way, and unless the last of them fails."""
+        """Remove a checkpoint after the saves that are under way have ended, unless the last of them has failed."""
         self._checkpoints.remove(absolute(filepath))
 
     def wait_for_checkpoints(self) -> None:
-        """Return when what was asked for is written: before a checkpoint that was just saved is read or copied.
+        """Wait until all requested checkpoints are written, so that they can be read or copied.
 
         Raises:
-            CheckpointError: If the newest could not be written.
+            CheckpointError: If the newest checkpoint could not be written.
         """
         self._checkpoints.finish()
 
     @override
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
-        """Read a checkpoint, a directory of any layout or a single file, into tensors placed as this run's are.
+        """Read a checkpoint (a directory of any layout or a single file) into tensors that are sharded as this run's.
 
         Weights that only other ranks have are on the meta device.
         """
@@ -250,7 +259,7 @@ class CheckpointedStrategy(SharedBatchStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the weights of a checkpoint that :meth:`load_checkpoint` read."""
         assert self.lightning_module is not None
-        with raise_on_all_ranks("loading the weights"):  # which may not fit on one stage of a pipeline alone
+        with raise_on_all_ranks("loading the weights"):  # They may fail to fit on only one stage of a pipeline.
             loading.load_weights(checkpoint, self.lightning_module, strict)
 
     @override

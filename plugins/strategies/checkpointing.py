@@ -30,14 +30,14 @@ class CheckpointOptions:
     """Configure how a strategy saves and loads checkpoints.
 
     Args:
-        asynchronous: Write in the background: a training step waits only until the weights are copied. If False, it
-            waits until they are on the disk.
+        asynchronous: Whether to write in the background, so that a training step waits only until the weights are
+            copied. If False, it waits until they are on the disk.
         verify: How a checkpoint is checked before it is loaded: ``"full"`` (sizes and digests of all files),
             ``"size"`` or ``"off"``.
-        weights_only: Refuse to load pickled objects other than tensors and plain values, as torch.load does.
+        weights_only: Whether to refuse to load pickled objects other than tensors and plain values, as torch.load does.
             ``fit(weights_only=...)`` takes precedence.
-        keep_last: Number of the run's newest checkpoints that are kept, even where no ModelCheckpoint wants them any
-            more; older ones are removed, unless a ModelCheckpoint has them among its best ones or as its last one.
+        keep_last: Number of the run's newest checkpoints that are kept, even if no ModelCheckpoint wants them any
+            more. Older ones are removed, unless a ModelCheckpoint has them among its best ones or as its last one.
             None: the callbacks alone decide.
         keep_every_n_steps: Checkpoints at a multiple of this number of optimizer steps are always kept. None: no
             checkpoint is kept for its step.
@@ -69,8 +69,8 @@ class Checkpoints:
     """Save and remove the checkpoints of a strategy's runs.
 
     Args:
-        options: How checkpoints are saved and which are kept.
-        timeout: How long ranks wait for each other within a save; None: torch's default.
+        options: Options that say how checkpoints are saved and which are kept.
+        timeout: The time for which ranks wait for each other within a save; None: torch's default.
     """
 
     def __init__(self, options: CheckpointOptions, timeout: timedelta | None) -> None:
@@ -84,17 +84,19 @@ class Checkpoints:
         self._trainer: Trainer | None = None
         self._newest_error: CheckpointError | None = None
         self._num_failed = 0
-        self._failed: list[str] = []  # saves that the retention has not rolled back yet
+        self._failed: list[str] = []  # These are the failed saves that the retention has not rolled back yet.
 
     def start(self, trainer: Trainer) -> None:
-        """Save for ``trainer`` from now on."""
+        """Begin to save the checkpoints of ``trainer``."""
         self._trainer = trainer
         self._newest_error = None
         if trainer.state.fn == TrainerFn.FITTING:
             self._bookkeeping.start(trainer)
 
     def save(self, checkpoint: Mapping[str, Any], own: Callable[[], Mapping[str, Any]], path: str) -> None:
-        """Save Lightning's ``checkpoint`` and each rank's own state at ``path``. A collective over all processes.
+        """Save Lightning's ``checkpoint`` and each rank's own state at ``path``.
+
+        This is a collective over all processes.
 
         Args:
             checkpoint: Lightning's checkpoint dictionary.
@@ -113,7 +115,7 @@ class Checkpoints:
         snapshot: Snapshot | Exception
         try:
             snapshot = take_snapshot(checkpoint, own(), about)
-        except Exception as error:  # It may concern this rank alone: the writer then fails the save on all ranks.
+        except Exception as error:  # It may concern this rank alone, so the writer lets the save fail on all ranks.
             snapshot = error
         save = self._writer.save(path, snapshot, asynchronous)
         self._bookkeeping.asked_to_save(path)

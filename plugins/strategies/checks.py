@@ -1,4 +1,4 @@
-"""Refuse what a strategy cannot run before the run starts, with errors that say what to use instead."""
+"""Refuse modules, callbacks and options that a strategy cannot run, with errors that name alternatives."""
 
 from __future__ import annotations
 
@@ -71,12 +71,12 @@ def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
 
 
 def warn_of_idle_arguments(config: ParallelConfig, layout: ParallelLayout) -> None:
-    """Warn of arguments that are about shards, where the sizes of the mesh leave nothing to shard.
+    """Warn of arguments that are about shards if the sizes of the mesh leave nothing to shard.
 
-    It is no error, so that a run of several devices can be tried on one.
+    This is no error, so that a configuration for several devices can be tried on one.
 
     Args:
-        config: What the user has asked for.
+        config: The configuration that the user has asked for.
         layout: The sizes of the mesh's axes.
     """
     if layout.dp_shard == 1 and (idle := config.for_shards()):

@@ -1,4 +1,4 @@
-"""Save a run's position in its data, so that it resumes there: within an epoch, and on another number of ranks."""
+"""Save a run's position in its data, so that it resumes there even within an epoch and on another number of ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_resumable(loader: Any, trainer: Trainer) -> LoaderPosition | None:
     The position counts the samples of all ranks. It requires a ``DistributedSampler``, whose order can be entered
     anywhere; Lightning gives one to every loader of a map-style dataset for which the user has set no sampler. Other
     loaders are unchanged. Loaders with a ``state_dict`` of their own (torchdata's StatefulDataLoader) are only given
-    the shared seed and the epoch before they load it. A collective over all processes.
+    the shared seed and the epoch before they load it. This is a collective over all processes.
 
     Args:
         loader: Loader of training batches.
@@ -57,10 +57,10 @@ def make_resumable(loader: Any, trainer: Trainer) -> LoaderPosition | None:
 
 
 def _shared_order(sampler: Any) -> DistributedSampler[Any] | None:
-    """Return a sampler with which all ranks split one order, or None if ``sampler`` is of another kind.
+    """Return a sampler that divides one order of the samples among the ranks; None if ``sampler`` is of another kind.
 
-    Lightning wraps torchdata's RandomSampler in a sampler with which each rank would split an order of its own: for
-    this one, a sampler that splits one order is returned.
+    Lightning wraps torchdata's RandomSampler in a sampler with which each rank would draw an order of its own. For
+    such a sampler, a new one that all ranks share is returned.
     """
     wrapped: Any = getattr(getattr(sampler, "dataset", None), "_sampler", None)
     if type(wrapped).__module__.startswith("torchdata.") and type(wrapped).__name__ == "RandomSampler":
@@ -87,12 +87,12 @@ class LoaderPosition:
         self._trainer = trainer
         self._batches = batches
         self._sampler = sampler
-        self._entered_at = (0, 0, 0)  # epoch, samples, batches
+        self._entered_at = (0, 0, 0)  # The numbers are the epoch, the samples seen in it, and the batches.
         self._given = self._batch
         self._is_recounted = False
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position, and the sizes of the batch and of the dataset that it refers to."""
+        """Return the position, and the sizes of the batch and of the dataset to which it refers."""
         epoch, num_seen, num_batches = self._now()
         return {
             EPOCH: epoch,
@@ -171,7 +171,7 @@ class LoaderPosition:
         return self._batch.per_rank * self._batch.num_ranks
 
     def _now(self) -> tuple[int, int, int]:
-        """Return the epoch, and the numbers of its samples (of all ranks) and batches (of this rank) that are done."""
+        """Return the epoch, the number of its samples that all ranks have seen, and of this rank's finished batches."""
         progress = training_progress(self._trainer)
         if not progress.has_begun:
             return progress.epoch, 0, 0

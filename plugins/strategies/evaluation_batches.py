@@ -34,14 +34,14 @@ class EvaluationBatches:
         self._least, most = self._extremes(numbers)
         self._most = most
         self.are_unequal = self._least != most
-        """Whether some rank has more batches than another, as far as the loaders' lengths tell."""
+        """Whether some rank has more batches than another, according to the loaders' lengths."""
         self._is_unknown = any(map(math.isinf, most)) and not self.are_unequal
         self._undo: Callable[[], None] | None = None
         if self._is_unknown:
             self._undo = _compat.before_reducing_evaluation(trainer, partial(self._agree, has_batch=False))
 
     def _extremes(self, numbers: list[float]) -> tuple[list[float], list[float]]:
-        """Return the smallest and the largest value over all ranks of each of ``numbers``. A collective."""
+        """Return the smallest and the largest value over all ranks of each of ``numbers``. This is a collective."""
         if not dist.is_initialized():
             return numbers, numbers
         extremes = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.float32, device=self._device)
@@ -55,7 +55,7 @@ class EvaluationBatches:
             self._undo()
 
     def before_step(self) -> None:
-        """Check that all ranks have a batch, if the numbers of batches are unknown. A collective in that case.
+        """Check that all ranks have a batch, if the numbers of batches are unknown, which is a collective.
 
         Raises:
             UnequalBatchesError: On all ranks, if some rank has no batch.
@@ -64,7 +64,10 @@ class EvaluationBatches:
             self._agree(has_batch=True)
 
     def _agree(self, has_batch: bool) -> None:
-        """Raise on all ranks unless either all or none of them have a batch. A collective over all processes."""
+        """Raise on all ranks unless either all or none of them have a batch.
+
+        This is a collective over all processes.
+        """
         least, most = self._extremes([float(has_batch)])
         if least != most:
             raise UnequalBatchesError(

@@ -25,13 +25,13 @@ WeightAveraging stores its average under the second key and then stores the trai
 
 
 class ExactResume:
-    """Save and restore what differs between ranks: random generator states, positions in the data, and buffers.
+    """Save and restore state that differs between ranks: random generators, positions in the data, and buffers.
 
     Lightning saves only rank 0's position in the data, and no states of random generators.
     """
 
     def __init__(self) -> None:
-        self._rng: dict[str, Any] | None = None  # set when training starts
+        self._rng: dict[str, Any] | None = None  # This state is set in the generators when training starts.
         self._rng_before_validation: dict[str, Any] | None = None
         self._positions: list[Any] = []  # of the loaders that are yet to be created
         self._resumed: list[LoaderPosition] = []  # of the loaders that were created, until training starts
@@ -59,7 +59,7 @@ class ExactResume:
             with_its_own_seeds(loader)
 
     def after_update(self, trainer: Trainer) -> None:
-        """Keep the random state and the buffers, to which a save within the next accumulation has to go back."""
+        """Keep the random state and the buffers, which a save within the next accumulation must store."""
         if trainer.accumulate_grad_batches == 1 and not _compat.changes_accumulation(trainer):
             return
         self._rng_at_update = rng_state()
@@ -68,7 +68,7 @@ class ExactResume:
         self._buffers_at_update = {name: buffer.detach().clone() for name, buffer in buffers if not is_remote(buffer)}
 
     def before_validation(self, trainer: Trainer) -> None:
-        """Keep the random state, so that training continues with it whatever validation draws."""
+        """Keep the random state, so that training can continue with it after validation has drawn random numbers."""
         if trainer.state.fn == TrainerFn.FITTING:
             self._rng_before_validation = rng_state()
 
@@ -81,8 +81,8 @@ class ExactResume:
     def rank_state(self, checkpoint: dict[str, Any], trainer: Trainer) -> dict[str, Any]:
         """Return this rank's own state for ``checkpoint``; empty outside of a fit.
 
-        Also change ``checkpoint`` to the point that a resume starts from: its loops, and after a save within an
-        accumulation its buffers, which are set back to the last optimizer step.
+        Also set ``checkpoint`` to the point from which a resume starts: its loops, and in a save within an accumulation
+        its buffers, which are set back to the last optimizer step.
 
         Args:
             checkpoint: The checkpoint dictionary that this rank has made.
@@ -107,7 +107,7 @@ class ExactResume:
 
         Args:
             checkpoint: The checkpoint dictionary as it was read.
-            own: What :meth:`rank_state` returned on this rank when the checkpoint was saved, or an empty mapping.
+            own: The result of :meth:`rank_state` on this rank when the checkpoint was saved, or an empty mapping.
             has_as_many_ranks: Whether this run has as many ranks as the one that saved the checkpoint.
 
         Raises:
@@ -130,7 +130,7 @@ class ExactResume:
         self._positions = list(states)
 
     def on_train_start(self, trainer: Trainer) -> None:
-        """Restore the checkpoint's random state, after everything that is created at the start has drawn numbers."""
+        """Restore the checkpoint's random state, now that everything created at the start has drawn its numbers."""
         if self._rng is not None:
             set_rng_state(self._rng)
             self._rng = None
@@ -143,9 +143,9 @@ class ExactResume:
 
 
 def _buffers(state_dict: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:
-    """Return the tensors of ``state_dict``, and the lists that metrics keep, which each rank has of its own.
+    """Return the buffers in ``state_dict``, and the lists that metrics keep, of which each rank has its own values.
 
-    They are no parameters, neither sharded nor on the meta device.
+    Parameters, sharded tensors and tensors on the meta device are left out.
     """
     params = {name for name, _ in trainer.lightning_module.named_parameters(remove_duplicate=False)}
     return {

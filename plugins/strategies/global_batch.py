@@ -36,13 +36,13 @@ def rescale_batch(total: int, configured: Batch, given: Batch, can_accumulate: b
 
     Args:
         total: Number of samples in an optimizer step of the checkpoint.
-        configured: Sizes with which the run that saved the checkpoint was configured, and its number of ranks.
-        given: Sizes with which this run is configured, and its number of ranks.
+        configured: The batch with which the run that saved the checkpoint was configured.
+        given: The batch with which this run is configured.
         can_accumulate: Whether the number of accumulated batches may change.
 
     Raises:
-        ValueError: If ``total`` cannot be divided among the ranks, or among the accumulated batches of a rank where
-            their number may not change.
+        ValueError: If ``total`` cannot be divided among the ranks, or among the accumulated batches of a rank if their
+            number may not change.
     """
     has_other_sizes = (given.per_rank, given.accumulate) != (configured.per_rank, configured.accumulate)
     if given.total == total or has_other_sizes:

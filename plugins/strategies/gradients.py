@@ -21,7 +21,7 @@ __all__ = ["are_free_before_forward", "free_gradients", "gradient_norms"]
 
 
 def are_free_before_forward(module: LightningModule, trainer: Trainer) -> bool:
-    """Return whether gradients can be freed before the forward without a difference to the user's code.
+    """Return whether gradients can be freed before the forward without a difference that user code can notice.
 
     They can if optimization is automatic and no hook of the module or of a callback reads the gradients before
     ``zero_grad`` or overrides it.
@@ -44,7 +44,9 @@ def free_gradients(trainer: Trainer) -> None:
 
 
 def gradient_norms(module: torch.nn.Module, norm_type: float | int | str, group_separator: str = "/") -> dict[str, Any]:
-    """Return what Lightning's ``grad_norm`` returns in one process. A collective where ``module`` is sharded.
+    """Return the norm of each parameter's gradient, and the total norm, as Lightning's ``grad_norm`` in one process.
+
+    This is a collective if ``module`` is sharded.
 
     Args:
         module: A module, or a part of one.
@@ -74,7 +76,10 @@ def gradient_norms(module: torch.nn.Module, norm_type: float | int | str, group_
 
 
 def _norms(module: torch.nn.Module, order: float) -> dict[str, torch.Tensor]:
-    """Return the norms of the gradients of the parameters on this rank, by name. A collective for sharded ones."""
+    """Return the norms of the gradients of the parameters on this rank, by name.
+
+    This is a collective over the ranks that have shards of them.
+    """
     # Parameters of other stages are on the meta device.
     here = ((name, param) for name, param in module.named_parameters() if not is_remote(param))
     return {name: _norm(param.grad, order) for name, param in here if param.grad is not None}

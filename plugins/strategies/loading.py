@@ -36,18 +36,18 @@ def load(
     verify: Verify,
     go_on: Callable[[LoadedCheckpoint], None] | None = None,
 ) -> dict[str, Any]:
-    """Read Lightning's checkpoint dictionary from ``path``. A collective over all processes.
+    """Read Lightning's checkpoint dictionary from ``path``. This is a collective over all processes.
 
-    Live weights are not touched: tensors are read into new ones, placed as this run's parameters are.
+    The weights of ``module`` are not changed: tensors are read into new ones, which are sharded as its parameters are.
 
     Args:
         path: A checkpoint directory, saved with any layout, or a file that any strategy of Lightning saved.
         module: The sharded module.
         with_optimizers: Whether the optimizers' states are read as well.
-        weights_only: Refuse pickled objects other than tensors and plain values.
+        weights_only: Whether to refuse pickled objects other than tensors and plain values.
         verify: How a directory is checked; every rank checks its part of the files.
-        go_on: Function that is called with the checkpoint that was read from a directory, before this returns; its
-            errors are raised on all ranks.
+        go_on: Function that is called with the checkpoint after it was read from a directory; its errors are raised on
+            all ranks.
 
     Raises:
         CheckpointError: If ``path`` is missing, of another kind, damaged, or incomplete.
@@ -67,7 +67,7 @@ def load(
                 return _empty_like(params.get(str(info.path[3])), info)
             target = targets.get(str(info.path[-1]))
             if info.path[0] not in MODELS and (info.was_whole or (target is not None and is_remote(target))):
-                return torch.empty(info.shape, dtype=info.dtype)  # on the CPU, as Lightning reads it
+                return torch.empty(info.shape, dtype=info.dtype)  # Lightning reads such tensors on the CPU as well.
             return _empty_like(target, info)
 
         rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
@@ -122,7 +122,7 @@ def _load_file(path: Path, weights_only: bool) -> dict[str, Any]:
 
 
 def _empty_like(target: torch.Tensor | None, info: TensorInfo) -> torch.Tensor | None:
-    """Return an empty tensor for ``info``, placed as ``target`` where the shape allows it; None for other stages'."""
+    """Return an empty tensor for ``info``, sharded like ``target`` if the shape allows it; None for other stages'."""
     if target is not None and is_remote(target):
         return None  # The parameter belongs to another stage.
     if isinstance(target, DTensor):

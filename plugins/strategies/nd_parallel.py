@@ -32,16 +32,17 @@ class NDParallelStrategy(PipelineParallelStrategy):
             batch size.
         schedule: Name of the pipeline's schedule.
         virtual_stages: Number of stages on a process. None: 1, or 2 for a schedule that needs several.
-        split: Names of the modules that each stage but the first begins with. None: balanced by cost.
+        split: Names of the modules that each stage but the first begins with. None: stages are balanced by cost.
         plan: Mapping of module names to the way in which they are split over ``tp``.
-        strict_plan: Raise where no plan can be inferred, or an inferred plan does not compute the same.
+        strict_plan: Whether to raise an error where no plan can be inferred, or an inferred plan changes results.
         sequence_parallel: Whether hidden states between split layers are split along the sequence; not supported
             together with stages.
         loss_parallel: Whether logits stay split along the vocabulary.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
 
     Raises:
-        ValueError: If ``sequence_parallel`` is set together with stages, or an axis that is not implemented.
+        ValueError: If ``sequence_parallel`` is set together with stages, or if the size of an axis that is not
+            implemented is set.
     """
 
     strategy_name = "nd_parallel"

@@ -14,22 +14,24 @@ __all__ = ["PipelineParallelStrategy"]
 
 
 class PipelineParallelStrategy(MeshStrategy):
-    """Cut a model into stages on different devices, through which microbatches of a batch follow each other.
+    """Cut a model into stages on different devices, and pass the microbatches of a batch through them.
 
-    The module and its steps stay as they are; the ranks of one pipeline have the same part of the batch.
+    The user's module and its steps are not changed. The ranks of one pipeline have the same part of the batch.
 
     Args:
-        pp_size: Number of processes that stages are on. None: the devices of a node, or what the other sizes leave.
-        num_microbatches: Into how many microbatches a rank's part of the batch is split. None: the greatest number up
-            to 4 a stage that divides it, and leaves BatchNorm at least two samples.
-        schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``looped_bfs``, ``interleaved_zero_bubble``, ``zbv`` or
-            ``dualpipev``.
+        pp_size: Number of processes that the stages are distributed over. None: the number of devices of a node, or,
+            if ``dp_shard_size`` is given, the number of processes divided by the other sizes.
+        num_microbatches: Number of microbatches that a rank's part of the batch is split into. None: the greatest
+            number up to 4 per stage that divides the samples, and leaves BatchNorm at least two samples.
+        schedule: Name of the pipeline's schedule: ``gpipe``, ``1f1b``, ``interleaved_1f1b``, ``looped_bfs``,
+            ``interleaved_zero_bubble``, ``zbv`` or ``dualpipev``.
         virtual_stages: Number of stages on a process. None: 1, or 2 for a schedule that needs several.
         split: Names of the modules that each stage but the first begins with, such as ``[layers.4, layers.9]``. None:
-            balanced by cost.
-        dp_shard_size: Number of processes that a stage and the batch are sharded over. None: what is left.
+            stages are balanced by cost.
+        dp_shard_size: Number of processes that a stage and the batch are sharded over. None: the number of processes
+            divided by the other sizes.
         dp_replicate_size: Number of replicas. None: 1.
-        kwargs: As of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
+        kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
     """
 
     strategy_name = "pipeline_parallel"

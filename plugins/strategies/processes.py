@@ -85,7 +85,7 @@ class ProcessStrategy(ParallelStrategy):
             self.num_nodes = num_nodes
 
     def set_world_ranks(self) -> None:
-        """Set this process's rank in the cluster environment, and in Lightning's functions that run on rank 0 only."""
+        """Set this process's rank in the cluster environment and in Lightning's functions that run on rank 0 only."""
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
@@ -101,7 +101,7 @@ class ProcessStrategy(ParallelStrategy):
         )
 
     def barrier(self, name: str | None = None) -> None:
-        """Wait for all processes; do nothing without a process group. A collective over all processes.
+        """Wait for all processes; do nothing without a process group. This is a collective over all processes.
 
         Args:
             name: Ignored; Lightning passes it.
@@ -111,7 +111,7 @@ class ProcessStrategy(ParallelStrategy):
             dist.barrier(device_ids=[self.root_device.index] if on_device else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return the ``obj`` of rank ``src`` on all ranks. A collective over all processes.
+        """Return the ``obj`` of rank ``src`` on all ranks. This is a collective over all processes.
 
         Args:
             obj: An object that can be pickled.
@@ -124,7 +124,7 @@ class ProcessStrategy(ParallelStrategy):
         return objects[0]
 
     def all_gather(self, tensor: Tensor, group: Any | None = None, sync_grads: bool = False) -> Tensor:
-        """Stack the tensors of all ranks along a new first dimension. A collective over ``group``.
+        """Stack the tensors of all ranks along a new first dimension. This is a collective over ``group``.
 
         Args:
             tensor: This rank's tensor.
@@ -139,11 +139,11 @@ class ProcessStrategy(ParallelStrategy):
             return gather(tensor, group)
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Agree on a decision. A collective over all processes, including those that share a part of the batch.
+        """Agree on a decision. This is a collective over all processes, including those that share a part of the batch.
 
         Args:
             decision: The decision of this rank.
-            all: True: return whether it is True on all ranks. False: return whether it is True on any rank.
+            all: Whether the result is True only if the decision is True on all ranks; otherwise, one rank suffices.
         """
         if not dist.is_initialized():
             return decision
@@ -152,10 +152,10 @@ class ProcessStrategy(ParallelStrategy):
         return bool(votes)
 
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
-        """Reduce a tensor over the ranks that have a part of the batch, here all ranks; return other values unchanged.
+        """Reduce a tensor over the ranks that have a part of the batch, here all ranks.
 
         Args:
-            tensor: This rank's tensor, such as a logged metric.
+            tensor: This rank's tensor, such as a logged metric. Any other value is returned unchanged.
             group: Process group of the ranks; None: all processes.
             reduce_op: The reduction: a name such as ``"mean"``, or a ``ReduceOp``.
         """

@@ -22,7 +22,7 @@ AUTO = "auto"
 
 
 class ResumePath(str):
-    """Represent a checkpoint path that the user did not name, and that the newest good one can replace if damaged.
+    """Represent a path that the user did not name; if its checkpoint is damaged, the newest good one replaces it.
 
     Args:
         path: Path of the checkpoint that is tried first, or :data:`AUTO` for the newest.
@@ -46,7 +46,7 @@ def choose(trainer: Trainer, asked: Any, found: Callable[[], Any]) -> Any:
         found: Function that returns the path that Lightning derives from it.
 
     Raises:
-        MisconfigurationException: If it is :data:`AUTO`, and every run would save to another folder.
+        MisconfigurationException: If ``asked`` is :data:`AUTO`, and every run would save to another folder.
     """
     if asked == AUTO:
         return ResumePath(AUTO, _folders(trainer))
@@ -55,12 +55,12 @@ def choose(trainer: Trainer, asked: Any, found: Callable[[], Any]) -> Any:
 
 
 def resume(trainer: Trainer, path: Any, load: Callable[[Any], None]) -> None:
-    """Call ``load`` with the first good checkpoint. A collective over all processes.
+    """Call ``load`` with the first good checkpoint. This is a collective over all processes.
 
     Args:
         trainer: A Trainer with one of this project's strategies.
-        path: What :func:`choose` returned.
-        load: Function that reads a checkpoint; called with None, it lets training start afresh.
+        path: The result of :func:`choose`.
+        load: Function that reads the checkpoint at a path; given None, it lets training start from the beginning.
 
     Raises:
         CheckpointError: If there are checkpoints, but none of them can be read.
@@ -90,7 +90,7 @@ def resume(trainer: Trainer, path: Any, load: Callable[[Any], None]) -> None:
 
 
 def _candidates(path: ResumePath) -> list[str]:
-    """Return the checkpoints to try: first ``path`` unless it is AUTO, then those in its folders, the newest first."""
+    """Return the checkpoints to try: first ``path`` unless it is AUTO, then those in its folders, newest first."""
     newest_first = [found for folder in path.folders for found in find(folder)]
     newest_first.sort(key=lambda found: getattr(found[1], "saved_at", 0.0), reverse=True)
     first = [] if path == AUTO else [absolute(path)]

@@ -11,7 +11,7 @@ class Retention:
     """Keep checkpoints that callbacks would remove, and remove those that they would keep forever.
 
     Args:
-        keep_last: Number of the newest checkpoints that are kept, even where no callback wants them any more. Older
+        keep_last: Number of the newest checkpoints that are kept, even if no callback wants them any more. Older
             ones are removed, unless a callback has them among its best ones or as its last one. None: the callbacks
             alone decide.
         keep_every_n_steps: Checkpoints at a multiple of this number of optimizer steps are always kept. None: no
@@ -27,7 +27,7 @@ class Retention:
                 raise ValueError(f"checkpoint.{name}={value} must be at least 1, or None.")
         self._keep_last = keep_last
         self._every = keep_every_n_steps
-        self._steps: dict[str, int] = {}  # maps paths to optimizer steps, the oldest checkpoint first
+        self._steps: dict[str, int] = {}  # It maps paths to optimizer steps, with the oldest checkpoint first.
         self._removed_for: dict[str, dict[str, int]] = {}
 
     @property
@@ -36,7 +36,11 @@ class Retention:
         return self._keep_last is not None or self._every is not None
 
     def found(self, steps: Mapping[str, int]) -> None:
-        """Record checkpoints that this run saved before it was resumed: their steps by path, the oldest first."""
+        """Record checkpoints that this run saved before it was resumed.
+
+        Args:
+            steps: The optimizer steps of the checkpoints by path, the oldest first.
+        """
         self._steps = {**steps, **self._steps}
 
     def asked_to_save(self, path: str, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Let a strategy handle ranks that have the same part of the batch."""
+"""Define a strategy that handles ranks with the same part of the batch."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["SharedBatchStrategy"]
 
 
 class SharedBatchStrategy(ProcessStrategy):
-    """Split the batch over the ranks that have a part of their own, and let the others have the same part.
+    """Divide the batch among the data-parallel ranks, and give ranks that share layers or a pipeline the same part.
 
     Ranks with the same part draw the same random numbers. Metrics count each sample once.
     """
@@ -47,13 +47,13 @@ class SharedBatchStrategy(ProcessStrategy):
         self._silenced: list[Callback] = []
 
     def _requested_sizes(self) -> dict[str, int]:
-        """Return the size that was asked for of each axis, at most one of them -1. The named strategies give it."""
+        """Return the requested size of each axis, of which at most one is -1. The named strategies override this."""
         raise NotImplementedError(f"{type(self).__name__} chooses no mesh; use one of the named strategies.")
 
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        # Here sizes that do not fit are found before any process is launched.
+        # The layout is resolved here, so that sizes that do not fit are found before any process is launched.
         self._layout = ParallelLayout.resolve(self.num_nodes * self.num_processes, **self._requested_sizes())
 
     @property
@@ -77,13 +77,13 @@ class SharedBatchStrategy(ProcessStrategy):
 
     @property
     def parallel(self) -> ParallelModule:
-        """Return the module as it runs in parallel; it is there once the strategy is set up."""
+        """Return the parallel module, which exists once the strategy is set up."""
         assert self._parallel is not None
         return self._parallel
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Return the number of parts of the data, which each have a rank of their own, and this rank's part."""
+        """Return the number of parts into which the data are divided, and the index of this rank's part."""
         return {
             "num_replicas": self.layout.num_data_parallel,
             "rank": self.layout.data_parallel_rank(self.global_rank),
@@ -130,9 +130,9 @@ class SharedBatchStrategy(ProcessStrategy):
 
         Args:
             tensor: This rank's tensor, of the same shape on all ranks.
-            group: Other ranks to gather over. All processes, which is what ``LightningModule.all_gather`` gives where
-                nothing is asked for, are those that have a part of the batch.
-            sync_grads: Whether the gradient of what is returned flows back to every rank's ``tensor``.
+            group: Process group to gather over; None, or the group of all processes, which
+                ``LightningModule.all_gather`` passes by default: the ranks that have a part of the batch.
+            sync_grads: Whether the gradient of the result flows back to every rank's ``tensor``.
 
         Returns:
             The tensors of all ranks, stacked along a new first dimension.
@@ -150,7 +150,7 @@ class SharedBatchStrategy(ProcessStrategy):
         return dataloader
 
     def _check_batch(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Compare the batch of the step ``name`` over the ranks that must have the same, in the background."""
+        """Compare the batch of the step ``name`` in the background between the ranks that must have the same batch."""
         if self._evaluation is not None and name != "training_step":
             self._evaluation.before_step()
         if self._same_batch is not None:
@@ -161,7 +161,7 @@ class SharedBatchStrategy(ProcessStrategy):
             self._same_batch.finish()
 
     def _agree_on_random_numbers(self) -> None:
-        """Let ranks with the same part of the batch augment and drop the same of it."""
+        """Give ranks with the same part of the batch the same random states, so that they draw the same numbers."""
         if self._same_batch_group is not None:
             assert self.lightning_module is not None
             agree_on_random_numbers(self._same_batch_group, self.lightning_module)
@@ -175,7 +175,7 @@ class SharedBatchStrategy(ProcessStrategy):
 
     @override
     def on_train_end(self) -> None:
-        """Check that the last batch was the same on ranks that must have the same."""
+        """Check that the last batch was the same on all ranks that must have the same batch."""
         go_on()
         self._finish_comparing()
 
@@ -183,7 +183,8 @@ class SharedBatchStrategy(ProcessStrategy):
     def on_validation_start(self) -> None:
         """Give every rank the same buffers, as DDP does, so that all evaluate the same model."""
         go_on()
-        self._begin_evaluation(agrees_on_buffers=not self._trainer.sanity_checking)  # which would change a resumed run
+        # In the sanity check, equal buffers would change a resumed run.
+        self._begin_evaluation(agrees_on_buffers=not self._trainer.sanity_checking)
 
     @override
     def on_validation_end(self) -> None:
@@ -202,20 +203,20 @@ class SharedBatchStrategy(ProcessStrategy):
 
     @override
     def on_predict_start(self) -> None:
-        """Give every rank the same buffers, and let one rank of those with the same samples return predictions."""
+        """Give every rank the same buffers, and let only one of the ranks with the same samples return predictions."""
         self._begin_evaluation()
         if self._same_batch_group is not None and dist.get_rank(self._same_batch_group) > 0:
             self._silenced = _compat.silence_predictions(self._trainer)
 
     @override
     def on_predict_end(self) -> None:
-        """Give the callbacks back that :meth:`on_predict_start` took away."""
+        """Give the Trainer back the callbacks that :meth:`on_predict_start` has removed from it."""
         self._end_evaluation()
         self._trainer.callbacks += self._silenced  # type: ignore[attr-defined]
         self._silenced = []
 
     def _begin_evaluation(self, agrees_on_buffers: bool = True) -> None:
-        """Let ranks evaluate the same model, and unequal numbers of batches, as DDP does. A collective."""
+        """Let ranks evaluate the same model, and unequal numbers of batches, as DDP does. This is a collective."""
         self._agree_on_random_numbers()
         if agrees_on_buffers:
             self.parallel.states.agree_on_buffers(self._same_stage_group)

@@ -1,4 +1,4 @@
-"""Format the table that is printed when a run begins: the layout, and what each rank holds and runs."""
+"""Format the table that is printed when a run begins, which shows the layout and what each rank holds and runs."""
 
 from __future__ import annotations
 

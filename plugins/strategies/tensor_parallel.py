@@ -30,8 +30,8 @@ class TensorParallelStrategy(MeshStrategy):
             ``tensor_parallel_plan()`` of the LightningModule, if it defines this method. A Hugging Face model's own
             plan is used for modules that are not named. For modules that neither names, the plan is inferred from a
             step; name a module with ``replicate`` to keep it whole.
-        strict_plan: Raise where no plan can be inferred, or where an inferred plan does not compute the same as the
-            whole model. If False, such modules are replicated.
+        strict_plan: Whether to raise an error where no plan can be inferred, or where an inferred plan does not compute
+            the same as the whole model. If False, such modules are replicated.
         sequence_parallel: Whether hidden states between split layers are split along the sequence. None: they are
             where this computes the same.
         loss_parallel: Whether logits stay split along the vocabulary, for ``F.cross_entropy``. None: they do unless a

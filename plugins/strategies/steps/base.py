@@ -1,4 +1,4 @@
-"""Define the interface between Lightning's loops and the engine, which all kinds of steps have."""
+"""Define the interface of all kinds of steps, through which Lightning's loops use the engine."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["Steps", "begins_accumulation"]
 
 
 def begins_accumulation(trainer: Trainer) -> bool:
-    """Return whether the training step that begins is the first of those whose gradients are reduced together."""
+    """Return whether the next training step is the first of those whose gradients are reduced together."""
     return trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0
 
 
@@ -47,7 +47,11 @@ class Steps(ABC):
         self._shards = ShardsInHooks()
 
     def wait_before_changes(self, wait: Callable[[], None]) -> None:
-        """Call ``wait`` before a hook changes a tensor in place."""
+        """Let ``wait`` be called before a hook changes a tensor in place.
+
+        Args:
+            wait: Function that waits until tensors may be changed.
+        """
         self._shards.before_change = wait
 
     @classmethod
@@ -57,7 +61,7 @@ class Steps(ABC):
 
     @abstractmethod
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
-        """Run ``training_step``, and return what it returned. A collective.
+        """Run ``training_step``, and return its result. This is a collective.
 
         Args:
             args: Positional arguments of the step, the batch first.
@@ -66,13 +70,15 @@ class Steps(ABC):
 
     @abstractmethod
     def backward(self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-        """Leave the gradients of ``loss`` on the parameters, reduced if they are reduced now. A collective then.
+        """Add the gradients of ``loss`` to the parameters, and reduce them unless further batches are accumulated.
+
+        This is a collective if gradients are reduced.
 
         Args:
             loss: The loss, divided by the number of batches that are accumulated.
             optimizer: The optimizer; None in manual optimization.
             args: Further positional arguments of the module's ``backward``.
-            kwargs: Keyword arguments of it.
+            kwargs: Keyword arguments of the module's ``backward``.
 
         Returns:
             The loss for Lightning to log.
@@ -80,7 +86,7 @@ class Steps(ABC):
 
     @abstractmethod
     def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
-        """Run a step without a backward, and return what it returned. A collective.
+        """Run a step without a backward, and return its result. This is a collective.
 
         Args:
             name: The name of the step, such as ``"validation_step"``.
@@ -97,7 +103,7 @@ class Steps(ABC):
         """
 
     def outside_of_hooks(self) -> AbstractContextManager[None]:
-        """Return a context for an optimizer step that a hook asks for, which sees shards as outside of the hook."""
+        """Return a context for an optimizer step within a hook, in which shards are treated as outside of hooks."""
         return self._shards.paused()
 
     def _context(self, name: str) -> AbstractContextManager[None]:
@@ -111,6 +117,6 @@ class Steps(ABC):
         return contexts[name]()
 
     def _normalize_gradients(self) -> None:
-        """Divide gradients by the sum of the losses' weights, if they are reduced now. A collective then."""
+        """Divide gradients by the sum of the losses' weights, if they are reduced now, which is a collective."""
         if self._parallel.reduces_gradients:
             self._weights.normalize(self._module.parameters(), self._module.trainer.accumulate_grad_batches)

@@ -1,4 +1,4 @@
-"""Choose the steps that a module runs, and what of the configuration follows from its first step."""
+"""Choose the kind of steps that a module runs, and complete its configuration from its first step."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ __all__ = ["complete_config", "make_steps", "refuse_other_config"]
 
 
 def make_steps(module: LightningModule, parallel: ParallelModule, precision: Precision, tracing: StepTracing) -> Steps:
-    """Return what runs the steps of ``module``: the first kind of steps that can.
+    """Create the object that runs the steps of ``module``, of the first kind that can run them.
 
     Args:
         module: The user's module.
         parallel: The module as it runs in parallel.
         precision: Lightning's precision plugin.
-        tracing: Stands in for collectives while a step is traced.
+        tracing: Object that replaces collectives by stand-ins while a step is traced.
     """
     kinds: tuple[type[Steps], ...] = (PipelinedSteps, WholeSteps)
     kind = next(kind for kind in kinds if kind.can_run(parallel))
@@ -49,15 +49,17 @@ def complete_config(
     tracing: StepTracing,
     copied: ParallelModule | None,
 ) -> ParallelConfig:
-    """Add to ``config`` what techniques need to know of the first step. A collective over all processes.
+    """Add to ``config`` the first step, from which techniques find plans and stages.
+
+    This is a collective over all processes.
 
     Args:
-        config: What the user has asked for.
+        config: The configuration that the user has asked for.
         layout: The sizes of the mesh's axes.
         module: The user's module, or a copy of it.
         trainer: The Trainer whose run begins.
-        tracing: Stands in for collectives while a step is traced.
-        copied: What was made of the module that ``module`` is a copy of.
+        tracing: Object that replaces collectives by stand-ins while a step is traced.
+        copied: The parallel module of which ``module`` is a copy; None: it is no copy.
     """
     return replace(
         config,
@@ -73,7 +75,7 @@ def _tensor_parallel(
     trainer: Trainer,
     copied: ParallelModule | None,
 ) -> TensorParallelConfig:
-    """Return ``config`` with the plan of the module that ``module`` is a copy of, or with a step to find one by."""
+    """Return ``config`` with the plan of the module that ``module`` is a copy of, or with a step to find a plan by."""
     split = None if copied is None else copied.get(TensorParallel)
     if split is not None:
         return replace(config, planned=split.plan)
@@ -86,7 +88,7 @@ def _tensor_parallel(
 def _pipeline(
     config: PipelineConfig, layout: ParallelLayout, module: LightningModule, trainer: Trainer, tracing: StepTracing
 ) -> PipelineConfig | None:
-    """Return ``config`` with the number of microbatches and a step on one; None where there is nothing to cut.
+    """Return ``config`` with the number of microbatches and a step on a microbatch; None if there is nothing to cut.
 
     Raises:
         MisconfigurationException: If the module does something that a pipeline cannot.
@@ -123,11 +125,11 @@ def _pipeline(
 
 
 def refuse_other_config(existing: ParallelModule, config: ParallelConfig, layout: ParallelLayout) -> None:
-    """Refuse to use a module otherwise than an earlier Trainer has made it parallel.
+    """Refuse a configuration that differs from the one by which an earlier Trainer has cut the module.
 
     Args:
-        existing: The module as it runs in parallel.
-        config: What the user has asked for now.
+        existing: The module as an earlier Trainer has made it parallel.
+        config: The configuration that the user has asked for now.
         layout: The sizes of the mesh's axes.
 
     Raises:

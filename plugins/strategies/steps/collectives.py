@@ -36,8 +36,8 @@ _COLLECTIVES = (
 def without_foreign_collectives(peers: Collection[int]) -> Iterator[None]:
     """Refuse collectives in this context whose group has ranks of other stages.
 
-    Ranks with the same stages run the same code of a step in the same order. Ranks of other stages leave the step
-    where the next stage begins: the code after the model runs on the last stage alone.
+    Ranks with the same stages run the same code of a step in the same order. Ranks of other stages end the step where
+    the next stage begins, so that the code after the model runs on the last stage alone.
 
     Args:
         peers: The ranks that have the same stages as this one.
@@ -57,7 +57,7 @@ def without_foreign_collectives(peers: Collection[int]) -> Iterator[None]:
 def stand_ins_for_collectives(peers: Collection[int]) -> Iterator[None]:
     """Replace collectives in this context by local functions that fill their outputs from this rank's tensors.
 
-    The step runs on fake tensors here, which have no values to send.
+    This is for steps on fake tensors, which have no values to send.
 
     Args:
         peers: The ranks that have the same stages as this one.
@@ -91,7 +91,7 @@ _Run = Callable[[str, Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]],
 
 @contextmanager
 def _replaced(peers: Collection[int], run: _Run) -> Iterator[None]:
-    """Replace the functions of ``torch.distributed`` by ones that check the group and call ``run``, on this thread."""
+    """Replace collectives of ``torch.distributed`` on this thread by functions that check the group and call run."""
     thread = get_ident()
 
     def replaced(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -150,7 +150,7 @@ _LIBRARIES = (
 
 
 def _place() -> str:
-    """Return the place and the line of the user's code that calls; empty if only library code is on the stack."""
+    """Return the place and the text of the user's line that calls; empty if only library code is on the stack."""
     frame = inspect.currentframe()
     while frame is not None:
         path = frame.f_code.co_filename

@@ -33,7 +33,9 @@ Its first argument makes a fake of a tensor; its second, optional one is called 
 
 
 def example_step(module: LightningModule, trainer: Trainer, is_in_run: bool = False) -> tuple[FakeStep | None, str]:
-    """Return the step that ``trainer`` is about to run, with a batch from its loader. A collective over all processes.
+    """Return the step that ``trainer`` is about to run, with a batch from its loader.
+
+    This is a collective over all processes.
 
     Args:
         module: The user's module.
@@ -50,7 +52,7 @@ def example_step(module: LightningModule, trainer: Trainer, is_in_run: bool = Fa
 
 
 def example_args(trainer: Trainer) -> tuple[tuple[Any, ...], str]:
-    """Return the arguments of the first step of the run that begins. A collective over all processes.
+    """Return the arguments of the first step of the run that begins. This is a collective over all processes.
 
     No worker is started, and random states are unchanged. All ranks use rank 0's batch, which has gone through
     Lightning's hooks for batches.
@@ -59,8 +61,8 @@ def example_args(trainer: Trainer) -> tuple[tuple[Any, ...], str]:
         trainer: The Trainer whose run begins.
 
     Returns:
-        A tuple with the batch, the batch's index and, if the step takes it, the loader's index; it is empty if no
-        batch could be made. Then the reason for that, which is empty if there is a batch.
+        A pair: a tuple with the batch, the batch's index and, if the step takes it, the loader's index; and an empty
+        text. If no batch could be made, an empty tuple, and the reason.
     """
     args: tuple[Any, ...] = ()
     why_not = ""
@@ -185,7 +187,7 @@ def parameters_unchanged(module: LightningModule) -> Iterator[None]:
 
 
 class _Writes(TorchDispatchMode):
-    """Record the memory that operations inside change in place, by its ``StorageImpl`` pointer."""
+    """Record the memory that operations in this mode change in place, by its ``StorageImpl`` pointer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +205,7 @@ class _Writes(TorchDispatchMode):
 
 
 def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Ignore what is logged."""
+    """Ignore the arguments of a call of ``self.log``."""
 
 
 def _known(value_of: Callable[[Metric], Any], metric: Metric, *args: Any, **kwargs: Any) -> Any:

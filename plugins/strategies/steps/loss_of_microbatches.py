@@ -1,4 +1,4 @@
-"""Check, with random outputs of the model, that the mean of the microbatches' losses is the loss of the batch."""
+"""Check with random outputs of the model that the mean of the microbatches' losses is the loss of the batch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def warn_of_other_losses(
 
     The code after the model runs on random outputs of the model: once with a microbatch, and once with each of its
     samples twice. A mean over samples stays the same; a sum is doubled, and a loss that compares samples with each
-    other changes. There is no warning where the code cannot be run this way, or draws random numbers after the model.
+    other changes. There is no warning if the code cannot be run this way, or draws random numbers after the model.
 
     Args:
         pipeline: The pipeline, on a rank that has the last stage.

@@ -1,4 +1,4 @@
-"""Run torchmetrics under a pipeline: only the last stage updates them, and every rank gets their values."""
+"""Run torchmetrics under a pipeline, where only the last stage updates them and every rank gets their values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ _OWN = "_lightning_dist_own"
 
 
 class _Observed:
-    """Replace the forward of a metric, so that ``shared`` sees its arguments; a deep copy belongs to the metric's copy.
+    """Replace the forward of a metric, so that ``shared`` is given its arguments.
+
+    A deep copy of this object is the forward of the metric's copy.
 
     Args:
         shared: The shared metrics of the module.
@@ -63,8 +65,9 @@ class SharedMetrics:
         self._pipeline = pipeline
         self._in_step = False
         self._is_undone = False
-        self._of_batch: dict[int, Metric] = {}  # keyed by id, because a metric's hash changes with its state
-        self._given: dict[int, tuple[Tensor, Metric, str | None, bool]] = {}  # keyed by the id of the tensor
+        # Both are keyed by id: _of_batch by the metric's, whose hash changes with its state, _given by the tensor's.
+        self._of_batch: dict[int, Metric] = {}
+        self._given: dict[int, tuple[Tensor, Metric, str | None, bool]] = {}
         self._copies: list[Metric] = []
         inner = {id(part) for metric in self._metrics() for part in metric.modules() if part is not metric}
         for metric in self._metrics():
@@ -84,7 +87,7 @@ class SharedMetrics:
 
     @contextmanager
     def in_step(self) -> Iterator[None]:
-        """Let metrics in this context be computed by the last stage alone, because their ``forward`` computes them."""
+        """Let the last stage alone compute metrics in this context, in which their ``forward`` calls ``compute``."""
         before, self._in_step = self._in_step, True
         while self._copies:
             self._share(self._copies.pop())
@@ -98,7 +101,7 @@ class SharedMetrics:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Undo at the end of this context what a step does to metrics in it."""
+        """Restore at the end of this context the states that metrics had at its start."""
         kept = [(metric, _compat.metric_state(metric)) for metric in self._metrics()]
         before, self._is_undone = self._is_undone, True
         try:
@@ -167,7 +170,7 @@ class SharedMetrics:
         return copy
 
     def _shared(self, metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a ``compute`` for ``metric`` that the last stage runs, and whose value it broadcasts to the others."""
+        """Return a ``compute`` for ``metric`` that runs on the last stage and broadcasts its value to the others."""
         pipeline = self._pipeline
 
         @wraps(compute)

@@ -73,7 +73,11 @@ class BatchSplitter:
             return 1
 
     def _size(self, batch: Any) -> int:
-        """Return the number of samples of ``batch``, and raise ValueError if there are none."""
+        """Return the number of samples of ``batch``.
+
+        Raises:
+            ValueError: If there are none.
+        """
         size = batch_size_of(batch)
         if size == 0:
             raise ValueError(

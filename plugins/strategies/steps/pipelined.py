@@ -91,7 +91,7 @@ class PipelinedSteps(Steps):
         return parallel.get(Pipeline) is not None
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
-        """Run ``training_step`` and its backward, and return its output, detached from the graph. A collective."""
+        """Run ``training_step`` and its backward, and return its output without its graph. This is a collective."""
         kept: list[tuple[Tensor, Tensor]] = []
         if begins_accumulation(self._module.trainer):
             if not are_free_before_forward(self._module, self._module.trainer):
@@ -130,7 +130,10 @@ class PipelinedSteps(Steps):
         return output
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-        """Put the gradients that the step has computed back on the parameters. A collective if losses have weights."""
+        """Put the gradients that the step has computed back on the parameters.
+
+        This is a collective if losses have weights.
+        """
         loss = self._precision.pre_backward(loss, self._module)
         for param, gradient in self._gradients:
             param.grad = gradient if param.grad is None else param.grad + gradient
@@ -161,7 +164,7 @@ class PipelinedSteps(Steps):
     def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
         """Run a step without a backward, and return its output.
 
-        A collective over the pipeline, or over all processes if parameters are gathered in the step.
+        This is a collective over the pipeline, or over all processes if parameters are gathered in the step.
         """
         # Replicas of the model may run different numbers of batches, but ranks that gather parameters together may not.
         gathers = not self._parallel.holds_whole_model and not self._parallel.stays_gathered
@@ -170,7 +173,7 @@ class PipelinedSteps(Steps):
         return result.broadcast_results(partial(joined, ran.results), self._pipeline, self._broadcast, ran.buffers)
 
     def _key(self, name: str, batch: Any, kwargs: dict[str, Any], number: int) -> object:
-        """Return a key of all that the path of the step ``name``, and the set of gradients it needs, always depend on.
+        """Return a hashable key of all that always influences the path of the step ``name`` and the gradients it needs.
 
         Args:
             name: The name of the step.
@@ -195,10 +198,10 @@ class PipelinedSteps(Steps):
         has_backward: bool,
         arguments: Sequence[Any],
     ) -> StepGraph:
-        """Trace the step ``name`` on a microbatch, and also on the whole batch if it may leave something else there.
+        """Trace the step ``name`` on a microbatch, and also on the whole batch if its side effects may differ there.
 
-        The whole batch is left out where code between parts draws random numbers: it would draw others than those from
-        which the microbatches were computed.
+        The whole batch is left out if code between parts draws random numbers, because on the whole batch it would draw
+        other numbers than those from which the microbatches were computed.
         """
         graph = self._trace(name, microbatches[0], arguments, kwargs, has_backward)
         if len(microbatches) == 1 or not graph.may_leave_more:
@@ -250,7 +253,7 @@ class PipelinedSteps(Steps):
         group: dist.ProcessGroup | None,
         loss_of: Callable[[int, Any], Tensor] | None = None,
     ) -> tuple[StepResult, Ran]:
-        """Run the step ``name`` on all microbatches. A collective over the pipeline and over ``group``.
+        """Run the step ``name`` on all microbatches. This is a collective over the pipeline and over ``group``.
 
         An error on any rank is raised on all ranks of ``group``, which wait for each other after the step.
 
@@ -259,11 +262,11 @@ class PipelinedSteps(Steps):
             args: Positional arguments of the step, the batch first.
             kwargs: Keyword arguments of the step.
             group: Process group of the ranks that run a step now; None: all processes.
-            loss_of: Function from the number of microbatches, and what the step returned on one of them, to that
-                microbatch's part of the loss; None: there is no backward.
+            loss_of: Function that returns a microbatch's part of the loss, given the number of microbatches and what
+                the step returned on the microbatch; None: there is no backward.
 
         Returns:
-            What the step leaves besides its output, and the outcome of its microbatches.
+            The object that has recorded the side effects of the step, and the outcome of its microbatches.
         """
         prepared, result, microbatches = self._prepare(name, args, kwargs, loss_of is not None)
         steps = [
@@ -295,7 +298,9 @@ class PipelinedSteps(Steps):
     def _prepare(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool
     ) -> tuple[PreparedStep, StepResult, list[Any]]:
-        """Split the batch, and plan the step by its path, which is traced if it is new. A collective over the pipeline.
+        """Split the batch, and plan the step by its path, which is traced if it is new.
+
+        This is a collective over the pipeline.
 
         Args:
             name: The name of the step.
@@ -304,7 +309,7 @@ class PipelinedSteps(Steps):
             has_backward: Whether a backward is run for each microbatch.
 
         Returns:
-            The plan of the step, the object that records what it leaves, and the microbatches.
+            The plan of the step, the object that records the step's side effects, and the microbatches.
         """
         pipeline, device = self._pipeline, self._module.device
         begin = Attempt("before the first microbatch")
@@ -337,7 +342,7 @@ class PipelinedSteps(Steps):
         return prepared, result, microbatches
 
     def _try_loss(self, batch: Any, others: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Warn if the loss is not a mean over samples. Only the last stage of data-parallel rank 0 checks it."""
+        """Warn if the loss is not a mean over samples. Only the last stage of data-parallel rank 0 checks this."""
         is_first = self._module.trainer.strategy.distributed_sampler_kwargs["rank"] == 0  # type: ignore[attr-defined]
         if not self._pipeline.is_last or not is_first:
             return
@@ -358,7 +363,7 @@ class PipelinedSteps(Steps):
         """Run the user's step on a microbatch.
 
         Args:
-            result: The object that records what the step leaves.
+            result: The object that records the step's side effects.
             name: The name of the step.
             batch: The microbatch, or the whole batch.
             index: The index of the microbatch; for the whole batch, that of the last one.
@@ -367,7 +372,7 @@ class PipelinedSteps(Steps):
         if result.graph.changes_batch:  # All stages of this rank run on the same batch.
             batch = apply_to_collection(batch, Tensor, Tensor.clone)
         result.microbatch = index
-        # The rank of the last stage may have other stages, too; what the step logs and measures there is undone.
+        # The rank of the last stage may have other stages as well. What the step logs and measures there is undone.
         result.is_recorded = self._pipeline.runner.runs_last_stage or not self._pipeline.is_last
         with self._context(name), nullcontext() if result.is_recorded else self._metrics.unchanged():
             return getattr(self._module, name)(batch, *others[0], **others[1])

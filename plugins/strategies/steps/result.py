@@ -1,4 +1,4 @@
-"""Merge what a step returns, logs and changes on the microbatches, and give it to every rank of the pipeline.
+"""Merge the outputs, logs and changes of a step on the microbatches, and give them to every rank of the pipeline.
 
 Only the last stage has these results. They are merged so that they equal those of a step on the whole batch.
 """
@@ -41,8 +41,8 @@ class _Logged(NamedTuple):
         kwargs: The further arguments of the call, by name.
         num_samples: The number of samples, by which the value is weighted.
         metric: The name of the module that was logged as a metric object; None if a value was logged.
-        of_batch: Function that computes the value for the whole batch, if a metric returned that of the microbatch;
-            else None.
+        of_batch: Function that computes the value for the whole batch, if a metric returned the value for the
+            microbatch; else None.
     """
 
     value: Any
@@ -53,10 +53,10 @@ class _Logged(NamedTuple):
 
 
 class StepResult:
-    """Collect what a step leaves besides its output: what it logs, and the attributes and buffers that it changes.
+    """Collect a step's side effects: what it logs, and the attributes and buffers that it changes.
 
-    Where microbatches may leave something else than the whole batch would, the last stage runs the code between parts
-    once more, on the whole batch and on the merged outputs of the parts for all microbatches.
+    If the side effects on microbatches may differ from those on the whole batch, the last stage runs the code between
+    parts once more, on the whole batch and on the merged outputs of the parts for all microbatches.
 
     Args:
         module: The user's module.
@@ -75,9 +75,10 @@ class StepResult:
         self._num_calls: Counter[tuple[str, int]] = Counter()
         self._of_whole_batch: _OfWholeBatch | None = None
         self.microbatch = 0
-        """The index of the microbatch on which the step runs now."""
+        """The index of the microbatch on which the step is running."""
         self.is_recorded = True
-        """Whether what the step logs counts. A rank with several stages runs the step once for each of them."""
+        """Whether calls of ``self.log`` are recorded. A rank with several stages runs the step once for each of them,
+        and records only one of these runs."""
 
     @contextmanager
     def logging(self) -> Iterator[None]:
@@ -106,12 +107,14 @@ class StepResult:
             yield
 
     def _call(self, name: str, microbatch: int) -> _Call:
-        """Count a call of ``self.log`` with ``name`` in the step on ``microbatch``, and return what identifies it."""
+        """Count a call of ``self.log`` with ``name`` in the step on ``microbatch``, and return its identifier."""
         self._num_calls[name, microbatch] += 1
         return name, self._num_calls[name, microbatch]
 
     def run_on_whole_batch(self, pipeline: Pipeline, ran: Ran, step: Callable[[], Any]) -> None:
-        """Run the code between parts on the whole batch, if the graph has ``of_whole_batch``. Only for the last stage.
+        """Run the code between parts on the whole batch, if the graph has ``of_whole_batch``.
+
+        Only the rank with the last stage may call this.
 
         Args:
             pipeline: The pipeline.
@@ -139,7 +142,7 @@ class StepResult:
         self._of_whole_batch = _OfWholeBatch(_detached(result), {call: value for call, (value, _) in logged.items()})
 
     def output(self, merge: Callable[[], Any]) -> Any:
-        """Return the step's output for the whole batch. Only for the last stage.
+        """Return the step's output for the whole batch. Only the rank with the last stage may call this.
 
         Args:
             merge: Function that merges the outputs of the microbatches.
@@ -155,10 +158,12 @@ class StepResult:
     def broadcast_results(
         self, merge: Callable[[], Any], pipeline: Pipeline, broadcast: BytesBroadcast, buffers: BuffersOfStep
     ) -> Any:
-        """Set attributes and buffers on every rank to those of the last stage, and log its values. A collective.
+        """Set attributes and buffers on every rank to those of the last stage, and log its values on every rank.
+
+        This is a collective over the pipeline.
 
         Args:
-            merge: Function that merges the outputs of the microbatches, on the last stage.
+            merge: Function that merges the outputs of the microbatches; it is called on the last stage only.
             pipeline: The pipeline, whose ranks all call this.
             broadcast: Broadcast of bytes from the rank of the last stage to all ranks of the pipeline.
             buffers: The buffers that the step changes.
@@ -210,11 +215,12 @@ class StepResult:
         return output
 
     def _attributes(self) -> list[tuple[Literal["append", "update", "set"], Any]]:
-        """Return what the last stage sends of each attribute that the step changes, and what to do with it.
+        """Return, for each attribute that the step changes, how other ranks must change it, and the data for that.
 
         Returns:
-            For each attribute, the new items of a list to which the step has only appended, or the changed attributes
-            of an object of the user's code and the names of removed ones, or else the value.
+            For each attribute, a pair: ``"append"`` and the new items of a list to which the step has only appended;
+            ``"update"`` and the changed attributes of an object of the user's code with the names of removed ones; or
+            ``"set"`` and the new value.
         """
         packages = packages_of(self._module)
         found: list[tuple[Literal["append", "update", "set"], Any]] = []
@@ -240,8 +246,8 @@ class StepResult:
         """Merge one call of ``self.log`` in all microbatches into what the whole batch would have logged.
 
         Args:
-            call: The call.
-            calls: What each microbatch has logged in the call.
+            call: The identifier of the call.
+            calls: The record of the call in each microbatch.
         """
         first = calls[0]
         size = sum(call.num_samples for call in calls)
@@ -274,7 +280,7 @@ class StepResult:
 
 
 _Call = tuple[str, int]
-"""A call of ``self.log`` in a step: the logged name, and the number of the call among those with this name, from 1."""
+"""Identifier of a call of ``self.log`` in a step: the name, and the number of the call with this name, from 1."""
 
 
 @dataclass(frozen=True)
@@ -297,8 +303,8 @@ def _detached(value: Any) -> Any:
 def _whole(of_one: Leaf, of_all: Leaf, parts: Sequence[Tensor]) -> Tensor:
     """Merge a tensor that a part returned for each microbatch into the one that it would return for the whole batch.
 
-    The tensors are concatenated along the dimension in which the shapes differ, or averaged if they are floating-point
-    scalars; else the last one is returned.
+    The tensors are concatenated along the dimension in which the shapes for a microbatch and for the whole batch
+    differ, or averaged if they are floating-point scalars. Otherwise the last one is returned.
 
     Args:
         of_one: The description of the tensor for a microbatch.
@@ -328,7 +334,7 @@ class _Packed:
 
     @classmethod
     def of(cls, tensor: Tensor) -> _Packed | Tensor:
-        """Pack ``tensor``; return a sparse one as it is, but detached and on the CPU."""
+        """Pack ``tensor``. A sparse tensor is not packed, but returned detached and on the CPU."""
         tensor = tensor.detach().cpu()
         if tensor.layout != torch.strided:
             return tensor
@@ -348,17 +354,17 @@ _LOG_ARGUMENTS = tuple(signature_of(LightningModule.log).parameters)[3:]
 
 
 def merged_outputs(results: list[Any], losses: list[Tensor]) -> Any:
-    """Merge what ``training_step`` returned on the microbatches.
+    """Merge the outputs of ``training_step`` on the microbatches.
 
     Losses are averaged, weighted by the microbatches' ``weight`` if they have one; the other values of a dict are
     merged by :func:`joined`.
 
     Args:
-        results: What ``training_step`` returned on each microbatch.
+        results: The output of ``training_step`` on each microbatch.
         losses: The detached loss of each microbatch.
 
     Returns:
-        The loss, or a dict if ``training_step`` returned dicts; its weight is the sum of the microbatches' weights.
+        The loss, or a dict if ``training_step`` returned dicts, whose weight is the sum of the microbatches' weights.
     """
     if not isinstance(results[0], Mapping):
         return torch.stack(losses).mean()
@@ -378,8 +384,8 @@ def joined(results: list[Any]) -> Any:
     """Merge the outputs of the microbatches into one for the whole batch.
 
     Tensors are concatenated along dimension 0, and lists one after another. Floating-point scalars are averaged, and
-    integers summed, because they are counts. Mappings and tuples are merged item by item. Of any other value, that of
-    the first microbatch is returned.
+    integers summed, because they are counts. Mappings and tuples are merged item by item. For any other type of value,
+    the value of the first microbatch is returned.
 
     Args:
         results: The output of each microbatch.

@@ -1,4 +1,4 @@
-"""Trace a step on tensors without values. What it gathers and reduces is made of this rank's tensors."""
+"""Trace a step on tensors without values, with collectives replaced by operations on this rank's tensors."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ __all__ = ["StepTracing"]
 
 
 class StepTracing:
-    """Stand in for collectives while a step is traced, which ranks may do at different times.
+    """Replace collectives by stand-ins while a step is traced, because ranks may trace at different times.
 
     Args:
-        num_parts: The number of ranks that have a part of the batch.
+        num_parts: The number of parts into which the batch is divided.
         peers: The ranks that have the same stages as this one.
     """
 
@@ -29,11 +29,11 @@ class StepTracing:
         self._num_parts = num_parts
         self.peers = peers
         self.is_active = False
-        """Whether a step is traced now."""
+        """Whether a step is being traced."""
 
     @contextmanager
     def around(self, module: LightningModule) -> Iterator[None]:
-        """Run a step of ``module`` on tensors without values inside."""
+        """Replace collectives in this context, in which a step of ``module`` runs on tensors without values."""
         before, self.is_active = self.is_active, True
         try:
             with stand_ins_for_collectives(self.peers), parameters_unchanged(module):
@@ -42,12 +42,17 @@ class StepTracing:
             self.is_active = before
 
     def all_gather(self, tensor: Tensor, sync_grads: bool) -> Tensor:
-        """Return what gathering ``tensor`` from all parts of the batch looks like."""
+        """Return a tensor of the shape that gathering ``tensor`` from all parts of the batch would return.
+
+        Args:
+            tensor: This rank's tensor.
+            sync_grads: Whether the result is connected to ``tensor`` in the autograd graph.
+        """
         note_exchange(tensor)
         return torch.stack([tensor if sync_grads else tensor.detach()] * self._num_parts)
 
     def reduce(self, tensor: Any) -> Any:
-        """Return what reducing ``tensor`` over all parts of the batch looks like."""
+        """Return a tensor of the shape that reducing ``tensor`` over all parts of the batch would return."""
         if not isinstance(tensor, Tensor):
             return tensor
         note_exchange(tensor)

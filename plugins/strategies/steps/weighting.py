@@ -25,7 +25,7 @@ class LossWeights:
         self._total: Tensor | None = None
 
     def read(self, output: Any, device: torch.device) -> None:
-        """Take the weight, if there is one, from what ``training_step`` returned.
+        """Read the weight, if there is one, from the output of ``training_step``.
 
         Raises:
             ValueError: If the weight is negative or not finite, or only some microbatches of a step have one.
@@ -44,11 +44,11 @@ class LossWeights:
         self._current = weight
 
     def add(self, weight: Tensor) -> None:
-        """Add the weight of a loss that another rank has scaled."""
+        """Add the weight of a loss that another rank has scaled to the sum of the weights."""
         self._total = weight if self._total is None else self._total + weight
 
     def scale(self, loss: Tensor) -> Tensor:
-        """Return ``loss`` times the weight that :meth:`read` has taken, and add the weight to the sum."""
+        """Return ``loss`` times the weight that :meth:`read` has read, and add the weight to the sum."""
         if self._current is None:
             return loss
         self._total = self._current if self._total is None else self._total + self._current
@@ -56,7 +56,9 @@ class LossWeights:
         return torch.where(self._current > 0, loss, 0.0) * self._current.to(loss.dtype)
 
     def normalize(self, params: Iterable[nn.Parameter], num_microbatches: int) -> None:
-        """Divide the reduced gradients by the sum of all ranks' weights. A collective if steps return weights.
+        """Divide the reduced gradients by the sum of all ranks' weights, if steps return weights.
+
+        This is a collective in that case.
 
         Args:
             params: Parameters whose gradients are means over ranks of sums over microbatches, each of which was divided

@@ -1,4 +1,4 @@
-"""Steps that run on the whole module."""
+"""Run steps on the whole module."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class WholeSteps(Steps):
         self._frees_gradients_first: bool | None = None
 
     def train(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
-        """Run ``training_step``. A collective."""
+        """Run ``training_step``. This is a collective."""
         automatic = self._module.automatic_optimization
         if self._frees_gradients_first is None:
             self._frees_gradients_first = are_free_before_forward(self._module, self._module.trainer)
@@ -46,21 +46,21 @@ class WholeSteps(Steps):
         return output
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: Any) -> Tensor:
-        """Run the backward, in automatic and in manual optimization. A collective where gradients are reduced."""
+        """Run the backward in automatic or manual optimization. This is a collective if gradients are reduced."""
         loss = self._precision.pre_backward(self._weights.scale(loss), self._module)
         with self._parallel.backward():
             self._precision.backward(loss, self._module, optimizer, *args, **kwargs)
-        # All gradients are reduced before on_after_backward, which Lightning's own method calls inside.
+        # All gradients are reduced before on_after_backward, which Lightning's own method calls.
         self._normalize_gradients()
         return self._precision.post_backward(loss, self._module)
 
     def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
-        """Run a step without a backward. A collective where parameters are sharded."""
+        """Run a step without a backward. This is a collective if parameters are sharded."""
         with self._context(name):
             return self._parallel.step(partial(getattr(self._module, name), *args, **kwargs), backward_follows=False)
 
     def around_hook(self, name: str) -> AbstractContextManager[None]:
-        """Let a hook use and change parameters as in one process, also where torch cannot do so with shards."""
+        """Let a hook use and change parameters as in one process, even where torch does not support it with shards."""
         # Between a forward and its backward some parameters are gathered and others sharded.
         if name.endswith((".on_before_zero_grad", ".on_before_backward")):
             return self._parallel.between_forward_and_backward()
