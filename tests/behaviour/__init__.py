@@ -1,6 +1,6 @@
-"""Cases of ordinary Lightning code, each run under every strategy and compared with a run in one process.
+"""Run cases of ordinary Lightning code under every strategy, and compare each with a run in one process.
 
-A case is a function in ``cases/<area>.py``. It gets a :class:`~tests.behaviour.case.Run`, does what a user would do
+A case is a function in ``cases/<area>.py``. It is given a :class:`~tests.behaviour.case.Run`, does what a user would do
 with a Trainer, and records the values that must not depend on the strategy::
 
     @case("EarlyStopping ends at the same epoch")
@@ -18,7 +18,7 @@ The outcome of a case under a strategy is one cell of the table in the documenta
 - ``refused``: every rank raises an error that matches ``refused={"pp": "regular expression"}`` of the case.
 - ``differs``: the case runs and is not compared; the documentation shows the sentence that the case gives as
   ``differs={"pp": "sentence"}``.
-- ``wrong``, ``crashed`` or ``hung``: a defect.
+- ``wrong``, ``crashed`` or ``hung``: there is a defect.
 
-To run some of the cases: ``python -m tests.behaviour --cases "early*" --strategies full,tp``
+``python -m tests.behaviour --cases "early*" --strategies full,tp`` runs some of the cases.
 """

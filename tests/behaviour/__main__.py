@@ -1,4 +1,4 @@
-"""``python -m tests.behaviour``: run cases under strategies, print every defect, and write the table."""
+"""Run cases under strategies, print every defect, and write the table (``python -m tests.behaviour``)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The definition of a case, and the :class:`Run` that its function gets as its argument."""
+"""Define a case, and the :class:`Run` that its function is given."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class Layout:
 
     Args:
         world_size: Number of processes.
-        num_data_parallel: Number of parts that a global batch is split into over the ranks.
-        make: Function that makes the strategy; it gets the further keyword arguments that a case asks for.
+        num_data_parallel: Number of parts into which a global batch is divided over the ranks.
+        make: Function that makes the strategy; it is given the further keyword arguments that a case asks for.
     """
 
     world_size: int
@@ -70,7 +70,7 @@ STRATEGIES: dict[str, Layout] = {
 _PIPELINE: dict[str, Any] = {"pp_size": 2, "num_microbatches": NUM_MICROBATCHES}
 
 HOLDS_PARTS = tuple(column for column in STRATEGIES if column != "data")
-"""The columns in which a rank has a part of the model only, so that the model can be called in steps only."""
+"""The columns in which a rank has only a part of the model, so that the model can be called only in steps."""
 
 REFERENCES: dict[str, Layout] = {
     "one": Layout(1, 1, lambda **kwargs: "auto"),
@@ -93,7 +93,7 @@ class Case:
             there, and is not compared.
         tolerance: Largest accepted relative error of a recorded value.
         leave_out: Names of weights that are not compared, such as those whose true gradient is zero.
-        reference: What to compare with. ``"one"`` is one process; ``"ddp"`` is Lightning's ddp with as many ranks as
+        reference: The run to compare with. ``"one"`` is one process; ``"ddp"`` is Lightning's ddp with as many ranks as
             the global batch has parts under the strategy.
         strategy: Maps a column (or ``"*"`` for all) to further keyword arguments of its strategy.
         timeout_s: Time in seconds after which the case counts as hung.
@@ -168,7 +168,7 @@ class Run:
 
     @property
     def is_reference(self) -> bool:
-        """Return whether this is the run that is compared with: one process, or Lightning's ddp."""
+        """Return whether this run is a reference, that is, one process or Lightning's ddp."""
         return self.column in REFERENCES
 
     def record(self, name: str, value: Any, per_rank: bool = False) -> None:
@@ -178,12 +178,12 @@ class Run:
             name: Name of the value, which appears in the report of a difference.
             value: Tensor, number, string, or container of these.
             per_rank: Whether the value belongs to this rank's part of the batch. Such values are not compared rank by
-                rank: those of all ranks are joined in the order of the samples, and compared as one.
+                rank. Instead, those of all ranks are joined in the order of the samples and compared as one.
         """
         (self.own if per_rank else self.observed)[name] = _plain(value)
 
     def record_error(self, name: str, function: Callable[[], Any]) -> None:
-        """Record the class and the message of the error that ``function`` raises, or None if it raises none."""
+        """Record the class and the message of the error that ``function`` raises; None if it raises no error."""
         try:
             function()
         except Exception as error:
@@ -192,7 +192,11 @@ class Run:
             self.record(name, None)
 
     def make_strategy(self, **kwargs: Any) -> Any:
-        """Make a new strategy of this run's column."""
+        """Make a new instance of the strategy of this run's column.
+
+        Args:
+            kwargs: Keyword arguments of the strategy, which override those of the case.
+        """
         more = {**(self.case.strategy.get("*") or {}), **(self.case.strategy.get(self.column) or {})}
         return self.layout.make(**{**more, **kwargs})
 
@@ -200,7 +204,7 @@ class Run:
         """Make a Trainer that prints nothing, with this column's strategy.
 
         Args:
-            kwargs: Arguments of the Trainer, which override the defaults. By default it trains one epoch of 4 steps.
+            kwargs: Arguments of the Trainer, which override the defaults. The default is to train one epoch of 4 steps.
         """
         defaults: dict[str, Any] = {
             "accelerator": "cpu",
@@ -244,9 +248,10 @@ class Run:
         """Return the index of the part of the global batch that this rank has."""
         if self.column in ("tp", "pp", "nd_tp"):
             return 0
-        if self.column == "data_tp":  # ranks that split layers are neighbours
+        if self.column == "data_tp":  # Ranks that split layers are neighbours.
             return self.rank // 2
-        return self.rank % 2 if self.column == "nd" else self.rank  # "nd" has the stages outermost, the shards inside
+        # In "nd", the ranks of one stage, over which the stage is sharded, are neighbours.
+        return self.rank % 2 if self.column == "nd" else self.rank
 
     def fit(
         self,
@@ -262,18 +267,19 @@ class Run:
 
         Args:
             model: The user's module.
-            train: Loader of the training data; None: :meth:`loader`. It is not used where the module has a
+            train: Loader of the training data; None: the result of :meth:`loader`. It is not used if the module has a
                 ``train_dataloader`` of its own.
-            val: Loader of the validation data, or True for :meth:`loader`; None: no validation.
-            ckpt_path: Checkpoint to resume from, as of ``Trainer.fit``.
+            val: Loader of the validation data, or True for the result of :meth:`loader`; None: no validation.
+            ckpt_path: Checkpoint to resume from, as for ``Trainer.fit``.
             name: Prefix of the names of the recorded values.
             observe: Whether to record anything.
             kwargs: Arguments of :meth:`trainer`.
         """
         trainer = self.trainer(**kwargs)
         if ckpt_path is not None and trainer.precision == "64-true":
-            model.double()  # Lightning's own strategy loads a checkpoint before it converts the module to float64, and
-            # would thereby round the loaded weights to float32.
+            # Lightning's own strategy loads a checkpoint before it converts the module to float64, and would thereby
+            # round the loaded weights to float32.
+            model.double()
         loaders: dict[str, Any] = {}
         if "train_dataloader" not in vars(type(model)):
             loaders["train_dataloaders"] = self.loader() if train is None else train
@@ -321,7 +327,7 @@ class Run:
     def record_predictions(self, predictions: Any, name: str = "predictions") -> None:
         """Record the list of tensors that ``trainer.predict`` returned on this rank.
 
-        It is None on a rank whose predictions another rank returned; nothing is recorded then.
+        Nothing is recorded if the result is None, as it is on a rank whose predictions another rank returns.
         """
         if predictions is not None:
             self.record(name, torch.cat(predictions), per_rank=True)
@@ -332,7 +338,7 @@ class Run:
 
 
 def _whole_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """Return all buffers of ``model``, each from the pipeline stage that has it. This is a collective."""
+    """Return all buffers of ``model``, each from a pipeline stage that has it. This is a collective."""
     parallel = parallelized(model)
     pipeline = None if parallel is None else parallel.get(Pipeline)
     others = frozenset() if pipeline is None else pipeline.buffers_of_others
@@ -375,7 +381,7 @@ def _plain(value: Any) -> Any:
 
 
 class _Part(Sampler[int]):
-    """Yield every ``num_parts``-th index from ``part`` on, so that the global batch of a step has consecutive ones."""
+    """Yield every ``num_parts``-th index from ``part`` on, so that a step's global batch has consecutive indices."""
 
     def __init__(self, length: int, num_parts: int, part: int) -> None:
         self._indices = range(part, length - length % num_parts, num_parts)

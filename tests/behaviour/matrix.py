@@ -35,7 +35,7 @@ class Cell:
 
     Args:
         outcome: ``equal``, ``refused``, ``differs``, ``wrong``, ``crashed`` or ``hung``.
-        text: Message of the refusal, sentence about the difference, or description of the defect.
+        text: Message of the refusal, sentence about the difference, or description of the defect; empty for ``equal``.
     """
 
     outcome: str
@@ -74,7 +74,7 @@ _TURNS: tuple[tuple[str, ...], ...] = (
     ("full", "pp"),
     ("tp", "nd"),
 )
-"""Columns that the cases of the other areas run under: each case takes the next entry, and starts over at the end."""
+"""Columns under which the cases of the other areas run: each case takes the next entry, and starts over at the end."""
 
 
 def columns_in_turn(cases: Iterable[Case]) -> dict[str, tuple[str, ...]]:
@@ -167,7 +167,7 @@ def _judge(case: Case, column: str, found: list[Observed], expected: list[Observ
     problems: list[str] = []
     for rank, observed in enumerate(found):
         values = observed.values
-        if rank and case.reference == "ddp":  # ddp broadcasts buffers before a forward only, so they differ at the end
+        if rank and case.reference == "ddp":  # ddp broadcasts buffers only before a forward, so they differ at the end.
             values = {key: expected[0].values[key] if key.endswith(": buffers") else v for key, v in values.items()}
         for problem in compare(values, expected[0].values, case.tolerance, case.leave_out):
             problems.append(f"rank {rank}: {problem}")
@@ -193,7 +193,7 @@ def _sentence(error: str) -> str:
 def _joined(column: str, ranks: list[Observed]) -> dict[str, Any]:
     """Join the values that the ranks recorded for their parts of the batch, in the order of the samples.
 
-    The logger's history is that of rank 0.
+    Histories of loggers are not joined; that of rank 0 is taken.
     """
     layout = {**STRATEGIES, **REFERENCES}[column]
     parts = ranks[::2] if column == "data_tp" else ranks[: layout.num_data_parallel]
@@ -201,7 +201,7 @@ def _joined(column: str, ranks: list[Observed]) -> dict[str, Any]:
     for name, value in ranks[0].own.items():
         if name.endswith(": history") or not isinstance(value, np.ndarray):
             joined[name] = value
-        else:  # sample k of part p is sample k * num_parts + p of the dataset
+        else:  # Sample k of part p is sample k * num_parts + p of the dataset.
             stacked = np.stack([part.own[name] for part in parts], axis=1)
             joined[name] = stacked.reshape(-1, *stacked.shape[2:])
     return joined
@@ -217,7 +217,7 @@ def compare(
         expected: Value that the reference recorded.
         tolerance: Largest accepted norm of a difference, relative to the norm of the expected value.
         leave_out: Keys that are not compared.
-        path: Position of the values in what was recorded, for the lines that are returned.
+        path: Position of the values in the recorded values, for the lines that are returned.
         scale: Norm of all tensors in the same dictionary; a tensor whose norm is below a millionth of it is compared
             relative to that millionth instead of its own norm.
     """

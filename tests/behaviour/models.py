@@ -1,4 +1,4 @@
-"""Small modules and datasets that many cases share, written as a user would write them."""
+"""Define small modules and datasets that many cases share, written as a user would write them."""
 
 from __future__ import annotations
 

@@ -17,7 +17,13 @@ _SHOWN = {"equal": "yes"}
 
 
 def write_table(path: Path, cases: Sequence[Case], results: Mapping[str, Mapping[str, Cell]]) -> None:
-    """Replace the section between the markers in ``path`` by the table, with refusals and differences as notes."""
+    """Replace the section between the markers in ``path`` by the table, with refusals and differences as notes.
+
+    Args:
+        path: Path of a Markdown file, which is created if it does not exist.
+        cases: The cases, in the order of the rows.
+        results: The cells by the name of the case and then by the column.
+    """
     columns = [column for column in STRATEGIES if any(column in row for row in results.values())]
     notes: dict[str, int] = {}
     lines: list[str] = []

@@ -1,4 +1,4 @@
-"""A part of the behaviour cases that takes at most two minutes; ``make behaviour`` runs all of them."""
+"""Run a part of the behaviour cases, in at most two minutes; ``make behaviour`` runs all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COVERED = {
     "uneven_ranks": ("full", "hybrid", "tp"),
     "split_layers": ("tp",),
 }
-"""Maps an area to the columns that its cases are distributed over: each case runs under one of them."""
+"""The columns over which the cases of an area are distributed, by area. Each case runs under one of them."""
 
 FURTHER_CELLS = (
     ("modules.module_reentrant", "pp"),
@@ -41,11 +41,11 @@ FURTHER_CELLS = (
     ("uneven_ranks.unused_on_some_ranks", "data"),
     ("sharing_and_weights.post_accumulate_hooks", "data"),
 )
-"""Cases of other areas, with a column, whose code paths no other test covers."""
+"""Cases of other areas, each with a column, whose code paths no other test covers."""
 
 
 def cells_to_run() -> list[tuple[str, str]]:
-    """Return a column for each case of :data:`COVERED`, and the further cells."""
+    """Return each case of :data:`COVERED` with a column, and :data:`FURTHER_CELLS`."""
     in_turn = [
         (name, column)
         for area, columns in COVERED.items()
