@@ -1,4 +1,4 @@
-"""``python -m tests.bench``: compare time, memory, traffic and checkpoints with other ways to train the same model."""
+"""Compare time, memory, traffic and checkpoints with those of other ways to train the same model."""
 
 from __future__ import annotations
 

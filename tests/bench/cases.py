@@ -1,4 +1,4 @@
-"""The cases: which two ways of training are compared by which figure, and the bound that the comparison must meet."""
+"""Define the cases: two ways of training, the figure by which they are compared, and the bound that must be met."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ __all__ = ["CASES", "Case", "NotMeasuredError", "Result", "Settings", "measure"]
 
 @dataclass(frozen=True)
 class Case:
-    """Describe a comparison of two ways of training or saving, by a figure of each.
+    """Describe a comparison of two ways of training or saving by a figure of each.
 
     The kinds of comparisons are:
 
@@ -54,7 +54,7 @@ class Case:
         theirs: Name of the side that it is compared with. The same name as ``ours`` makes a control, which shows the
             error of the method.
         bound: Largest accepted value of ours / theirs (ours - theirs for ``startup``); None: the value is only shown.
-        at_least: Smallest accepted value, where there is a bound; None: there is no smallest one.
+        at_least: Smallest accepted value, if there is a bound; None: there is no smallest one.
     """
 
     kind: Literal["step", "large_step", "startup", "memory", "heap", "stall", "write", "load", "traffic"]
@@ -66,7 +66,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Return the name of the case, which ``--case`` selects it by."""
+        """Return the name of the case, by which ``--case`` selects it."""
         return f"{self.kind}-{self.num_ranks}-{self.ours}-{self.theirs}"
 
     @property
@@ -75,15 +75,18 @@ class Case:
         return {"memory": "MiB", "heap": "MiB", "startup": "s", "traffic": "KiB"}.get(self.kind, "ms")
 
 
-M_MMAP_THRESHOLD = -3  # a constant of glibc's malloc.h
-SAME_COMMUNICATION = 1.02  # against the same communication written by hand
-DDP = 1.00  # against the strategy of Lightning that does the same
+M_MMAP_THRESHOLD = -3  # This is a constant of glibc's malloc.h.
+# The following constants are bounds of cases. SAME_COMMUNICATION is for comparisons with the same communication written
+# by hand, DDP for comparisons with the strategy of Lightning that does the same, and OF_RAW_BANDWIDTH is 80% of the
+# bytes per second of plain files.
+SAME_COMMUNICATION = 1.02
+DDP = 1.00
 FASTER_REDUCE_SCATTER = 0.95
 MODEL_PARALLEL = 0.97
 STARTUP_S = 1.5
 MEMORY = 1.02
 STALL = 0.02
-OF_RAW_BANDWIDTH = 1.25  # 80% of the bytes per second of plain files
+OF_RAW_BANDWIDTH = 1.25
 FORMULA = (1.01, 0.99)
 
 CASES = [
@@ -177,7 +180,7 @@ class Settings:
 
     @classmethod
     def quick(cls) -> Settings:
-        """Return settings that measure only as much as shows that everything works."""
+        """Return settings that measure only as much as is needed to show that everything works."""
         tiny = Workload(dim=32, num_layers=2, num_heads=2, context=32, global_batch_size=8, text=__file__)
         few = Pace(min_pairs=6, max_width=1e9, max_seconds=60, steps=1, warmup_turns=1)
         one = replace(few, max_seconds=0)
@@ -200,7 +203,7 @@ class Result:
     Args:
         case: Case that was measured.
         pairs: Figures of both sides.
-        is_narrow: Whether the interval of the median is as narrow as asked for.
+        is_narrow: Whether the interval of the median is as narrow as the settings require.
         note: Further text for the printed row.
     """
 
@@ -213,8 +216,8 @@ class Result:
     def verdict(self) -> str:
         """Return whether the bound is met, as text: ``shown``, ``met``, ``NOT MET`` or ``TOO WIDE``.
 
-        It is met if the median meets it and the interval is narrow or below the bound altogether. Without a bound, the
-        verdict is ``shown``.
+        The bound is met if the median meets it, and the interval is narrow or below the bound altogether. Without a
+        bound, the verdict is ``shown``.
         """
         if self.case.bound is None:
             return "shown"
@@ -226,7 +229,7 @@ class Result:
 
 
 class NotMeasuredError(Exception):
-    """Say that a case cannot be measured, because a package is not installed."""
+    """Report that a case cannot be measured, because a package is not installed."""
 
 
 def measure(case: Case, settings: Settings) -> Result:

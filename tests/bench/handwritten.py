@@ -28,7 +28,8 @@ def train(workload: Workload, end_step: EndStep, dp_replicate_size: int = 1, two
         workload: Size of the model, and the data.
         end_step: Function that is called with the loss after every step.
         dp_replicate_size: Number of replicas; with one, the mesh has one dimension.
-        two_shot: Whether to reduce-scatter as the project's strategies do on gloo, instead of by the backend.
+        two_shot: Whether to reduce-scatter as the project's strategies do on gloo, instead of with the backend's own
+            implementation.
     """
     world_size = dist.get_world_size()
     if dp_replicate_size == 1:
@@ -70,7 +71,13 @@ def _loop(model: torch.nn.Module, optimizer: AdamW, scheduler: LambdaLR, workloa
 
 
 def shard(model: GPT, mesh: DeviceMesh, two_shot: bool) -> None:
-    """Shard each block, then the remaining parameters of the model; ``two_shot`` is that of :func:`train`."""
+    """Shard each block, then the remaining parameters of the model.
+
+    Args:
+        model: The model.
+        mesh: The device mesh, as for ``fully_shard``.
+        two_shot: As for :func:`train`.
+    """
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)

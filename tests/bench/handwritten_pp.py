@@ -1,6 +1,6 @@
 """Train the examples' GPT by torch's pipeline schedules, cut into two stages by hand, without Lightning and FSDP2.
 
-It follows torch's documentation of ``torch.distributed.pipelining`` ("Option 1: splitting a model manually").
+This follows torch's documentation of ``torch.distributed.pipelining`` ("Option 1: splitting a model manually").
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Train the examples' GPT without Lightning, split over two ranks by torch's DTensor and sharded over the others.
 
-It follows torchtitan's Llama 3 (v0.2.2, ``torchtitan/models/llama3/infra/parallelize.py``).
+This follows torchtitan's Llama 3 (v0.2.2, ``torchtitan/models/llama3/infra/parallelize.py``).
 """
 
 from __future__ import annotations

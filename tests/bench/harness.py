@@ -23,7 +23,7 @@ Train = Callable[[EndStep], None]
 """Function that runs a whole training, including the construction of the model."""
 
 LOSS_TOLERANCE = {0: 1e-5, 8: 1e-4, 32: 1e-3}
-"""Maps a step to the largest accepted difference of the two sides' losses.
+"""The largest accepted difference of the two sides' losses, by the number of the step.
 
 Sums in a different order round differently, and training amplifies the differences, so the tolerance grows with the
 step. Later steps cannot be compared.
@@ -82,7 +82,7 @@ class Pace:
     warmup_turns: int = 6
 
     def stop_rule(self) -> Callable[[Pairs], bool]:
-        """Return a function that decides whether pairs are enough; the time starts with this call."""
+        """Return a function that decides whether pairs are enough; ``max_seconds`` count from this call."""
         deadline = time.monotonic() + self.max_seconds
 
         def is_enough(pairs: Pairs) -> bool:
@@ -93,7 +93,7 @@ class Pace:
         return is_enough
 
     def is_narrow(self, interval: tuple[float, float] | None) -> bool:
-        """Return whether an interval is as narrow as asked for; None, which means too few pairs, is not."""
+        """Return whether an interval is at most ``max_width`` wide; False for None, which means too few pairs."""
         return interval is not None and interval[1] - interval[0] <= self.max_width
 
 
@@ -132,7 +132,8 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     """Return a confidence interval of the median, for any distribution of the values.
 
     Its ends are two of the sorted values, as close to the middle as the binomial distribution allows (Conover,
-    Practical Nonparametric Statistics, section 3.2). It is None where there are too few values; 0.95 needs six.
+    Practical Nonparametric Statistics, section 3.2). It is None if there are too few values; a confidence of 0.95 needs
+    six.
     """
     ordered, n = sorted(values), len(values)
     probability, num_below = 0.0, 0
@@ -202,7 +203,7 @@ def compare_steps(ours: Train, theirs: Train, pace: Pace, is_ours_first: bool) -
         theirs: Second training run.
         pace: How long to measure.
         is_ours_first: Whether ``ours`` is built first. The run that is built first may be slower by a twentieth
-            throughout, because its memory is allocated elsewhere. So a comparison takes the mean of both orders
+            throughout, because its memory is allocated elsewhere. A comparison therefore takes the mean of both orders
             (:func:`of_both_orders`).
 
     Returns:

@@ -27,7 +27,7 @@ from tests.bench.workload import Workload
 __all__ = ["compare_stalls", "compare_transfers"]
 
 Transfer = tuple[Callable[[], Any], Callable[[], Any], Callable[[], Any]]
-"""Three functions: the first removes a checkpoint, the second writes it, the third reads it."""
+"""Three functions, of which the first removes a checkpoint, the second writes it, and the third reads it."""
 
 
 def compare_stalls(workload: Workload, pace: Pace) -> Pairs:
@@ -179,7 +179,7 @@ TRANSFERS: dict[str, Callable[[Workload, Path], Transfer]] = {
     "dcp": _plain_dcp,
     "raw": _raw,
 }
-"""Maps a name to a function that writes a checkpoint and returns the functions to remove, write and read it."""
+"""Functions, by name, that write a checkpoint and return the functions to remove, write and read it."""
 
 
 def _fit(workload: Workload, name: str, callback: Callback, max_steps: int | None = None) -> Trainer:
@@ -212,7 +212,7 @@ def _agreed(is_enough: Callable[[Pairs], bool]) -> Callable[[Pairs], bool]:
 
 @contextmanager
 def _shared_folder() -> Iterator[Path]:
-    """Create a temporary folder on this machine's disk, the same on all ranks, and remove it at the end."""
+    """Create a temporary folder on this machine's disk that all ranks share, and remove it at the end."""
     folder = [tempfile.mkdtemp(dir="/var/tmp") if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(folder)
     try:

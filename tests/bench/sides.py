@@ -1,4 +1,4 @@
-"""The ways of training that are compared: named functions that train until ``end_step`` returns False."""
+"""Define the ways of training that are compared, as named functions that train until ``end_step`` returns False."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = ["SIDES", "STRATEGIES", "make_loader", "make_module", "make_trainer", 
 
 
 class UnloggedGPT(GPTModule):
-    """Log nothing, as the loops by hand: a logged mean over the ranks takes a collective of its own."""
+    """Log nothing, like the loops by hand, because a logged mean over the ranks takes a collective of its own."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the mean cross entropy, in nats per byte."""
@@ -45,7 +45,7 @@ class UnloggedGPT(GPTModule):
 
 
 class SelfShardingGPT(UnloggedGPT):
-    """Shard itself as Lightning's documentation of 2D parallelism shows, without the tensor parallelism."""
+    """Shard this module as Lightning's documentation of 2D parallelism shows, without the tensor parallelism."""
 
     def configure_model(self) -> None:
         """Shard each block, then the remaining parameters of the model."""
@@ -76,7 +76,7 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], type[GPTModule]]] = {
     "model_parallel": (_model_parallel, SelfShardingGPT),
     "ddp": (DDPStrategy, UnloggedGPT),
 }
-"""Maps a name to a strategy of this project or of Lightning, and to the module that it trains.
+"""Strategies of this project and of Lightning, each with the module that it trains, by name.
 
 The sizes in a name are the number of replicas x the number of ranks that share a replica; for ``tensor_parallel``, the
 number of ranks that split a layer (2 without a number). The name of a ``pipeline`` ends with its schedule.
@@ -96,7 +96,7 @@ def with_trainer(name: str, workload: Workload, end_step: EndStep) -> None:
 
 
 def deepspeed_zero_3(workload: Workload, end_step: EndStep) -> None:
-    """Train by DeepSpeed's ZeRO-3 in a loop as its documentation shows.
+    """Train by DeepSpeed's ZeRO-3 in a loop like that in its documentation.
 
     Lightning's ``deepspeed_stage_3`` cannot be used, because it refuses to run without a CUDA device.
     """
@@ -172,7 +172,7 @@ def make_loader(trainer: Trainer, workload: Workload) -> DataLoader[Any]:
 
 
 def make_trainer(strategy: Strategy, workload: Workload, callback: Callback, max_steps: int | None = None) -> Trainer:
-    """Make a Trainer that has only the strategy and ``callback``: no logger, no checkpoints, no progress bar."""
+    """Make a Trainer with the strategy and ``callback``, and without logger, checkpoints and progress bar."""
     return Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),

@@ -1,4 +1,4 @@
-"""The benchmark itself: every kind of case runs, and its verdicts and messages are right."""
+"""Test the benchmark itself: every kind of case runs, and its verdicts and messages are right."""
 
 from __future__ import annotations
 

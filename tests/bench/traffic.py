@@ -25,7 +25,7 @@ SENDS: dict[str, tuple[str, Callable[[int], float]]] = {
     "all_to_all_single": ("input", lambda num_ranks: (num_ranks - 1) / num_ranks),
     "all_reduce": ("tensor", lambda num_ranks: 2 * (num_ranks - 1) / num_ranks),
 }
-"""Maps a function of ``torch.distributed`` to the argument that it sends and the share of it that a rank sends.
+"""The argument that a function of ``torch.distributed`` sends, and the share of it that a rank sends, by function.
 
 The share of an all-reduce is that of the best algorithms, such as a ring. Bytes that other functions send are not
 counted; if there were any, the figure would be below the formula's.
@@ -33,7 +33,9 @@ counted; if there were any, the figure would be below the formula's.
 
 
 def bytes_per_layer(name: str, workload: Workload) -> tuple[float, float]:
-    """Return the bytes that this rank sends in a step for one layer, and those of the formula. This is a collective.
+    """Return the bytes that this rank sends in a step for one layer, and the bytes that a formula gives.
+
+    This is a collective.
 
     The formula is that of tensor parallelism with sequence parallelism (Korthikanti et al., 2022,
     https://arxiv.org/abs/2205.05198, section 4.2): forward and backward have two all-gathers and two reduce-scatters
@@ -77,7 +79,7 @@ def _bytes_of_a_step(name: str, workload: Workload) -> tuple[float, Any]:
 
 @contextmanager
 def _counting(sent: Counter[dist.ProcessGroup | None]) -> Iterator[None]:
-    """Count the bytes that this rank sends within the context, by process group, in ``sent``."""
+    """Count in ``sent`` the bytes that this rank sends in this context, by process group."""
 
     def counted(name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         argument, share = SENDS[name]

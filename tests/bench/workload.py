@@ -1,4 +1,4 @@
-"""The size of the examples' GPT, and batches that are the same for every way of training it."""
+"""Define the size of the examples' GPT, and batches that are the same for every way of training it."""
 
 from __future__ import annotations
 
