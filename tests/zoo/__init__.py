@@ -1,4 +1,4 @@
-"""Tiny models of Hugging Face families, built offline, trained under every strategy and compared with one process.
+"""Train tiny models of Hugging Face families, built offline, under every strategy, and compare them with one process.
 
 - ``family`` defines a family, its model and its batches; ``text`` and ``media`` list the families.
 - ``run`` trains a model on the ranks of a strategy, or in one process.

@@ -1,4 +1,4 @@
-"""``python -m tests.zoo``: train Hugging Face families under every strategy, and compare each with one process."""
+"""Train Hugging Face families under every strategy, and compare each with one process."""
 
 from __future__ import annotations
 

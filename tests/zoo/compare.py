@@ -83,7 +83,7 @@ def _errors(candidate: Mapping[str, np.ndarray], reference: Mapping[str, np.ndar
     ]
     try:
         return errors(*tensors)
-    except ParityError:  # shapes that differ
+    except ParityError:  # The shapes differ.
         return {"shapes": math.inf}
 
 

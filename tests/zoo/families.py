@@ -1,4 +1,4 @@
-"""All families by name."""
+"""Collect all families by name."""
 
 from tests.zoo.family import Family
 from tests.zoo.media import MULTIMODAL, SPEECH, VISION

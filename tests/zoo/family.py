@@ -1,4 +1,4 @@
-"""The definition of a family of Hugging Face models, and helpers that make tiny models and batches of it."""
+"""Define a family of Hugging Face models, and make tiny models and batches of it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Family:
 
     Args:
         name: Name of the family in the table.
-        kind: What the models of the family do, such as ``causal`` or ``vision``.
+        kind: Kind of the family's models, such as ``causal`` or ``vision``, for the table.
         model: Name of the model's class in ``transformers``.
         config: Function that makes the model's configuration.
         batch: Function that makes the keyword arguments of one forward, with the samples of one microbatch.
-        packed: Maps a keyword argument whose dimension 0 is not the number of samples to its number of rows per sample.
+        packed: Number of rows per sample of each keyword argument whose dimension 0 is not the number of samples.
         options: Further keyword arguments of every forward, which do not depend on the batch.
     """
 

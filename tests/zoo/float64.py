@@ -1,4 +1,4 @@
-"""Compute in float64 in models that convert to float32 on purpose.
+"""Make models compute in float64 even where they convert to float32 on purpose.
 
 Norms, rotary embeddings, softmaxes and losses of ``transformers`` convert to float32, which is meant to raise the
 precision of half-precision models. In a float64 run the conversion would round, and hide all errors below 1e-7.
@@ -20,7 +20,7 @@ __all__ = ["float64_throughout"]
 
 @contextmanager
 def float64_throughout() -> Iterator[None]:
-    """Make conversions to float32 convert to float64 within the context."""
+    """Make conversions to float32 convert to float64 in this context."""
     with (
         mock.patch.object(Tensor, "float", Tensor.double),
         mock.patch.object(Tensor, "to", _converting(Tensor.to)),

@@ -1,4 +1,4 @@
-"""Families of models of images, speech, and images with text."""
+"""Define families of models of images, speech, and images with text."""
 
 from __future__ import annotations
 

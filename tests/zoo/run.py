@@ -28,13 +28,13 @@ from tests.zoo.float64 import float64_throughout
 __all__ = ["CRASHED", "PIPELINES", "REFUSED", "STRATEGIES", "WORLD_SIZES", "Outcome", "run"]
 
 REFUSED, CRASHED = "refused at start", "crashed"
-"""How the text of a :class:`FitError` begins."""
+"""Possible beginnings of the text of a :class:`FitError`."""
 
 PACKAGE = tuple(Path(module.__path__[0]).resolve() for module in (lightning_dist, lightning_dist.plugins))
 
 NUM_STEPS = 2
 NUM_PARTS = 2
-"""Number of parts of a global batch: one for each of two ranks, two microbatches, or two accumulated batches."""
+"""Number of parts of a global batch: each part is for one of two ranks, microbatches, or accumulated batches."""
 
 STRATEGIES = {
     "full_shard": lambda: FullShardStrategy(),
@@ -52,8 +52,8 @@ class Outcome:
 
     Args:
         losses: Loss of each step on this rank's part of the data.
-        gradients: Maps the full name of a parameter to its whole gradient in the first step; empty except on rank 0.
-        weights: Maps the full name of a parameter to its whole value after the last step; empty except on rank 0.
+        gradients: Whole gradients in the first step, by the parameters' full names; empty except on rank 0.
+        weights: Whole parameters after the last step, by full name; empty except on rank 0.
         split: Fraction of the parameters that is split over ``tp``; 0 except on rank 0.
     """
 
@@ -64,12 +64,12 @@ class Outcome:
 
 
 class FitError(Exception):
-    """Say that a fit raised an error, by text alone, because not every exception can be sent to another process.
+    """Report the error of a fit by its text alone, because not every exception can be sent to another process.
 
     Args:
         error: Error that the fit raised.
-        is_at_start: Whether it was raised before the first step had finished. Such an error that a ``raise`` statement
-            of lightning-dist raised counts as a refusal, any other as a crash.
+        is_at_start: Whether the error was raised before the first step had finished. Such an error counts as a refusal
+            if a ``raise`` statement of lightning-dist raised it; any other error counts as a crash.
     """
 
     def __init__(self, error: Exception, is_at_start: bool) -> None:
@@ -86,7 +86,7 @@ class ZooModule(pl.LightningModule):
     Args:
         family: Family of the model.
         seed: Seed of the model's weights.
-        is_joined: Whether a batch has all parts of a global batch; otherwise each part is a batch.
+        is_joined: Whether one batch has all parts of a global batch; otherwise each part is a batch.
     """
 
     def __init__(self, family: Family, seed: int, is_joined: bool) -> None:

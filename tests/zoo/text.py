@@ -1,4 +1,4 @@
-"""Families of language models."""
+"""Define families of language models."""
 
 from __future__ import annotations
 
