@@ -43,6 +43,7 @@ from torch.nn.utils import clip_grad
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torchmetrics import Metric, MetricCollection
+from torchmetrics import metric as metric_module
 
 from lightning_dist._compat import process_groups
 from lightning_dist.checkpoint import is_sharded_checkpoint, read_whole
@@ -577,6 +578,25 @@ def let_groups_be_copied() -> None:
     """
     if not hasattr(dist.ProcessGroup, "__deepcopy__"):
         dist.ProcessGroup.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
+
+
+def gather_metrics_over(ranks: dist.ProcessGroup) -> Callable[[], None]:
+    """Let metrics that have no process group of their own gather their states over ``ranks`` instead of all processes.
+
+    Replaceable by a default process group in torchmetrics.
+
+    Returns:
+        A function that ends this.
+    """
+    name = "gather_all_tensors"
+    own = getattr(metric_module, name)
+
+    def gather(result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        gathered: list[torch.Tensor] = own(result, ranks if group is None else group)
+        return gathered
+
+    setattr(metric_module, name, gather)
+    return lambda: setattr(metric_module, name, own)
 
 
 def optimizers_to_device(optimizers: Sequence[torch.optim.Optimizer], device: torch.device) -> None:

@@ -16,10 +16,16 @@ class BackgroundWriter:
 
     Args:
         max_pending: Maximum number of pending calls; :meth:`put` waits if there are more.
+        is_unreachable: Function that returns whether an error means that the store cannot be reached. After such an
+            error, the calls that are still queued fail with it at once, because each of them might wait for minutes.
     """
 
-    def __init__(self, max_pending: int = 100) -> None:
+    def __init__(
+        self, max_pending: int = 100, is_unreachable: Callable[[Exception], bool] = lambda error: False
+    ) -> None:
         self._max_pending = max_pending
+        self._is_unreachable = is_unreachable
+        self._unreachable: Exception | None = None
         self._pending: deque[Future[Any]] = deque()
         # The thread is started on first use, because a writer with a thread, and its logger, cannot be pickled.
         self._thread: ThreadPoolExecutor | None = None
@@ -52,7 +58,21 @@ class BackgroundWriter:
         if failed is not None:
             raise failed
 
+    def try_again(self) -> None:
+        """Call the store again for later calls, although it could not be reached."""
+        self._unreachable = None
+
     def _submit(self, call: Callable[[], _T]) -> Future[_T]:
         if self._thread is None:
             self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="logger")
-        return self._thread.submit(call)
+        return self._thread.submit(self._call, call)
+
+    def _call(self, call: Callable[[], _T]) -> _T:
+        if self._unreachable is not None:
+            raise self._unreachable
+        try:
+            return call()
+        except Exception as error:
+            if self._is_unreachable(error):
+                self._unreachable = error
+            raise

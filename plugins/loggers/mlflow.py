@@ -95,7 +95,7 @@ class MLflowLogger(MLFlowLogger):
         self._run_id = run_id
         self._experiment_id: str | None = None
         self._synchronous = bool(synchronous)
-        self._writer = BackgroundWriter()
+        self._writer = BackgroundWriter(is_unreachable=_is_unreachable)
         self._client: MlflowClient | None = None
         self._params: dict[str, str] = {}
         self._checkpoint_callbacks: dict[str, ModelCheckpoint] = {}
@@ -301,7 +301,17 @@ class MLflowLogger(MLFlowLogger):
             # The error that ended the run is being raised, and this one must not replace it.
             rank_zero_warn(f"MLflow did not take all of run {self._run_id}: {error}")
         finally:
-            self._writer.run(partial(client.set_terminated, str(self._run_id), ended))
+            self._end_run(client, ended)
+
+    def _end_run(self, client: "MlflowClient", status: str) -> None:
+        try:
+            self._writer.run(partial(client.set_terminated, str(self._run_id), status))
+        except Exception as error:
+            if status == "FINISHED":
+                raise
+            rank_zero_warn(f"Run {self._run_id} could not be marked as {status} in MLflow: {error}")
+        finally:
+            self._writer.try_again()
 
     def _create_run(self, client: "MlflowClient") -> None:
         from mlflow.tracking.context.registry import resolve_tags
@@ -398,6 +408,13 @@ def _checkpoints(callback: ModelCheckpoint) -> dict[Path, float | None]:
     existing = [(Path(path), score) for path, score in scores.items() if path and Path(path).exists()]
     existing.sort(key=lambda item: item[0].stat().st_mtime)
     return {path: None if score is None else float(score) for path, score in existing}
+
+
+def _is_unreachable(error: Exception) -> bool:
+    """Return whether MLflow's client has given up to reach the server. It retries each call for minutes."""
+    from mlflow.exceptions import MlflowException
+
+    return type(error) is MlflowException and error.message.startswith("API request to ")
 
 
 def _terminal_status(status: str) -> str:

@@ -338,6 +338,7 @@ class MeshStrategy(CheckpointedStrategy):
             local_step.remove()
         self._local_steps = []
         self._restore_loggers()
+        self._restore_metrics()
         if self._parallel is not None:
             self._parallel.free()
         assert self.cluster_environment is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -45,6 +46,7 @@ class SharedBatchStrategy(ProcessStrategy):
         self._tracing: StepTracing | None = None
         self._evaluation: EvaluationBatches | None = None
         self._silenced: list[Callback] = []
+        self._restore_metrics: Callable[[], None] = lambda: None
 
     def _requested_sizes(self) -> dict[str, int]:
         """Return the requested size of each axis, of which at most one is -1. The named strategies override this."""
@@ -111,11 +113,14 @@ class SharedBatchStrategy(ProcessStrategy):
             self._same_numbers = SameRandomNumbers(on_host, self.lightning_module)
 
     def _give_metrics_their_group(self, module: LightningModule) -> None:
-        """Let torchmetrics gather over the ranks that have a part of the batch, and count each sample once."""
+        """Let torchmetrics gather over the ranks that have a part of the batch, so that each sample counts once."""
         _compat.let_groups_be_copied()
         for metric in module.modules():
             if isinstance(metric, Metric) and metric.process_group is None:
                 metric.process_group = self._data_parallel_group
+        self._restore_metrics()
+        if self._data_parallel_group is not None:  # for those of callbacks, and those that are made later
+            self._restore_metrics = _compat.gather_metrics_over(self._data_parallel_group)
 
     @override
     def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:

@@ -69,6 +69,7 @@ class SharedMetrics:
         self._of_batch: dict[int, Metric] = {}
         self._given: dict[int, tuple[Tensor, Metric, str | None, bool]] = {}
         self._copies: list[Metric] = []
+        _refuse_hidden_metrics(module)
         inner = {id(part) for metric in self._metrics() for part in metric.modules() if part is not metric}
         for metric in self._metrics():
             if id(metric) not in inner:  # An inner metric is computed by the metric around it.
@@ -193,3 +194,20 @@ class SharedMetrics:
             return apply_to_collection(value, Tensor, Tensor.to, self._module.device)
 
         return shared
+
+
+def _refuse_hidden_metrics(module: LightningModule) -> None:
+    """Refuse metrics in plain lists and dicts, which are no submodules.
+
+    Raises:
+        ValueError: If a module has such metrics.
+    """
+    for name, part in module.named_modules():
+        for key, value in vars(part).items():
+            held = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
+            if not key.startswith("_") and any(isinstance(item, Metric) for item in held):
+                raise ValueError(
+                    f"self.{name + '.' if name else ''}{key} is a {type(value).__name__} of metrics. Under a pipeline"
+                    " only the last stage updates a metric, and the other ranks have to know it as a submodule: use"
+                    " torch.nn.ModuleDict, torch.nn.ModuleList or torchmetrics.MetricCollection."
+                )
