@@ -12,6 +12,7 @@ The modules, in the order in which they build on each other:
 - ``dataflow``: Records which layers feed which.
 - ``graph``: Describes which tensors the parts of a model pass to each other in a step.
 - ``marks``: Marks tensors with what they were computed from.
+- ``means``: Finds out which tensors are means over samples.
 - ``draws``: Finds out which parts draw random numbers.
 - ``batch_marks``: Finds the buffers that a step changes, and those that depend on the batch.
 - ``observer``: Builds the graph while the step runs.

@@ -11,7 +11,7 @@ every stage that uses the result.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -145,6 +145,9 @@ class StepGraph:
             which it is computed, and the number of calls of parts before the hook is registered.
         of_whole_batch: The graph of the same step on the whole batch, if the attributes, buffers or logged values that
             the step leaves must be computed from the whole batch; else None.
+        log_sizes: The ``batch_size`` of each call of ``self.log`` that has one. A call is a name, and the number of the
+            call with this name, from 1.
+        fixed_sizes: The calls among these whose ``batch_size`` does not depend on the size of the batch.
     """
 
     calls: list[PartCall]
@@ -161,6 +164,8 @@ class StepGraph:
     numbers: tuple[float, ...] = field(default=(), compare=False)
     hooked: tuple[tuple[frozenset[Value], int], ...] = ()
     of_whole_batch: StepGraph | None = field(default=None, compare=False)
+    log_sizes: Mapping[tuple[str, int], int] = field(default_factory=dict, compare=False)
+    fixed_sizes: frozenset[tuple[str, int]] = field(default=frozenset(), compare=False)
 
     @cached_property
     def draws(self) -> frozenset[str]:
@@ -174,7 +179,16 @@ class StepGraph:
     @property
     def may_leave_more(self) -> bool:
         """Return whether a step on the whole batch may leave or log other values than steps on its microbatches."""
-        return bool(self.changed or self.buffers_between or self.logs_otherwise or self.numbers)
+        return bool(self.changed or self.buffers_between or self.logs_otherwise or self.numbers or self.log_sizes)
+
+    def with_fixed_sizes(self, whole: StepGraph) -> StepGraph:
+        """Return this step with ``fixed_sizes`` set.
+
+        Args:
+            whole: The same step, traced on the whole batch.
+        """
+        fixed = (call for call, size in self.log_sizes.items() if whole.log_sizes.get(call) == size)
+        return replace(self, fixed_sizes=frozenset(fixed))
 
     def with_whole_batch(self, whole: StepGraph) -> StepGraph:
         """Return this step with ``of_whole_batch`` set to ``whole``, if its side effects must be of the whole batch.
@@ -211,6 +225,7 @@ class StepGraph:
             self.logs_otherwise or other.logs_otherwise,
             self.numbers,
             tuple(dict.fromkeys((*self.hooked, *other.hooked))),
+            log_sizes={**other.log_sizes, **self.log_sizes},
         )
 
     def crossing(self, stage_of: Callable[[int], int], stage: int) -> list[Value]:

@@ -21,6 +21,7 @@ from lightning_dist.step_graph.draws import Draws
 from lightning_dist.step_graph.fake_run import Observer, tensors_in
 from lightning_dist.step_graph.graph import InnerCall, Leaf, Output, PartCall, StepGraph, TraceError, Value
 from lightning_dist.step_graph.marks import Marks, history_of, marks_of
+from lightning_dist.step_graph.means import follow, is_mean, is_same_value
 from lightning_dist.step_graph.tensor_reads import READS, TEXTS
 from lightning_dist.step_graph.watched_numbers import ask_for_value
 
@@ -97,7 +98,11 @@ class GraphObserver:
         self._input_history = 0
         self._changed_buffers: dict[str, bool] = {}
         self._logs_otherwise = False
+        self._no_means: list[Tensor] = []
+        """Tensors that the step logs, returns or reads as numbers, and that are no means over samples."""
         self._plain_numbers: list[float] = []
+        self._num_logged: Counter[str] = Counter()
+        self._log_sizes: dict[tuple[str, int], int] = {}
         self._loss_history: tuple[int, int] | None = None
 
     def is_between(self) -> bool:
@@ -211,6 +216,9 @@ class GraphObserver:
         if returned:
             loss = result.get("loss", returned[0]) if isinstance(result, Mapping) else returned[0]
             self._loss_history = history_of(loss)
+            # What is logged of the loss is the mean of the microbatches' losses, as is the loss itself.
+            self._no_means = [tensor for tensor in self._no_means if not is_same_value(tensor, loss)]
+        self._logs_otherwise |= bool(self._no_means)
         hooked = [name for name, module in self._root.named_modules() if _num_hooks(module) > self._num_hooks[name]]
         for name, key, value in self._attributes(in_parts=False):
             for tensor in tensors_in(value):
@@ -253,6 +261,10 @@ class GraphObserver:
         """Record a call of ``self.log``: the tensors or the number logged, and whether it is reduced by a mean."""
         for tensor in tensors_in(value):
             self._use(self._end, tensor)
+            self._note_kind(tensor)
+        self._num_logged[name] += 1
+        if isinstance(kwargs.get("batch_size"), int):
+            self._log_sizes[name, self._num_logged[name]] = kwargs["batch_size"]
         reduce = kwargs.get("reduce_fx", args[4] if len(args) > 4 else "mean")
         if getattr(reduce, "__name__", reduce) not in ("mean", "avg"):
             self._logs_otherwise = True
@@ -267,8 +279,13 @@ class GraphObserver:
         for leaf in tree_leaves(others):
             if isinstance(leaf, Tensor):
                 self._logs_otherwise |= leaf.ndim == 0 and not leaf.is_floating_point()
+                self._note_kind(leaf)
             elif isinstance(leaf, int | float):
                 self._plain_numbers.append(float(leaf))
+
+    def _note_kind(self, tensor: Tensor) -> None:
+        if not is_mean(tensor):
+            self._no_means.append(tensor)
 
     def on_function(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record a call of a torch function: which values and parameters its result depends on, and its cost."""
@@ -282,6 +299,8 @@ class GraphObserver:
         if name in READS | TEXTS and self._active is None:
             for tensor in inputs:  # The step may return, log or keep the number.
                 self._use(self._end, tensor)
+                if name in _NUMBERS:
+                    self._note_kind(tensor)
         if name == "register_hook" and self._active is None and not _is_called_by_torch():
             self._hooked += [(marks_of(tensor).values, len(self._calls)) for tensor in inputs]
         if not outputs and name != "__setitem__":
@@ -309,6 +328,7 @@ class GraphObserver:
         for tensor in [*outputs, *changed, *bases]:
             tensor.__dict__["_marks"] = marks | marks_of(tensor)
             tensor.__dict__["_history"] = history
+        follow(name, args, kwargs, inputs, [*outputs, *changed])
 
     def _marks_of(self, tensor: Tensor) -> Marks:
         name = tensor.__dict__.get("_param_name")
@@ -414,6 +434,7 @@ class GraphObserver:
             self._logs_otherwise,
             tuple(self._plain_numbers),
             tuple(dict.fromkeys(self._hooked)),
+            log_sizes=self._log_sizes,
         )
 
 
@@ -426,6 +447,9 @@ _TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
 
 
 _ABSENT = object()
+
+_NUMBERS = frozenset({"item", "tolist", "numpy", "__float__"})
+"""Functions that read values of tensors, which the step may log."""
 
 
 class _Functions(TorchFunctionMode):

@@ -216,12 +216,13 @@ class PipelinedSteps(Steps):
                 f" {', '.join(left) or 'logs and outputs'} is computed from the microbatches instead."
             )
             return graph
+        graph = graph.with_fixed_sizes(whole)
         if not graph.end.draws:
             return graph.with_whole_batch(whole)
         if graph.numbers != whole.numbers:
             left.append("plain numbers that it logs or returns")
         if graph.logs_otherwise:
-            left.append("values that it logs by another reduce_fx than mean, or after a collective")
+            left.append("values that it logs or returns and that are no means over samples")
         if left:
             rank_zero_warn(
                 f"{step} draws random numbers between the model's parts, so that what it leaves in {', '.join(left)} is"

@@ -10,11 +10,12 @@ import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import partial
 from inspect import signature as signature_of
 from typing import Any, Literal, NamedTuple, cast
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -88,7 +89,9 @@ class StepResult:
             if not self.is_recorded:
                 return
             kwargs = {**dict(zip(_LOG_ARGUMENTS, args, strict=False)), **kwargs}
-            size = kwargs.get("batch_size") or self._sizes[self.microbatch]
+            call = self._call(name, self.microbatch)
+            size = None if call in self.graph.fixed_sizes else kwargs.get("batch_size")
+            size = size or self._sizes[self.microbatch]
             metric = None
             if isinstance(value, Metric):
                 metric = next((path for path, found in self._module.named_modules() if found is value), None)
@@ -99,7 +102,7 @@ class StepResult:
                     )
                 value = None
             refuse_stand_ins(value, f"logs as {name!r}")
-            self._logged.setdefault(self._call(name, self.microbatch), {})[self.microbatch] = _Logged(
+            self._logged.setdefault(call, {})[self.microbatch] = _Logged(
                 _detached(value), kwargs, size, metric, self._shared.source_of(value)
             )
 
@@ -252,6 +255,8 @@ class StepResult:
         first = calls[0]
         size = sum(call.num_samples for call in calls)
         kwargs = {**first.kwargs, "batch_size": size}
+        if call in self.graph.fixed_sizes:
+            kwargs["batch_size"] = first.kwargs["batch_size"]
         if first.metric is not None:
             metric = cast(Metric, self._module.get_submodule(first.metric))
             return _Logged(self._shared.value_of_batch(metric), kwargs, size, first.metric)
@@ -383,14 +388,19 @@ def merged_outputs(results: list[Any], losses: list[Tensor]) -> Any:
 def joined(results: list[Any]) -> Any:
     """Merge the outputs of the microbatches into one for the whole batch.
 
-    Tensors are concatenated along dimension 0, and lists one after another. Floating-point scalars are averaged, and
-    integers summed, because they are counts. Mappings and tuples are merged item by item. For any other type of value,
-    the value of the first microbatch is returned.
+    Tensors and NumPy arrays are concatenated along dimension 0, and lists one after another. Floating-point scalars are
+    averaged, and integers are summed, because they are counts. Mappings, tuples and dataclasses are merged item by
+    item. Of strings, booleans and None, that of the first microbatch is returned. Other objects that are not equal
+    become :class:`Unmerged`.
 
     Args:
         results: The output of each microbatch.
     """
     first = results[0]
+    if isinstance(first, np.ndarray) and first.ndim:
+        return np.concatenate(results)
+    if isinstance(first, np.ndarray | np.generic):
+        return np.asarray(joined([result.item() for result in results]))[()]
     if isinstance(first, Tensor):
         detached = [result.detach() for result in results]
         if first.ndim:
@@ -401,9 +411,37 @@ def joined(results: list[Any]) -> Any:
     if isinstance(first, int) and not isinstance(first, bool):
         return sum(results)
     if isinstance(first, Mapping):
-        return {key: joined([result[key] for result in results]) for key in first}
+        items = {key: joined([result[key] for result in results]) for key in first}
+        return type(first)(**items) if is_dataclass(first) else items  # such as a ModelOutput of Hugging Face
     if isinstance(first, tuple):
-        return tuple(joined(list(column)) for column in zip(*results, strict=True))
+        columns = [joined(list(column)) for column in zip(*results, strict=True)]
+        return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
     if isinstance(first, list):
         return [item for result in results for item in result]
-    return first
+    if is_dataclass(first) and not isinstance(first, type):
+        items = {entry.name: joined([getattr(result, entry.name) for result in results]) for entry in fields(first)}
+        return replace(first, **items)
+    is_plain = isinstance(first, bool | str | bytes | None)
+    return first if is_plain or all((result == first) is True for result in results) else Unmerged(type(first).__name__)
+
+
+class Unmerged:
+    """Stand in for objects that a step returned for its microbatches and that cannot be merged. Using it raises.
+
+    Args:
+        kind: The name of the objects' class.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # Copying and pickling ask for such attributes.
+            raise AttributeError(name)
+        raise RuntimeError(
+            f"The step returned one {self._kind} for each microbatch, and these cannot be merged into one for the whole"
+            " batch. Under a pipeline, return tensors, arrays, lists, numbers, or dicts and dataclasses of them."
+        )
+
+    def __repr__(self) -> str:
+        return f"Unmerged({self._kind!r})"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import random
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn import functional
+from torchmetrics import SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.behaviour.case import HOLDS_PARTS, Run, case
@@ -471,3 +473,108 @@ def hidden_states_later(run: Run) -> None:
             return loss if self.global_step == 0 else loss + hidden[2].square().mean()
 
     run.fit(Deep(num_blocks=4), run.loader(tokens()))
+
+
+class _Scores(NamedTuple):
+    logits: Tensor
+    labels: Tensor
+
+
+@case("validation_step logs values that are no means over samples, and returns arrays and named tuples")
+def other_than_means(run: Run) -> None:
+    class Logs(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Any] = []
+
+        def validation_step(self, batch: Any, batch_idx: int) -> Any:
+            x, y = batch
+            logits = self(x)
+            loss = functional.cross_entropy(logits, y)
+            chosen = y % 2 == 0
+            self.log("val/perplexity", loss.exp())
+            self.log("val/spread", logits.std(0).mean())
+            self.log("val/count", chosen.sum().float())
+            self.log("val/masked", (logits.argmax(-1) == y)[chosen].float().sum() / chosen.sum().clamp(min=1))
+            self.log("val/summed", functional.cross_entropy(logits, y, reduction="sum").item())
+            return {"probs": logits.softmax(-1).cpu().numpy(), "scores": _Scores(logits, y), "count": chosen.sum()}
+
+        def on_validation_batch_end(self, outputs: Any, batch: Any, batch_idx: int, dataloader_idx: int = 0) -> None:
+            assert outputs["probs"].shape == (len(batch[0]), NUM_CLASSES)
+            assert len(outputs["scores"].labels) == len(batch[0])
+
+    run.fit(Logs(), val=True)
+
+
+@case("validation_step gives self.log a batch size that is always the same")
+def constant_batch_size(run: Run) -> None:
+    class Logs(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/loss", functional.cross_entropy(self(batch[0]), batch[1]), batch_size=8, sync_dist=True)
+
+    run.fit(Logs(), val=True)
+
+
+@case(
+    "a callback draws random numbers on the first rank alone, and blocks drop activations",
+    differs=dict.fromkeys(
+        ("full", "hybrid", "pp", "nd", "data", "data_tp", "nd_tp"), "each rank draws its own numbers, as under ddp"
+    ),
+)
+def draws_on_one_rank(run: Run) -> None:
+    class Samples(Callback):
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            if trainer.is_global_zero:
+                self.numbers = torch.randn(3), random.random(), np.random.rand()
+
+    class Masks(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            keep = torch.rand(()) + random.random() + np.random.rand()
+            loss = functional.cross_entropy(self(batch[0]) * keep, batch[1])
+            self.log("train/loss", loss, sync_dist=True)
+            return loss
+
+    run.fit(Masks(), callbacks=[Samples()])
+
+
+@case("a callback counts samples in a metric of its own")
+def counts_in_callback(run: Run) -> None:
+    class Counts(Callback):
+        def __init__(self) -> None:
+            self.total = SumMetric()
+
+        def on_validation_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *args: Any) -> None:
+            self.total.update(len(batch[0]))
+
+        def on_validation_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            pl_module.log("val/total", self.total.compute())
+            self.total.reset()
+
+    run.fit(Classifier(), val=True, callbacks=[Counts()])
+
+
+@case("a callback logs norms of a weight and of its gradient by its own self.log")
+def callback_logs_norms(run: Run) -> None:
+    class Norms(Callback):
+        def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+            self.log("norm", next(pl_module.parameters()).detach().norm(), sync_dist=True)
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+            self.log("last", list(pl_module.parameters())[-1].detach().sum())
+
+    run.fit(Classifier(), callbacks=[Norms()])
+
+
+@case("a plateau scheduler monitors a metric that is logged without sync_dist")
+def plateau_without_sync(run: Run) -> None:
+    class Plateau(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("val/steps", float(self.global_step))
+            self.log("val/of_rank", float(batch[0].sum()))
+
+        def configure_optimizers(self) -> Any:
+            optimizer = torch.optim.SGD(self.parameters(), 0.1)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/steps"}}
+
+    run.fit(Plateau(), val=True)

@@ -1,0 +1,121 @@
+"""Find out which tensors of a traced step are means over samples.
+
+The mean of such a tensor over microbatches, weighted by their numbers of samples, is its value for the whole batch. Of
+other tensors without dimensions, such as ``loss.exp()``, ``x.std()`` or ``mask.sum()``, it is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+__all__ = ["follow", "is_mean", "is_same_value"]
+
+_SAMPLES, _MEAN, _OTHER = "samples", "mean", "other"
+"""The kinds of tensors: those with a value for each sample, means over samples, and everything else."""
+
+_COPIES = frozenset({
+    "alias", "bfloat16", "clone", "contiguous", "cpu", "cuda", "detach", "detach_", "double", "float", "half",
+    "requires_grad_", "reshape", "squeeze", "to", "type", "unsqueeze", "view", "view_as",
+})  # fmt: skip
+"""Functions whose result has the values of their first argument."""
+
+_LINEAR = frozenset({
+    "add", "add_", "__add__", "__radd__", "__iadd__", "cat", "concat", "expand", "mean", "neg", "__neg__", "stack",
+    "sub", "sub_", "__sub__", "__rsub__", "__isub__", "subtract", "sum", "__getitem__", "unbind", "lerp",
+})  # fmt: skip
+"""Functions that are linear in all of their tensors together."""
+
+_LINEAR_IN_FIRST = frozenset({
+    "div", "div_", "__div__", "__truediv__", "__itruediv__", "divide", "mul", "mul_", "__mul__", "__rmul__",
+    "__imul__", "multiply", "true_divide",
+})  # fmt: skip
+"""Functions that are linear in their first argument if the others are numbers or constants."""
+
+_LOSSES = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits", "cross_entropy", "kl_div"})
+"""Loss functions of torch whose name does not end with ``_loss``."""
+
+
+def is_mean(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` has dimensions, or is a mean over samples, as far as the functions before it tell."""
+    return tensor.ndim > 0 or _kind(tensor) != _OTHER
+
+
+def is_same_value(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors are the same one, or a detached or converted copy of it."""
+    return _source(tensor) is _source(other)
+
+
+def follow(name: str, args: Any, kwargs: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
+    """Note the kind of what a torch function between parts returns.
+
+    Args:
+        name: The name of the function.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        inputs: The tensors among the arguments.
+        outputs: The tensors that it returns or changes.
+    """
+    for output in outputs:
+        if not inputs or any(output is given for given in inputs[1:]):
+            continue
+        kind = _kind_of_result(name, args, kwargs, inputs, output)
+        source = _source(inputs[0])
+        output.__dict__["_kind"] = kind
+        if name in _COPIES and output is not source:
+            output.__dict__["_source"] = source
+        elif output is inputs[0]:  # It was changed in place.
+            output.__dict__.pop("_source", None)
+
+
+def _source(tensor: Tensor) -> Tensor:
+    source: Tensor = tensor.__dict__.get("_source", tensor)
+    return source
+
+
+def _kind(tensor: Tensor) -> str:
+    """Return the kind of ``tensor``. What a part of the model returns without dimensions counts as a mean."""
+    kind: str | None = tensor.__dict__.get("_kind")
+    return kind or (_SAMPLES if tensor.ndim else _MEAN)
+
+
+def _kind_of_result(name: str, args: Any, kwargs: Any, inputs: Sequence[Tensor], output: Tensor) -> str:
+    kinds = [_kind(tensor) for tensor in inputs if "_param_name" not in tensor.__dict__]
+    if _OTHER in kinds:
+        return _OTHER
+    if name in _COPIES:
+        return _kind(inputs[0])
+    if _SAMPLES not in kinds:
+        is_linear = name in _LINEAR or (name in _LINEAR_IN_FIRST and kinds.count(_MEAN) <= 1 and args[0] is inputs[0])
+        return _MEAN if is_linear or not kinds else _OTHER
+    if name == "masked_select" or (name == "__getitem__" and _is_mask(args[1])):
+        return _OTHER  # Microbatches have unequal numbers of the chosen elements.
+    samples = next(t for t in inputs if "_param_name" not in t.__dict__ and _kind(t) == _SAMPLES)
+    if name == "mean" or name.endswith("_loss") or name in _LOSSES:
+        if "sum" in [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, str)]:
+            return _OTHER
+        return _SAMPLES if _is_as_long(output, samples) else _MEAN
+    if name in _REDUCTIONS:
+        return _SAMPLES if _is_as_long(output, samples) else _OTHER
+    return _SAMPLES if output.ndim else _OTHER
+
+
+def _is_mask(index: Any) -> bool:
+    return any(isinstance(leaf, Tensor) and leaf.dtype == torch.bool for leaf in tree_leaves(index))
+
+
+_REDUCTIONS = frozenset({
+    "all", "amax", "amin", "any", "argmax", "argmin", "count_nonzero", "logsumexp", "max", "median", "min", "nanmean",
+    "nansum", "norm", "prod", "quantile", "std", "sum", "var",
+})  # fmt: skip
+"""Functions that may reduce over samples, and whose result is no mean then."""
+
+
+def _is_as_long(tensor: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors have the same first size, if it is known: a fake tensor's may depend on values."""
+    sizes = [shape[0] if shape else None for shape in (tensor.shape, other.shape)]
+    return all(type(size) is int for size in sizes) and sizes[0] == sizes[1]
