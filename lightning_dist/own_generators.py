@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-__all__ = ["get_state", "own_generators", "set_state"]
+__all__ = ["GENERATORS", "get_state", "own_generators", "set_state"]
 
-_GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
+"""Classes of the generators of Python and NumPy."""
 
 
 def own_generators(root: nn.Module) -> Iterator[tuple[str, Any]]:
@@ -22,12 +23,12 @@ def own_generators(root: nn.Module) -> Iterator[tuple[str, Any]]:
     """
     for name, module in root.named_modules():
         for key, value in vars(module).items():
-            if isinstance(value, _GENERATORS):
+            if isinstance(value, GENERATORS):
                 yield f"{name}.{key}".strip("."), value
 
 
 def get_state(generator: Any) -> Any:
-    """Return the state of a generator."""
+    """Return the state of a generator of Python, NumPy or torch."""
     if isinstance(generator, random.Random):
         return generator.getstate()
     return generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state()

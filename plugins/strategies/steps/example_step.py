@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
@@ -21,10 +24,15 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import Metric, MetricCollection
 
+from lightning_dist.own_generators import GENERATORS, get_state, set_state
 from lightning_dist.plugins import _compat
+from lightning_dist.plugins.strategies.steps.step_loggers import without_loggers
 from lightning_dist.step_graph import TraceError
 
 __all__ = ["FakeStep", "example_args", "example_step", "fake_step", "parameters_unchanged", "without_updates"]
+
+_MOST_OWNERS = 20
+"""The largest number of objects whose generators are restored after a batch was taken."""
 
 FakeStep = Callable[..., Any]
 """Function that runs a step on fakes.
@@ -97,6 +105,7 @@ def fake_step(
     kwargs: dict[str, Any],
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
     is_in_run: bool = False,
+    uses_loggers: bool = True,
 ) -> FakeStep:
     """Return a function that runs the step ``name`` of ``module`` on fakes of the tensors in ``args`` and ``kwargs``.
 
@@ -108,6 +117,7 @@ def fake_step(
         kwargs: Keyword arguments of the step.
         around: Function that makes a context in which the step runs.
         is_in_run: Whether the module's hooks that precede the step run first, since they may set what the step reads.
+        uses_loggers: Whether the step may write to loggers itself, which it does not do on fakes.
     """
 
     def step(fake: Callable[[Tensor], Tensor], on_log: Callable[..., None] | None = None) -> Any:
@@ -116,10 +126,12 @@ def fake_step(
             inside.enter_context(isolate_rng())
             inside.enter_context(_compat.logging_to(module, on_log or _ignore))
             inside.enter_context(without_updates(module, on_log or _ignore))
+            silent = inside.enter_context(without_loggers(trainer))
             inside.enter_context(trainer.precision_plugin.forward_context())
             inside.enter_context(around())
             if is_in_run:
                 inside.enter_context(_as_in_a_run(module, name, given_args))
+            silent.refuses = not uses_loggers
             result = getattr(module, name)(*given_args, **given_kwargs)
             if on_log is not None and name == "training_step":
                 _compat.check_output_of_training_step(result)
@@ -262,27 +274,45 @@ def _batch(loaders: Any) -> Any:
         return next(_fresh(loaders))
     dataset = loaders.dataset
     if isinstance(dataset, IterableDataset):
-        samples = list(islice(_fresh(dataset), loaders.batch_size or 1))
+        samples = list(islice(_fresh(_copied(dataset)), loaders.batch_size or 1))
     else:
         with _generators_unchanged(loaders):
             indices = next(iter(loaders.batch_sampler)) if loaders.batch_sampler is not None else [0]
-        fetch = getattr(dataset, "__getitems__", None)
-        samples = fetch(indices) if fetch is not None else [dataset[index] for index in indices]
+            fetch = getattr(dataset, "__getitems__", None)
+            samples = fetch(indices) if fetch is not None else [dataset[index] for index in indices]
     return loaders.collate_fn(samples if loaders.batch_size is not None or loaders.batch_sampler else samples[0])
 
 
 @contextmanager
 def _generators_unchanged(loader: DataLoader[Any]) -> Iterator[None]:
-    """Restore the states of the generators of ``loader`` and of its samplers when the context ends."""
-    samplers = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
-    found = (getattr(sampler, "generator", None) for sampler in samplers)
-    generators = {id(generator): generator for generator in found if isinstance(generator, torch.Generator)}
-    states = [generator.get_state() for generator in generators.values()]
+    """Restore the states of the generators of ``loader``, its samplers and its dataset when the context ends."""
+    owners: list[Any] = [loader, loader.sampler, loader.batch_sampler, getattr(loader.batch_sampler, "sampler", None)]
+    dataset: Any = loader.dataset
+    while dataset is not None and len(owners) < _MOST_OWNERS:  # A dataset may be a view of another one.
+        owners.append(dataset)
+        dataset = getattr(dataset, "dataset", None)
+    values = [value for owner in owners for value in getattr(owner, "__dict__", {}).values()]
+    generators = {id(value): value for value in values if isinstance(value, (torch.Generator, *GENERATORS))}
+    states = [get_state(generator) for generator in generators.values()]
     try:
         yield
     finally:
         for generator, state in zip(generators.values(), states, strict=True):
-            generator.set_state(state)
+            set_state(generator, state)
+
+
+def _copied(dataset: Any) -> Any:
+    """Return a copy of ``dataset``, whose iteration leaves the state of the original as it is."""
+    shared = [value for value in vars(dataset).values() if isinstance(value, Tensor | np.ndarray)]
+    try:
+        return copy.deepcopy(dataset, {id(value): value for value in shared})
+    except Exception as error:  # It has an open file, or a connection.
+        rank_zero_warn(
+            f"A batch is taken from the {type(dataset).__name__} before the run, to trace a step of the model. The"
+            f" dataset cannot be copied for that ({error}): if its iterators share a position, the run begins behind"
+            " this batch. Open files and connections in __iter__."
+        )
+        return dataset
 
 
 def _fresh(data: Any) -> Iterator[Any]:

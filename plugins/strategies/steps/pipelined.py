@@ -237,7 +237,13 @@ class PipelinedSteps(Steps):
         """Trace the step ``name`` on a microbatch or a whole batch; ``arguments`` follow the batch."""
         module, stages = self._module, self._pipeline.stages
         fake = fake_step(
-            module, module.trainer, name, (batch, *arguments), kwargs, partial(self._tracing.around, self._module)
+            module,
+            module.trainer,
+            name,
+            (batch, *arguments),
+            kwargs,
+            partial(self._tracing.around, self._module),
+            uses_loggers=False,
         )
         with self._parallel.original():
             graph = trace_step(module, fake, module.device, stages.parts, stages.blocks, has_backward)

@@ -578,3 +578,16 @@ def plateau_without_sync(run: Run) -> None:
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "monitor": "val/steps"}}
 
     run.fit(Plateau(), val=True)
+
+
+@case(
+    "validation_step writes to the logger itself",
+    refused=dict.fromkeys(STAGES, "uses the History itself (self.logger)"),
+)
+def own_use_of_logger(run: Run) -> None:
+    class Writes(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 1:
+                self.logger.log_metrics({"index": float(batch_idx)}, step=self.global_step)
+
+    run.fit(Writes(), val=True)
