@@ -236,11 +236,12 @@ def scheduled_accumulation(trainer: Trainer, epoch: int) -> int:
     return scheduler.get_accumulate_grad_batches(epoch)
 
 
-def agree_on_monitored(trainer: Trainer) -> None:
-    """Let learning rate schedulers of all ranks see the first rank's value of the metric that they monitor.
+def agree_on_decisions(trainer: Trainer) -> None:
+    """Let all ranks decide as the first one does, where Lightning lets each decide by values of its own.
 
-    A metric that is logged without ``sync_dist`` differs between ranks, and shards of one weight must not be trained
-    with different learning rates. Replaceable by a hook for the value.
+    Schedulers of learning rates may monitor a metric that is logged without ``sync_dist``, and shards of one weight
+    must not be trained with different rates. A ``val_check_interval`` in seconds is measured by each rank's own clock.
+    Replaceable by hooks for both.
     """
     loop = trainer.fit_loop.epoch_loop
 
@@ -249,7 +250,13 @@ def agree_on_monitored(trainer: Trainer) -> None:
         agreed: float | None = trainer.strategy.broadcast(None if value is None else float(value))
         return agreed
 
+    def validates_now(data_fetcher: Any) -> bool:
+        decision: bool = trainer.strategy.broadcast(type(loop)._should_check_val_fx(loop, data_fetcher))
+        return decision
+
     vars(loop)["_get_monitor_value"] = monitored
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        vars(loop)["_should_check_val_fx"] = validates_now
 
 
 def mode_of_loaders(trainer: Trainer) -> str | None:

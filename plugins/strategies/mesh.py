@@ -182,7 +182,7 @@ class MeshStrategy(CheckpointedStrategy):
                 self._parallelize(cast(LightningModule, average.module), copied=self._parallel)
         self._restore_now()
         if is_fitting:
-            _compat.agree_on_monitored(trainer)
+            _compat.agree_on_decisions(trainer)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if is_fitting:
