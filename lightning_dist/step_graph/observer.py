@@ -262,6 +262,7 @@ class GraphObserver:
         for tensor in tensors_in(value):
             self._use(self._end, tensor)
             self._note_kind(tensor)
+        _refuse_value_of_batch(value, kwargs.get("takes"))
         self._num_logged[name] += 1
         if isinstance(kwargs.get("batch_size"), int):
             self._log_sizes[name, self._num_logged[name]] = kwargs["batch_size"]
@@ -435,6 +436,32 @@ class GraphObserver:
             tuple(self._plain_numbers),
             tuple(dict.fromkeys(self._hooked)),
             log_sizes=self._log_sizes,
+        )
+
+
+def _refuse_value_of_batch(value: Any, takes: str | None) -> None:
+    """Refuse to update a metric with a value of the whole batch, of which a pipeline knows that of a microbatch.
+
+    Args:
+        value: The arguments of the update.
+        takes: How the metric combines values: ``"sums"``, ``"values"``, or None for a metric of samples.
+
+    Raises:
+        TraceError: If the metric would see other values than in one process.
+    """
+    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor | int | float)]
+    if takes == "values":
+        is_of_batch = all(not isinstance(leaf, Tensor) or leaf.ndim == 0 for leaf in leaves)
+    else:
+        is_of_batch = takes == "sums" and any(
+            isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.is_floating_point() and is_mean(leaf)
+            for leaf in leaves
+        )
+    if is_of_batch:
+        raise TraceError(
+            "The step updates a metric that adds up, keeps or compares values with one value for the whole batch. A"
+            " pipeline runs the step once for each microbatch, so that the metric would see the microbatches' values."
+            " Return the value, and update the metric in a hook such as on_train_batch_end."
         )
 
 

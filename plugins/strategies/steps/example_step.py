@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
-from torchmetrics import Metric, MetricCollection
+from torchmetrics import CatMetric, MaxMetric, Metric, MetricCollection, MinMetric, RunningMean, RunningSum, SumMetric
 
 from lightning_dist.own_generators import GENERATORS, get_state, set_state
 from lightning_dist.plugins import _compat
@@ -241,19 +241,20 @@ def without_updates(
     collections = [found for found in module.modules() if isinstance(found, MetricCollection)]
     before = [(changed, dict(vars(changed))) for changed in (*metrics, *collections)]
 
-    def update(*args: Any, **kwargs: Any) -> None:
-        on_log("metric", [args, kwargs])
+    def update(metric: Metric, *args: Any, **kwargs: Any) -> None:
+        on_log("metric", [args, kwargs], takes=_takes(metric))
 
-    def forward(*args: Any, **kwargs: Any) -> Tensor:
-        update(*args, **kwargs)
+    def forward(metric: Metric, *args: Any, **kwargs: Any) -> Tensor:
+        update(metric, *args, **kwargs)
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         return sum((tensor.double().mean() for tensor in tensors), torch.zeros(()))
 
     for metric in metrics:
         if value_of is None:
-            vars(metric).update(update=update, forward=forward, compute=lambda: torch.zeros(()))
+            own = {"update": partial(update, metric), "forward": partial(forward, metric)}
+            vars(metric).update(**own, compute=lambda: torch.zeros(()))
         else:
-            vars(metric).update(update=update, forward=partial(_known, value_of, metric))
+            vars(metric).update(update=partial(update, metric), forward=partial(_known, value_of, metric))
     for collection in collections:
         _compat.update_metrics_apart(collection)
     try:
@@ -262,6 +263,17 @@ def without_updates(
         for changed, attributes in before:
             vars(changed).clear()
             vars(changed).update(attributes)
+
+
+def _takes(metric: Metric) -> str | None:
+    """Return how ``metric`` combines the values that it is updated with, if these may concern a whole batch.
+
+    Returns:
+        ``"sums"`` if it adds them up, ``"values"`` if it looks at each of them, and None for metrics of samples.
+    """
+    if isinstance(metric, SumMetric):
+        return "sums"
+    return "values" if isinstance(metric, CatMetric | MaxMetric | MinMetric | RunningMean | RunningSum) else None
 
 
 def _batch(loaders: Any) -> Any:

@@ -70,16 +70,23 @@ class SharedMetrics:
         self._given: dict[int, tuple[Tensor, Metric, str | None, bool]] = {}
         self._copies: list[Metric] = []
         _refuse_hidden_metrics(module)
+        self._is_computing = False
         inner = {id(part) for metric in self._metrics() for part in metric.modules() if part is not metric}
         for metric in self._metrics():
-            if id(metric) not in inner:  # An inner metric is computed by the metric around it.
-                self._share(metric)
+            self._share(metric, is_inner=id(metric) in inner)
 
-    def _share(self, metric: Metric) -> None:
-        """Let the ranks of the pipeline compute ``metric`` together."""
+    def _share(self, metric: Metric, is_inner: bool = False) -> None:
+        """Let the ranks of the pipeline compute ``metric`` together.
+
+        Args:
+            metric: The metric.
+            is_inner: Whether it is inside another metric, which runs its ``forward`` and computes it.
+        """
         own = getattr(metric.compute, _OWN, metric.compute)  # A previous run may have replaced it already.
         vars(metric)["compute"] = self._shared(metric, own)
         setattr(vars(metric)["compute"], _OWN, own)
+        if is_inner:
+            return
         own = getattr(metric.forward, _OWN, metric.forward)
         vars(metric)["forward"] = _Observed(self, metric, own)
 
@@ -170,20 +177,33 @@ class SharedMetrics:
         copy.reset()
         return copy
 
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        """Compute metrics inside on this rank alone, as those are that are inside the one that is computed."""
+        before, self._is_computing = self._is_computing, True
+        try:
+            yield
+        finally:
+            self._is_computing = before
+
     def _shared(self, metric: Metric, compute: Callable[..., Any]) -> Callable[..., Any]:
         """Return a ``compute`` for ``metric`` that runs on the last stage and broadcasts its value to the others."""
         pipeline = self._pipeline
 
         @wraps(compute)
         def shared(*args: Any, **kwargs: Any) -> Any:
-            if self._in_step:
-                value = compute(*args, **kwargs)
-                self._keep(metric, value, is_computed=True)
+            if self._in_step or self._is_computing:
+                is_inner = self._is_computing
+                with self._computing():
+                    value = compute(*args, **kwargs)
+                if not is_inner:
+                    self._keep(metric, value, is_computed=True)
                 return value
             value, error = None, None
             if pipeline.is_last:
                 try:
-                    value = apply_to_collection(compute(*args, **kwargs), Tensor, Tensor.cpu)
+                    with self._computing():
+                        value = apply_to_collection(compute(*args, **kwargs), Tensor, Tensor.cpu)
                 except Exception as raised:  # The other ranks wait for the broadcast, so they are told of the error.
                     error = raised
             told = [(value, None if error is None else f"{type(error).__name__}: {error}")]
