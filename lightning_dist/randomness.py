@@ -15,7 +15,15 @@ from torch import nn
 
 from lightning_dist.own_generators import get_state, own_generators, set_state
 
-__all__ = ["RankRng", "RngGenerators", "SameRandomNumbers", "agree_on_random_numbers", "rng_state", "set_rng_state"]
+__all__ = [
+    "RankRng",
+    "RngGenerators",
+    "SameRandomNumbers",
+    "agree_on_random_numbers",
+    "rng_state",
+    "set_rng_state",
+    "unchanged_random_numbers",
+]
 
 
 def rng_state() -> dict[str, Any]:
@@ -57,6 +65,19 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     accelerator = _accelerator()
     if accelerator is not None and accelerator.type in state:
         torch.get_device_module(accelerator).set_rng_state(state[accelerator.type])
+
+
+@contextmanager
+def unchanged_random_numbers() -> Iterator[None]:
+    """Restore the states of the generators at the end of the context, also after an error.
+
+    ``lightning.pytorch.utilities.seed.isolate_rng`` does not restore them after an error.
+    """
+    state = rng_state()
+    try:
+        yield
+    finally:
+        set_rng_state(state)
 
 
 def agree_on_random_numbers(group: dist.ProcessGroup, module: nn.Module) -> None:

@@ -16,7 +16,6 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch.utilities.seed import isolate_rng
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,6 +26,7 @@ from torchmetrics import CatMetric, MaxMetric, Metric, MetricCollection, MinMetr
 from lightning_dist.own_generators import GENERATORS, get_state, set_state
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.steps.step_loggers import without_loggers
+from lightning_dist.randomness import unchanged_random_numbers
 from lightning_dist.step_graph import TraceError
 
 __all__ = ["FakeStep", "example_args", "example_step", "fake_step", "parameters_unchanged", "without_updates"]
@@ -75,7 +75,7 @@ def example_args(trainer: Trainer) -> tuple[tuple[Any, ...], str]:
     args: tuple[Any, ...] = ()
     why_not = ""
     try:
-        with isolate_rng():
+        with unchanged_random_numbers():
             args = apply_to_collection(_first_args(trainer), Tensor, Tensor.cpu)
     except Exception as error:  # An error of the user's data will be raised again when the run fetches its batches.
         text = str(error).strip().split("\n")[0]
@@ -85,7 +85,7 @@ def example_args(trainer: Trainer) -> tuple[tuple[Any, ...], str]:
     if why_not:
         return (), why_not
     batch, *indices = apply_to_collection(args, Tensor, Tensor.clone)  # A hook may change it in place.
-    with isolate_rng():
+    with unchanged_random_numbers():
         return (_compat.transferred(trainer, batch, *indices[1:]), *indices), ""
 
 
@@ -123,7 +123,7 @@ def fake_step(
     def step(fake: Callable[[Tensor], Tensor], on_log: Callable[..., None] | None = None) -> Any:
         given_args, given_kwargs = apply_to_collection((args, kwargs), Tensor, fake)
         with ExitStack() as inside:
-            inside.enter_context(isolate_rng())
+            inside.enter_context(unchanged_random_numbers())
             inside.enter_context(_compat.logging_to(module, on_log or _ignore))
             inside.enter_context(without_updates(module, on_log or _ignore))
             silent = inside.enter_context(without_loggers(trainer))

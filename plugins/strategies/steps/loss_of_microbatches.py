@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from lightning_dist.pipeline import Pipeline, map_leaves
+from lightning_dist.randomness import unchanged_random_numbers
 from lightning_dist.step_graph import Leaf, StepGraph
 
 __all__ = ["warn_of_other_losses"]
@@ -38,7 +38,7 @@ def warn_of_other_losses(
         graphs = [trace(batch) for batch in (microbatch, doubled)]
         if any(graph.end.draws for graph in graphs):
             return
-        with isolate_rng(), torch.no_grad():
+        with unchanged_random_numbers(), torch.no_grad():
             outputs = [_random_output(leaf) for leaf in pipeline.runner.values_at_end(graphs[0])]
             with pipeline.runner.nothing_left(graphs[0]):
                 once = _number(pipeline.runner.run_end(graphs[0], outputs, lambda: step(microbatch)))
