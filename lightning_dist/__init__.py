@@ -1,4 +1,4 @@
-"""lightning-dist: an ordinary LightningModule, spread over devices by a strategy's name.
+"""Train an ordinary LightningModule on many devices with a strategy that is chosen by its name.
 
 Importing this package registers the strategies, so that ``Trainer(strategy="hybrid_shard")`` works.
 """

@@ -1,7 +1,7 @@
-"""Wrap every private name of torch that this package uses. Checked with torch 2.13.
+"""Wrap every private name of torch that this package uses.
 
-Those of FSDP2 are in ``lightning_dist.sharding._compat``. "Replaced by" says which public feature of torch would make
-a function here unnecessary.
+The names were checked with torch 2.13. Those of FSDP2 are in ``lightning_dist.sharding._compat``. "Replaced by" says
+which public feature of torch would make a function here unnecessary.
 """
 
 from __future__ import annotations
@@ -79,9 +79,9 @@ NORM = _NormBase
 
 
 def put_parameter(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
-    """Let ``module`` hold ``tensor`` as its parameter ``key``; it may be any tensor.
+    """Let ``module`` hold ``tensor``, which may be any tensor, as its parameter ``key``.
 
-    Recurrent layers also keep their parameters in a list (``_flat_weights``), where it is replaced as well.
+    Recurrent layers also keep their parameters in a list (``_flat_weights``), in which the tensor is replaced as well.
 
     Replaced by: a public way to swap the tensors that a module computes with, as ``functional_call`` does internally.
     """
@@ -120,9 +120,9 @@ def replace_local(tensor: DTensor, local: torch.Tensor) -> None:
 
 
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Let both tensors share one dictionary of tensor hooks, with those of both, also as hooks come and go later.
+    """Let both tensors share one dictionary with the hooks of both, so that hooks added or removed later affect both.
 
-    Nothing changes while ``source`` has no hooks.
+    If ``source`` has no hooks, nothing is changed.
     """
     if source._backward_hooks and target._backward_hooks is not source._backward_hooks:
         if target._backward_hooks:
@@ -145,18 +145,18 @@ def call_post_accumulate_hooks(param: torch.Tensor) -> None:
     """Call the post-accumulate-grad hooks of ``param``, for a gradient that autograd has not set itself."""
     hooks: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     for key in list(hooks):
-        if key in hooks:  # a hook may take others away
+        if key in hooks:  # A hook may remove other hooks.
             hooks[key](param)
 
 
 def take_post_accumulate_hooks(param: torch.Tensor, but: int | None) -> dict[int, Any]:
-    """Take away the post-accumulate-grad hooks of ``param``, and return them.
+    """Remove the post-accumulate-grad hooks of ``param``, and return them by their keys.
 
-    Replaced by: as for :func:`move_hooks`.
+    Replaced by: the same as for :func:`move_hooks`.
 
     Args:
         param: The parameter.
-        but: The key of a hook that stays; None: there is none.
+        but: Key of a hook that is not removed; None: all hooks are removed.
     """
     hooks: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     if len(hooks) <= (but is not None):
@@ -165,7 +165,7 @@ def take_post_accumulate_hooks(param: torch.Tensor, but: int | None) -> dict[int
 
 
 def give_post_accumulate_hooks(param: torch.Tensor, hooks: dict[int, Any]) -> None:
-    """Give ``param`` the hooks back that :func:`take_post_accumulate_hooks` took."""
+    """Give ``param`` back the hooks that :func:`take_post_accumulate_hooks` removed."""
     assert param._post_accumulate_grad_hooks is not None
     param._post_accumulate_grad_hooks.update(hooks)
 
@@ -209,7 +209,7 @@ ROUTE = "_compiled_call_impl"
 
 
 def route_calls(module: nn.Module, function: Callable[..., Any]) -> None:
-    """Call ``function`` instead of ``module`` and its hooks, whenever ``module`` is called.
+    """Call ``function`` instead of ``module`` and its hooks whenever ``module`` is called.
 
     :func:`call` still calls the module itself. ``nn.Module.compile`` uses the same attribute.
 
@@ -226,8 +226,8 @@ def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
 def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
     """Call the forward hooks that users and libraries have put on ``module``, for their side effects only.
 
-    The rank on which the module ran has applied them to ``output`` already, so they are given a copy here, and what the
-    last of them returns is dropped. The hooks of torch.distributed and of this package are not called.
+    The rank on which the module ran has already applied them to ``output``, so they are given a copy here, and the
+    result of the last one is ignored. The hooks of torch.distributed and of this package are not called.
 
     Replaced by: the same as for :func:`route_calls`.
     """
@@ -241,7 +241,7 @@ def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
 
 GROUPED_MM = torch.ops.aten._grouped_mm.default
-"""The operation behind ``torch.nn.functional.grouped_mm``. Its rule for fakes takes only bfloat16 (torch 2.13)."""
+"""The operation behind ``torch.nn.functional.grouped_mm``. On fake tensors it accepts only bfloat16 (torch 2.13)."""
 
 
 def without_torch_functions() -> AbstractContextManager[None]:
@@ -253,15 +253,21 @@ def without_torch_functions() -> AbstractContextManager[None]:
 
 
 def at_end_of_backward(function: Callable[[], None]) -> None:
-    """Call ``function`` when the backward that runs now is done; replaced by: a public way to queue it."""
+    """Call ``function`` at the end of the backward that runs now.
+
+    Replaced by: a public way to queue a function.
+    """
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 @contextmanager
 def around_backwards(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Run every ``loss.backward()`` and ``torch.autograd.backward`` inside in ``context()``.
+    """Enter ``context()`` around every ``loss.backward()`` and ``torch.autograd.backward`` that runs in this context.
 
     Replaced by: hooks of torch.autograd that are called when a backward begins and ends.
+
+    Args:
+        context: Function that returns a new context for each backward.
     """
     with _around("backward", context):
         yield
@@ -269,7 +275,13 @@ def around_backwards(context: Callable[[], AbstractContextManager[None]]) -> Ite
 
 @contextmanager
 def around_grads(context: Callable[[], AbstractContextManager[None]]) -> Iterator[None]:
-    """Run every ``torch.autograd.grad`` inside in ``context()``, as :func:`around_backwards` does with backwards."""
+    """Enter ``context()`` around every ``torch.autograd.grad`` that runs in this context.
+
+    Replaced by: the same as for :func:`around_backwards`.
+
+    Args:
+        context: Function that returns a new context for each call.
+    """
     with _around("grad", context):
         yield
 
@@ -292,11 +304,13 @@ def _around(name: str, context: Callable[[], AbstractContextManager[None]]) -> I
 
 @contextmanager
 def around_zero_grad(cleared: Callable[[Collection[nn.Parameter], bool], None]) -> Iterator[None]:
-    """Call ``cleared`` after every ``zero_grad()`` of an optimizer or a module inside.
-
-    Its arguments are the parameters, and whether their gradients were set to None instead of zero.
+    """Call ``cleared`` after every ``zero_grad()`` of an optimizer or a module that runs in this context.
 
     Replaced by: a hook of torch.optim.Optimizer for its ``zero_grad``.
+
+    Args:
+        cleared: Function that is called with the parameters, and with whether their gradients were set to None instead
+            of zero.
     """
     of_optimizer, of_module = Optimizer.zero_grad, nn.Module.zero_grad
 
@@ -326,9 +340,10 @@ def is_in_backward() -> bool:
 
 
 def packed_shard(dim: int, num_packed: int) -> Placement:
-    """Return the placement that gives each rank a part of each of ``num_packed`` equal parts along ``dim``.
+    """Return the placement that splits a tensor along ``dim`` into ``num_packed`` equal parts, and shards each of them.
 
-    Replaced by: a public placement that does so.
+    It is for the weight of a layer that packs several layers, such as those of queries, keys and values. Replaced by: a
+    public placement that does so.
     """
     return _StridedShard(dim, split_factor=num_packed)
 
@@ -339,7 +354,7 @@ def num_packed(placement: Placement) -> int:
 
 
 def accept_sequential_redistribution() -> None:
-    """Keep torch from warning, on each rank, that a norm over two mesh axes takes two all-reduces.
+    """Silence torch's warning, on each rank, that a norm over two mesh axes takes two all-reduces.
 
     Replaced by: a public way to flatten mesh axes, which the warning asks for.
     """
@@ -359,7 +374,7 @@ def prepend_step_post_hook(optimizer: Optimizer, hook: Callable[[Optimizer, Any,
 def on_scalar_read(function: Callable[[DTensor], int | float | bool | complex]) -> None:
     """Let ``function`` compute the number that ``item()``, ``float()``, a comparison or a format reads from a DTensor.
 
-    For a sum or norm that is still to be reduced, torch silently returns this rank's part, and it cannot format one.
+    For a sum or norm that is still to be reduced, torch silently returns this rank's part, and cannot format it.
 
     Replaced by: an ``item()`` of DTensor that reduces.
     """
@@ -398,7 +413,7 @@ def default_group() -> dist.ProcessGroup:
 
 
 def default_store() -> dist.Store:
-    """Return the store that the default process group was made with.
+    """Return the store with which the default process group was created.
 
     Replaced by: a public accessor of it.
     """
@@ -422,7 +437,7 @@ def num_collectives(group: dist.ProcessGroup) -> int:
 
 
 def recorded_collectives() -> list[dict[str, Any]]:
-    """Return the entries of torch's flight recorder, and of the one for NCCL that CUDA builds have besides.
+    """Return the entries of torch's flight recorder, and of the additional one for NCCL that CUDA builds have.
 
     Replaced by: a documented dump as JSON; only the pickled one is documented.
     """
@@ -440,7 +455,7 @@ def move_without_meta_tensors(root: nn.Module, around: Callable[[], AbstractCont
 
     Args:
         root: The module.
-        around: Function that makes a context to move the tensors in.
+        around: Function that returns the context in which the tensors are moved.
     """
 
     def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
@@ -453,10 +468,10 @@ def move_without_meta_tensors(root: nn.Module, around: Callable[[], AbstractCont
 
 @contextmanager
 def averages_grouped_by_dtype(device: torch.device) -> Iterator[None]:
-    """Make torch's AveragedModel treat all tensors as being on ``device`` inside, and group them only by dtype.
+    """Make torch's AveragedModel, in this context, group tensors by dtype only, as if all were on ``device``.
 
-    torch groups them in C++ by device and dtype. Tensors of other ranks are on the meta device there, so that ranks
-    would run collectives in different orders.
+    torch groups them in C++ by device and dtype. As tensors of other ranks are on the meta device, the groups, and with
+    them the order of collectives, would differ between ranks.
 
     Replaced by: a grouping function that torch function modes can intercept.
     """

@@ -1,12 +1,13 @@
-"""Let a step clear gradients where it does not see them: those of the parameters that the optimizer sees.
+"""Detect that a step clears gradients, although the tensors that it clears do not hold these gradients.
 
-A step sees other tensors, such as gathered parameters, which have no gradients of their own: that they are cleared by
-``param.grad = None`` is seen only if they have a stand-in as their gradient.
+In a step, modules hold copies of the parameters, such as gathered parameters, while the gradients are on the parameters
+that the optimizer sees. A step that sets ``param.grad = None`` would therefore clear nothing. Here the copies get a
+stand-in as their gradient: if it is gone later, the gradient of the parameter is cleared.
 
-A backward that does not reduce gradients leaves those of sharded parameters on the gathered parameters, whereas
-``optimizer.zero_grad()`` clears those of the sharded ones. Until the next backward of the step, the sharded parameters
-therefore have a stand-in as their gradient. If it is gone when that backward begins, the step has cleared the gradient,
-and what was accumulated is dropped.
+The opposite happens after a backward that does not reduce gradients. It leaves the gradients of sharded parameters on
+the gathered parameters, whereas ``optimizer.zero_grad()`` clears those of the sharded ones. Until the next backward of
+the step, the sharded parameters therefore have a stand-in as their gradient. If it is gone when that backward begins,
+the accumulated gradient is dropped.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ _ADVICE = (
 _QUESTIONS = frozenset(
     {"__hash__", "_use_count", "dim", "is_complex", "is_floating_point", "numel", "requires_grad_", "size", "stride"}
 )
-"""Functions that need no elements."""
+"""Names of tensor functions that do not read the tensor's elements."""
 
 _CONVERSIONS = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", "to", "type"})
 
 
 class UnreducedGradient(torch.Tensor):
-    """Stand in for the gradient of a sharded parameter that no backward has reduced yet. It has no elements to read.
+    """Stand in for the gradient of a sharded parameter that no backward has reduced yet, without elements to read.
 
     Args:
         param: The sharded parameter.
-        name: Its full name.
-        like: A tensor that has the gradient's dtype and device; None: the parameter.
+        name: Full name of the parameter.
+        like: Tensor with the dtype and device that the stand-in gets; None: ``param``.
     """
 
     _name: str
@@ -49,7 +50,7 @@ class UnreducedGradient(torch.Tensor):
 
     @staticmethod
     def __new__(cls, param: Tensor, name: str, like: Tensor | None = None) -> Self:
-        """Make a tensor of the parameter's shape without memory."""
+        """Create a tensor of the parameter's shape without memory."""
         like = param if like is None else like
         self: Self = torch.Tensor._make_wrapper_subclass(
             cls, param.shape, strides=param.stride(), dtype=like.dtype, device=like.device
@@ -64,9 +65,9 @@ class UnreducedGradient(torch.Tensor):
         name = func.__name__
         if name == "__get__" or name in _QUESTIONS:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        if name == "_has_compatible_shallow_copy_type":  # asked when a module is converted
+        if name == "_has_compatible_shallow_copy_type":  # torch calls this when a module is converted.
             return False
-        if name == "__deepcopy__":  # The copy of a parameter has no part in what is accumulated.
+        if name == "__deepcopy__":  # The copy of a parameter begins without an accumulated gradient.
             return None
         if name in _CONVERSIONS and isinstance(args[0], cls):
             sample = torch.empty(0, dtype=args[0].dtype, device=args[0].device)
@@ -109,16 +110,16 @@ class _GradientOfShards(UnreducedGradient):
 
 
 class AccumulatedGradients:
-    """Notice which parameters' gradients a step clears between two backwards."""
+    """Detect which parameters' gradients a step clears between two backwards."""
 
     def __init__(self) -> None:
         self._watched: dict[str, tuple[nn.Parameter, Tensor, int]] = {}
 
     def watch(self, params: Mapping[str, nn.Parameter]) -> None:
-        """Give parameters that have no gradient a stand-in for it, and watch the gradients of all.
+        """Give each parameter without a gradient a stand-in as its gradient, and watch the gradients of all parameters.
 
         Args:
-            params: The parameters whose gradients are accumulated elsewhere, by name.
+            params: Parameters by name, whose gradients are accumulated on other tensors.
         """
         for name, param in params.items():
             if param.grad is None:
@@ -126,7 +127,7 @@ class AccumulatedGradients:
             self._watched[name] = param, param.grad, local_of(param.grad)._version
 
     def take_cleared(self) -> list[str]:
-        """Return the names of the watched parameters whose gradients were cleared, and watch none any more.
+        """Return the names of the watched parameters whose gradients were cleared, and stop watching.
 
         Raises:
             RuntimeError: If a gradient was changed, or replaced by another one.
@@ -148,20 +149,21 @@ class AccumulatedGradients:
 
 
 class GradientsOfCopies:
-    """Notice which gradients a step clears on the tensors that modules hold in place of parameters.
+    """Detect which gradients a step clears on the tensors that modules hold in place of parameters.
 
-    Before a backward, and while nothing else may look at these tensors, their own gradients are None as ever.
+    These copies have stand-ins as gradients only between :meth:`show` and :meth:`take_cleared`, which runs before each
+    backward, so that the stand-ins do not disturb autograd.
     """
 
     def __init__(self) -> None:
         self._shown: list[tuple[str, Tensor, nn.Parameter, _GradientOfShards]] = []
 
     def show(self, copies: Iterable[tuple[str, Tensor, nn.Parameter]]) -> None:
-        """Give copies without a gradient a stand-in for that of their parameter.
+        """Give each copy a stand-in as its gradient if only its parameter has a gradient.
 
         Args:
-            copies: The name of each parameter, the copy of it that modules hold, and the parameter; a copy may be the
-                parameter of another one, which follows it.
+            copies: For each parameter its name, the copy of it that modules hold, and the parameter. A copy may itself
+                have a copy, which then comes first.
         """
         for name, copy, param in copies:
             if copy.grad is None and param.grad is not None:
@@ -170,14 +172,14 @@ class GradientsOfCopies:
                 self._shown.append((name, copy, param, stand_in))
 
     def forget(self) -> None:
-        """Take the stand-ins away, after an error."""
+        """Remove the stand-ins without clearing anything, after an error."""
         shown, self._shown = self._shown, []
         for _, copy, _, gradient in shown:
             if copy.grad is gradient:
                 copy.grad = None
 
     def take_cleared(self) -> None:
-        """Take the stand-ins away, and clear the gradients of the parameters whose copy has lost its stand-in.
+        """Remove the stand-ins, and clear the gradients of the parameters whose copies no longer have theirs.
 
         Raises:
             RuntimeError: If a stand-in was replaced by another gradient.

@@ -1,7 +1,7 @@
-"""Activation checkpointing: a block's activations are computed again in the backward (Chen et al., 2016).
+"""Checkpoint activations: compute those of a block again in the backward (Chen et al., 2016).
 
-A block keeps its class, its names and its hooks. Only ``forward`` is replaced, on the instance, so that the hooks run
-once, before and after it, also where it runs again. Its buffers and random numbers are then those of its forward.
+A block keeps its class, its names and its hooks. Only ``forward`` is replaced, on the instance, so that the block's
+hooks do not run again in the backward. The rerun has the buffers and random numbers that the forward had.
 """
 
 from __future__ import annotations
@@ -26,36 +26,37 @@ __all__ = ["ActivationCheckpointing"]
 
 
 class ActivationCheckpointing(Technique):
-    """Keep none of the activations of blocks for the backward, but run the blocks again."""
+    """Keep no activations inside of blocks for the backward, but run the blocks again."""
 
     def attach(self, parallel: Parallel) -> None:
-        """Take what other techniques need around a block that runs again."""
+        """Collect the contexts that other techniques need around a block that runs again."""
         self._around_rerun = bound(parallel.techniques, "around_rerun")
 
     def prepare_unit(self, unit: Unit) -> None:
-        """Replace the forwards of a block's modules."""
+        """Replace the forwards of the unit's modules if it is a block."""
         for block in unit.modules if unit.kind == "block" else ():
             around = [around_rerun(unit, block) for around_rerun in self._around_rerun]
             _recompute(block, [*around, _BlockState(block).begin])
 
     def table_rows(self) -> Rows:
-        """Return a row that tells what is computed again."""
+        """Return a row that says what is computed again."""
         yield "recomputed", "activations of blocks, in the backward"
 
 
 class _BlockState:
-    """Let ``block`` run again with the buffers and the random numbers that its forward had, and change them only once.
+    """Let ``block`` run again with the buffers and random numbers of its forward, without changing them a second time.
 
-    torch keeps the states of its own generators; this class keeps those of Python, of NumPy and of the block's own.
+    torch restores the states of its own generators; this class restores those of Python, of NumPy, and of generators
+    that are attributes of the block.
     """
 
     def __init__(self, block: nn.Module) -> None:
         self._block = block
         self._changing: dict[bool, set[tuple[nn.Module, str]]] = {}
-        """The buffers that the first forward has changed, in training and in evaluation; those of norms are added."""
+        """The buffers that the first forward changed, by ``block.training``; those of norms are always saved."""
 
     def begin(self) -> Callable[[], AbstractContextManager[None]]:
-        """Return a function that makes contexts: the first one for the forward, the others for its reruns."""
+        """Return a function that returns contexts: the first one for the forward, the others for its reruns."""
         kept: list[tuple[dict[tuple[nn.Module, str], Tensor], dict[str, Any]]] = []
 
         @contextmanager
@@ -67,7 +68,7 @@ class _BlockState:
                 self._forget_unchanged(buffers)
                 return
             (buffers, drawn), now, drawn_now = kept[0], self._buffers(), self._drawn()
-            # They are replaced rather than changed, since autograd may have saved the tensors for the backward.
+            # Buffers are replaced rather than changed in place, since autograd may have saved them for the backward.
             _put({place: buffer.clone() for place, buffer in buffers.items()})
             self._draw_from(drawn)
             try:
@@ -79,7 +80,7 @@ class _BlockState:
         return context
 
     def _buffers(self) -> dict[tuple[nn.Module, str], Tensor]:
-        """Return the buffers that a forward may change: all of them in the first one."""
+        """Return the buffers that a forward may change; before the first forward, all buffers."""
         known = self._changing.get(self._block.training)
         return {
             (module, key): buffer
@@ -120,10 +121,10 @@ def _put(buffers: Mapping[tuple[nn.Module, str], Tensor]) -> None:
 
 
 def _recompute(block: nn.Module, around: Sequence[Callable[[], Callable[[], AbstractContextManager[None]]]]) -> None:
-    """Run ``block`` again in the backward.
+    """Replace the forward of ``block`` by one that runs again in the backward.
 
     Args:
-        block: A block, whose forward is replaced.
+        block: A module of a block.
         around: Functions that are called when a forward begins. Each returns a function whose context is entered around
             that forward, and around each time that it runs again.
     """
@@ -141,7 +142,7 @@ def _recompute(block: nn.Module, around: Sequence[Callable[[], Callable[[], Abst
                     stack.enter_context(context())
                 return forward(*args, **kwargs)
 
-        # To its end: what hooks inside have begun, they also end.
+        # The rerun must not stop early, because hooks that run after a forward undo what those before it have done.
         with set_checkpoint_early_stop(False):
             return checkpoint(run, *args, use_reentrant=False, **kwargs)
 

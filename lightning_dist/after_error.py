@@ -1,6 +1,6 @@
 """Allow a program to continue after an error that it caught only if all ranks had an error.
 
-When a rank fails alone, the others still wait for it in a collective of the failed run. The next collective of the
+If a rank fails alone, the others still wait for it in a collective of the failed run. The next collective of the
 failed rank would be matched with that one, or wait forever.
 """
 
@@ -21,7 +21,7 @@ _num_errors: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def announce_error(error: BaseException) -> None:
-    """Record in the store that a run has ended in ``error`` on this rank. Not a collective."""
+    """Record in the store that a run has ended with ``error`` on this rank. This is no collective."""
     if not dist.is_initialized():
         return
     group = default_group()
@@ -33,7 +33,7 @@ def check_that_all_ranks_failed(timeout_s: float) -> None:
     """Check, before a new run begins, that every rank has failed as often as this one.
 
     Args:
-        timeout_s: Seconds to wait for ranks that are about to fail.
+        timeout_s: Seconds to wait until the other ranks have failed.
 
     Raises:
         OtherRankError: If a rank has failed less often, so that it still waits for this one.

@@ -1,4 +1,4 @@
-"""Audit the first step: raise an error that names the parameter where a step would silently train it wrongly.
+"""Audit the first step: raise an error that names the parameter if a step would silently train it wrongly.
 
 The first step of a fit is checked, and again the next step after parameters, their hooks or ``requires_grad`` change:
 
@@ -50,7 +50,7 @@ class FirstStepAudit(Technique):
         self._seen: object = None
         self._has_new = True
         self.is_due = True
-        """Whether the step that runs is checked."""
+        """Whether the current step is checked."""
         self._weights_are_due = True
         self._agreed: set[int] = set()
         self._compares = False
@@ -122,7 +122,7 @@ class FirstStepAudit(Technique):
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """Compare a step's changes of gathered parameters between ranks, whenever they are freed inside."""
+        """Compare a step's changes of gathered parameters between ranks, whenever they are freed in this context."""
         self._compares = True
         try:
             yield
@@ -130,7 +130,9 @@ class FirstStepAudit(Technique):
             self._compares = False
 
     def write_back(self) -> None:
-        """Check the step's in-place changes of gathered parameters. A collective over a group if one was changed.
+        """Check the step's in-place changes of gathered parameters.
+
+        This is a collective over the mesh of each group in which a parameter was changed.
 
         Raises:
             AuditError: If a change is not in the shards, ranks changed a parameter differently, or a hook would not be
@@ -162,10 +164,12 @@ class FirstStepAudit(Technique):
                 )
 
     def _compare_changes(self, group: ParameterGroup, names: Sequence[str]) -> None:
-        """Compare the gathered parameters of ``group`` between ranks, if the step changed any. A collective then.
+        """Compare the gathered parameters of ``group``, which the step has changed, between ranks.
+
+        This is a collective over the group's mesh, unless the comparison is switched off.
 
         Args:
-            group: A group that is gathered.
+            group: A gathered parameter group.
             names: Names of the parameters that this rank's step changed.
 
         Raises:
@@ -215,7 +219,7 @@ class FirstStepAudit(Technique):
         """Check that the step has left no gradient on a gathered parameter.
 
         Raises:
-            AuditError: If one is there.
+            AuditError: If a gathered parameter has a gradient.
         """
         if not self.is_due:
             return
@@ -228,10 +232,12 @@ class FirstStepAudit(Technique):
 
     @torch.no_grad()
     def after_optimizer_step(self) -> None:
-        """Compare replicated parameters between ranks. A collective over the mesh axes that they are replicated over.
+        """Compare replicated parameters between ranks.
+
+        This is a collective over the mesh axes over which they are replicated.
 
         Raises:
-            AuditError: If one differs by more than rounding.
+            AuditError: If a parameter differs by more than rounding errors.
         """
         self.is_due = False
         if not self._weights_are_due:
@@ -247,7 +253,7 @@ class FirstStepAudit(Technique):
         """Return the parameters that are replicated over each mesh axis.
 
         Returns:
-            Name of a mesh axis and its process group, to names and local tensors.
+            A mapping of a mesh axis's name and process group to the parameters' names and local tensors.
         """
         found: dict[tuple[str, dist.ProcessGroup], list[tuple[str, Tensor]]] = defaultdict(list)
         managed = [
@@ -257,7 +263,7 @@ class FirstStepAudit(Technique):
         ]
         for name, param, group_mesh in managed:
             own = local_of(param.detach())
-            # A DTensor may say otherwise of an axis than that its group's ranks all have the same.
+            # All ranks of the group's mesh have the same parameter, unless its DTensor placements say otherwise.
             axes = {axis: (group, True) for axis, group in _axes(group_mesh)}
             if isinstance(param, DTensor):
                 for (axis, group), placement in zip(_axes(param.device_mesh), param.placements, strict=True):
@@ -288,7 +294,7 @@ class FirstStepAudit(Technique):
 
 
 def _has_any_rank(is_true: bool, mesh: DeviceMesh) -> bool:
-    """Return whether a condition is true on any rank of ``mesh``. A collective over it."""
+    """Return whether a condition is true on any rank of ``mesh``. This is a collective over the mesh."""
     flag = torch.tensor([is_true], dtype=torch.int32, device=mesh.device_type)
     for _, group in _axes(mesh):
         dist.all_reduce(flag, dist.ReduceOp.MAX, group)

@@ -20,7 +20,7 @@ class DirectAllGather(AllGather):
     ``n - 1``.
 
     Args:
-        before: Called with the group before each all-gather, to check what the other ranks are about to do.
+        before: Function that is called with the group before each all-gather; it may check that all ranks do the same.
     """
 
     def __init__(self, before: Callable[[dist.ProcessGroup], None] | None = None) -> None:
@@ -33,13 +33,13 @@ class DirectAllGather(AllGather):
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather the ``input_tensor`` of all ranks into ``output_tensor``. A collective over ``group``.
+        """Gather the ``input_tensor`` of all ranks into ``output_tensor``. This is a collective over ``group``.
 
         Args:
             output_tensor: Tensor of ``n * numel`` elements that receives the chunks in rank order.
             input_tensor: This rank's chunk, of ``numel`` elements; may be a view of its part of ``output_tensor``.
             group: Process group of the ``n`` ranks.
-            async_op: Return at once, and let the backend's own all-gather do the work.
+            async_op: Whether to return at once; the backend's own all-gather is used then.
 
         Returns:
             The backend's work to wait for if ``async_op`` is set, else None.
@@ -77,7 +77,8 @@ class TwoShotReduceScatter(ReduceScatter):
     every run. While it runs, it needs one more buffer of the input's size.
 
     Args:
-        before: Called with the group before each reduce-scatter, to check what the other ranks are about to do.
+        before: Function that is called with the group before each reduce-scatter; it may check that all ranks do the
+            same.
     """
 
     def __init__(self, before: Callable[[dist.ProcessGroup], None] | None = None) -> None:
@@ -95,14 +96,16 @@ class TwoShotReduceScatter(ReduceScatter):
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce ``input_tensor`` over all ranks, and put this rank's chunk into ``output_tensor``. A collective.
+        """Reduce ``input_tensor`` over all ranks, and put this rank's chunk into ``output_tensor``.
+
+        This is a collective over ``group``.
 
         Args:
             output_tensor: Tensor of ``numel`` elements that receives this rank's chunk.
             input_tensor: Tensor of ``n * numel`` elements, one chunk per rank.
             group: Process group of the ``n`` ranks.
-            op: SUM or AVG.
-            async_op: Not supported.
+            op: The reduction, which must be SUM or AVG.
+            async_op: Must be False.
 
         Raises:
             NotImplementedError: If ``op`` is neither SUM nor AVG, or if ``async_op`` is set; FSDP2 uses neither.
@@ -121,7 +124,7 @@ class TwoShotReduceScatter(ReduceScatter):
 
 
 class BytesBroadcast:
-    """Broadcast one rank's bytes to all ranks of a group, by one message unless they exceed the size of its buffer.
+    """Broadcast one rank's bytes to all ranks of a group, in one message unless they exceed the size of its buffer.
 
     The buffer has 1024 bytes at first and grows with the longest content. ``dist.broadcast_object_list`` always sends
     two messages, the first one for the size.
@@ -139,7 +142,7 @@ class BytesBroadcast:
         self._room = 1024
 
     def __call__(self, content: bytes = b"") -> bytes:
-        """Return the ``content`` of the source on all ranks. A collective over the group.
+        """Return the ``content`` of the source on all ranks. This is a collective over the group.
 
         Args:
             content: Bytes to send; ignored on ranks other than the source.
@@ -166,9 +169,10 @@ _HEADER = 8
 
 
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Stack the tensors of all ranks along a new first dimension. A collective, and one more in the backward.
+    """Stack the tensors of all ranks along a new first dimension.
 
-    The gradient of a rank's tensor is the sum of its gradients from the losses of all ranks.
+    This is a collective, and so is its backward. The gradient of a rank's tensor is the sum of its gradients from the
+    losses of all ranks.
     ``torch.distributed.nn.functional.all_gather`` does the same, but on gloo it does not work for a subset of the
     ranks.
 

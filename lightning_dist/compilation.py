@@ -1,4 +1,4 @@
-"""Compilation of each block by ``torch.compile``; what lies between the blocks stays as it is.
+"""Compile each block by ``torch.compile``; code between the blocks is not compiled.
 
 A block keeps its class, its names and its hooks. Only ``forward`` is replaced, on the instance.
 """
@@ -14,7 +14,7 @@ __all__ = ["Compilation"]
 
 
 class Compilation(Technique):
-    """Let blocks run through ``torch.compile``, one by one.
+    """Compile each block separately by ``torch.compile``.
 
     Args:
         backend: The backend of torch.compile, such as ``"inductor"``.
@@ -24,7 +24,7 @@ class Compilation(Technique):
         self._backend = backend
 
     def prepare_unit(self, unit: Unit) -> None:
-        """Compile the forwards of a block's modules."""
+        """Compile the forwards of the unit's modules if it is a block."""
         for block in unit.modules if unit.kind == "block" else ():
             block.forward = torch.compile(block.forward, backend=self._backend)
 

@@ -1,4 +1,4 @@
-"""Raise on every rank what goes wrong on one of them, so that the others do not hang."""
+"""Raise an error on all ranks if it occurs on one of them, so that the others do not hang."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ __all__ = [
 
 
 class OtherRankError(RuntimeError):
-    """Report that another rank failed in what all ranks do together; the text names the rank and its error."""
+    """Report that another rank failed in an operation of all ranks; the text names the rank and its error."""
 
 
 @contextmanager
 def raise_on_all_ranks(what: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run the body of the context on all ranks, and raise on all if it raises on any. A collective over ``group``.
+    """Run the body of the context on all ranks, and raise an error on all of them if any rank raises one.
 
-    The body must not contain collectives in which the other ranks would wait for a rank that failed.
+    This is a collective over ``group``. The body must not contain collectives in which the other ranks would wait for a
+    rank that failed.
 
     Args:
         what: Description of the body for the message, such as ``"reading the checkpoint"``.
@@ -58,7 +59,7 @@ def raise_on_all_ranks(what: str, group: dist.ProcessGroup | None = None) -> Ite
 
 
 _arrivals: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
-"""Number of this process's arrivals at each barrier, by default process group, which may be created anew."""
+"""Number of this process's arrivals at each barrier, for each default process group that was created."""
 
 
 def timed_barrier(what: str, timeout_s: float = 60.0, ranks: Sequence[int] | None = None) -> None:
@@ -92,14 +93,17 @@ def timed_barrier(what: str, timeout_s: float = 60.0, ranks: Sequence[int] | Non
 
 
 _progress: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""Number of this process's calls of :func:`go_on`, by default process group."""
+"""Number of this process's calls of :func:`go_on`, for each default process group that was created."""
 
 _LEFT = 2**62
-"""Progress that a process announces when it ends."""
+"""The number of calls that a process announces when it ends, so that no rank waits for it."""
 
 
 def go_on() -> None:
-    """Tell the other ranks that this one has begun something that all ranks begin, such as a step. Not a collective."""
+    """Announce to the other ranks that this rank has begun an operation that all ranks begin, such as a step.
+
+    The announcement is written into the store, and is no collective.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
     group = default_group()
@@ -110,7 +114,7 @@ def go_on() -> None:
 
 
 def _leave() -> None:
-    with suppress(Exception):  # the process that hosts the store may have ended
+    with suppress(Exception):  # The process that hosts the store may have ended.
         if dist.is_initialized():
             _tell(_LEFT)
 
@@ -147,7 +151,7 @@ def timed_barrier_unless_missed(what: str, timeout_s: float = 1800.0) -> None:
             continue
         own = _progress.get(group, 0)
         late = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        # A late rank may have arrived after the check above and gone on, so it is checked again after its progress.
+        # A rank may have arrived and gone on after the check above, so its key is checked again after its progress.
         missing = [rank for rank in late if _progress_of(rank) > own and not store.check([keys[rank]])]
         if missing or time.monotonic() > deadline:
             did = "has gone on without it" if missing else f"did not call it within {timeout_s:.0f} s"
@@ -163,10 +167,12 @@ def _progress_of(rank: int) -> int:
 
 
 def check_agreement(what: str, text: str) -> None:
-    """Check that ``text`` is the same on all ranks, which might hang otherwise. A collective over all processes.
+    """Check that ``text`` is the same on all ranks, because they might hang otherwise.
+
+    This is a collective over all processes.
 
     Args:
-        what: Name, for the message, of what ``text`` describes: a noun in the singular.
+        what: Name, for the message, of the thing that ``text`` describes: a noun in the singular.
         text: Description to compare.
 
     Raises:

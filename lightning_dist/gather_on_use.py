@@ -26,15 +26,17 @@ def whole_for_step(
     split_axis: str | None = None,
     on_gradient: Callable[[], None] | None = None,
 ) -> Tensor:
-    """Gather ``param``, so that its gradient is the mean over the data-parallel ranks. A collective over its mesh.
+    """Gather ``param`` so that its gradient is the mean of the data-parallel ranks' gradients.
+
+    This is a collective over the mesh of ``param``.
 
     Args:
         param: The parameter, a DTensor.
         data_parallel_axes: Names of the axes of its mesh whose ranks have different parts of a batch.
         dtype: Dtype of the result; None: that of ``param``.
-        split_axis: Name of a mesh axis along which the parameter stays split, each rank keeping its own part; None:
-            there is none.
-        on_gradient: Function that is called when a backward computes the gradient; None: none is called.
+        split_axis: Name of a mesh axis along which the parameter stays split, each rank keeping its own part; None: the
+            parameter is gathered over all axes.
+        on_gradient: Function that is called when a backward computes the gradient; None: nothing is called.
     """
     sharded = cast(DTensor, param)
     mesh = sharded.device_mesh
@@ -56,7 +58,7 @@ def whole_for_step(
 class _DivideGradient(torch.autograd.Function):
     """Return the input, and divide its gradient by the number of data-parallel ranks.
 
-    ``Partial`` gradients are summed over these ranks, whereas the gradient of the mean of their losses is wanted.
+    ``Partial`` gradients are summed over these ranks, whereas the gradient of the mean of their losses is needed.
     """
 
     @staticmethod
@@ -73,7 +75,7 @@ class _DivideGradient(torch.autograd.Function):
 
 
 class GatheredOnUse(torch.Tensor):
-    """Stand in for a sharded parameter during a step, and gather it when it is used.
+    """Stand in for a sharded parameter during a step, and gather the parameter when it is used.
 
     Args:
         sharded: The parameter, a DTensor.
@@ -86,7 +88,7 @@ class GatheredOnUse(torch.Tensor):
 
     @staticmethod
     def __new__(cls, sharded: Tensor, gather: Callable[[Tensor], Tensor], is_parameter: bool = True) -> GatheredOnUse:
-        """Make a tensor of the same shape without memory."""
+        """Create a tensor of the same shape without memory."""
         self: GatheredOnUse = torch.Tensor._make_wrapper_subclass(
             cls,
             sharded.shape,
@@ -101,7 +103,7 @@ class GatheredOnUse(torch.Tensor):
         return self
 
     def part(self, axis: str) -> Tensor:
-        """Gather the parameter over all axes of its mesh but one. A collective over these axes.
+        """Gather the parameter over all axes of its mesh but one. This is a collective over these axes.
 
         Args:
             axis: Name of the mesh axis along which each rank keeps its own part.
@@ -113,7 +115,7 @@ class GatheredOnUse(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` on the shards if it needs no elements, and else on the gathered parameter."""
+        """Run ``func`` on the shards if it does not read elements, and otherwise on the gathered parameter."""
         kwargs = kwargs or {}
         name, of = func.__name__, args[0] if args else None
         prop = getattr(getattr(func, "__self__", None), "__name__", "")
@@ -143,7 +145,7 @@ class GatheredOnUse(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuse an operation that was called past ``__torch_function__``: the stand-in has no memory."""
+        """Refuse an operation that bypassed ``__torch_function__``, because the stand-in has no memory."""
         raise NotImplementedError(
             f"{func} was called on a sharded parameter in a way that cannot gather it. Read the parameter inside"
             " `with lightning_dist.full_parameters(module):`, outside of the step."
@@ -151,7 +153,7 @@ class GatheredOnUse(torch.Tensor):
 
 
 _VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
-"""Properties of a tensor that need its elements."""
+"""Names of the properties of a tensor that read its elements."""
 
 _ABOUT_SHARDS = frozenset(
     {
@@ -175,7 +177,7 @@ _ABOUT_SHARDS = frozenset(
         "stride",
     }
 )
-"""Methods that need no elements, or that act on the sharded parameter, which the optimizer updates."""
+"""Names of methods that read no elements, or that must act on the sharded parameter, which the optimizer updates."""
 
 
 def is_in_place(name: str) -> bool:
@@ -186,14 +188,14 @@ def is_in_place(name: str) -> bool:
 
 
 def _changed(name: str, first: Any, kwargs: dict[str, Any]) -> list[GatheredOnUse]:
-    """Return the stand-ins that a function changes whose first argument is none.
+    """Return the stand-ins that a function changes although its first argument is not a stand-in.
 
-    It is ``out=``, or a list as for ``torch._foreach_mul_``, or given by keyword as by functions of ``torch.nn.init``.
+    They may be given as ``out=``, in a list (``torch._foreach_mul_``), or by keyword (functions of ``torch.nn.init``).
 
     Args:
         name: The name of the function.
-        first: Its first argument; None: it has none.
-        kwargs: Its keyword arguments.
+        first: The first positional argument; None: there is none.
+        kwargs: The keyword arguments.
     """
     targets = [kwargs.get("out")]
     if is_in_place(name):
@@ -202,7 +204,7 @@ def _changed(name: str, first: Any, kwargs: dict[str, Any]) -> list[GatheredOnUs
 
 
 def _write(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], changed: Sequence[GatheredOnUse]) -> Any:
-    """Run ``func`` on gathered tensors, and write those that it changes into the shards. A collective."""
+    """Run ``func`` on gathered tensors, and write those that it changes into the shards. This is a collective."""
     for target in changed:
         if torch.is_grad_enabled() and target._sharded.requires_grad:
             raise RuntimeError(
@@ -232,7 +234,7 @@ def _on_whole(func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> An
 
 
 class _View(torch.Tensor):
-    """View a gathered parameter, or a part of it, so that in-place changes of the view change the shards."""
+    """Represent a view of a gathered parameter, or of a part of it, whose in-place changes also change the shards."""
 
     _sharded: DTensor
     _memory: Tensor
@@ -241,7 +243,7 @@ class _View(torch.Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func``, and write what it changes into the shards."""
+        """Run ``func``, and write its in-place changes into the shards."""
         kwargs = kwargs or {}
         name = func.__name__
         targets = [kwargs.get("out")]
@@ -259,7 +261,7 @@ class _View(torch.Tensor):
 
 
 def _as_views(result: Any, sharded: DTensor, whole: Tensor) -> Any:
-    """Let tensors in ``result`` that have the memory of ``whole`` write changes into the shards."""
+    """Make tensors in ``result`` that share the memory of ``whole`` write in-place changes into the shards."""
 
     def as_view(tensor: Any) -> Any:
         if not isinstance(tensor, Tensor) or tensor is whole or type(tensor) is not Tensor:
@@ -276,7 +278,7 @@ def _as_views(result: Any, sharded: DTensor, whole: Tensor) -> Any:
 def _whole(value: Any, detached: bool = False) -> Any:
     if isinstance(value, GatheredOnUse):
         with torch._C.DisableTorchFunctionSubclass():
-            # What is changed, and what it is changed with, has the dtype that the parameter is stored in.
+            # In-place changes are computed in the dtype that the parameter is stored in, not in the one of the forward.
             return value._sharded.full_tensor().detach().clone() if detached else value._gather(value._sharded)
     if isinstance(value, DTensor):
         return value.full_tensor()
@@ -285,7 +287,7 @@ def _whole(value: Any, detached: bool = False) -> Any:
 
 @torch.no_grad()
 def write_whole(sharded: DTensor, whole: Tensor) -> None:
-    """Copy this rank's part of ``whole``, which is the same on all ranks, into its shard. No communication."""
+    """Copy this rank's part of ``whole``, which is the same on all ranks, into its shard, without communication."""
     value = distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
     shard = sharded.to_local()
     if value.dtype == shard.dtype:

@@ -14,21 +14,23 @@ __all__ = ["agreed_seed", "broadcast_tensors", "broadcast_weights", "materialize
 
 
 def broadcast_weights(module: nn.Module, buffers_only: bool = False, group: dist.ProcessGroup | None = None) -> None:
-    """Overwrite the parameters and buffers of ``module`` with those of the first rank. A collective over ``group``.
+    """Overwrite the parameters and buffers of ``module`` with those of the first rank.
+
+    This is a collective over ``group``.
 
     Args:
-        module: Module on the device on which the group communicates.
-        buffers_only: Overwrite the buffers only.
+        module: Module whose tensors are on the device on which the group communicates.
+        buffers_only: Whether to overwrite only the buffers.
         group: Process group of ranks that have the same module; None: all processes.
     """
     broadcast_tensors(list(module.buffers() if buffers_only else _tensors(module)), group)
 
 
 def broadcast_tensors(values: Sequence[torch.Tensor], group: dist.ProcessGroup | None = None, source: int = 0) -> None:
-    """Overwrite ``values`` with those of rank ``source``. A collective over ``group``.
+    """Overwrite ``values`` with those of rank ``source``. This is a collective over ``group``.
 
     Args:
-        values: Tensors, as many on each rank and of the same shapes; those on the meta device are skipped.
+        values: Tensors, of the same number and shapes on all ranks; those on the meta device are skipped.
         group: Process group of the ranks; None: all processes.
         source: Rank in ``group`` that sends its tensors.
     """
@@ -42,7 +44,7 @@ def broadcast_tensors(values: Sequence[torch.Tensor], group: dist.ProcessGroup |
 
 
 def agreed_seed() -> int:
-    """Return torch's initial seed of rank 0 on every rank. A collective over all processes."""
+    """Return torch's initial seed of rank 0 on every rank. This is a collective over all processes."""
     seed = [torch.initial_seed()]
     dist.broadcast_object_list(seed, src=0)
     return seed[0]

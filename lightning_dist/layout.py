@@ -1,8 +1,9 @@
-"""Lay out ranks on a device mesh. No other module knows the axes, their sizes and their roles.
+"""Lay out ranks on a device mesh.
 
-Every axis is a row of :data:`AXES`, outermost first: ranks that differ only in the innermost axis are neighbours, on
-one node where that fits. What ranks have in common follows from the roles: ranks that differ only in axes which split
-the batch have different parts of it, and ranks that differ only in axes which share it have the same part.
+No other module knows the axes, their sizes and their roles. Every axis is a row of :data:`AXES`, outermost first. Ranks
+that differ only in their index along the innermost axis have consecutive numbers, and so are on one node if they fit
+there. Ranks that differ only along axes with ``splits_batch`` have different parts of a batch; ranks that differ only
+along other axes have the same part.
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 __all__ = ["AXES", "REMAINING", "STAGE_TO_STAGE", "Axis", "ParallelLayout"]
 
 STAGE_TO_STAGE = "stage to stage"
-"""The description of process groups that have sends and receives only, of which ranks have different numbers."""
+"""The description of process groups that only send and receive; the number of these operations differs by rank."""
 
 REMAINING = -1
-"""As an axis's size: whatever is left of the world. At most one axis may have it."""
+"""The size that lets an axis take all remaining processes; at most one axis may have it."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Axis:
     Args:
         name: The name of the axis; the argument of a strategy for its size is ``<name>_size``.
         splits_batch: Whether ranks along the axis have different parts of the batch. Gradients are reduced over such an
-            axis, which is in the mesh also where its size is 1.
+            axis, and the mesh contains it even if its size is 1.
         shards_parameters: Whether ranks along the axis have different parts of a parameter.
     """
 
@@ -41,13 +42,13 @@ class Axis:
 
 
 AXES = (
-    # Pipeline parallel: stages of the model follow each other over it, and send activations to their neighbours.
+    # Pipeline parallel: each rank along it has other stages of the model, and sends activations to its neighbours.
     Axis("pp", splits_batch=False, shards_parameters=False),
     # Data parallel with replicated weights: gradients are all-reduced over it, between nodes.
     Axis("dp_replicate", splits_batch=True, shards_parameters=False),
     # Data parallel with sharded weights: all-gathers and reduce-scatters run over it, inside a node.
     Axis("dp_shard", splits_batch=True, shards_parameters=True),
-    # Tensor parallel: single layers are split over it, and exchange activations between neighbours.
+    # Tensor parallel: single layers are split over it, and their ranks exchange activations.
     Axis("tp", splits_batch=False, shards_parameters=True),
 )
 """The axes of the device mesh, outermost first."""
@@ -55,13 +56,13 @@ AXES = (
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """Hold the sizes of the mesh's axes, validated; their product is the number of processes.
+    """Hold the validated sizes of the mesh's axes; their product is the number of processes.
 
     Args:
-        pp: Number of ranks that the model's stages are on.
+        pp: Number of ranks over which the model's stages are distributed.
         dp_replicate: Number of replicas of a stage.
-        dp_shard: Number of ranks that one replica is sharded over.
-        tp: Number of ranks that a layer is split over.
+        dp_shard: Number of ranks over which one replica is sharded.
+        tp: Number of ranks over which a layer is split.
 
     Raises:
         ValueError: If a size is not a positive integer.
@@ -79,16 +80,16 @@ class ParallelLayout:
 
     @classmethod
     def resolve(cls, world_size: int, **requested: int) -> ParallelLayout:
-        """Return the layout for ``world_size`` processes, in which at most one axis takes what is left.
+        """Return the layout for ``world_size`` processes, in which at most one axis takes all remaining ones.
 
         Args:
             world_size: Number of processes.
-            requested: Axis name (``pp``, ``dp_replicate``, ``dp_shard``, ``tp``) to its size; ``-1`` is what is left.
-                An axis that is not named has size 1.
+            requested: Sizes by axis name (``pp``, ``dp_replicate``, ``dp_shard``, ``tp``); ``-1`` stands for all
+                remaining processes. An axis that is not named has size 1.
 
         Raises:
             ValueError: If an axis does not exist, a size is zero or below -1, two are -1, or the sizes do not
-                multiply to ``world_size``. The text names the argument, its value and sizes that would do.
+                multiply to ``world_size``. The text names the argument, its value and sizes that fit.
         """
         axes = [field.name for field in fields(cls)]
         for axis, size in requested.items():
@@ -128,7 +129,7 @@ class ParallelLayout:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name to size, outermost first."""
+        """Return the size of each axis by its name, outermost first."""
         return {axis.name: getattr(self, axis.name) for axis in AXES}
 
     @property
@@ -138,7 +139,7 @@ class ParallelLayout:
 
     @property
     def num_data_parallel(self) -> int:
-        """Return the number of ranks that have a part of the batch of their own."""
+        """Return the number of parts into which a batch is split."""
         return math.prod(self.sizes[axis.name] for axis in AXES if axis.splits_batch)
 
     def coordinates(self, global_rank: int) -> dict[str, int]:
@@ -170,10 +171,12 @@ class ParallelLayout:
         return self.num_data_parallel < self.world_size
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
-        """Build the device mesh over all processes, one dimension an axis. Needs an initialised process group.
+        """Build the device mesh over all processes, with one dimension for each axis.
+
+        The default process group must be initialised. Axes of size 1 are left out, unless they split the batch.
 
         Args:
-            device_type: ``"cpu"``, ``"cuda"``, ...
+            device_type: Device type of the mesh, such as ``"cpu"`` or ``"cuda"``.
         """
         sizes = {axis.name: self.sizes[axis.name] for axis in AXES
                  if axis.splits_batch or self.sizes[axis.name] > 1}  # fmt: skip
@@ -198,14 +201,19 @@ class ParallelLayout:
         return mesh[axis]
 
     def build_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Create the group of ranks that have the parts of one batch; None if these are all processes. A collective."""
+        """Create the group of ranks that have the parts of one batch, and return it; None if these are all processes.
+
+        This is a collective over all processes.
+        """
         return self._own_group([axis.name for axis in AXES if axis.splits_batch], "data parallel")
 
     def build_same_batch_group(self, backend: str | None = None) -> dist.ProcessGroup | None:
-        """Create the group of ranks with the same part of the batch; None if each rank has its own. A collective.
+        """Create the group of ranks with the same part of the batch, and return it; None if each rank has its own part.
+
+        This is a collective over all processes.
 
         Args:
-            backend: The backend of the group; None: that of the default group.
+            backend: Backend of the group; None: that of the default group.
         """
         if not self.shares_batches:
             return None
@@ -213,16 +221,20 @@ class ParallelLayout:
         return self._own_group(axes, "same batch", may_be_all=True, backend=backend)
 
     def build_same_stage_group(self) -> dist.ProcessGroup | None:
-        """Create the group of ranks with the same parameters or shards of them; None: all processes. A collective."""
+        """Create the group of ranks that have the same parameters or shards of them; None stands for all processes.
+
+        This is a collective over all processes.
+        """
         return self._own_group(
             [axis.name for axis in AXES if axis.splits_batch or axis.shards_parameters], "same stage"
         )
 
     def build_stage_to_stage_group(self) -> dist.ProcessGroup | None:
-        """Create a second group of this rank's ``pp``, for sends between stages; None without stages. A collective.
+        """Create a second group of the ranks along ``pp``, for sends between stages; return None if there is one stage.
 
-        Stages in the middle send and receive more often than the outer ones. In the group of the collectives, that
-        would let the ranks' numbers of operations differ: ``TORCH_DISTRIBUTED_DEBUG`` takes this for a mismatch.
+        This is a collective over all processes. Stages in the middle send and receive more often than the outer ones.
+        In the group of the collectives, the ranks would therefore count different numbers of operations, which
+        ``TORCH_DISTRIBUTED_DEBUG`` takes for a mismatch.
         """
         if self.pp == 1:
             return None
@@ -231,7 +243,7 @@ class ParallelLayout:
     def _own_group(
         self, axes: Collection[str], description: str, may_be_all: bool = False, backend: str | None = None
     ) -> dist.ProcessGroup | None:
-        """Create a process group for each of :meth:`ranks_over`, and return the one that this rank is in."""
+        """Create a process group for each group of :meth:`ranks_over`, and return the one that this rank is in."""
         members = self.ranks_over(axes)
         if len(members) == 1 and not may_be_all:
             return None
@@ -251,7 +263,7 @@ class ParallelLayout:
         return mesh["dp_replicate", "dp_shard", "tp"] if self.dp_replicate > 1 else mesh["dp_shard", "tp"]
 
     def describe(self) -> dict[str, int]:
-        """Return what a log says of the layout: ``<axis>_size`` of every axis."""
+        """Return the entries of a log about the layout: ``<axis>_size`` of every axis."""
         return {f"{axis}_size": size for axis, size in self.sizes.items()}
 
     def __str__(self) -> str:

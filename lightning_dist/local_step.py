@@ -1,8 +1,8 @@
 """Run optimizer steps on a rank's own shards as plain tensors, and without the parameters of other stages.
 
-An elementwise optimizer does the same to a shard as to the whole parameter, so DTensor dispatch decides nothing, but
-adds overhead to every operation on every parameter. While it updates, the optimizer is therefore given the shards' own
-memory as plain tensors; before and after, all code sees DTensors. The results are the same, bit for bit.
+An elementwise optimizer computes the same for a shard as for the whole parameter, so that DTensor dispatch has no
+effect but its overhead in every operation on every parameter. During its update, the optimizer is therefore given the
+shards' own memory as plain tensors; before and after it, all code sees DTensors. The results are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 class LocalStep:
-    """Make ``optimizer`` update only this rank's parameters, as plain tensors if it is one of :data:`ELEMENTWISE`.
+    """Make ``optimizer`` update only this rank's parameters, as plain tensors if its class is in :data:`ELEMENTWISE`.
 
     Args:
         optimizer: Optimizer of sharded parameters. Its parameter groups and states hold DTensors except during the
@@ -55,9 +55,9 @@ class LocalStep:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        # Parameter groups whose params are replaced now, each with its own list of params.
+        # These are the optimizer's groups whose params are replaced now, each with its original list of params.
         self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []
-        # Each parameter that is replaced now, its shard, and the DTensors in its state.
+        # These are the parameters that are replaced now, each with its shard and the DTensors in its state.
         self._shards: list[tuple[DTensor, Tensor, dict[str, DTensor]]] = []
         self._handles: list[RemovableHandle] = []
         params = [param for group in optimizer.param_groups for param in group["params"]]
@@ -76,7 +76,7 @@ class LocalStep:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the DTensors back into the optimizer. After a step that succeeded, this was done already."""
+        """Put the DTensors back into the optimizer; a step that succeeded has already done so."""
         state = self._optimizer.state
         for group, params in self._groups:
             group["params"] = params
@@ -90,7 +90,7 @@ class LocalStep:
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        # Loading a checkpoint gives the optimizer a new state, so this is checked before each step.
+        # Loading a checkpoint gives the optimizer a new state dictionary, so this is checked before each step.
         if self._has_others and not isinstance(optimizer.state, _OwnStates):
             optimizer.state = _OwnStates(dict, optimizer.state)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
@@ -111,7 +111,7 @@ class LocalStep:
     @torch.no_grad()
     def _unwrap_all(self) -> None:
         if self._groups:
-            return  # A step() that calls that of its base class wraps the closure twice.
+            return  # If step() calls that of its base class, the closure is wrapped twice.
         state = self._optimizer.state
         for group in self._optimizer.param_groups:
             params = group["params"]
@@ -134,7 +134,7 @@ class _OwnStates(defaultdict[Any, Any]):
     """Hold the states of this rank's parameters, and explain a look-up of a state that is on another stage."""
 
     def __missing__(self, param: Any) -> Any:
-        # An active mode may report a parameter of another stage as one of this rank.
+        # An active function mode may present a parameter of another stage as one of this rank.
         with torch._C.DisableTorchFunction():
             if isinstance(param, Tensor) and is_remote(param):
                 return _StateOfOtherStage()
@@ -159,10 +159,10 @@ def _wrap(key: str, value: Any, param: DTensor, before: DTensor | None) -> Any:
 
     Args:
         key: Name of the value in the state.
-        value: The value; it is returned as it is if it is no tensor, or ``key`` is one of :data:`_COUNTERS`.
+        value: The value; it is returned unchanged if it is no tensor, or ``key`` is one of :data:`_COUNTERS`.
         param: The sharded parameter.
-        before: The DTensor whose local tensor ``value`` was before the step, which is reused if it still is; None if
-            there was none.
+        before: The DTensor that the state had before the step, which is returned if ``value`` is still its local
+            tensor; None: the state had none.
     """
     if before is not None and before.to_local() is value:
         return before

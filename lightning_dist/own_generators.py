@@ -1,4 +1,4 @@
-"""Find the random number generators that a module has of its own, and read and set their states."""
+"""Find the random number generators that are attributes of a module, and read and set their states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ GENERATORS = (random.Random, np.random.Generator, np.random.RandomState)
 
 
 def own_generators(root: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield the generators of Python and NumPy that are attributes of ``root`` or of a module in it, with their names.
+    """Yield name and generator for each generator of Python or NumPy that is an attribute of ``root`` or a submodule.
 
     Args:
         root: The module.
@@ -35,7 +35,7 @@ def get_state(generator: Any) -> Any:
 
 
 def set_state(generator: Any, state: Any) -> None:
-    """Set the state of a generator to one that :func:`get_state` has returned."""
+    """Set the state of a generator to a state that :func:`get_state` has returned."""
     if isinstance(generator, random.Random):
         generator.setstate(state)
     elif isinstance(generator, np.random.Generator):

@@ -1,4 +1,4 @@
-"""Run the steps of a module in parallel, by looping over techniques. None of them is known here by name."""
+"""Run the steps of a module in parallel by calling a list of techniques, none of which is known here by name."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _modules: weakref.WeakKeyDictionary[nn.Module, weakref.ref[ParallelModule]] = we
 
 
 class NotInStepError(RuntimeError):
-    """Report that a module was called where the other ranks may not call it too."""
+    """Report that a module was called outside of a step, where the other ranks may not call it."""
 
 
 def parallelized(module: nn.Module) -> ParallelModule | None:
@@ -41,7 +41,7 @@ def parallelized(module: nn.Module) -> ParallelModule | None:
 
 
 def parallelized_around(module: nn.Module) -> ParallelModule | None:
-    """Return the :class:`ParallelModule` of the module that ``module`` is, or is a part of; None if there is none."""
+    """Return the :class:`ParallelModule` made of ``module`` or of a module around it; None if there is none."""
     for root, reference in list(_modules.items()):
         if any(part is module for part in root.modules()):
             return reference()
@@ -50,18 +50,18 @@ def parallelized_around(module: nn.Module) -> ParallelModule | None:
 
 @contextmanager
 def full_parameters(module: nn.Module, timeout_s: float = 60.0) -> Iterator[None]:
-    """Let every rank hold the whole of ``module`` inside, so that it may call it alone, without gradients.
+    """Hold the whole ``module`` on every rank in this context, so that any rank may call it alone, without gradients.
 
-    It serves to sample from a model, to export it, or to look at a weight. Every rank must enter. A module that no
-    strategy has spread needs nothing, so that the same code works everywhere. Change no parameters inside: some are
-    copies, and others are not.
+    Use it to sample from a model, to export it, or to read a weight. Every rank must enter the context. A module that
+    is not parallel is left as it is, so that the same code works with any strategy. Do not change parameters inside,
+    because some of them are copies and others are not.
 
     Args:
-        module: A LightningModule in training or after it.
-        timeout_s: Seconds to wait for the other ranks to enter.
+        module: A LightningModule, during training or after it.
+        timeout_s: Seconds to wait for the other ranks to enter the context.
 
     Raises:
-        OtherRankError: If a rank does not enter in time.
+        OtherRankError: If a rank does not enter the context in time.
     """
     parallel = parallelized(module)
     if parallel is None:
@@ -76,13 +76,13 @@ def full_parameters(module: nn.Module, timeout_s: float = 60.0) -> Iterator[None
 class ParallelModule:
     """Run the steps of a user's module under a list of techniques.
 
-    Building it is a collective over all processes. Units on the meta device are initialised one at a time, so that no
-    rank ever holds the whole model.
+    Creating an instance is a collective over all processes. Units on the meta device are initialised one at a time, so
+    that no rank ever holds the whole model.
 
     Args:
-        module: The user's module, its weights on the mesh's device (equal on all ranks) or on the meta device. It is
-            changed in place.
-        units: All units of the module, from :func:`lightning_dist.units.find_units`; every parameter is in one.
+        module: The user's module, which is changed in place. Its weights are equal on all ranks and on the mesh's
+            device, or they are on the meta device.
+        units: All units of the module, from :func:`lightning_dist.units.find_units`; every parameter is in exactly one.
         techniques: The techniques, from the outside in (see :mod:`lightning_dist.technique`).
         mesh: The mesh over which the batch is split and gradients are reduced.
     """
@@ -106,7 +106,7 @@ class ParallelModule:
         """Whether every rank holds the whole model (see :meth:`stay_gathered`)."""
         self._kept = ExitStack()
         self.runs_microbatches = False
-        """Whether microbatches run now (see :meth:`microbatches`)."""
+        """Whether a pipeline's microbatches run now (see :meth:`microbatches`)."""
         self._running = 0
         self._in_step = self._in_backward = False
         self.gradients = StepGradients(module, self.groups, self._points.copies)
@@ -121,12 +121,12 @@ class ParallelModule:
         for finish in self._points.finish:
             finish()
         replaced.refuse(module)
-        # The modules' hooks hold this object, so that it lives as long as the module; where no module needs a hook, the
-        # strategy holds it, and a later Trainer makes the module parallel anew.
+        # The hooks of the modules hold this object, so that it lives as long as the module. If no module needs a hook,
+        # only the strategy holds it, and a later Trainer makes the module parallel again.
         _modules[module] = weakref.ref(self)
 
     def _build(self, device: torch.device, replaced: ReplacedParameters) -> tuple[ParameterGroup, ...]:
-        """Give every unit its group. A collective over all processes."""
+        """Create the parameter group of every unit. This is a collective over all processes."""
         remote = [tensor for tensors in self._points.remote_tensors for tensor in tensors()]
         for attach in self._points.attach:
             attach(self)
@@ -140,7 +140,7 @@ class ParallelModule:
             group.unit = unit
             group.owners = [owner for owner in self.module.modules() if owner in unit.owners]
             groups.append(group)
-            unit.params.clear()  # the whole parameters, which nothing should keep in memory
+            unit.params.clear()  # Nothing may keep the whole parameters in memory.
         materialize([self.module], self.module, device, remote)
         refuse_meta_attributes(self.module)
         return tuple(groups)
@@ -157,13 +157,13 @@ class ParallelModule:
             module.register_forward_pre_hook(partial(self._before_forward, group), prepend=True)
             if unit.kind == "outer":
                 continue
-            # These two come between FSDP2's own hooks, which gather and free.
+            # These two hooks run between FSDP2's own hooks: after the one that gathers, before the one that frees.
             if self._points.on_gather:
                 module.register_forward_pre_hook(lambda module, args: self._tell_gathered(group, [module]))
             if self._points.on_free or not group.is_sharded:
                 module.register_forward_hook(lambda *args: self._after_forward(group), prepend=True, always_call=True)
         if unit.kind == "outer":
-            # Its modules may run through other methods than forward, or after a backward inside the step freed them.
+            # The unit's modules may be called without its forward, or after a backward in the step has freed them.
             def gather(module: nn.Module, args: object) -> None:
                 if group.is_gathered and group.needs_gather:
                     group.copy_requires_grad()
@@ -177,7 +177,8 @@ class ParallelModule:
 
     def _before_forward(self, group: ParameterGroup, module: nn.Module, args: object) -> None:
         self._check_running(module, args)
-        # Where parameters are sharded, FSDP2's own hook gathers them next, but would make inference tensors.
+        # If parameters are sharded, FSDP2's own hook gathers them next, but in inference mode it would create inference
+        # tensors, which cannot be trained later.
         if not group.is_sharded or torch.is_inference_mode_enabled():
             group.gather()
 
@@ -205,7 +206,7 @@ class ParallelModule:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Allow the module to be called inside, by all ranks alike, as in a backward that recomputes activations."""
+        """Allow the module to be called in this context, by all ranks alike, as when activations are recomputed."""
         self._running += 1
         try:
             yield
@@ -218,21 +219,22 @@ class ParallelModule:
         """Prepare a training step.
 
         Args:
-            begins_accumulation: Whether the step is the first of those whose gradients are reduced together; the same
-                on all ranks, also in a run that was resumed.
+            begins_accumulation: Whether the step is the first one of an accumulation, whose gradients are reduced
+                together. It is the same on all ranks, also in a run that was resumed.
         """
-        # A call before the first step, as of an example input, has left outer units gathered.
+        # A call of the module before the first step, as for an example input, has left outer units gathered.
         if any(group.is_gathered for group in self.groups):
             self.free()
         for before_training_step in self._points.before_training_step:
             before_training_step(begins_accumulation)
 
     def step(self, step: Callable[[], Any], backward_follows: bool) -> Any:
-        """Run ``step``, which calls the module, and return what it returns. A collective.
+        """Run ``step``, which calls the module, and return what it returns. This is a collective.
 
         Args:
-            step: The step, its arguments bound.
-            backward_follows: Whether the caller runs a backward from what is returned; then outer units stay gathered.
+            step: Function that runs the step, without arguments.
+            backward_follows: Whether the caller runs a backward from the returned value; outer units stay gathered
+                then.
         """
         self._in_step = self._has_stepped = True
         try:
@@ -269,7 +271,7 @@ class ParallelModule:
         return step
 
     def write_back(self) -> None:
-        """Keep what a step has changed in gathered parameters. A collective where it has changed any.
+        """Write a step's changes of gathered parameters into the shards. This is a collective if there are any.
 
         Raises:
             RuntimeError: If ranks have changed a parameter differently.
@@ -279,7 +281,7 @@ class ParallelModule:
 
     @contextmanager
     def between_forward_and_backward(self) -> Iterator[None]:
-        """Let hooks between a forward and its backward use and change parameters inside. A collective."""
+        """Let hooks that run between a forward and its backward use and change parameters. This is a collective."""
         with ExitStack() as around:
             for around_step in self._points.around_step:
                 around.enter_context(around_step())
@@ -288,9 +290,10 @@ class ParallelModule:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Run a backward inside; afterwards all gradients are reduced, if they are reduced now. A collective then.
+        """Run a backward in this context, and reduce the gradients at its end unless they are accumulated.
 
-        The module may be called inside, as it is where activations are recomputed.
+        This is a collective if gradients are reduced. The module may be called inside, as it is when activations are
+        recomputed.
         """
         with self._any_backward():
             with ExitStack() as around:
@@ -306,8 +309,8 @@ class ParallelModule:
 
     @contextmanager
     def _any_backward(self) -> Iterator[None]:
-        """Run a backward inside, which Lightning or the step itself has called. Not a collective."""
-        if self._in_backward:  # manual_backward, or a checkpoint whose recomputation runs a backward
+        """Run a backward in this context, whether Lightning or the step itself has called it. This is no collective."""
+        if self._in_backward:  # This is so in manual_backward, and if a recomputation of activations runs a backward.
             yield
             return
         self.gradients.before_backward()
@@ -315,7 +318,7 @@ class ParallelModule:
         try:
             yield
             has_failed = False
-        except BaseException:  # a step may catch it, and go on
+        except BaseException:  # A step may catch the error and continue.
             for after_error in self._points.after_error:
                 after_error()
             raise
@@ -339,14 +342,14 @@ class ParallelModule:
         return [*of_techniques, *(name for group in self.groups for name in group.unreduced_names())]
 
     def before_optimizer_step(self) -> None:
-        """Check gradients before an optimizer step, and free gathered parameters, which it makes stale."""
+        """Check gradients before an optimizer step, and free gathered parameters, which the step makes stale."""
         self.gradients.take_cleared()
         self.free()
         for before_optimizer_step in self._points.before_optimizer_step:
             before_optimizer_step()
 
     def after_optimizer_step(self) -> None:
-        """Forget gathered parameters, which the optimizer step has made stale."""
+        """Free gathered parameters, which the optimizer step has made stale."""
         self.free()
         for after_optimizer_step in self._points.after_optimizer_step:
             after_optimizer_step()
@@ -355,7 +358,9 @@ class ParallelModule:
             self.gradients.show()
 
     def total_norm(self, gradients: Sequence[Tensor], order: float = 2.0) -> Tensor | None:
-        """Return the norm of the whole model's gradients; None where that of ``gradients`` is it. A collective.
+        """Return the norm of the whole model's gradients; None if torch's norm of ``gradients`` is that already.
+
+        This is a collective.
 
         Args:
             gradients: The gradients of the parameters that this rank has.
@@ -366,7 +371,7 @@ class ParallelModule:
 
     @contextmanager
     def original(self) -> Iterator[None]:
-        """Give the module its original forwards, attributes and hooks inside, to run on fake tensors."""
+        """Restore the module's original forwards, attributes and hooks in this context, to run it on fake tensors."""
         with ExitStack() as stack:
             for original in self._points.original:
                 stack.enter_context(original())
@@ -376,16 +381,17 @@ class ParallelModule:
 
     @contextmanager
     def microbatches(self, with_backward: bool) -> Iterator[Callable[[Callable[[], Any]], Any]]:
-        """Run the forwards and backwards of microbatches, in any order, inside. A collective over the mesh.
+        """Run the forwards and backwards of a pipeline's microbatches, in any order, in this context.
 
-        Units stay gathered, and each rank adds up its own gradients for :meth:`after_microbatches`. What microbatches
-        change in parameters is kept if :meth:`write_back` is called inside.
+        This is a collective over the mesh. Units stay gathered, and each rank adds up its own gradients until
+        :meth:`after_microbatches`. Changes of parameters by microbatches are kept only if :meth:`write_back` is called
+        inside.
 
         Args:
-            with_backward: Whether there are backwards; else units are freed at the end.
+            with_backward: Whether there are backwards; if not, units are freed at the end.
 
         Yields:
-            A function that runs a microbatch's step on a stage.
+            A function that runs the step of a microbatch on a stage.
         """
 
         def run(step: Callable[[], Any]) -> Any:
@@ -413,7 +419,10 @@ class ParallelModule:
             self.free()
 
     def after_microbatches(self) -> None:
-        """Reduce the gradients of microbatches, if gradients are reduced now, and free the units. A collective then."""
+        """Reduce the gradients of microbatches unless they are accumulated, and free the units.
+
+        This is a collective if gradients are reduced.
+        """
         reduces = self.reduces_gradients
         self.gradients.has_unreduced = not reduces
         for reduce_microbatches in self._points.reduce_microbatches:
@@ -430,12 +439,12 @@ class ParallelModule:
         return bool(self._points.on_gather or self._points.on_free)
 
     def gather(self, group: ParameterGroup) -> None:
-        """Gather the parameters of ``group``, if they are not. A collective over the group's mesh then."""
+        """Gather the parameters of ``group``. This is a collective over its mesh unless they are gathered already."""
         group.gather()
         self._tell_gathered(group)
 
     def gather_all(self) -> None:
-        """Gather the parameters of all units. A collective over the mesh."""
+        """Gather the parameters of all units. This is a collective over the mesh."""
         for group in self.groups:
             self.gather(group)
 
@@ -444,13 +453,13 @@ class ParallelModule:
             on_gather(group, running)
 
     def _gather_root_groups(self) -> None:
-        # A step that runs a backward itself goes on afterwards, and reads what hangs on the root module through no
-        # hook: it is gathered again after an optimizer step, or when a unit runs.
+        # A step that runs a backward itself continues afterwards, and may read the root module's own parameters, for
+        # which there is no hook. They are therefore gathered again after an optimizer step, and when a unit runs.
         for group in self._root_groups:
             self.gather(group)
 
     def free(self) -> None:
-        """Put the parameters into the module that optimizers, callbacks and checkpoints read and write."""
+        """Put the parameters that optimizers, callbacks and checkpoints read and write back into the module."""
         if self.stays_gathered:
             return
         for group in self.groups:
@@ -462,9 +471,9 @@ class ParallelModule:
         return not any(group.is_sharded for group in self.groups)
 
     def stay_gathered(self) -> None:
-        """Let later steps without backwards gather nothing, so that ranks may run unequal numbers of them.
+        """Gather the whole model on every rank, so that ranks may run unequal numbers of steps without backwards.
 
-        Every rank holds the whole model until :meth:`stop_staying_gathered`. A collective.
+        It stays gathered until :meth:`stop_staying_gathered`. This is a collective.
         """
         with self.running():
             self.gather_all()
@@ -481,7 +490,7 @@ class ParallelModule:
 
     @contextmanager
     def without_hook_views(self) -> Iterator[None]:
-        """Show tensors inside as they are on this rank, and not as the user's hooks may take them."""
+        """Show each rank its own tensors in this context, and not the whole tensors that the user's hooks see."""
         with ExitStack() as stack:
             for without_hook_views in self._points.without_hook_views:
                 stack.enter_context(without_hook_views())
@@ -489,7 +498,7 @@ class ParallelModule:
 
     @contextmanager
     def full_parameters(self) -> Iterator[None]:
-        """Let every rank hold the whole model inside, and call it alone, without gradients. All ranks must enter."""
+        """Hold the whole model on every rank in this context, without gradients. All ranks must enter the context."""
         with self.without_hook_views(), ExitStack() as kept, self.running(), torch.no_grad():
             for group in self.groups:
                 kept.enter_context(group.kept_after_forward())

@@ -1,4 +1,4 @@
-"""Make a module parallel by a list of techniques, one line each."""
+"""Make a module parallel by a list of techniques."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ __all__ = ["ParallelConfig", "parallelize"]
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Say how a module is made parallel, besides the sizes of the mesh.
+    """Configure how a module is made parallel, apart from the sizes of the mesh.
 
     Args:
-        units: The names of the block classes; None finds them.
-        min_num_params: The number of parameters from which a module outside the blocks is sharded as one.
-        sharding: How units are sharded.
-        activation_checkpointing: Whether blocks are run again in the backward, and keep no activations.
+        units: Names of the block classes; None: they are found automatically.
+        min_num_params: Number of parameters from which a module outside the blocks is sharded as one unit.
+        sharding: Options of the sharding of units.
+        activation_checkpointing: Whether blocks keep no activations, but are run again in the backward.
         compile_backend: The backend of torch.compile for each block, such as ``"inductor"``; None: none is compiled.
-        check_replicas_every_n_steps: Between how many optimizer steps replicas are compared; None: never.
-        tensor_parallel: How layers are split over ``tp``.
-        pipeline: How the module is cut into stages; None: it is not.
+        check_replicas_every_n_steps: Number of optimizer steps after which replicas are compared; None: never.
+        tensor_parallel: Options of the splitting of layers over ``tp``.
+        pipeline: Options of the pipeline; None: the module is not cut into stages.
     """
 
     units: Sequence[str] | None = None
@@ -56,7 +56,7 @@ class ParallelConfig:
     pipeline: PipelineConfig | None = None
 
     def for_shards(self) -> dict[str, object]:
-        """Return the arguments that are not the defaults and have an effect only where parameters are sharded."""
+        """Return the arguments that differ from their defaults and have an effect only if parameters are sharded."""
         default = ParallelConfig()
         found = {
             "reshard_after_forward": (self.sharding.reshard_after_forward, default.sharding.reshard_after_forward),
@@ -73,25 +73,25 @@ def parallelize(
     config: ParallelConfig,
     stage_to_stage: dist.ProcessGroup | None = None,
 ) -> ParallelModule:
-    """Make ``module`` parallel over ``mesh``, in place. A collective over all processes.
+    """Make ``module`` parallel over ``mesh``, in place. This is a collective over all processes.
 
     Args:
-        module: An ordinary module, on the mesh's device or (parts of it) on the meta device.
+        module: An ordinary module, on the mesh's device or completely or partly on the meta device.
         layout: The sizes of the mesh's axes.
         mesh: The mesh from :meth:`ParallelLayout.build_mesh`.
-        config: How the module is made parallel.
+        config: Configuration that says how the module is made parallel.
         stage_to_stage: The process group from :meth:`ParallelLayout.build_stage_to_stage_group`.
 
     Raises:
         ValueError: If the module is already sharded, has no module of a named class, or does not fit the plan.
-        TypeError: If something on the meta device has no way to be initialised.
+        TypeError: If a tensor on the meta device cannot be initialised.
     """
     read_whole_scalars()
     _refuse_dtensors(module)
     units = find_units(module, config.units, config.min_num_params)
     _refuse_without_blocks(module, units, config)
     for param in module.parameters():
-        if not param.is_contiguous():  # such as channels_last, which FSDP2 does not take
+        if not param.is_contiguous():  # FSDP2 does not accept other memory formats, such as channels_last.
             param.data = param.data.contiguous()
     techniques = _techniques(module, units, layout, mesh, config, stage_to_stage)
     broadcast_weights(module)
@@ -111,7 +111,7 @@ def _techniques(
     config: ParallelConfig,
     stage_to_stage: dist.ProcessGroup | None,
 ) -> list[Technique]:
-    """Return the techniques, from the outside in. A collective over all processes."""
+    """Return the techniques, from the outside in. This is a collective over all processes."""
     techniques: list[Technique] = [
         ReplicaComparison(mesh, config.check_replicas_every_n_steps),
         FirstStepAudit(),
@@ -125,7 +125,7 @@ def _techniques(
         techniques.append(pipeline)
     sharding_mesh, parameter_mesh = layout.sharding_mesh(mesh), layout.parameter_mesh(mesh)
     if layout.dp_shard > 1:
-        techniques.append(Scalars(parameter_mesh, parameter_mesh))  # which FSDP2 does not take
+        techniques.append(Scalars(parameter_mesh, parameter_mesh))  # FSDP2 does not accept scalars.
         techniques.append(Sharding(sharding_mesh, config.sharding))
     else:
         if layout.tp > 1:
@@ -137,7 +137,7 @@ def _techniques(
         plan = find_plan(module, units, config.tensor_parallel, layout.get_mesh(mesh, "tp"), layout.dp_shard)
         techniques.append(TensorParallel(module, plan, layout.get_mesh(mesh, "tp"), layout.dp_shard))
     elif config.tensor_parallel.plan is not None:
-        resolve_plan(module, config.tensor_parallel.plan)  # a name that matches nothing is wrong on one device, too
+        resolve_plan(module, config.tensor_parallel.plan)  # It raises if a name in the plan matches no module.
     if config.compile_backend is not None:
         techniques.append(Compilation(config.compile_backend))
     return techniques

@@ -15,10 +15,10 @@ __all__ = ["ParameterGroup"]
 
 
 class ParameterGroup(ABC):
-    """Manage the parameters of a unit: what its modules hold in a step, and what optimizers and checkpoints see.
+    """Manage the parameters of a unit: those that its modules hold in a step, and those that the optimizer sees.
 
-    The methods that are not abstract have answers that fit a group whose gathered parameters share their memory with
-    what the optimizer sees.
+    Methods that are not abstract are implemented here for a group whose gathered parameters share their memory with the
+    parameters that the optimizer sees.
     """
 
     unit: Unit
@@ -40,7 +40,7 @@ class ParameterGroup(ABC):
     @property
     @abstractmethod
     def mesh(self) -> DeviceMesh:
-        """Return the mesh whose ranks have parts of a batch, and reduce the gradients of the group."""
+        """Return the mesh whose ranks have different parts of a batch, and reduce the gradients of the group."""
 
     @property
     @abstractmethod
@@ -53,7 +53,7 @@ class ParameterGroup(ABC):
 
     @abstractmethod
     def gather(self) -> None:
-        """Put the gathered parameters into the modules. A collective where the parameters are sharded now."""
+        """Put the gathered parameters into the modules. This is a collective if the parameters are sharded now."""
 
     @abstractmethod
     def free(self) -> None:
@@ -61,7 +61,7 @@ class ParameterGroup(ABC):
 
     @abstractmethod
     def copy_requires_grad(self) -> None:
-        """Let the gathered parameters require gradients as those do that the optimizer sees."""
+        """Copy ``requires_grad`` from the parameters that the optimizer sees to the gathered ones."""
 
     def set_gradient_sync(self, enabled: bool) -> None:
         """Choose whether gradients are reduced after a backward, or added up on each rank (accumulation)."""
@@ -69,12 +69,12 @@ class ParameterGroup(ABC):
 
     @property
     def syncs_gradients(self) -> bool:
-        """Return the choice of :meth:`set_gradient_sync`."""
+        """Return whether gradients are reduced after a backward (see :meth:`set_gradient_sync`)."""
         return self._syncs_gradients
 
     @property
     def needs_gather(self) -> bool:
-        """Return whether modules can compute only after :meth:`gather`, so that all ranks must call them alike."""
+        """Return whether modules can compute only after :meth:`gather`."""
         return True
 
     @property
@@ -98,11 +98,11 @@ class ParameterGroup(ABC):
         return sum(param.numel() for param in self.params)
 
     def held(self) -> AbstractContextManager[None]:
-        """Return a context in which nothing frees the gathered parameters, such as moving the module to a device."""
+        """Return a context in which nothing frees the gathered parameters, even if the module is moved to a device."""
         return nullcontext()
 
     def after_forward(self) -> None:
-        """Act after the forward of a block, where FSDP2 frees its parameters."""
+        """Act after the forward of a block; FSDP2 itself frees the parameters of sharded groups then."""
         return
 
     def kept_after_forward(self) -> AbstractContextManager[None]:
@@ -110,7 +110,7 @@ class ParameterGroup(ABC):
         return nullcontext()
 
     def whole_state_dict(self) -> AbstractContextManager[None]:
-        """Return a context in which ``state_dict()`` of a module takes the gathered parameters."""
+        """Return a context in which ``state_dict()`` of a module returns the gathered parameters."""
         return nullcontext()
 
     def drop_cleared(self) -> None:
@@ -126,31 +126,31 @@ class ParameterGroup(ABC):
         return
 
     def watch_unreduced(self) -> None:
-        """Let the step clear gradients that a backward, which may have failed, left unreduced."""
+        """Begin to detect whether the step clears gradients that a backward left unreduced; it may have failed."""
         return
 
-    # What the first-step audit asks.
+    # The following methods are for the audit of the first step.
 
     def write_back(self) -> None:
-        """Write what a step has changed in the gathered parameters into those that the optimizer sees.
+        """Write a step's changes of the gathered parameters into those that the optimizer sees.
 
-        :attr:`on_change` is called, while they are gathered, with the names of those that the step has changed other
-        than through ``param.data``; these are the same on all ranks.
+        :attr:`on_change` is called before the parameters are freed, with the names of those that the step has changed
+        other than through ``param.data``. These names are the same on all ranks.
         """
         return
 
     def unwritten(self) -> list[str]:
-        """Return the names of gathered parameters whose values the optimizer would not see."""
+        """Return the names of gathered parameters whose values differ from those that the optimizer sees."""
         return []
 
     def lost_hooks(self) -> list[str]:
-        """Return the names of parameters with tensor hooks that their gathered ones do not have."""
+        """Return the names of parameters with tensor hooks that their gathered copies do not have."""
         return []
 
     def unreduced_names(self) -> list[str]:
-        """Return the names of parameters whose gradient was left on the gathered ones."""
+        """Return the names of parameters whose gradient was left on their gathered copies."""
         return []
 
     def names_without_gradient(self) -> list[str]:
-        """Return the names of parameters that got a gradient in the last backward here, and have no reduced one."""
+        """Return the names of parameters that got a gradient in this rank's last backward, but have no reduced one."""
         return []

@@ -79,7 +79,10 @@ def assert_parity(
 
 
 def whole_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return every whole parameter of ``module`` by name, on the CPU. A collective if the module is distributed."""
+    """Return every whole parameter of ``module`` by name, on the CPU.
+
+    This is a collective if the module is distributed.
+    """
     with _own_stages(module):
         own = {name: _whole(param) for name, param in module.named_parameters() if not is_remote(param)}
     return _of_all_stages(module, own)
@@ -88,7 +91,7 @@ def whole_parameters(module: nn.Module) -> dict[str, torch.Tensor]:
 def whole_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
     """Return every whole gradient of ``module`` that is not None by parameter name, on the CPU.
 
-    A collective if the module is distributed.
+    This is a collective if the module is distributed.
     """
     with _own_stages(module):
         own = {name: _whole(param.grad) for name, param in module.named_parameters() if param.grad is not None}
@@ -96,16 +99,18 @@ def whole_gradients(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _own_stages(module: nn.Module) -> AbstractContextManager[None]:
-    """Return a context in which a rank sees its own pipeline stages only, also in hooks that see all stages."""
+    """Return a context in which a rank sees only its own pipeline stages, even in hooks, which otherwise see all."""
     parallel = parallelized(module)
     return nullcontext() if parallel is None else parallel.without_hook_views()
 
 
 def _of_all_stages(module: nn.Module, own: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Gather the tensors of all stages of a pipeline, in the order of the parameters of ``module``. A collective.
+    """Gather the tensors of all stages of a pipeline, in the order of the parameters of ``module``.
+
+    This is a collective if the module has a pipeline.
 
     Args:
-        module: Model; without a pipeline, ``own`` is returned.
+        module: The model; if it has no pipeline, ``own`` is returned.
         own: Whole tensors of this rank's stages by parameter name.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Stop a run on a signal to any of its processes, on which all ranks agree."""
+"""Stop a run on all ranks at the same step after a signal to any of its processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class TrainingStopped(SystemExit):
 
 
 class StopRequest:
-    """Handle signals that ask to stop. A signal only sets a flag, which the ranks compare between steps.
+    """Handle signals that ask to stop: a signal only sets a flag, and the ranks exchange their flags between steps.
 
     Args:
         signals: Numbers of the signals that ask to stop.
@@ -45,7 +45,7 @@ class StopRequest:
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def listen(self) -> None:
-        """Install the signal handlers. Outside of the main thread, where Python cannot do this, do nothing."""
+        """Install the signal handlers; do nothing outside of the main thread, in which Python cannot install them."""
         if threading.current_thread() is threading.main_thread() and not self._before:
             self._before = {number: signal.signal(number, self._hear) for number in self._signals}
 
@@ -62,10 +62,10 @@ class StopRequest:
         return time.monotonic() - self._heard_at if self._heard else 0.0
 
     def agreed(self) -> int:
-        """Return, the same on all ranks, the signal that any rank had received by the previous call; 0 if none had.
+        """Return on all ranks the same signal, which some rank had received by the previous call; 0 if none had.
 
-        A collective over all processes. Each call starts an all-reduce and returns the result of the previous one, so
-        that the ranks exchange flags while they compute and do not wait for each other here.
+        This is a collective over all processes. Each call starts an all-reduce and returns the result of the previous
+        one, so that the ranks exchange flags while they compute and do not wait for each other here.
 
         Raises:
             RuntimeError: If another rank has ended.
@@ -73,7 +73,7 @@ class StopRequest:
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return self._heard
         if self._group is None:
-            # A gloo group of its own does not wait for the training's collectives, whatever device these are on.
+            # A separate gloo group does not wait for the collectives of the training, on any device.
             self._group = dist.new_group(backend="gloo", group_desc="background: stop requests")
         heard = 0
         if self._pending is not None:

@@ -23,11 +23,11 @@ INDEX = "model.safetensors.index.json"
 
 
 def load_safetensors(module: nn.Module, folder: str | Path, prefix: str = "") -> None:
-    """Fill parameters and persistent buffers of ``module`` from a folder that ``save_pretrained`` wrote. A collective.
+    """Fill parameters and persistent buffers of ``module`` from a folder that ``save_pretrained`` wrote.
 
-    The values are copied in place into this rank's shards and cast to the parameter's dtype. A tied parameter is read
-    once, under whichever of its names the files have. Names and shapes are checked on all ranks before anything
-    changes.
+    This is a collective over all processes. The values are copied in place into this rank's shards and cast to the
+    parameter's dtype. A tied parameter is read once, under whichever of its names the files have. Names and shapes are
+    checked on all ranks before anything changes.
 
     Args:
         module: Module whose parameters are DTensors of any placement, or plain tensors, on any device but meta. All
@@ -137,7 +137,7 @@ def _open(file: Path) -> Any:
 def _match(
     targets: _Targets, stored: Mapping[str, _Stored], prefix: str, folder: str | Path
 ) -> list[tuple[str, _Stored, Tensor]]:
-    """Match targets with stored tensors, and return name, stored tensor and target; a tied tensor appears once.
+    """Match targets with stored tensors, and return name, stored tensor and target of each; a tied tensor appears once.
 
     Raises:
         ValueError: If names are missing or unknown, a shape differs, or a target is on the meta device.

@@ -1,4 +1,4 @@
-"""Save and set the state of random number generators, and let ranks draw different random numbers for a time."""
+"""Save and set the state of random number generators, and let ranks draw different random numbers temporarily."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def _accelerator() -> torch.device | None:
-    """Return the machine's accelerator if this process uses it, else None: reading its state would initialize it."""
+    """Return the machine's accelerator if this process uses it; None otherwise, as reading its state initializes it."""
     accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None or not getattr(torch.get_device_module(accelerator), "is_initialized", lambda: True)():
         return None
@@ -56,7 +56,7 @@ def _accelerator() -> torch.device | None:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set the state that :func:`rng_state` returned; an accelerator's only if this process uses one of its type."""
+    """Set the state that :func:`rng_state` returned; that of an accelerator only if this process uses the same type."""
     python, numpy_state = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
     key = numpy_state["state"]["key"].numpy().astype(np.uint32)
@@ -81,11 +81,13 @@ def unchanged_random_numbers() -> Iterator[None]:
 
 
 def agree_on_random_numbers(group: dist.ProcessGroup, module: nn.Module) -> None:
-    """Set the generators of all ranks of ``group`` to the states of its first rank. A collective over ``group``.
+    """Set the generators of all ranks of ``group`` to the states of its first rank.
+
+    This is a collective over ``group``.
 
     Args:
-        group: The ranks that must draw the same random numbers.
-        module: The module whose own generators, those that are attributes of its modules, are included.
+        group: Process group of the ranks that must draw the same random numbers.
+        module: The module; generators that are attributes of it or of its submodules are included.
     """
     own = dict(own_generators(module))
     states = [(rng_state(), {name: get_state(generator) for name, generator in own.items()})]
@@ -98,13 +100,13 @@ def agree_on_random_numbers(group: dist.ProcessGroup, module: nn.Module) -> None
 
 
 class SameRandomNumbers:
-    """Keep the generators of ranks alike that must draw the same random numbers.
+    """Keep the states of generators equal on ranks that must draw the same random numbers.
 
-    They differ after code that runs on one rank alone has drawn numbers, as for a picture of a model's samples.
+    They become different if code that runs on only one rank draws numbers, for example to plot samples of a model.
 
     Args:
-        group: The ranks that must draw the same random numbers; its backend must be gloo, because the host waits.
-        module: The module whose own generators are included.
+        group: Process group of these ranks. Its backend must be gloo, because the compared digests are on the CPU.
+        module: The module; generators that are attributes of it or of its submodules are included.
     """
 
     def __init__(self, group: dist.ProcessGroup, module: nn.Module) -> None:
@@ -112,7 +114,7 @@ class SameRandomNumbers:
         self._module = module
 
     def restore(self) -> None:
-        """Give all ranks the states of the first one, if they differ. A collective over the group."""
+        """Give all ranks the states of the first rank, if they differ. This is a collective over the group."""
         digest = _digest_of_states()
         extremes = torch.tensor([digest, ~digest])
         dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group)
@@ -182,7 +184,7 @@ class RngGenerators:
 
 
 class RankRng:
-    """Let ranks with equal generator states draw different random numbers for a time, and equal ones again afterwards.
+    """Let ranks with equal generator states draw different random numbers temporarily, and then equal ones again.
 
     Args:
         device: Device whose torch generator is used.
@@ -199,18 +201,18 @@ class RankRng:
         self._outside: torch.Tensor | None = None
 
     def enter(self) -> None:
-        """Draw numbers of this rank until :meth:`leave`, seeded from the CPU's generator and the rank."""
+        """Seed the generator from the CPU's generator and the rank, so that ranks differ until :meth:`leave`."""
         if self._outside is None:
-            seed = int(torch.randint(2**62, ()))  # the same on all ranks, and after a resume
+            seed = int(torch.randint(2**62, ()))  # It is the same on all ranks, and after a resume.
             self._outside = self._generator.get_state()
             self._generator.manual_seed(seed + self._rank)
 
     def leave(self) -> None:
-        """Restore the state of the generator at :meth:`enter`."""
+        """Restore the state that the generator had at :meth:`enter`."""
         if self._outside is not None:
             self._generator.set_state(self._outside)
             self._outside = None
 
     def forget(self) -> None:
-        """Discard an :meth:`enter` that an error or a recomputation left without :meth:`leave`, restoring nothing."""
+        """Forget an :meth:`enter` whose :meth:`leave` was skipped by an error or a rerun, and restore nothing."""
         self._outside = None

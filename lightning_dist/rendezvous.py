@@ -1,8 +1,8 @@
 """Give each start of a run a store that no earlier start has written to.
 
-When torchrun restarts the ranks after a failure, it passes them the store of the previous start. With the keys of that
-start in it, ranks connect to addresses at which no process listens any more. The ranks cannot get a number of the start
-from torchrun, because each node counts its own failures. They therefore agree on a random name for the start.
+When torchrun restarts the ranks after a failure, it passes them the store of the previous start. This still has the
+keys of that start, so that ranks would connect to addresses at which no process listens any more. torchrun provides no
+common number of the start, because each node counts its own failures. The ranks therefore agree on a random name.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _KEY = "lightning_dist/start"
 
 
 def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
-    """Return ``store`` with a key prefix that belongs to this start alone. All ranks must call this.
+    """Return ``store`` with a key prefix that only this start uses. All ranks must call this.
 
     Rank 0 returns when all ranks have called it, the others when rank 0 has.
 
     Args:
-        store: Store that all ranks reach, at this start and at earlier ones.
+        store: Store that all ranks use, in this start and in earlier ones.
         rank: Global rank of this process.
         world_size: Number of ranks.
         timeout: Time to wait for the other ranks.
@@ -37,7 +37,7 @@ def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelt
         _welcome(store, mine, world_size, deadline)
         return dist.PrefixStore(f"{_KEY}/{mine}", store)
     store.set(f"{_KEY}/hello/{rank}", mine)
-    # Only rank 0 of this start answers to the name that this process has just drawn.
+    # Only rank 0 of this start answers to the random name that this process has just set.
     welcome = f"{_KEY}/welcome/{mine}"
     while not store.check([welcome]):
         if time.monotonic() > deadline:
@@ -49,10 +49,10 @@ def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelt
 
 
 def _welcome(store: dist.Store, start: str, world_size: int, deadline: float) -> None:
-    """Tell all ranks the name of this start, until all of them have confirmed it.
+    """Send the name of this start to all ranks through the store, until all of them have confirmed it.
 
-    The store may still have greetings of processes of earlier starts. These are answered as well, but only processes of
-    this start confirm.
+    The store may still hold requests of processes of earlier starts. These are answered as well, but only processes of
+    this start confirm the answer.
 
     Args:
         store: Store of all ranks.

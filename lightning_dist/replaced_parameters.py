@@ -1,7 +1,7 @@
-"""Refuse to use parameters that the module no longer has, because others took their place when it was made parallel.
+"""Raise an error when code uses a parameter that was replaced by another one when its module was made parallel.
 
-A list that was collected in ``__init__`` still has the old ones. They get no gradients and no updates, so that to clip
-them or to add their norm to the loss would silently do nothing.
+A list that was collected in ``__init__`` still holds the old parameters. They get no gradients and no updates, so that
+clipping them or adding their norm to the loss would silently have no effect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _QUESTIONS = frozenset(
     }
 )  # fmt: skip
 _PROPERTIES = frozenset({"device", "dtype", "is_leaf", "itemsize", "layout", "ndim", "requires_grad", "shape"})
-"""What may be asked of a replaced parameter, since the answer has not changed."""
+"""Names of the properties of a replaced parameter that may be read, because they have not changed."""
 
 
 class ReplacedParameterError(RuntimeError):
@@ -31,7 +31,7 @@ class ReplacedParameterError(RuntimeError):
 
 
 class ReplacedParameter(nn.Parameter):
-    """Be a parameter that another one has replaced in its module; everything but its shape and dtype is refused."""
+    """Represent a parameter that was replaced in its module, and allow only queries such as its shape and dtype."""
 
     replaced_name: str
 
@@ -39,10 +39,10 @@ class ReplacedParameter(nn.Parameter):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run ``func`` if it asks for the shape, the dtype or the device.
+        """Run ``func`` if it only queries properties such as the shape, the dtype or the device.
 
         Raises:
-            ReplacedParameterError: If it does anything else.
+            ReplacedParameterError: If ``func`` does anything else.
         """
         of_property = getattr(getattr(func, "__self__", None), "__name__", "")
         if func.__name__ in _QUESTIONS or (func.__name__ == "__get__" and of_property in _PROPERTIES):
@@ -63,11 +63,11 @@ class ReplacedParameters:
         self._params: list[tuple[str, weakref.ref[nn.Parameter]]] = []
 
     def watch(self, params: Mapping[str, nn.Parameter]) -> None:
-        """Note parameters by name that may be replaced; they are not kept alive."""
+        """Record parameters, by name, that may be replaced; only weak references to them are kept."""
         self._params += [(name, weakref.ref(param)) for name, param in params.items()]
 
     def refuse(self, module: nn.Module) -> None:
-        """Refuse from now on that those parameters are used which ``module`` no longer has."""
+        """Refuse all later uses of those recorded parameters that ``module`` no longer has."""
         kept = set(map(id, module.parameters()))
         for name, reference in self._params:
             param = reference()

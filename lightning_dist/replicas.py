@@ -21,11 +21,11 @@ class ReplicasDifferError(RuntimeError):
 
 
 class ReplicaComparison(Technique):
-    """Compare the replicas' weights after every so many optimizer steps, and raise where they differ.
+    """Compare the replicas' weights at regular intervals of optimizer steps, and raise an error if they differ.
 
     Args:
-        mesh: The mesh of the layout.
-        every_n_steps: Between how many optimizer steps weights are compared; None: never.
+        mesh: Device mesh of the layout.
+        every_n_steps: Number of optimizer steps after which weights are compared; None: never.
     """
 
     def __init__(self, mesh: DeviceMesh, every_n_steps: int | None) -> None:
@@ -34,11 +34,11 @@ class ReplicaComparison(Technique):
         self._num_steps = 0
 
     def attach(self, parallel: Parallel) -> None:
-        """Take the module."""
+        """Keep the module for the comparisons."""
         self._module = parallel.module
 
     def after_optimizer_step(self) -> None:
-        """Compare, if it is due. A collective over all processes then.
+        """Compare the replicas if a comparison is due. This is a collective over all processes in that case.
 
         Raises:
             ReplicasDifferError: On every rank, if any parameter differs.
@@ -48,21 +48,21 @@ class ReplicaComparison(Technique):
             check_replicas(self._module, self._mesh)
 
     def table_rows(self) -> Rows:
-        """Return a row that tells whether replicas are compared, if there are any."""
+        """Return a row that says whether replicas are compared, if there are any."""
         if self._mesh["dp_replicate"].size() > 1:
             every = self._every_n_steps
             yield "replicas", f"compared every {every} optimizer steps" if every else "not compared"
 
 
 def check_replicas(module: nn.Module, mesh: DeviceMesh, axis: str = "dp_replicate") -> None:
-    """Compare every parameter, bit by bit, over the ranks of ``axis``. A collective over all processes.
+    """Compare every parameter, bit by bit, over the ranks of ``axis``. This is a collective over all processes.
 
     Ranks send 16 bytes per parameter: two sums over the bits of its local shard, one of them weighted by position.
 
     Args:
         module: Model with its parameters in sharded form.
         mesh: Device mesh of the layout.
-        axis: Axis of the mesh over which weights are replicated.
+        axis: Name of the mesh axis over which weights are replicated.
 
     Raises:
         ReplicasDifferError: On every rank, if any parameter differs anywhere; the text names up to three parameters.
@@ -88,14 +88,14 @@ def check_replicas(module: nn.Module, mesh: DeviceMesh, axis: str = "dp_replicat
 
 
 def differ(sums: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Tensor:
-    """Compare fingerprints over the ranks of all ``groups`` together. A collective over each group.
+    """Compare fingerprints over the ranks of all ``groups`` together. This is a collective over each group.
 
     Args:
         sums: Results of :func:`bit_sums` for ``n`` tensors, of shape ``(n, 2)``.
         groups: Process groups, one for each mesh axis to compare over.
 
     Returns:
-        Boolean tensor of shape ``(n,)``: whether each tensor differs between any ranks.
+        Boolean tensor of shape ``(n,)`` that says for each tensor whether it differs between any ranks.
     """
     highest, lowest = sums.clone(), sums.clone()
     for group in groups:
@@ -105,7 +105,7 @@ def differ(sums: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Ten
 
 
 def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
-    """Return two int64 sums (modulo 2**64) of the elements' bits, of shape ``(2,)``: plain and weighted by position."""
+    """Return two int64 sums (modulo 2**64) of the elements' bits as shape ``(2,)``: plain and weighted by position."""
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.contiguous().view(-1).view(width).to(torch.int64)
     return torch.stack([bits.sum(), (bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum()])

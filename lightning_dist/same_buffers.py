@@ -1,8 +1,8 @@
-"""Synchronize buffers, so that every rank begins a training step with those of the first rank, as under DDP.
+"""Synchronize buffers, so that every rank begins a training step with those of the first rank, as with DDP.
 
-Buffers such as BatchNorm's statistics, or the centre of a teacher's outputs, are computed from each rank's part of the
-batch. torch's DistributedDataParallel broadcasts rank 0's buffers before a forward, unless the last backward did not
-reduce gradients. Here only buffers that changed on some rank since the last broadcast are sent.
+Buffers such as BatchNorm's statistics are computed from each rank's own part of the batch. torch's
+DistributedDataParallel broadcasts rank 0's buffers before a forward, unless the last backward did not reduce gradients.
+Here only buffers that changed on some rank since the last broadcast are sent.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ __all__ = ["SameBuffers"]
 
 
 class SameBuffers(Technique):
-    """Give all ranks of ``mesh`` the first one's buffers.
+    """Give all ranks of ``mesh`` the buffers of the first rank.
 
     Args:
-        mesh: The ranks that have different parts of a batch.
+        mesh: Device mesh of the ranks that have different parts of a batch.
     """
 
     def __init__(self, mesh: DeviceMesh) -> None:
@@ -33,7 +33,7 @@ class SameBuffers(Technique):
         self._seen: list[tuple[Tensor | None, int]] = []
 
     def attach(self, parallel: Parallel) -> None:
-        """Take the module."""
+        """Keep the module, whose buffers are synchronized."""
         self._module = parallel.module
 
     def finish(self) -> None:
@@ -47,15 +47,15 @@ class SameBuffers(Technique):
         self._seen = [(None, -1)] * len(self._places)
 
     def before_training_step(self, begins_accumulation: bool) -> None:
-        """Synchronize buffers, if gradients were reduced after the last step. A collective then."""
+        """Synchronize buffers if a new accumulation begins. This is a collective in that case."""
         if begins_accumulation:
             self.synchronize()
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Overwrite the buffers that changed on any rank since the last call.
+        """Overwrite the buffers that changed on any rank since the last call by those of the first rank.
 
-        A collective over the mesh if the module has buffers.
+        This is a collective over the mesh if the module has buffers.
         """
         if not self._places or not self._axes:
             return

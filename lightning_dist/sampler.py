@@ -1,4 +1,4 @@
-"""Order the samples of an epoch for all ranks, so that any number of ranks can resume at any sample."""
+"""Order the samples of an epoch so that any number of ranks can resume at any sample."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ class ResumableSampler(DistributedSampler[Any]):
     sample that was not seen before is seen once in the rest of the epoch, up to padding or ``drop_last``.
 
     Attributes:
-        running_epoch: Epoch whose order is being iterated, whichever epoch ``set_epoch`` has chosen as the next one.
-        worker_seeds: Generator for ``DataLoader(generator=...)``, seeded for every epoch and rank. Workers draw the
-            same numbers however often training was interrupted before the epoch, and the DataLoader draws nothing from
-            training's own generator.
+        running_epoch: Epoch of the current iteration, even if ``set_epoch`` has already chosen the next one.
+        worker_seeds: Generator for ``DataLoader(generator=...)``, seeded for every epoch and rank. Workers therefore
+            draw the same numbers however often training was interrupted before the epoch, and the DataLoader draws
+            nothing from the default generator, which training uses.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._entry: tuple[int, int] | None = None  # epoch, number of samples seen by all ranks
+        self._entry: tuple[int, int] | None = None  # It holds the epoch, and the number of samples seen by all ranks.
         self.running_epoch = 0
         self.worker_seeds = torch.Generator()
         self.set_epoch(0)
 
     @classmethod
     def like(cls, sampler: DistributedSampler[Any], dataset: Any = None) -> Self:
-        """Return a sampler with the settings and epoch of ``sampler``.
+        """Create a sampler with the settings and the epoch of ``sampler``.
 
         Args:
             sampler: Sampler to imitate.
@@ -57,7 +57,7 @@ class ResumableSampler(DistributedSampler[Any]):
         self.worker_seeds.manual_seed(hash((self.seed, epoch, self.rank)) % 2**63)
 
     def enter(self, epoch: int, num_seen: int) -> None:
-        """Let the next iteration resume ``epoch`` after its first ``num_seen`` samples, counted over all ranks."""
+        """Make the next iteration resume ``epoch`` after its first ``num_seen`` samples, counted over all ranks."""
         self.set_epoch(epoch)
         self._entry = (epoch, num_seen)
         self.running_epoch = epoch

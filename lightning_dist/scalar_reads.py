@@ -24,11 +24,11 @@ TIMEOUT_S = 30.0
 """Seconds that the first read at a place in the code waits for the other ranks."""
 
 _known_places: WeakKeyDictionary[dist.ProcessGroup, set[str]] = WeakKeyDictionary()
-"""Places in the code at which all ranks have read together, by default process group."""
+"""Places in the code at which all ranks have already read together, for each default process group."""
 
 
 def read_whole_scalars() -> None:
-    """Let every read of a number from a DTensor in this process return the global value from now on.
+    """Make every read of a number from a DTensor in this process return the global value from now on.
 
     ``torch.equal`` compares whole DTensors as well: Lightning's BaseFinetuning uses it to find out whether a parameter
     is in an optimizer.
@@ -50,7 +50,7 @@ def arrive_at_place(what: str, tensor: DTensor) -> None:
 
     Args:
         what: Description, for the message, of what the ranks are about to do together.
-        tensor: DTensor whose mesh has the ranks that take part.
+        tensor: DTensor on whose mesh the participating ranks are.
 
     Raises:
         OtherRankError: If a rank did not arrive in time.

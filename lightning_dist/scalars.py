@@ -1,7 +1,7 @@
 """Replicate 0-dimensional parameters (a temperature, CLIP's logit scale), which FSDP2 does not support.
 
-They are replicated DTensors outside of steps, so that optimizers, clipping and checkpoints see one kind of parameter.
-In a step their modules hold plain tensors that share the DTensors' memory.
+Outside of steps they are replicated DTensors, so that optimizers, clipping and checkpoints see only one kind of
+parameter. In a step, their modules hold plain tensors that share the DTensors' memory.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Scalars(Technique):
         self._groups: list[ScalarGroup] = []
 
     def attach(self, parallel: Parallel) -> None:
-        """Keep the module."""
+        """Keep the module, in which parameters are replaced."""
         self._module = parallel.module
 
     def manage_unit(self, unit: Unit) -> ParameterGroup | None:
@@ -48,7 +48,7 @@ class Scalars(Technique):
         return self._groups[-1]
 
     def after_backward(self, reduces: bool) -> None:
-        """Reduce the gradients. A collective over the mesh, if gradients are reduced now."""
+        """Reduce the gradients unless they are accumulated. This is a collective over the mesh if they are reduced."""
         for group in self._groups:
             group.reduce()
 
@@ -59,8 +59,8 @@ class ScalarGroup(ParameterGroup):
     """Manage the 0-dimensional parameters of a module.
 
     Args:
-        module: The model; each of its modules that holds one of the parameters gets the replicated one instead.
-        params: Full name to parameter.
+        module: The model; each of its submodules that holds one of the parameters gets the replicated one instead.
+        params: The parameters by full name.
         mesh: The mesh over which gradients are averaged.
         parameter_mesh: The mesh over which the parameters are replicated DTensors.
     """
@@ -117,7 +117,7 @@ class ScalarGroup(ParameterGroup):
         return any(own is param for own in self._whole)
 
     def gather(self) -> None:
-        """Put the plain tensors into the modules. No communication."""
+        """Put the plain tensors into the modules, without communication."""
         if not self._is_gathered:
             self._put(self._whole)
             self._is_gathered = True
@@ -125,9 +125,9 @@ class ScalarGroup(ParameterGroup):
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Keep values that a step has put in the place of those of a parameter, by ``param.data = ...``.
+        """Copy values that a step has assigned by ``param.data = ...`` into the parameters.
 
-        All other changes are made in the memory of the parameters.
+        Nothing else needs to be copied, because all other changes are made in the memory of the parameters.
         """
         for whole, replicated in zip(self._whole, self._replicated, strict=True):
             local = local_of(replicated)
@@ -165,19 +165,19 @@ class ScalarGroup(ParameterGroup):
                 whole.grad = None
 
     def watch_unreduced(self) -> None:
-        """Let the step clear accumulated gradients."""
+        """Begin to detect whether the step clears accumulated gradients."""
         params = zip(self._names, self._whole, self._replicated, strict=True)
         self._accumulated.watch({name: param for name, whole, param in params if whole.grad is not None})
 
     def reduce(self) -> None:
-        """Average the accumulated gradients over the mesh, and add them to those of the DTensors. A collective.
+        """Average the accumulated gradients over the mesh, and add them to those of the DTensors. This is a collective.
 
-        They stay on the plain tensors if gradients are not reduced now.
+        If gradients are not reduced now, they stay on the plain tensors.
         """
         if not self.syncs_gradients or not any(param.requires_grad for param in self._whole):
             return
         first = self._whole[0]
-        # A parameter may have a gradient on some ranks only. Where no rank has one, it stays None.
+        # A parameter may have a gradient on only some ranks. If no rank has one, it stays None.
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._whole]
         sent = torch.stack([*grads, *(torch.ones_like(first) * (p.grad is not None) for p in self._whole)])
         for axis in range(self._mesh.ndim):

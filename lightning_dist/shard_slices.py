@@ -1,4 +1,4 @@
-"""Describe the part of a tensor that this rank holds as boxes, which checkpoints write, read and send."""
+"""Describe the part of a tensor that this rank holds as index boxes, which checkpoints write, read and send."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def local_part(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ShardSlice:
-    """Represent one box of a tensor that this rank holds.
+    """Represent one box of a tensor: a range of indices per dimension whose elements this rank holds.
 
     Args:
-        offsets: First index of the box in the whole tensor, per dimension.
-        sizes: Number of elements of the box, per dimension.
-        in_part: Slices that select the box in this rank's part.
+        offsets: First index of the box in the whole tensor, for each dimension.
+        sizes: Number of indices of the box, for each dimension.
+        in_part: Slices that select the box in this rank's local part.
     """
 
     offsets: tuple[int, ...]
@@ -40,7 +40,7 @@ class ShardSlices(dict[Any, tuple[ShardSlice, ...]]):
     """Cache the boxes of tensors by layout: a model has many of the same layout, and torch computes them slowly."""
 
     def of(self, tensor: Tensor) -> tuple[ShardSlice, ...]:
-        """Return the boxes of ``tensor`` that this rank holds; none is empty unless this rank's part is."""
+        """Return the boxes of ``tensor`` that this rank holds. Boxes are empty only if this rank's part is empty."""
         if not isinstance(tensor, DTensor):
             return (ShardSlice((0,) * tensor.ndim, tuple(tensor.shape), (slice(None),) * tensor.ndim),)
         key = tensor.shape, tensor.device_mesh, tensor.placements
@@ -57,7 +57,7 @@ def _slices(tensor: DTensor) -> Iterator[ShardSlice]:
     if not packed:
         yield ShardSlice(offsets, sizes, (slice(None),) * tensor.ndim)
         return
-    # The tensor packs several layers, and this rank has a part of each, which torch describes as one box.
+    # The tensor packs several layers, of each of which this rank has a part, but torch describes these as one box.
     ((axis, number),) = packed
     dim = tensor.placements[axis].dim  # type: ignore[attr-defined]
     rows, length = tensor.shape[dim] // number, sizes[dim] // number
@@ -74,9 +74,9 @@ def _slices(tensor: DTensor) -> Iterator[ShardSlice]:
 
 
 def _is_packed(tensor: DTensor, axis: int) -> bool:
-    """Return whether the placement on a mesh axis belongs to a packed layer rather than to FSDP2.
+    """Return whether the placement on a mesh axis is that of a packed layer, and not one of FSDP2.
 
-    FSDP2 uses the same class of placement where a later axis, ``tp``, shards the same dimension.
+    FSDP2 uses the same class of placement if a later axis, ``tp``, shards the same dimension.
     """
     dim = tensor.placements[axis].dim  # type: ignore[attr-defined]
     return all(getattr(other, "dim", None) != dim for other in tensor.placements[axis + 1 :])

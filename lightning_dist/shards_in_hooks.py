@@ -1,10 +1,10 @@
-"""Let hooks, which run outside of steps, use sharded parameters and gradients as if they were whole tensors.
+"""Let hooks that run outside of steps use sharded parameters and gradients as if they were whole tensors.
 
-Hooks read and change parameters and gradients, which are DTensors there. torch runs most functions on DTensors, but it
-refuses to mix them with plain tensors such as buffers, has no sharding rule for some functions, and silently changes
-nothing where code for one process would change a view of a part (``weight.data[0].zero_()``) or assign to
-``weight.data``. Inside :class:`ShardsInHooks` such a function is given whole tensors, and its changes are written into
-the shards.
+In these hooks, parameters and gradients are DTensors. torch runs most functions on DTensors, but it refuses to mix them
+with plain tensors such as buffers, and has no sharding rule for some functions. It also silently changes nothing if
+code changes a view of a part (``weight.data[0].zero_()``) or assigns to ``weight.data``, both of which work in one
+process. Inside :class:`ShardsInHooks` such a function is given whole tensors, and its changes are written into the
+shards.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _VIEWS = frozenset(
 """Names of the functions whose results are views of their first argument."""
 
 _Part = tuple[Tensor, Callable[[Tensor], Tensor]]
-"""A tensor, and the function that takes a part of it, given the whole of it."""
+"""A tensor, and the function that returns a part of the tensor, given the whole tensor."""
 
 _TENSOR: Any = Tensor  # Its attributes are descriptors on the class, which torch's stubs do not declare.
 _DATA_GET, _DATA_SET = _TENSOR.data.__get__, _TENSOR.data.__set__
@@ -50,7 +50,7 @@ _GRAD_SET = _TENSOR.grad.__set__
 
 
 class ShardsInHooks(TorchFunctionMode):
-    """Let hooks treat shards as whole tensors. All ranks must run the same code, because it may be a collective."""
+    """Let hooks use shards as whole tensors. All ranks must run the same code, which may run collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,15 +58,16 @@ class ShardsInHooks(TorchFunctionMode):
         """Function that is called before a hook changes a tensor in place."""
         self._what = "a hook"
         self._is_on = False
-        self._parts = WeakTensorKeyDictionary()  # copy of a part of a tensor -> _Part
-        # Tensors that share a parameter's memory, such as param.data, by its address. Those that the running hook has
-        # made are held themselves: torch cannot convert a module whose parameters have weak references.
+        self._parts = WeakTensorKeyDictionary()  # It maps a copy of a part of a tensor to its _Part.
+        # The two dictionaries have, by the address of a parameter's memory, the tensors that share it, such as
+        # param.data. Those that the running hook has created have strong references until the hook ends, because torch
+        # cannot convert a module whose parameters have weak references.
         self._aliases: dict[int, list[weakref.ref[DTensor]]] = {}
         self._new_aliases: dict[int, list[DTensor]] = {}
 
     @contextmanager
     def around(self, what: str) -> Iterator[None]:
-        """Treat shards as whole tensors inside. A nested call has no effect.
+        """Treat shards as whole tensors in this context. A nested call has no effect.
 
         Args:
             what: Description, for error texts, of the code that runs.
@@ -87,7 +88,7 @@ class ShardsInHooks(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Treat shards as shards inside, as for an update that an overridden ``optimizer_step`` asks for."""
+        """Treat shards as shards in this context, as for the update within an overridden ``optimizer_step``."""
         if not self._is_on:
             yield
             return
@@ -132,12 +133,12 @@ class ShardsInHooks(TorchFunctionMode):
         return result
 
     def _take_aliases(self, memory: int) -> list[DTensor]:
-        """Return the tensors that share the memory at this address, and forget them."""
+        """Return the recorded tensors that share the memory at this address, and remove them from the records."""
         older = [alias for reference in self._aliases.pop(memory, ()) if (alias := reference()) is not None]
         return older + self._new_aliases.pop(memory, [])
 
     def _whole(self, value: Any) -> Any:
-        """Return ``value`` with whole tensors. A collective over the meshes of the shards in it."""
+        """Return ``value`` with whole tensors in place of shards. This is a collective over the meshes of these."""
         shards = _shards(value)
         if not shards:
             return value
@@ -155,7 +156,7 @@ class ShardsInHooks(TorchFunctionMode):
         is_part = isinstance(target, Tensor) and target in self._parts
         if not is_part and not isinstance(target, DTensor):
             return func(target, *self._whole(others), **self._whole(kwargs))
-        if not is_part and name != "__setitem__":  # of one element, DTensor changes a copy
+        if not is_part and name != "__setitem__":  # For a single element, DTensor would change a copy.
             try:
                 return func(*args, **kwargs)
             except RuntimeError as error:
@@ -166,9 +167,9 @@ class ShardsInHooks(TorchFunctionMode):
         return target
 
     def _one_by_one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function of lists, as ``torch._foreach_add_``, once for each place in the lists.
+        """Run a function of lists, such as ``torch._foreach_add_``, once for each index of the lists.
 
-        It runs once on the lists instead if torch can do that: all of the tensors are sharded, or none is.
+        If all of the tensors are sharded, or none is, torch can run it on the lists at once, and does so.
         """
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
         num_shards = len(_shards(tensors))
@@ -191,14 +192,14 @@ class ShardsInHooks(TorchFunctionMode):
         return None
 
     def _change(self, target: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
-        """Call ``change`` on the whole of ``target``, and write the result into the shards. A collective.
+        """Call ``change`` on the whole of ``target``, and write the result into the shards. This is a collective.
 
         Args:
             target: A sharded tensor, or a copy of a part of one.
             change: Function that changes the whole tensor in place.
 
         Returns:
-            The whole of ``target``, changed.
+            The whole ``target`` after the change.
         """
         part: _Part | None = self._parts.get(target)  # type: ignore[no-untyped-call]
         if part is None:
@@ -243,7 +244,7 @@ class ShardsInHooks(TorchFunctionMode):
             )
 
     def _remember_parts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
-        """Record results that are copies of a part of a sharded tensor, and would be views of it in one process."""
+        """Record results that are copies of a part of a sharded tensor, but would be views of it in one process."""
         source = args[0] if args else None
         if not isinstance(source, Tensor) or (source not in self._parts and not isinstance(source, DTensor)):
             return
@@ -264,7 +265,7 @@ class ShardsInHooks(TorchFunctionMode):
         """Assign ``value`` to ``target.data``; DTensor by itself ignores such an assignment.
 
         Raises:
-            RuntimeError: If the shapes differ, or if a whole ``value`` is not the same on all ranks.
+            RuntimeError: If the shapes differ, or if ``value`` is no shard and is not the same on all ranks.
         """
         if not isinstance(target, DTensor):
             _DATA_SET(target, self._whole(value))
@@ -285,8 +286,8 @@ class ShardsInHooks(TorchFunctionMode):
         if not isinstance(target, nn.Parameter):
             _compat.replace_local(target, local)
             return
-        # Gathering reads the parameter's own memory, so that memory gets the new values. Tensors that code took from
-        # param.data before share the memory, and must keep their values: they get copies.
+        # Gathering reads the parameter's own memory, so the new values are written there. Tensors that were taken from
+        # param.data before share this memory, but must keep their values, so they get copies.
         memory = target.to_local()
         for alias in self._take_aliases(memory.data_ptr()):
             if alias is not target and alias.to_local().data_ptr() == memory.data_ptr():
@@ -311,7 +312,7 @@ def _is_unable(error: RuntimeError) -> bool:
 
 
 def _is_basic(index: Any) -> bool:
-    """Return whether ``tensor[index]`` is a view."""
+    """Return whether ``tensor[index]`` is a view of ``tensor``."""
     parts = index if isinstance(index, tuple) else (index,)
     return all(part is None or part is ... or type(part) in (int, slice) for part in parts)
 

@@ -1,7 +1,8 @@
-"""Let steps and hooks clear gradients by hand, although those that count are not on the tensors that they see.
+"""Let steps and hooks clear gradients themselves, although the gradients may be on other tensors than they see.
 
 In a step, modules hold gathered parameters or stand-ins, and not the parameters that the optimizer sees. The gradients
-of earlier backwards are on the latter, or, if they are not reduced over the ranks yet, on the gathered parameters.
+of earlier backwards, however, are on the optimizer's parameters, or on the gathered ones if they are not reduced over
+the ranks yet. Whatever a step or a hook clears on one of these tensors is therefore cleared on the others, too.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from lightning_dist.parameter_group import ParameterGroup
 __all__ = ["Copies", "StepGradients"]
 
 Copies = Callable[[], Iterable[tuple[str, Tensor, nn.Parameter]]]
-"""Returns the name of each parameter, the copy of it that modules hold in a step, and the parameter."""
+"""A function that returns for each parameter its name, the copy that modules hold in a step, and the parameter."""
 
 
 class StepGradients:
-    """Clear the gradients that the optimizer sees when a step or a hook clears those that it sees itself.
+    """Clear the gradients that the optimizer sees if a step or a hook clears them on the tensors that it sees.
 
     Args:
         module: The user's module.
-        groups: The groups of its parameters.
+        groups: The groups of the module's parameters.
         copies: Functions that return the copies of parameters that modules hold in a step.
     """
 
@@ -43,11 +44,13 @@ class StepGradients:
 
     @contextmanager
     def watched(self, runs_backwards: bool) -> Iterator[None]:
-        """Clear what a step inside clears; it must call :meth:`show` when modules hold what the step sees.
+        """Clear the gradients that the step in this context clears.
+
+        The caller must call :meth:`show` when the modules hold the tensors that the step sees.
 
         Args:
-            runs_backwards: Whether the step runs its backwards itself. Otherwise gradients are cleared by
-                ``zero_grad()`` between the step and the backward.
+            runs_backwards: Whether the step runs its backwards itself, and so may clear single gradients by
+                ``param.grad = None``. Otherwise only calls of ``zero_grad()`` are observed.
         """
         self._is_shown = runs_backwards and torch.is_grad_enabled() and bool(self._copies)
         try:
@@ -64,9 +67,9 @@ class StepGradients:
             self._is_shown = False
 
     def show(self) -> None:
-        """Let a step that runs backwards itself see, on the tensors that modules hold, which parameters have gradients.
+        """Give the tensors that modules hold stand-ins as gradients, if the step runs its backwards itself.
 
-        Without that, it would be silently ignored that it sets ``param.grad = None``.
+        Without them, an assignment ``param.grad = None`` in such a step would be silently ignored.
         """
         if self._is_shown:
             self._of_copies.show(chain.from_iterable(copies() for copies in self._copies))
@@ -84,17 +87,17 @@ class StepGradients:
         self._of_copies.take_cleared()
 
     def before_backward(self) -> None:
-        """Clear what the step has cleared before a backward, which may add to the gradients."""
+        """Clear the gradients that the step has cleared, before a backward adds to them."""
         self.take_cleared()
         for group in self._groups:
             group.drop_cleared()
 
     def after_backward(self, is_reduced: bool, in_step: bool) -> None:
-        """Note what a backward has left, and let the step clear it.
+        """Record whether a backward has left unreduced gradients, and let the step clear gradients again.
 
         Args:
             is_reduced: Whether the backward has reduced all gradients over the ranks.
-            in_step: Whether the step goes on after the backward.
+            in_step: Whether the step continues after the backward.
         """
         self.has_unreduced = not is_reduced
         for group in self._groups if in_step else ():
@@ -114,7 +117,7 @@ class StepGradients:
 
     @contextmanager
     def with_unreduced_cleared(self) -> Iterator[None]:
-        """Let ``zero_grad()`` in a hook inside also clear gradients that are accumulated on the gathered parameters."""
+        """Make ``zero_grad()`` in this context also clear gradients that are accumulated on the gathered parameters."""
         if not self.has_unreduced:
             yield
             return
@@ -123,10 +126,10 @@ class StepGradients:
 
     @torch.no_grad()
     def _after_zero_grad(self, params: Collection[nn.Parameter], sets_to_none: bool) -> None:
-        """Clear what the optimizer sees, after ``zero_grad()`` has cleared what modules hold in a step.
+        """Clear the optimizer's gradients of the parameters whose copies in the modules ``zero_grad()`` has cleared.
 
         Args:
-            params: The parameters that ``zero_grad()`` has seen.
+            params: The tensors whose gradients ``zero_grad()`` has cleared.
             sets_to_none: Whether their gradients were set to None instead of zero.
         """
         self.take_cleared()

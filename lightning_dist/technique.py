@@ -1,26 +1,26 @@
-"""Define the protocol of techniques: what may change how a module runs, and at which points.
+"""Define the protocol of techniques, which change how a module is built and run.
 
 A technique (sharding, tensor parallelism, pipeline stages, activation checkpointing, ...) is one object in the list
 that :func:`lightning_dist.parallelize.parallelize` builds. :class:`~lightning_dist.parallel_module.ParallelModule`
-calls the techniques at the points below. It knows none of them by name. A new technique is one file and one entry in
-the list.
+calls the methods of the techniques below, and knows none of the techniques by name. A new technique needs one file and
+one entry in the list.
 
 The contract:
 
-- **Order.** The list goes from the outside in, as nested ``with`` statements do. What comes *before* something
-  (``before_step``, entering a context) is called in the order of the list, and what comes *after* it
+- **Order.** The list goes from the outside in, like nested ``with`` statements. Methods that act *before* an event
+  (``before_step``, entering a context) are called in the order of the list, and methods that act *after* it
   (``finish_output``, ``after_backward``, leaving a context) in the reverse order. Units are prepared from the inside
-  out (:meth:`Technique.prepare_unit`), so that an outer technique sees what the inner ones have made of a unit.
-- **Parameter groups.** The parameters of each unit are managed by exactly one group, which the first technique whose
-  :meth:`Technique.manage_unit` returns one gives. Optimizers, callbacks and checkpoints see the parameters as the group
-  leaves them when it is free; a step sees them gathered.
+  out (:meth:`Technique.prepare_unit`), so that an outer technique sees a unit as the inner ones have changed it.
+- **Parameter groups.** The parameters of each unit are managed by exactly one group, which is the first one that a
+  technique returns from :meth:`Technique.manage_unit`. A step sees the parameters gathered; optimizers, callbacks and
+  checkpoints see them as they are after the group has freed them.
 - **Gathered parameters.** :meth:`Technique.on_gather` is called when the gathered parameters of a unit are about to be
   used, also if they have been gathered before: after FSDP2's pre-forward hook, which gathers them, and before the
   forward. :meth:`Technique.on_free` is called after the forward, before FSDP2's post-forward hook frees them.
 - **Cost.** The methods that a technique overrides are looked up once, when the module is built (see :func:`bound`). A
-  technique that does nothing at a point costs nothing there.
-- **Errors.** A technique that raises on one rank must raise on all of them, or say in its docstring which collective
-  the other ranks would wait in.
+  method that it does not override is never called.
+- **Errors.** A technique that raises an error on one rank must raise one on all ranks, or say in its docstring in which
+  collective the other ranks would wait.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from lightning_dist.units import Unit
 __all__ = ["Parallel", "Points", "Rows", "Technique", "bound"]
 
 Rows = Iterable[tuple[str, str]]
-"""Rows of the table at the start of a run: a label, which is empty where a row continues the last one, and a text."""
+"""Rows of the table at the start of a run: a label, which is empty if the row continues the last one, and a text."""
 
 
 class Parallel(Protocol):
-    """Describe what a technique may ask of its :class:`~lightning_dist.parallel_module.ParallelModule`."""
+    """Describe what a technique may use of its :class:`~lightning_dist.parallel_module.ParallelModule`."""
 
     module: nn.Module
     """The user's module."""
 
     units: tuple[Unit, ...]
-    """The units whose parameters this rank has a part in."""
+    """The units of which this rank has parameters or shards."""
 
     groups: tuple[ParameterGroup, ...]
-    """The group of each unit; it is there when :meth:`Technique.finish` is called."""
+    """The group of each unit; the groups exist when :meth:`Technique.finish` is called."""
 
     techniques: tuple[Technique, ...]
     """All techniques, from the outside in."""
@@ -59,7 +59,7 @@ class Parallel(Protocol):
     """Whether every rank holds the whole model, so that nothing is gathered or freed."""
 
     runs_microbatches: bool
-    """Whether microbatches of a pipeline run now."""
+    """Whether a pipeline's microbatches run now."""
 
     @property
     def reduces_gradients(self) -> bool:
@@ -70,52 +70,52 @@ class Parallel(Protocol):
 
 
 class Technique:
-    """Change how a module runs. Every method here does nothing; a technique overrides those that it needs."""
+    """Change how a module runs. The methods here do nothing; a technique overrides those that it needs."""
 
     runs_before_first_step: ClassVar[bool] = True
-    """Whether the module may be called, on all ranks, before its first step, as Lightning's ModelSummary does."""
+    """Whether all ranks may call the module before its first step, as Lightning's ModelSummary does."""
 
-    # While the module is built, once; in this order.
+    # The following methods are called once while the module is built, in this order.
 
     def select_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Return the units whose parameters this rank has a part in, of those of the whole module."""
+        """Return those of the whole module's ``units`` of which this rank has parameters or shards."""
         return units
 
     def remote_tensors(self) -> Collection[Tensor]:
-        """Return the parameters and buffers that only other ranks have; they stay on the meta device here."""
+        """Return the parameters and buffers that only other ranks have; they stay on the meta device on this rank."""
         return ()
 
     def attach(self, parallel: Parallel) -> None:
-        """Take what the technique needs of the module that is built.
+        """Keep references to those parts of the module that the technique needs later.
 
         Args:
-            parallel: The module, its units and all techniques; the parameters have no groups yet.
+            parallel: The object with the module, its units and all techniques; the parameters have no groups yet.
         """
 
     def prepare_unit(self, unit: Unit) -> None:
-        """Change a unit before its parameters get their group: replace parameters, or the forwards of its modules.
+        """Change a unit before its parameters get their group, by replacing parameters or forwards of its modules.
 
         Args:
-            unit: A unit whose tensors have values. ``unit.params`` must be kept up to date.
+            unit: A unit whose tensors have values. If parameters are replaced, ``unit.params`` must be updated.
         """
 
     def shard_dim(self, param: nn.Parameter) -> int | None:
-        """Return the dimension that ``param`` must be sharded along; None leaves the choice to who shards it."""
+        """Return the dimension along which ``param`` must be sharded; None leaves it to the sharding technique."""
 
     def manage_unit(self, unit: Unit) -> ParameterGroup | None:
-        """Take charge of the parameters of ``unit``, and return their group; None leaves them to the next technique."""
+        """Return a group that manages the parameters of ``unit``; None leaves them to the next technique."""
 
     def finish(self) -> None:
-        """Finish building, when all units have their groups; the innermost technique comes first."""
+        """Finish building after all units have got their groups."""
 
-    # In every step of the module: training, validation, test and predict steps.
+    # The following methods are called in every training, validation, test and predict step.
 
     def before_training_step(self, begins_accumulation: bool) -> None:
         """Act before a training step.
 
         Args:
-            begins_accumulation: Whether the step is the first of those whose gradients are reduced together. It is the
-                same on all ranks, also in a run that was resumed.
+            begins_accumulation: Whether the step is the first one of an accumulation, whose gradients are reduced
+                together. It is the same on all ranks, also in a run that was resumed.
         """
 
     def before_step(self) -> None:
@@ -126,34 +126,34 @@ class Technique:
         return nullcontext()
 
     def wrap_step(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """Return what runs in the place of ``step``, which calls the user's module."""
+        """Return a function that runs instead of ``step``, which calls the user's module."""
         return step
 
     def on_gather(self, group: ParameterGroup, running: Collection[nn.Module]) -> None:
-        """Act when the gathered parameters of ``group`` are about to be used.
+        """Act before the gathered parameters of ``group`` are used.
 
         Args:
-            group: A group that is gathered.
-            running: The modules of the group's unit whose forward begins now; empty if none does.
+            group: A gathered parameter group.
+            running: The modules of the group's unit whose forward begins now; empty if no forward begins.
         """
 
     def on_free(self, group: ParameterGroup) -> None:
         """Act after the forward of a unit's modules, before its parameters may be freed."""
 
     def around_rerun(self, unit: Unit, block: nn.Module) -> Callable[[], Callable[[], AbstractContextManager[None]]]:
-        """Return what is called when a forward of ``block`` begins.
+        """Return a function that activation checkpointing calls when a forward of ``block`` begins.
 
-        It returns in its turn a function whose context is entered around that forward, and around each time that
-        activation checkpointing runs it again in the backward, where the state of a technique may be another.
+        That function returns another one, whose context is entered around this forward and around each rerun of it in
+        the backward. It serves to give a rerun the state that the technique had in the forward.
 
         Args:
             unit: A unit of the kind ``block``.
-            block: A module of it.
+            block: A module of this unit.
         """
         return lambda: nullcontext
 
     def finish_output(self, output: Any) -> Any:
-        """Return what a step returns, made of what the user's module returned."""
+        """Return the output of a step, given the output of the user's module or of an inner technique."""
         return output
 
     def after_step(self, backward_follows: bool) -> None:
@@ -164,9 +164,9 @@ class Technique:
         """
 
     def after_error(self) -> None:
-        """Undo what a step has left that raised an error."""
+        """Reset the state that a step has left which raised an error."""
 
-    # In every backward, and in the optimizer's step.
+    # The following methods are called in every backward, and in the optimizer's step.
 
     def around_backward(self) -> AbstractContextManager[None]:
         """Return a context for a backward."""
@@ -176,11 +176,11 @@ class Technique:
         """Act after a backward.
 
         Args:
-            reduces: Whether gradients are reduced now, and not only added up (accumulation).
+            reduces: Whether gradients are reduced now, and not accumulated further.
         """
 
     def gradients_left(self) -> Iterable[str]:
-        """Return the names of the parameters that have a gradient which the optimizer would not see."""
+        """Return the names of the parameters with a gradient that the optimizer would not see."""
         return ()
 
     def before_optimizer_step(self) -> None:
@@ -189,30 +189,31 @@ class Technique:
     def after_optimizer_step(self) -> None:
         """Act after an optimizer step, when no parameter is gathered."""
 
-    # In a pipeline's step: many forwards and backwards, in any order, without a reduction.
+    # The following methods are called in a pipeline's step, which runs many forwards and backwards in any order, and
+    # reduces gradients only at its end.
 
     def around_microbatches(self) -> AbstractContextManager[None]:
         """Return a context for the forwards and backwards of microbatches. All units are gathered inside."""
         return nullcontext()
 
     def reduce_microbatches(self, reduces: bool) -> None:
-        """Act when all microbatches have added up their gradients, while the units are gathered.
+        """Act after all microbatches have added up their gradients, while the units are still gathered.
 
         Args:
-            reduces: Whether gradients are reduced now, and not only added up.
+            reduces: Whether gradients are reduced now, and not accumulated further.
         """
 
     def after_microbatches(self, reduces: bool) -> None:
-        """Act after :meth:`reduce_microbatches`, when the units are free.
+        """Act after :meth:`reduce_microbatches`, when the units have been freed.
 
         Args:
-            reduces: As above.
+            reduces: The same as for :meth:`reduce_microbatches`.
         """
 
-    # Outside of steps.
+    # The following methods are called outside of steps.
 
     def without_hook_views(self) -> AbstractContextManager[None]:
-        """Return a context in which tensors are what they are on this rank, and not what hooks may take them for."""
+        """Return a context in which code sees each rank's own tensors, and not the whole tensors that hooks see."""
         return nullcontext()
 
     def whole(self) -> AbstractContextManager[None]:
@@ -220,7 +221,7 @@ class Technique:
         return nullcontext()
 
     def total_norm(self, gradients: Sequence[Tensor], order: float) -> Tensor | None:
-        """Return the norm of the gradients of the whole model; None where that of ``gradients`` is it.
+        """Return the norm of the gradients of the whole model; None if torch's norm of ``gradients`` is that already.
 
         Args:
             gradients: The gradients of the parameters that this rank has.
@@ -228,10 +229,15 @@ class Technique:
         """
 
     def agree_on_buffers(self) -> None:
-        """Give all ranks the same buffers, given that ranks with the same parameters have the same. A collective."""
+        """Give all ranks the same buffers, if so far only ranks with the same parameters have the same buffers.
+
+        This is a collective.
+        """
 
     def state_to_write(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict of the module with the tensors in it that this rank writes into a checkpoint.
+        """Return ``state`` in the form in which this rank writes it into a checkpoint.
+
+        Tensors that other ranks write become meta tensors; those that several ranks write in parts become DTensors.
 
         Args:
             state: A state dict of the module, or of a copy of it.
@@ -239,73 +245,74 @@ class Technique:
         return state
 
     def others_to_write(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return other entries of a checkpoint with the tensors in them that this rank writes. A collective.
+        """Return other entries of a checkpoint in the form in which this rank writes them. This is a collective.
 
         Args:
-            checkpoint: What hooks and callbacks have put into the checkpoint, with the same keys on all ranks.
+            checkpoint: Entries that hooks and callbacks have added to the checkpoint, with the same keys on all ranks.
         """
         return checkpoint
 
     def add_remote_state(self, state: dict[str, Any]) -> None:
-        """Add to a state dict that was read what only other ranks have, on the meta device."""
+        """Add the tensors that only other ranks have, on the meta device, to a state dict that was read."""
 
     def whole_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's state with that of parameters which only other ranks have. A collective.
+        """Return an optimizer's state as :meth:`state_to_write` does, with that of other ranks. This is a collective.
 
         Args:
-            state: The state by the full names of parameters, as :func:`lightning_dist.checkpoint.state.by_name` has it.
+            state: The state by the full names of parameters, from :func:`lightning_dist.checkpoint.state.by_name`.
                 Tensors that other ranks have are added on the meta device.
         """
         return state
 
     def collect_parts(self, parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return dictionaries of values by parameters' names with those of ranks that have other parameters.
+        """Return this rank's dictionaries of values by parameter name, and those of ranks that have other parameters.
 
-        A collective over these ranks.
+        This is a collective over these ranks.
 
         Args:
-            parts: This rank's dictionaries, which can be pickled.
+            parts: Dictionaries of this rank, which must be picklable.
         """
         return parts
 
     def original(self) -> AbstractContextManager[None]:
-        """Return a context in which the module has the forwards, attributes and hooks that the user gave it.
+        """Return a context in which the module has its original forwards, attributes and hooks.
 
-        It serves to run the module on fake tensors.
+        It is used to run the module on fake tensors.
         """
         return nullcontext()
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of this technique for this rank; tensors, and what torch.load may read."""
+        """Return this rank's state of the technique for a checkpoint: tensors, and values that torch.load accepts."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take up what :meth:`state` returned when the checkpoint was saved."""
+        """Restore the state that :meth:`state` returned when the checkpoint was saved."""
 
     def table_rows(self) -> Rows:
-        """Return the rows that the table at the start of a run has about this technique."""
+        """Return the rows about this technique for the table at the start of a run."""
         return ()
 
-    # What a step may change in gathered parameters, or put into the modules in their place.
+    # The following methods are about a step's changes of gathered parameters, and about tensors that it puts in their
+    # place.
 
     def copies(self) -> Iterable[tuple[str, Tensor, nn.Parameter]]:
         """Return the tensors that modules compute with in place of parameters that have gradients.
 
         Returns:
-            The name of each parameter, the tensor, and the parameter, which the optimizer sees or which is such a
-            tensor of a technique further outside.
+            For each parameter its name, the tensor that modules compute with, and the parameter. The latter is the one
+            that the optimizer sees, or is in turn such a tensor of an outer technique.
         """
         return ()
 
     def write_back(self) -> None:
-        """Keep what a step has changed in gathered parameters."""
+        """Write a step's changes of gathered parameters into the parameters that the optimizer sees."""
 
     def take_replaced(self, param: nn.Parameter) -> bool:
-        """Write into a gathered parameter what the step has put in its place, and return whether there was anything."""
+        """Copy a tensor that the step has put in the place of ``param`` into it, and return whether there was one."""
         return False
 
     def is_form_of_parameter(self, module: nn.Module, name: str, held: Tensor | None) -> bool:
-        """Return whether what ``module`` holds as ``name`` was put there by this technique for its parameter."""
+        """Return whether ``held``, which ``module`` holds as ``name``, was put there by this technique."""
         return False
 
 
@@ -328,15 +335,15 @@ INSIDE_OUT = frozenset(
         "write_back",
     }
 )
-"""The points at which the innermost technique is called first; at all others, the outermost one is."""
+"""Names of the methods that are called for the innermost technique first; others are called outermost first."""
 
 
 def bound(techniques: Sequence[Technique], point: str) -> tuple[Callable[..., Any], ...]:
-    """Return the methods named ``point`` of the techniques that override it, in the order in which they are called.
+    """Return the method ``point`` of each technique that overrides it, in the order in which they are called.
 
     Args:
         techniques: The techniques, from the outside in.
-        point: The name of a method of :class:`Technique`.
+        point: Name of a method of :class:`Technique`.
     """
     found = [
         getattr(technique, point)
@@ -347,7 +354,7 @@ def bound(techniques: Sequence[Technique], point: str) -> tuple[Callable[..., An
 
 
 class Points:
-    """Hold, for each method of :class:`Technique`, those of the techniques that override it (see :func:`bound`).
+    """Hold, for each method of :class:`Technique`, the overriding methods of all techniques (see :func:`bound`).
 
     Args:
         techniques: The techniques, from the outside in.

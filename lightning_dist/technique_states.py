@@ -1,4 +1,4 @@
-"""Ask the techniques for what checkpoints and the comparison of weights need of a distributed module."""
+"""Collect from the techniques the states of a distributed module for checkpoints and comparisons of weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__ = ["TechniqueStates"]
 
 
 class TechniqueStates:
-    """Complete the states of a module and its optimizers by what techniques know of other ranks.
+    """Complete the states of a module and its optimizers by those parts that only other ranks have.
 
     Args:
         module: The user's module.
         techniques: The techniques, from the outside in.
-        points: Their methods.
+        points: The methods that the techniques override.
     """
 
     def __init__(self, module: nn.Module, techniques: Sequence[Technique], points: Points) -> None:
@@ -31,42 +31,45 @@ class TechniqueStates:
 
     @property
     def has_remote_parameters(self) -> bool:
-        """Return whether other ranks have parameters that this rank has no part in, so that they complete states."""
+        """Return whether other ranks have parameters of which this rank has no part."""
         return bool(self._points.add_remote_state)
 
     def agree_on_buffers(self, group: dist.ProcessGroup | None) -> None:
-        """Give all ranks the same buffers. A collective over all processes.
+        """Give all ranks the same buffers. This is a collective over all processes.
 
         Args:
-            group: The ranks with the same parameters as this one, of which the first one's buffers count; None: all.
+            group: Process group of the ranks with the same parameters as this one, which get the buffers of the first
+                of them; None: all processes.
         """
         broadcast_weights(self._module, buffers_only=True, group=group)
         for agree_on_buffers in self._points.agree_on_buffers:
             agree_on_buffers()
 
     def state_to_write(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return a state dict of the module with the tensors in it that this rank writes into a checkpoint."""
+        """Return ``state`` in the form in which this rank writes it (see :meth:`Technique.state_to_write`)."""
         metadata = getattr(state, "_metadata", None)
         for state_to_write in self._points.state_to_write:
             state = state_to_write(state)
         return with_metadata(state, metadata)
 
     def others_to_write(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Return what a checkpoint has besides the module's and the optimizers' states, as this rank writes it.
+        """Return a checkpoint's entries other than states of the module and optimizers, as this rank writes them.
 
-        A collective where ranks have other parameters.
+        This is a collective if ranks have different parameters.
         """
         for others_to_write in self._points.others_to_write:
             checkpoint = others_to_write(checkpoint)
         return checkpoint
 
     def add_remote_state(self, state: dict[str, Any]) -> None:
-        """Add to a state dict that was read what only other ranks have, on the meta device."""
+        """Add the tensors that only other ranks have, on the meta device, to a state dict that was read."""
         for add_remote_state in self._points.add_remote_state:
             add_remote_state(state)
 
     def whole_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return an optimizer's state, by the names of parameters, with that which only other ranks have. A collective.
+        """Return an optimizer's state, by parameter name, as this rank writes it, with the states of other ranks.
+
+        This is a collective if ranks have different parameters.
 
         Args:
             state: The state of the parameters that this rank has.
@@ -76,12 +79,12 @@ class TechniqueStates:
         return state
 
     def collect_parts(self, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return dictionaries of values by parameters' names: ``own``, and those of ranks that have other parameters.
+        """Return dictionaries of values by parameter name: ``own``, and those of ranks that have other parameters.
 
-        A collective if there are any.
+        This is a collective if there are such ranks.
 
         Args:
-            own: Values of parameters that this rank has a part in, by name; they can be pickled.
+            own: Values by the names of the parameters of which this rank has a part; they must be picklable.
 
         Returns:
             The dictionaries in the order of the model, the same on all ranks. A parameter that several ranks share may
@@ -93,11 +96,11 @@ class TechniqueStates:
         return parts
 
     def own(self) -> dict[str, dict[str, Any]]:
-        """Return what a checkpoint keeps of the techniques for this rank, by the names of their classes."""
+        """Return the states of the techniques on this rank for a checkpoint, by the names of their classes."""
         return {type(technique).__name__: state for technique in self._techniques if (state := technique.state())}
 
     def load_own(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Take up what :meth:`own` returned when the checkpoint was saved, by as many ranks."""
+        """Restore the states that :meth:`own` returned when the same number of ranks saved the checkpoint."""
         for technique in self._techniques:
             if (state := states.get(type(technique).__name__)) is not None:
                 technique.load_state(state)

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 __all__ = ["Place", "put", "tensor_places"]
 
 Place = tuple[Any, Any]
-"""A dictionary or a list, and the key or index of a tensor in it."""
+"""A dictionary or list, and the key or index at which it holds a tensor."""
 
 _REGISTERED = ("_parameters", "_buffers")
 
 
 def tensor_places(root: nn.Module) -> dict[int, list[Place]]:
-    """Find every place in which ``root`` holds one of its parameters or buffers.
+    """Find every place where ``root`` holds one of its parameters or buffers.
 
     The places are in the modules' ``_parameters`` and ``_buffers``, and in the lists and dictionaries among their
     attributes: torch's recurrent layers compute with such a list (``_flat_weights``), not with their registered
@@ -26,7 +26,7 @@ def tensor_places(root: nn.Module) -> dict[int, list[Place]]:
         root: The model.
 
     Returns:
-        The ``id`` of each parameter or buffer to its places, with those in ``_parameters`` and ``_buffers`` first.
+        The places of each parameter or buffer by its ``id``, those in ``_parameters`` and ``_buffers`` first.
     """
     places: dict[int, list[Place]] = {}
     for module in root.modules():

@@ -1,8 +1,8 @@
-"""Tell tensors without values on this rank apart: those of other ranks, and those that are not initialised yet.
+"""Say why a tensor has no values on this rank: only other ranks have it, or it is not initialised yet.
 
-Both are on the meta device, but never at the same time. Until a module has been made parallel, a tensor there has no
-values yet. From then on, :mod:`lightning_dist.initialization` has left none of these, and a tensor there belongs to
-other ranks, such as those of another pipeline stage: this rank knows its name, shape and dtype.
+Both kinds are on the meta device, but never at the same time. Until a module has been made parallel, a tensor there is
+not initialised yet. From then on, :mod:`lightning_dist.initialization` has initialised all tensors of this rank, and a
+tensor on the meta device belongs to other ranks, such as those of another pipeline stage.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ __all__ = ["is_remote", "is_uninitialized"]
 
 
 def is_remote(tensor: Tensor) -> bool:
-    """Return whether only other ranks have the values of ``tensor``, which is of a module that was made parallel.
+    """Return whether only other ranks have the values of ``tensor``, which belongs to a module that is parallel.
 
-    The module's state dicts, gradients and optimizer states are meant as well.
+    It may also be from the module's state dict, a gradient, or from an optimizer's state.
     """
     return tensor.is_meta
 
 
 def is_uninitialized(tensor: Tensor) -> bool:
-    """Return whether ``tensor``, of a module that is not parallel yet, has no values."""
+    """Return whether ``tensor``, which belongs to a module that is not parallel yet, is not initialised."""
     return tensor.is_meta

@@ -2,17 +2,18 @@
 
 The units are found once, without the user's help, and used by all techniques. Their kinds are:
 
-- ``block``: an instance of the model's repeated block classes. These are named by the user, or by a Hugging Face model
-  (``_no_split_modules``), or else found: classes with parameters and children, of which one container (ModuleList,
-  Sequential, ModuleDict) holds two instances with the same parameter shapes. Blocks do not nest. Where stages contain
-  blocks, the stages' shapes differ, so that the blocks are found; where layers contain experts, the layers are found.
-- ``large``: a module outside the blocks with many parameters (a CNN's stage), cut bottom-up at ``min_num_params``.
+- ``block``: an instance of the model's repeated block classes. These are named by the user or by a Hugging Face model
+  (``_no_split_modules``), or else they are found: a block class has parameters and children, and some container
+  (ModuleList, Sequential, ModuleDict) holds two instances of it with the same parameter shapes. Blocks do not nest: of
+  nested candidates, the outermost is the block, such as a layer that contains experts. A CNN's stages usually have
+  different shapes, so that not they but the blocks in them are found.
+- ``large``: a module outside the blocks with at least ``min_num_params`` parameters, cut bottom-up (a CNN's stage).
 - ``outer``: the rest of a child of the root (embeddings, norms, heads, or all of a small model).
 - ``shared``: parameters that only modules of several blocks or large units own, such as one weight in every block.
 - ``root``: parameters that the root module owns directly.
 - ``scalars``: parameters without dimensions, whichever module owns them.
 
-Every parameter is in exactly one unit; a tied parameter is in the innermost unit that holds all its owners.
+Every parameter is in exactly one unit; a tied parameter is in the innermost unit that contains all its owners.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from torch import nn
 __all__ = ["MIN_NUM_PARAMS", "Unit", "find_blocks", "find_units"]
 
 MIN_NUM_PARAMS = 5_000_000
-"""Modules without blocks are cut into units of at least this many parameters."""
+"""The default number of parameters from which a module outside the blocks becomes a unit."""
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
@@ -43,7 +44,7 @@ class Unit:
     Args:
         kind: ``block``, ``large``, ``outer``, ``shared``, ``root`` or ``scalars`` (see the module's docstring).
         names: Full names of ``modules`` in the root module.
-        modules: Modules of the unit: usually one, or several if they share tied parameters.
+        modules: Modules of the unit: usually one, several if they share tied parameters.
         params: Parameters of the unit by full name; a tied parameter appears once.
         owners: Modules that own these parameters directly.
     """
@@ -61,7 +62,7 @@ class Unit:
 
     @property
     def has_forward(self) -> bool:
-        """Return whether the forwards of the unit's modules tell when its parameters are needed."""
+        """Return whether the unit has modules whose forwards show when its parameters are needed."""
         return self.kind not in ("shared", "root", "scalars")
 
     @property
@@ -74,8 +75,8 @@ def find_blocks(root: nn.Module, classes: Sequence[str] | None = None) -> dict[s
     """Return the repeated blocks of ``root`` by full name, in the order of definition, none inside another.
 
     Args:
-        root: Model.
-        classes: Names of the block classes. None: use Hugging Face's ``_no_split_modules``, or else find the classes.
+        root: The model.
+        classes: Names of the block classes. None: those of Hugging Face's ``_no_split_modules``, or else those found.
 
     Raises:
         ValueError: If no module is of one of ``classes``.
@@ -132,7 +133,7 @@ def find_units(
 
 
 def _is_repeated(root: nn.Module) -> set[nn.Module]:
-    """Return the instances in containers of each class that some container holds twice with equal parameter shapes."""
+    """Return the candidates for blocks: instances, in containers, of the classes that repeat with equal shapes."""
     in_containers: dict[type, list[nn.Module]] = defaultdict(list)
     repeated: set[type] = set()
     for container in root.modules():
@@ -151,7 +152,7 @@ def _is_repeated(root: nn.Module) -> set[nn.Module]:
 
 
 def _outermost(root: nn.Module, wanted: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of ``wanted``, with names, that have parameters and are inside no other one; skip the root."""
+    """Yield name and module of those in ``wanted`` with parameters that are inside no other one, except the root."""
     inside = {id(sub) for module in wanted - {root} for sub in module.modules() if sub is not module}
     for name, module in root.named_modules():
         if (
@@ -180,7 +181,7 @@ def _callable_children(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn
 
 
 def _cut_by_size(module: nn.Module, name: str, block_ids: set[int], min_num_params: int) -> list[Unit]:
-    """Cut ``module`` into units, bottom-up: each submodule outside the blocks with enough parameters in no other unit.
+    """Cut ``module`` bottom-up into units: submodules outside the blocks with enough parameters in no other unit.
 
     Args:
         module: Child of the root.
@@ -244,7 +245,7 @@ def _of_one_dtype(root: nn.Module, units: list[Unit]) -> list[Unit]:
 
 
 def _owners(root: nn.Module) -> dict[nn.Parameter, list[str]]:
-    """Return the full names of each parameter; a tied parameter has several."""
+    """Return the full names of each parameter; a tied parameter has several names."""
     owners: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, param in root.named_parameters(remove_duplicate=False):
         owners[param].append(name)
@@ -252,14 +253,14 @@ def _owners(root: nn.Module) -> dict[nn.Parameter, list[str]]:
 
 
 def _assign(root: nn.Module, units: list[Unit], owners: dict[nn.Parameter, list[str]]) -> list[Unit]:
-    """Put every parameter into the innermost unit that holds all its names; merge outer units that share one."""
+    """Put every parameter into the innermost unit that contains all its owners; merge outer units that share one."""
 
     def holds(unit: Unit, param_name: str) -> bool:
         return any(not name or param_name.startswith(f"{name}.") for name in unit.names)
 
     for param, names in owners.items():
         holders = [unit for unit in units if all(holds(unit, name) for name in names)]
-        # Units are listed inner first; the root unit (name "") holds everything and is last.
+        # Inner units come first in the list; the root unit (with the name "") contains everything and is last.
         bound = [unit for unit in units if unit.kind == "outer" and any(holds(unit, name) for name in names)]
         if holders[0].kind == "root" and bound and all(any(holds(unit, name) for unit in bound) for name in names):
             first, *others = bound
@@ -276,9 +277,9 @@ def _assign(root: nn.Module, units: list[Unit], owners: dict[nn.Parameter, list[
 
 
 def _apart_from_shared(root: nn.Module, units: list[Unit], owners: dict[nn.Parameter, list[str]]) -> Iterator[Unit]:
-    """Move parameters that only modules inside inner units own from large and outer units to the shared unit.
+    """Move parameters whose owners are all inside inner units from large and outer units to the shared unit.
 
-    The forward of a large or outer unit gathers what its modules outside of inner units own, and nothing else. The
+    The forward of a large or outer unit gathers only the parameters that its modules outside of inner units own. The
     shared unit is yielded before the root unit.
     """
     inner = {id(module) for unit in units if unit.kind in ("block", "large") for module in unit.modules}

@@ -1,10 +1,10 @@
 """Detect hangs: when a rank makes no progress, a watchdog process reports who hangs and why, and ends the node's ranks.
 
-The first rank of each node starts one process (``watchdog_process``) that watches all ranks of the node. A rank beats
-by writing the time into memory that it shares with this process. When beats are missing, the process asks every rank
-for its stacks and for its pending collectives. It gets the stacks by a signal, which faulthandler answers even while C
-code holds the GIL, and the collectives over a socket, to which a thread listens. Both work while the main thread waits
-in a collective.
+The first rank of each node starts one process (``watchdog_process``) that watches all ranks of the node. Each rank
+regularly writes the time into memory that it shares with this process; this is called a beat. When beats are missing,
+the process asks every rank for its stacks and for its pending collectives. It requests the stacks by a signal, which
+faulthandler answers even while C code holds the GIL, and the collectives over a socket, which a thread of the rank
+reads. Both work while the rank's main thread waits in a collective.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _RUN_PACKAGE = (  # like `python -m`, but without importing the parent package, 
 
 
 class Watchdog:
-    """Connect a rank to the watchdog process of its node. Needs Linux 5.3 or newer.
+    """Connect a rank to the watchdog process of its node. This needs Linux 5.3 or newer.
 
     If a rank, after its first :meth:`beat`, does not beat for ``timeout_s``, all ranks of the node are ended, with a
     report on standard error and in ``folder``: ``watchdog.txt`` (``watchdog-rank<first rank>.txt`` on nodes without
@@ -60,7 +60,8 @@ class Watchdog:
         local_rank: Rank of this process on its node; local rank 0 starts the watchdog process.
         local_world_size: Number of ranks on this node.
         name: Name of the run; the same on all ranks of the node, and different from that of any other run.
-        on_hang: Called with the report, in a thread, before this rank is ended; it may take 10 seconds.
+        on_hang: Function that is called with the report, in a thread, before this rank is ended; it may take 10
+            seconds.
 
     Raises:
         ValueError: If ``timeout_s`` is not positive.
@@ -83,7 +84,8 @@ class Watchdog:
         self._rank = rank
         self._local_rank = local_rank
         self._local_world_size = local_world_size
-        # The socket is in the abstract namespace, without a file. Its name has at most 107 bytes, hence the digest.
+        # The socket is in the abstract namespace, without a file. Its name is a digest, because at most 107 bytes are
+        # allowed.
         digest = hashlib.sha256(name.encode()).hexdigest()
         self._address = f"\0lightning-dist/{os.getuid()}/{digest}" if sys.platform == "linux" else digest
         self._name = name
@@ -95,7 +97,7 @@ class Watchdog:
         self._signal = 0
 
     def start(self) -> None:
-        """Connect to the node's watchdog process, which local rank 0 starts. Does not wait for the other ranks.
+        """Connect to the node's watchdog process, which local rank 0 starts, without waiting for the other ranks.
 
         Raises:
             RuntimeError: If this system is not supported, this watchdog is started already, another run uses the same
@@ -133,7 +135,7 @@ class Watchdog:
         ).start()
 
     def beat(self, step: int) -> None:
-        """Record that this rank makes progress, and expect further beats. Takes less than a microsecond.
+        """Record that this rank makes progress, and expect further beats. This takes less than a microsecond.
 
         Args:
             step: Number of the training step, which the report shows.
@@ -142,7 +144,7 @@ class Watchdog:
         self._cells[0] = time.monotonic_ns()
 
     def disarm(self) -> None:
-        """Expect no beats until the next one; for use before long operations, such as a download or the last save."""
+        """Stop expecting beats until the next one, before a long operation such as a download or the last save."""
         self._cells[0] = 0
 
     def close(self) -> None:
@@ -160,7 +162,7 @@ class Watchdog:
 
     def _launch(self) -> None:
         with socket.socket(socket.AF_UNIX) as listener:
-            for _ in _tries():  # the watchdog of the previous run with this name may still be ending
+            for _ in _tries():  # The watchdog of the previous run with this name may still be ending.
                 try:
                     listener.bind(self._address)
                     break
@@ -179,7 +181,7 @@ class Watchdog:
                 stdin=subprocess.DEVNULL,
                 stdout=sys.__stderr__,
                 pass_fds=[listener.fileno()],
-                start_new_session=True,  # so that Ctrl-C reaches the ranks only
+                start_new_session=True,  # Ctrl-C then reaches only the ranks.
                 cwd="/",
             )
 
@@ -274,14 +276,14 @@ def _groups() -> list[dict[str, Any]]:
         return []
     groups = []
     for group in _compat.process_groups():
-        with suppress(RuntimeError, ValueError):  # raised by backends that do not count collectives
+        with suppress(RuntimeError, ValueError):  # Backends that do not count collectives raise these errors.
             groups.append(
                 {
                     "name": group.group_name,
                     "description": group.group_desc,
                     "ranks": dist.get_process_group_ranks(group),
                     "entered": _compat.num_collectives(group),
-                    "is_p2p": group.group_desc == STAGE_TO_STAGE,  # the counts of sends differ between ranks
+                    "is_p2p": group.group_desc == STAGE_TO_STAGE,  # The numbers of sends differ between ranks.
                 }
             )
     return groups

@@ -1,7 +1,7 @@
-"""Save and load whole state dicts of a sharded module with the calls that users make in one process.
+"""Save and load whole state dicts of a sharded module by the calls that users make in one process.
 
 ``torch.save(module.state_dict())`` would write one rank's shards, under the shapes of the whole parameters and with a
-device mesh that no other program has. ``torch.save`` therefore refuses the shards of modules that are registered here,
+device mesh that other programs lack. ``torch.save`` therefore refuses the shards of modules that are registered here,
 and ``state_dict()`` returns whole tensors inside :func:`~lightning_dist.parallel_module.full_parameters`. In the
 other direction, ``load_state_dict`` of a sharded module accepts whole tensors, and ``torch.load`` reads a checkpoint
 directory.
@@ -61,7 +61,7 @@ def register(root: nn.Module, units: Sequence[nn.Module]) -> None:
         _modules[module] = None
         vars(module)["__deepcopy__"] = partial(_refuse_copy, type(root).__name__)
     for name, module in root.named_modules():
-        if hasattr(type(module), "save_pretrained"):  # a Hugging Face model would gather weights on this rank alone
+        if hasattr(type(module), "save_pretrained"):  # Hugging Face's own would gather weights on this rank alone.
             vars(module)["save_pretrained"] = partial(_save_pretrained, module, name)
 
 
@@ -85,9 +85,10 @@ def _distribute(module: nn.Module, state_dict: dict[str, Any], prefix: str, *arg
 
 
 def _like(value: Any, param: Tensor) -> Any:
-    """Return ``value`` in the form that a module holds ``param`` in. A collective in a step, where it may be gathered.
+    """Return ``value`` as the kind of tensor that ``param`` is, a DTensor or a plain tensor.
 
-    In a step, a module may hold plain tensors, while its state dict has DTensors.
+    In a step, a module may hold gathered parameters as plain tensors, while its state dict has DTensors. These are then
+    gathered, which is a collective.
     """
     if isinstance(value, DTensor) and type(param) is nn.Parameter:
         return value.full_tensor() if value.shape == param.shape else value.to_local()
@@ -96,10 +97,10 @@ def _like(value: Any, param: Tensor) -> Any:
 
 @contextmanager
 def whole_state_dicts(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iterator[None]:
-    """Let ``state_dict()`` of ``root``, and of modules in it, return copies of the whole parameters in this context.
+    """Make ``state_dict()`` of ``root`` and its submodules return copies of the whole parameters in this context.
 
-    It returns copies because the memory of the gathered parameters is freed at the end. ``load_state_dict`` raises a
-    RuntimeError inside.
+    They are copies because the memory of the gathered parameters is freed at the end. ``load_state_dict`` raises a
+    RuntimeError in this context.
 
     Args:
         root: Module whose parameters are gathered.
@@ -110,11 +111,11 @@ def whole_state_dicts(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iter
     def copy_own(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         for key, param in module._parameters.items():
             name = prefix + key
-            if param is None or isinstance(state_dict.get(name), nn.Parameter | None):  # None, or keep_vars=True
+            if param is None or isinstance(state_dict.get(name), nn.Parameter | None):  # It is one with keep_vars=True.
                 continue
             place = (param.data_ptr(), param.shape, param.stride(), param.dtype)
             copy = copies.get(place)
-            if copy is None:  # tied parameters share one copy
+            if copy is None:  # Tied parameters share one copy.
                 copies[place] = copy = state_dict[name].clone()
             state_dict[name] = copy
 
@@ -138,10 +139,11 @@ def whole_state_dicts(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iter
 
 
 def install() -> None:
-    """Patch ``torch.save`` to refuse shards, and ``torch.load`` to read checkpoint directories. Safe to call again.
+    """Patch ``torch.save`` to refuse shards, and ``torch.load`` to read checkpoint directories.
 
-    ``numpy()`` and ``tolist()`` of a DTensor, which torch refuses for all tensor subclasses, return the whole tensor
-    where this rank has it, and otherwise raise an error that says what to do instead. Nothing else changes.
+    Also, ``numpy()`` and ``tolist()`` of a DTensor, which torch refuses for all tensor subclasses, return the whole
+    tensor if this rank has it, and otherwise raise an error that says what to do instead. Calling this again has no
+    effect.
 
     Replaced by: a hook of torch for what a tensor subclass does when it is saved, and a format for shards that
     ``torch.load`` reads.

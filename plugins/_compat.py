@@ -1,4 +1,4 @@
-"""Collect the plugins' uses of Lightning's private API, each with what could replace it. Tested with Lightning 2.6."""
+"""Wrap the plugins' uses of Lightning's private API, and say what could replace each; tested with Lightning 2.6."""
 
 import math
 import os
@@ -133,13 +133,13 @@ def subprocess_launcher(environment: ClusterEnvironment, num_processes: int, num
 
 
 def set_rank_zero(global_rank: int) -> None:
-    """Set the rank that both of Lightning's ``rank_zero_only`` decorators compare with 0."""
+    """Set the rank that each of Lightning's two ``rank_zero_only`` decorators compares with 0."""
     for decorator in (rank_zero_only, _utils_rank_zero_only):
         vars(decorator)["rank"] = global_rank
 
 
 LINK_CHECKPOINT = "_link_checkpoint"
-"""Name of the method of ModelCheckpoint that links its last checkpoint, which it takes to exist once requested."""
+"""Name of the method of ModelCheckpoint that links its last checkpoint, assuming that this has been written."""
 
 
 def read_checkpoint_directories() -> None:
@@ -178,16 +178,16 @@ def compute_gradient_norms_of_shards() -> None:
 def log_graph_before_sharding(trainer: Trainer, is_sharded: bool) -> Callable[[], None]:
     """Let loggers with ``log_graph=True`` run the module on rank 0 now, before it is sharded.
 
-    Lightning asks them to after ``setup``, when no rank can run the module alone. If the module is sharded already, or
-    has parameters on the meta device, there is a warning instead. Replaceable by a hook of the strategy around it. A
-    collective over all processes where the graph is logged.
+    Lightning lets them do so after ``setup``, when no rank can run the module alone. If the module is sharded already,
+    or has parameters on the meta device, a warning is issued instead. Replaceable by a hook of the strategy around
+    Lightning's call. This is a collective over all processes if a graph is logged.
 
     Args:
         trainer: The Trainer that is about to run the module.
         is_sharded: Whether the module is sharded already, by an earlier run.
 
     Returns:
-        A function that gives the loggers their own ``log_graph`` back, which does nothing until then.
+        A function that restores the loggers' own ``log_graph``, which is replaced by one that does nothing until then.
     """
     loggers = [logger for logger in trainer.loggers if getattr(logger, "_log_graph", False)]
     module = trainer.lightning_module
@@ -213,7 +213,7 @@ def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
 
 
 def average_model(callback: Callback) -> AveragedModel | None:
-    """Return the averaged model of a ``WeightAveraging`` callback, None for other callbacks.
+    """Return the averaged model of a ``WeightAveraging`` callback; None for other callbacks.
 
     Replaceable by a public property of the callback.
     """
@@ -237,9 +237,9 @@ def scheduled_accumulation(trainer: Trainer, epoch: int) -> int:
 
 
 def agree_on_decisions(trainer: Trainer) -> None:
-    """Let all ranks decide as the first one does, where Lightning lets each decide by values of its own.
+    """Make all ranks take those decisions of the first rank that Lightning lets each rank take by its own values.
 
-    Schedulers of learning rates may monitor a metric that is logged without ``sync_dist``, and shards of one weight
+    Schedulers of learning rates may monitor a metric that is logged without ``sync_dist``, but shards of one weight
     must not be trained with different rates. A ``val_check_interval`` in seconds is measured by each rank's own clock.
     Replaceable by hooks for both.
     """
@@ -269,7 +269,7 @@ def mode_of_loaders(trainer: Trainer) -> str | None:
 
 
 def leave_signals_alone(trainer: Trainer) -> None:
-    """Keep Lightning from handling signals in this run: its handler deadlocks if only one rank gets a SIGTERM.
+    """Keep Lightning from handling signals in this run, because its handler deadlocks if only one rank gets a SIGTERM.
 
     Replaceable by a way to give a Trainer another handler.
     """
@@ -278,7 +278,7 @@ def leave_signals_alone(trainer: Trainer) -> None:
 
 
 def requeue_signal(trainer: Trainer) -> int | None:
-    """Return the signal after which Lightning would have SLURM requeue this job, or None if it would not."""
+    """Return the signal after which Lightning would let SLURM requeue this job; None if it would not."""
     environment = trainer._accelerator_connector.cluster_environment
     if isinstance(environment, SLURMEnvironment) and environment.auto_requeue:
         return environment.requeue_signal
@@ -315,7 +315,7 @@ def before_every_batch(trainer: Trainer, name: str, function: Callable[[], None]
 
 
 def _known_batches(max_batches: list[int | float], loaders: CombinedLoader | None) -> list[float]:
-    """Return numbers of batches, infinite where a loader may have fewer: a limit says nothing of its length."""
+    """Return the numbers of batches, or infinity for loaders of unknown length, which may have fewer than the limit."""
     flattened = [] if loaders is None else loaders.flattened
     if len(flattened) != len(max_batches):
         return [float(number) for number in max_batches]
@@ -326,7 +326,10 @@ def _known_batches(max_batches: list[int | float], loaders: CombinedLoader | Non
 
 
 def validates_alike(trainer: Trainer) -> bool:
-    """Return whether all ranks have the same, known numbers of validation batches. A collective over all processes."""
+    """Return whether all ranks have the same, known numbers of validation batches.
+
+    This is a collective over all processes.
+    """
     loop = trainer.fit_loop.epoch_loop.val_loop
     batches = _known_batches(loop.max_batches, loop._combined_loader)
     extremes = torch.tensor([*batches, *(-number for number in batches)], device=trainer.strategy.root_device)
@@ -336,7 +339,7 @@ def validates_alike(trainer: Trainer) -> bool:
 
 
 def num_evaluation_batches(trainer: Trainer) -> list[int | float]:
-    """Return this rank's number of batches of each loader, in the evaluation or prediction that begins.
+    """Return this rank's number of batches of each loader in the evaluation or prediction that begins.
 
     It is infinite for a loader whose length is unknown. Replaceable by public properties of the Trainer for all of its
     loops.
@@ -356,7 +359,7 @@ def before_reducing_evaluation(trainer: Trainer, function: Callable[[], None]) -
         function: The function to call.
 
     Returns:
-        A function that ends this.
+        A function that stops these calls.
     """
     loop: Any = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
     name = "on_run_end" if trainer.predicting else "_store_dataloader_outputs"
@@ -370,7 +373,7 @@ def before_reducing_evaluation(trainer: Trainer, function: Callable[[], None]) -
 
 
 def put_training_weights_back(trainer: Trainer) -> None:
-    """Undo the swap of weights that averaging callbacks have made for the validation that is running."""
+    """Undo the swap of weights that averaging callbacks have made for the running validation."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging):
             callback.on_validation_epoch_end(trainer, trainer.lightning_module)
@@ -392,19 +395,19 @@ def intercept_checkpoint_paths(
     resume: Callable[[Trainer, Any, Callable[[Any], None]], None],
     postpone: Callable[[Trainer, Callable[[], None]], None],
 ) -> None:
-    """Change how Trainers with a strategy of a given class resolve and load ``ckpt_path``. Calling this again is safe.
+    """Change how Trainers with strategies of a given class resolve and load ``ckpt_path``; calling this again is safe.
 
     Replaceable by Lightning telling the strategy the user's ``ckpt_path``, and not only the path derived from it.
 
     Args:
-        strategy: Class of the strategies that this applies to; with others, ``ckpt_path="auto"`` is refused.
-        choose: Function that returns the path to load, from the Trainer, the user's ``ckpt_path`` and a function that
-            returns the path that Lightning derives from it.
-        resume: Function that loads a checkpoint, from the Trainer, what ``choose`` returned and a function that reads
-            the path that it is given, or nothing for None.
-        postpone: Function that calls, when the strategy can, the function it is given, which restores the weights, the
-            data module and the callbacks. Lightning would call that before the strategy's ``setup``; its own
-            alternative comes after ``on_fit_start``, when callbacks need their states already.
+        strategy: Class of the strategies to which this applies; with others, ``ckpt_path="auto"`` is refused.
+        choose: Function that returns the path to load. Its arguments are the Trainer, the user's ``ckpt_path`` and a
+            function that returns the path that Lightning derives from it.
+        resume: Function that loads a checkpoint. Its arguments are the Trainer, the value that ``choose`` returned, and
+            a function that reads the path that it is given, or nothing for None.
+        postpone: Function that is given the Trainer and a function that restores the weights, the data module and the
+            callbacks, and that calls the latter when the strategy is ready. Lightning would call it before the
+            strategy's ``setup``, or else after ``on_fit_start``, when callbacks already need their states.
     """
     connector = _CheckpointConnector
     if hasattr(connector._parse_ckpt_path, "__wrapped__"):
@@ -493,7 +496,7 @@ def make_dataloader(trainer: Trainer) -> Any:
 
 
 def transferred(trainer: Trainer, batch: Any, dataloader_idx: int = 0) -> Any:
-    """Return ``batch`` as Lightning gives it to a step: converted, on the device, and after the hooks for batches.
+    """Return ``batch`` as Lightning passes it to a step: converted, on the device, and after the hooks for batches.
 
     Replaceable by a public function of the loops.
     """
@@ -520,7 +523,7 @@ def update_metrics_apart(collection: MetricCollection) -> None:
 
 
 def run_examples_by(run: Callable[[LightningModule, Callable[[], None]], None]) -> None:
-    """Make Lightning's ``ModelSummary`` call ``run`` to run a model on its example. Calling this again is safe.
+    """Make Lightning's ``ModelSummary`` call ``run`` to run a model on its example; calling this again is safe.
 
     Replaceable by a hook of the strategy.
 
@@ -539,7 +542,7 @@ def run_examples_by(run: Callable[[LightningModule, Callable[[], None]], None]) 
 
 
 def metric_state(metric: Metric) -> dict[str, Any]:
-    """Return a copy of what updates of ``metric`` change. Replaceable by public calls of torchmetrics for it."""
+    """Return a copy of the state that updates of ``metric`` change. Replaceable by a public method of torchmetrics."""
     states = {
         key: value.clone() if isinstance(value, torch.Tensor) else list(value)
         for key, value in metric.metric_state.items()
@@ -548,7 +551,7 @@ def metric_state(metric: Metric) -> dict[str, Any]:
 
 
 def set_metric_state(metric: Metric, state: Mapping[str, Any]) -> None:
-    """Put what :func:`metric_state` returned back into ``metric``."""
+    """Restore the state of ``metric`` that :func:`metric_state` returned."""
     vars(metric).update(state)
 
 
@@ -620,7 +623,7 @@ def made_optimizers(module: LightningModule) -> list[torch.optim.Optimizer]:
 
 
 def seed_workers_by(loader: object, rank: int) -> None:
-    """Seed the workers of ``loader`` by ``rank`` if Lightning would seed them by its global rank.
+    """Seed the workers of ``loader`` by ``rank`` if Lightning would seed them by the global rank.
 
     Replaceable by a hook that gives Lightning this rank.
     """
@@ -647,8 +650,8 @@ def total_norms(
     such as Fabric's ``clip_gradients_norm``.
 
     Args:
-        total_norm: Function that returns the norm of all ranks' gradients, from this rank's gradients and the order;
-            None where torch's own function returns it.
+        total_norm: Function that returns the norm of all ranks' gradients, given this rank's gradients and the order of
+            the norm; it returns None if torch's own function computes the right value.
     """
     own = clip_grad._get_total_norm
 

@@ -58,11 +58,11 @@ def count_batches(trainer: Trainer, num_batches: int) -> None:
 
 
 def prepare_resume(trainer: Trainer, loops: dict[str, Any]) -> None:
-    """Change the saved state of a fit's loops, so that a resume does everything that is due after the save, once.
+    """Change the saved state of a fit's loops, so that a resume does exactly once what is due after the save.
 
-    With Lightning's own state, a resume leaves out the validation that is due after a batch, the part of a validation
-    that was done before the save, and the end of an epoch after its last batch. It would also continue in the middle of
-    an accumulation without the gradients so far, and count an epoch or an update twice.
+    With Lightning's own state, a resume would leave out the validation that is due after a batch, the part of a
+    validation that was done before the save, and the end of an epoch after its last batch. It would also continue in
+    the middle of an accumulation without the gradients so far, and count an epoch or an update twice.
 
     Args:
         trainer: The Trainer in whose fit the checkpoint is saved.
@@ -87,7 +87,7 @@ def prepare_resume(trainer: Trainer, loops: dict[str, Any]) -> None:
 
 
 def _go_back_to_last_update(trainer: Trainer, progress: dict[str, Any]) -> None:
-    """Set the batches back to the last optimizer step, because a resume has no accumulated gradients."""
+    """Set the number of batches back to that of the last optimizer step, as a resume has no accumulated gradients."""
     batches = progress["epoch_loop.batch_progress"]
     in_window = training_progress(trainer).in_window
     for name in ("total", "current"):
@@ -148,7 +148,7 @@ def _count_update_once(trainer: Trainer, progress: dict[str, Any]) -> None:
 def leave_finished_epoch(trainer: Trainer) -> None:
     """Run only the end of the epoch at the start of a resumed fit, if all batches of the epoch are done.
 
-    Lightning would fetch another batch.
+    Lightning itself would first fetch another batch.
     """
     loop, fetcher = trainer.fit_loop.epoch_loop, trainer.fit_loop._data_fetcher
     batches = loop.batch_progress.current

@@ -1,4 +1,4 @@
-"""Training jobs in processes of their own, for tests that send signals to a job or start it as a user would."""
+"""Run training jobs in separate processes, for tests that send signals to a job or start it as a user would."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Forked:
     """Run a function in a new process that is forked from the fork server and so need not import anything.
 
     It has the part of the interface of :class:`subprocess.Popen` that the tests use, and its process leads a process
-    group. It does not exercise the start and the shutdown of a Python interpreter.
+    group. The start and the shutdown of a Python interpreter are not tested with it.
 
     Args:
         function: Function at module level that the process calls with ``args``.

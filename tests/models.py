@@ -1,4 +1,4 @@
-"""Small models without any parallel code, written as a user would write them; the data are drawn from a seed."""
+"""Define small models without parallel code, as a user would write them, whose data are drawn from a seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ VOCAB, CONTEXT = 32, 8
 
 
 class InOrder(Sampler[int]):
-    """Yield every ``num_replicas``-th index from ``rank`` on, so that the global batch of a step has consecutive ones.
+    """Yield every ``num_replicas``-th index from ``rank`` on, so that global batches have consecutive indices.
 
     Each epoch starts a quarter of the indices later than the one before.
     """
@@ -233,7 +233,7 @@ class GAN(TestModule):
 
 
 class Llama(TestModule):
-    """Train a Hugging Face model, made from a config, with the loss that the model itself computes."""
+    """Train a Hugging Face model that is built from a config with the loss that the model itself computes."""
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -256,6 +256,6 @@ MODELS: dict[str, type[TestModule]] = {"gpt": GPT, "resnet": ResNet, "gan": GAN,
 
 
 def build(name: str, seed: int = 0, **kwargs: Any) -> TestModule:
-    """Build the model called ``name``, with weights that are drawn from ``seed``."""
+    """Build the model named ``name``, with weights that are drawn from ``seed``."""
     torch.manual_seed(seed)
     return MODELS[name](**kwargs)

@@ -1,4 +1,4 @@
-"""Tiny models, written as a user would, that have enough layers to be cut into pipeline stages."""
+"""Define tiny models, as a user would write them, with enough layers to be cut into pipeline stages."""
 
 from __future__ import annotations
 

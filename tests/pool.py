@@ -1,4 +1,4 @@
-"""Real processes for distributed tests, which are started once per test session.
+"""Run distributed tests in real processes, which are started once per test session.
 
 Starting Python with torch and Lightning takes seconds; forking a process that has already imported them takes a
 fraction of a second. Therefore a fork server imports them once, and the workers are forked from it. The workers live on
@@ -50,8 +50,7 @@ def fork_server(*modules: str) -> ForkServerContext:
 def in_parallel(first: Callable[[], First], second: Callable[[], Second]) -> tuple[First, Second]:
     """Call both functions at the same time, and return both results.
 
-    This saves time where one of them uses a single process and so leaves cores idle. Each function must use a pool of
-    its own.
+    This saves time if one of them uses a single process and so leaves cores idle. Each function must use its own pool.
     """
     with ThreadPoolExecutor(1) as threads:
         future = threads.submit(second)
@@ -59,7 +58,7 @@ def in_parallel(first: Callable[[], First], second: Callable[[], Second]) -> tup
 
 
 class RankFailed(AssertionError):  # noqa: N818 - reads as what it is in a test report
-    """Say that at least one rank raised, died or hung. ``errors`` maps each failed rank to its traceback."""
+    """Report that at least one rank raised, died or hung. ``errors`` maps each failed rank to its traceback."""
 
     def __init__(self, errors: dict[int, str]) -> None:
         self.errors = errors
@@ -217,10 +216,10 @@ def _leave_process_group(destroy: bool) -> None:
 
 
 def _free_port() -> int:
-    """Return a port that nothing listens on, which no other pool of this process gets.
+    """Return a port on which no process listens, and which no other pool of this process gets.
 
-    It is below the range that the kernel takes the ports of outgoing connections from: such a connection could
-    otherwise take the port before the worker of rank 0 listens on it.
+    It is below the range of ports that the kernel uses for outgoing connections: such a connection could otherwise take
+    the port before the worker of rank 0 listens on it.
     """
     while True:
         port = next(_PORTS)

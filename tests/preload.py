@@ -1,4 +1,4 @@
-"""Modules that the fork server imports, so that its workers need not. No import here may start a thread."""
+"""Import modules in the fork server, so that its workers need not. No import here may start a thread."""
 # ruff: noqa: F401 - what is imported here is used by the workers that are forked
 
 import gc

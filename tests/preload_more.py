@@ -1,4 +1,4 @@
-"""Modules that the tests' workers need in addition to ``tests.preload``, and would otherwise each import again.
+"""Import modules in the fork server that the tests' workers need in addition to those of ``tests.preload``.
 
 They are not in ``tests.preload``, because the benchmarks measure the memory of workers that do not need them. One
 thread is started here, by the allocator of MLflow's pyarrow; it is safe to fork.

@@ -1,4 +1,4 @@
-"""Tiny models of many kinds, written as a user would, which tensor parallelism splits without a plan of the user."""
+"""Define tiny models of many kinds, as a user would write them, which tensor parallelism splits without a plan."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 from examples.batching import per_rank_batch_size
 from examples.gpt.model import VOCAB_SIZE
 
-# These folders inside the standard library's folder are left out: they hold installed packages, tests and tables.
+# These folders inside the standard library's folder are left out, because they hold packages, tests and tables.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
@@ -41,7 +41,7 @@ class ByteWindows(Dataset[tuple[Tensor, Tensor]]):
 
 
 class TextDataModule(LightningDataModule):
-    """Serve the bytes of text files, and hold out some of the files for validation.
+    """Provide the bytes of text files, and hold out some of the files for validation.
 
     A hash of their relative names decides which files are read and which are held out, so that every rank and every run
     sees the same split, whatever order the file system lists the files in. Of a single file, the end is held out.

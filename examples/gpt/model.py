@@ -9,14 +9,14 @@ from torch.nn import functional
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
-VOCAB_SIZE = 256  # one entry per byte
+VOCAB_SIZE = 256  # The vocabulary has one entry per byte.
 
 
 class Linear(nn.Linear):
     """Apply a linear layer without bias, with normal initial weights of deviation ``gain / sqrt(in_features)``."""
 
     def __init__(self, in_features: int, out_features: int, gain: float = 1.0) -> None:
-        self.gain = gain  # set first, because super().__init__() calls reset_parameters()
+        self.gain = gain  # It must be set first, because super().__init__() calls reset_parameters().
         super().__init__(in_features, out_features, bias=False)
 
     def reset_parameters(self) -> None:

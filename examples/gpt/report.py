@@ -13,7 +13,7 @@ from examples.gpt.data import TextDataModule
 from examples.gpt.model import GPTModule
 from lightning_dist import full_parameters
 
-MAX_WIDTH = 96  # columns
+MAX_WIDTH = 96  # This is the largest number of columns of the report.
 
 
 class TextReport(Callback):
@@ -43,7 +43,7 @@ class TextReport(Callback):
         self._sample = ""
 
     def on_train_end(self, trainer: Trainer, pl_module: GPTModule) -> None:
-        """Draw the sample on rank 0 while the weights are still there. Every rank takes part in gathering them."""
+        """Draw the sample on rank 0 while the weights are still available. All ranks take part in gathering them."""
         with full_parameters(pl_module):
             if trainer.is_global_zero:
                 self._sample = self._draw(pl_module)
@@ -57,7 +57,7 @@ class TextReport(Callback):
         with console.capture() as capture:
             console.print(Panel(escape(self._sample), title=title, title_align="left", width=width))
             console.print(_losses(trainer))
-        print(capture.get())  # a progress bar that is still shown moves aside for sys.stdout
+        print(capture.get())  # With sys.stdout, a progress bar that is still shown does not mix with the report.
 
     def _draw(self, pl_module: GPTModule) -> str:
         device = pl_module.device

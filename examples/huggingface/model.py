@@ -23,13 +23,13 @@ class CausalLM(LightningModule):
         self.model = None
 
     def configure_model(self) -> None:
-        """Build the model. Built here, a strategy can shard it before its weights are allocated."""
+        """Build the model here and not in ``__init__``, so that a strategy can shard it before allocating weights."""
         if self.model is None:
             self.model = AutoModelForCausalLM.from_config(self.config, dtype=torch.get_default_dtype())
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the mean cross entropy, in nats per token."""
-        loss = self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss  # the model shifts the labels
+        loss = self.model(input_ids=batch[0], labels=batch[0], use_cache=False).loss  # The model shifts the labels.
         self.log("train/loss", loss, prog_bar=True)
         return loss
 

@@ -1,4 +1,4 @@
-"""Serve the digits that scikit-learn contains: 1,797 grey images of 8x8 pixels, which need no download."""
+"""Provide the digits that scikit-learn contains: 1,797 grey images of 8x8 pixels, which need no download."""
 
 import torch
 from lightning.pytorch import LightningDataModule
@@ -8,11 +8,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from examples.batching import per_rank_batch_size
 
-NUM_HELD_OUT = 256  # number of images for validation, and for testing; 2, 4, 8... ranks share it without repeats
+# This is the number of images for validation, and for testing. 2, 4, 8... ranks share it without repeats.
+NUM_HELD_OUT = 256
 
 
 class DigitsDataModule(LightningDataModule):
-    """Serve images of shape (1, 8, 8), float32 between 0 and 1, with their digits, int64, in a fixed split.
+    """Provide images of shape (1, 8, 8), float32 between 0 and 1, with their digits, int64, in a fixed split.
 
     Args:
         global_batch_size: Number of images in one step over all ranks; each image is on one rank.

@@ -1,9 +1,9 @@
-"""Full and hybrid sharding of parameters, gradients and optimizer states, by FSDP2.
+"""Shard parameters, gradients and optimizer states by FSDP2, over all ranks (full) or inside replicas (hybrid).
 
-- ``fully_sharded``: the technique.
-- ``_compat``: the private names of FSDP2 that it stands on.
-- ``unused_parameters``: parameters that have no gradient on some ranks, or on none.
-- ``same_path``: a check that ranks which communicate run the same units.
+- ``fully_sharded``: Defines the technique.
+- ``_compat``: Wraps the private names of FSDP2 that the technique uses.
+- ``unused_parameters``: Handles parameters that have a gradient on only some ranks, or on none.
+- ``same_path``: Checks that ranks which communicate run the same units.
 """
 
 from lightning_dist.sharding.fully_sharded import Sharding, ShardingConfig

@@ -1,13 +1,13 @@
-"""Full and hybrid sharding by FSDP2: parameters, gradients and optimizer states are spread over ``dp_shard``.
+"""Shard parameters, gradients and optimizer states over ``dp_shard`` by FSDP2.
 
 With one replica this is ZeRO-3 (Rajbhandari et al., 2020). With several it is hybrid sharding (Zhao et al., 2023): the
 all-gathers and reduce-scatters stay inside a replica, and only each rank's shard of the gradient is all-reduced between
 replicas.
 
-The FSDP root is a thin module around the user's, without parameters: a step runs inside its forward, and the user's
-module keeps its class. Blocks are gathered when they run. Outer units (embeddings, norms, heads; all of a small model)
-are gathered for the whole step, as FSDP2's root is, so that ``F.linear(x, self.embedding.weight)`` or
-``self.model.encode(x)`` work as in one process.
+The FSDP root is a small module around the user's module, without parameters. A step runs inside its forward, and the
+user's module keeps its class. Blocks are gathered when they run. Outer units (embeddings, norms, heads; all of a small
+model) are gathered for the whole step, as FSDP2's root is, so that ``F.linear(x, self.embedding.weight)`` or
+``self.model.encode(x)`` works as in one process.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ __all__ = ["Sharding", "ShardingConfig"]
 
 @dataclass(frozen=True)
 class ShardingConfig:
-    """Say how units are sharded.
+    """Configure how units are sharded.
 
     Args:
         param_dtype: The dtype that parameters are gathered and computed in; None: the dtype that they are stored in.
         reduce_dtype: The dtype that gradients are reduced in; None: the dtype that they are computed in.
-        reshard_after_forward: Whether blocks, but for the last, are freed after their forward and gathered again in the
-            backward (less memory), or kept (one gather less); a number: kept sharded over that many ranks.
+        reshard_after_forward: Whether all blocks except the last one are freed after their forward and gathered again
+            in the backward, which saves memory. False: they stay gathered, which saves one gather. A number: they stay
+            sharded over that many ranks.
         direct_collectives: Whether to use the collectives of :mod:`lightning_dist.collectives`; None: on gloo only.
     """
 
@@ -62,7 +63,7 @@ class Sharding(Technique):
 
     Args:
         mesh: A mesh with the axes ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``.
-        config: How units are sharded.
+        config: Options of the sharding.
     """
 
     def __init__(self, mesh: DeviceMesh, config: ShardingConfig) -> None:
@@ -77,12 +78,12 @@ class Sharding(Technique):
         self._holders: list[nn.Module] = []
 
     def attach(self, parallel: Parallel) -> None:
-        """Take the module, its units and its techniques."""
+        """Keep the module and its units, and collect what other techniques require of the sharding."""
         self._parallel = parallel
         self._module = parallel.module
         for part in self._module.modules():
             if isinstance(part, nn.Embedding | nn.EmbeddingBag):
-                part.sparse = False  # FSDP2 reduces dense gradients only; the values are the same
+                part.sparse = False  # FSDP2 reduces only dense gradients; their values are the same.
         units = parallel.units
         self._last_block = next((unit for unit in reversed(units) if unit.kind == "block"), None)
         names = [" and ".join(filter(None, unit.names)) or type(self._module).__name__ for unit in units]
@@ -92,9 +93,9 @@ class Sharding(Technique):
         self._is_form = bound(parallel.techniques, "is_form_of_parameter")
 
     def manage_unit(self, unit: Unit) -> ShardedGroup:
-        """Let FSDP2 shard the parameters of ``unit``. A collective over the mesh."""
+        """Let FSDP2 shard the parameters of ``unit``. This is a collective over the mesh."""
         modules: list[nn.Module] = unit.modules if unit.has_forward else [_Holder(unit.params.values())]
-        # The last block's backward follows its forward: to free it would only be to gather it again.
+        # The last block's backward directly follows its forward, for which it would have to be gathered again.
         stays_gathered = unit.stays_gathered
         stays_gathered |= unit is self._last_block and self._config.reshard_after_forward is True
         originals = {
@@ -150,7 +151,7 @@ class Sharding(Technique):
         return any(is_form(module, name, held) for is_form in self._is_form)
 
     def finish(self) -> None:
-        """Make the FSDP root, when all units have their groups."""
+        """Create the FSDP root, after all units have got their groups."""
         for group in self._groups:
             if group.unit.has_forward:
                 for module in group.unit.modules:
@@ -169,12 +170,12 @@ class Sharding(Technique):
             self._check_path("end", 0, self._mesh.get_group(self._mesh.ndim - 1))
 
     def wrap_step(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """Run ``step`` as a forward of the FSDP root."""
+        """Return a function that runs ``step`` as a forward of the FSDP root."""
         return partial(self._root, step)
 
     @contextmanager
     def around_step(self) -> Iterator[None]:
-        """Gather what a step inside uses while it is sharded."""
+        """Let the step in this context use sharded parameters, which are then gathered on use."""
         for group in self._groups:
             group.begin_stand_ins(self._stand_in)
         try:
@@ -189,12 +190,12 @@ class Sharding(Technique):
         return GatheredOnUse(param, gather)
 
     def copies(self) -> Iterable[tuple[str, Tensor, nn.Parameter]]:
-        """Return the gathered parameters whose shards have gradients."""
+        """Yield name, gathered parameter and shard of the parameters that have been gathered before."""
         for group in self._groups:
             yield from group.copies()
 
     def after_step(self, backward_follows: bool) -> None:
-        """Check that all ranks have ended the forward, if no backward follows. A collective then."""
+        """Check that all ranks have ended the forward, if no backward follows. This is a collective in that case."""
         if not backward_follows:
             self._check_end()
 
@@ -207,18 +208,21 @@ class Sharding(Technique):
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:
-        """Agree on parameters without gradients when the backward inside is done. A collective over the mesh."""
+        """Agree between ranks on which parameters have gradients, at the end of the backward in this context.
+
+        This is a collective over the mesh.
+        """
         with self._unused.agreed():
             yield
             self._check_end()
 
     def after_backward(self, reduces: bool) -> None:
-        """Reduce gradients that no module's hook has reduced."""
+        """Reduce the gradients that no hook of a module has reduced."""
         if any(group.has_unreduced_gradients() for group in self._groups):
             _compat.flush_gradients(self._root)
 
     def around_microbatches(self) -> AbstractContextManager[None]:
-        """Return a context in which backwards add up gradients."""
+        """Return a context in which backwards add up gradients without reducing them."""
         return _compat.accumulating(self._root, self._groups)
 
     def reduce_microbatches(self, reduces: bool) -> None:
@@ -231,7 +235,7 @@ class Sharding(Technique):
 _ONE_DTYPE = (
     NORM, nn.EmbeddingBag, nn.GroupNorm, nn.LayerNorm, nn.PReLU, nn.RMSNorm, nn.RNNBase, nn.RNNCellBase
 )  # fmt: skip
-"""Layers that autocast does not convert on every device, and that need inputs of their parameters' dtype."""
+"""Classes of layers that autocast does not convert on every device, and that need inputs of their parameters' dtype."""
 
 
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
@@ -244,9 +248,10 @@ def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) 
 
 
 class _CastHiddenStates:
-    """Cast those inputs of a block to ``dtype`` that gradients flow to, and not data.
+    """Cast the hidden states among the inputs of a block to ``dtype``, but not its data, such as masks or timesteps.
 
-    Without gradients, the arguments that were hidden states in training are cast.
+    Hidden states are floating-point tensors that require gradients. When gradients are disabled, the arguments that
+    were hidden states in training are cast.
 
     Args:
         dtype: The dtype that parameters are gathered in.
@@ -257,7 +262,7 @@ class _CastHiddenStates:
         self._hidden: set[int | str] = set()
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Cast the inputs of ``module``, as a hook."""
+        """Return the arguments of ``module`` with cast hidden states; this is a forward pre-hook."""
 
         def cast(key: int | str, value: Any) -> Any:
             if not isinstance(value, Tensor):
@@ -282,7 +287,7 @@ def _is_hidden(value: Any) -> bool:
 
 
 class _StepRoot(nn.Module):
-    """Be the FSDP root. Its forward is a step of the user's module."""
+    """Represent the FSDP root, whose forward is a step of the user's module."""
 
     def __init__(self, module: nn.Module, holders: Sequence[nn.Module]) -> None:
         super().__init__()
@@ -294,7 +299,7 @@ class _StepRoot(nn.Module):
 
 
 class _Holder(nn.Module):
-    """Give ``fully_shard`` parameters whose own modules must keep their class and get no hooks."""
+    """Hold parameters for ``fully_shard`` whose own modules must keep their class and get no hooks."""
 
     def __init__(self, params: Iterable[nn.Parameter]) -> None:
         super().__init__()

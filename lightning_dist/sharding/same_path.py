@@ -24,7 +24,7 @@ class RanksDivergeError(RuntimeError):
 
 
 class SamePath:
-    """Compare between ranks which action they are about to take on which unit.
+    """Compare between ranks which action on which unit they are about to take.
 
     Args:
         names: Names of the units, in the order of their indices.
@@ -35,12 +35,12 @@ class SamePath:
         self.is_off = False
 
     def check(self, action: Action, unit: int, group: dist.ProcessGroup) -> None:
-        """Compare this rank's next action with that of the other ranks. A collective over ``group``.
+        """Compare this rank's next action with that of the other ranks. This is a collective over ``group``.
 
         Args:
-            action: Next action: gather a unit's parameters, reduce its gradients, or end a forward or backward.
-            unit: Index of the unit; it is not shown at the end of a forward or backward.
-            group: Process group of the ranks that must do the same.
+            action: The next action: gather a unit's parameters, reduce its gradients, or end a forward or backward.
+            unit: Index of the unit; the error does not show it at the end of a forward or backward.
+            group: Process group of the ranks that must take the same actions.
 
         Raises:
             RanksDivergeError: On all ranks of ``group``, if their actions or units differ.

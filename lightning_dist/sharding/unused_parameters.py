@@ -32,17 +32,17 @@ class UnusedParameters:
         self._all_groups = groups
         self._groups = [group for group in groups if group.mesh.size() > 1]
         axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-        if mesh.device_type != "cpu" and axes:  # Reading a result from the device would wait for the whole backward.
+        if mesh.device_type != "cpu" and axes:  # A read from the device would wait for the whole backward.
             ranks = mesh.mesh.flatten().tolist()
             axes = [dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="used parameters")]
-        # torch.distributed keeps them: another reference would keep connections open after an error on this rank.
+        # These are weak references, because strong ones would keep connections open after an error on this rank.
         self._agreeing = [weakref.ref(group) for group in axes]
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
-        """Agree at the end of the context, in which a backward runs.
+        """Agree on parameters with gradients at the end of the context, in which a backward runs.
 
-        A collective over the mesh if this backward reduces gradients.
+        This is a collective over the mesh if this backward reduces gradients.
         """
         for group in self._all_groups:
             group.forget_used()

@@ -28,8 +28,8 @@ class PrecisionPolicy:
     """Hold the two dtypes of FSDP2's mixed-precision policy.
 
     Args:
-        param_dtype: Dtype in which parameters are gathered and computed with; None: the dtype that they are stored in.
-        reduce_dtype: Dtype in which gradients are reduced; None: the dtype that they are computed in.
+        param_dtype: Dtype in which parameters are gathered and computed; None: the dtype in which they are stored.
+        reduce_dtype: Dtype in which gradients are reduced; None: the dtype in which they are computed.
     """
 
     param_dtype: torch.dtype | None = None
@@ -40,8 +40,8 @@ def precision_policy(plugin: Precision, reduce_dtype: str | None = None) -> Prec
     """Return the policy for Lightning's precision ``plugin``.
 
     Args:
-        plugin: The plugin that ``Trainer(precision=...)`` made, or that ``Trainer(plugins=...)`` was given.
-        reduce_dtype: ``"float32"``, ``"float64"`` or ``"bfloat16"``; None: the dtype of this module's table.
+        plugin: The plugin that ``Trainer(precision=...)`` created, or that was passed by ``Trainer(plugins=...)``.
+        reduce_dtype: ``"float32"``, ``"float64"`` or ``"bfloat16"``; None: the dtype in the table above.
 
     Raises:
         ValueError: If sharded training does not support ``plugin`` or ``reduce_dtype``.

@@ -23,10 +23,10 @@ class ShardedGradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        """Divide gradients by the scale, in place. A collective over all processes.
+        """Divide gradients by the scale, in place. This is a collective over all processes.
 
         Returns:
-            A mapping of the device to 1.0 if any rank has an infinite or NaN gradient, else to 0.0.
+            A mapping of the device to 1.0 if any rank has an infinite or NaN gradient, and otherwise to 0.0.
 
         Raises:
             ValueError: If a gradient is in float16 and ``allow_fp16`` is False.

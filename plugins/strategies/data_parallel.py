@@ -16,7 +16,7 @@ class DataParallelStrategy(MeshStrategy):
     Parameters that only some ranks use need no ``find_unused_parameters``.
 
     Args:
-        dp_replicate_size: Number of processes that have a replica, which must be all of them; None and -1 mean all.
+        dp_replicate_size: Number of replicas, which must be that of all processes; None and -1 stand for this number.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
 
     Raises:

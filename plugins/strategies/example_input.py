@@ -36,7 +36,7 @@ def run_example(module: LightningModule, run: Callable[[], None]) -> None:
 
 
 class _NoObserver:
-    """Ignore everything that a run on fakes reports."""
+    """Ignore everything that a run on fake tensors reports."""
 
     def __init__(self) -> None:
         self.functions = BaseTorchFunctionMode()

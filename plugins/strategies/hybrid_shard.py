@@ -21,9 +21,9 @@ class HybridShardStrategy(MeshStrategy):
     Args:
         dp_replicate_size: Number of replicas. None: the number of nodes, or the number of processes divided by
             ``dp_shard_size`` if that is given.
-        dp_shard_size: Number of processes that one replica is sharded over. None: the number of devices of a node, or
-            the number of processes divided by ``dp_replicate_size`` if that is given. At most one of the two may be
-            -1, which stands for this quotient.
+        dp_shard_size: Number of processes over which one replica is sharded. None: the number of devices of a node, or
+            the number of processes divided by ``dp_replicate_size`` if that is given. At most one of the two sizes may
+            be -1, which stands for the number of processes divided by the other size.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
     """
 

@@ -1,4 +1,4 @@
-"""Define the base of all strategies: what Lightning asks of a strategy, answered by the engine."""
+"""Define the base class of all strategies, which implements Lightning's interface of a strategy."""
 
 from __future__ import annotations
 
@@ -54,26 +54,29 @@ def _do_nothing() -> None:
 
 
 class MeshStrategy(CheckpointedStrategy):
-    """Spread an ordinary LightningModule over a device mesh. The named strategies only choose arguments.
+    """Spread an ordinary LightningModule over a device mesh.
+
+    The strategies that users choose by name derive from this class, and choose the axes of the mesh.
 
     Args:
         units: Class names of the model's repeated blocks, each of which is sharded as one unit. None: Hugging Face's
             ``_no_split_modules``, else the class that repeats in the model's containers.
         min_num_params: Number of parameters from which a module outside the blocks is sharded as one unit.
-        reshard_after_forward: Free a block's gathered parameters after its forward and gather them again for its
-            backward (True: least memory), keep them (False: a gather less), or keep them sharded over this many ranks.
-        reduce_dtype: Dtype that gradients are reduced in (``"float32"``, ``"bfloat16"``, ``"float64"``). None: float32,
-            or the parameters' dtype in 64-true.
+        reshard_after_forward: True: a block's gathered parameters are freed after its forward, and gathered again for
+            its backward, which takes the least memory. False: they are kept, which saves a gather. A number: they are
+            kept sharded over this many ranks.
+        reduce_dtype: Dtype in which gradients are reduced (``"float32"``, ``"bfloat16"``, ``"float64"``). None:
+            float32, or the parameters' dtype with 64-true.
         activation_checkpointing: Whether a block keeps no activations for the backward, but is run again there.
         compile: Whether each block is compiled by ``torch.compile``; a string names the backend.
-        direct_collectives: Whether to gather and reduce-scatter in one round, each rank with each other, and a local
-            sum. None: where the backend is gloo, whose own collectives take more rounds or more bytes.
+        direct_collectives: Whether to all-gather and reduce-scatter in one round, in which each rank exchanges data
+            with every other one. None: if the backend is gloo, whose own collectives take more rounds or more bytes.
         check_replicas_every_n_steps: Number of optimizer steps after which the replicas' weights are compared bit by
-            bit; a difference raises. None: they are never compared.
-        checkpoint: How checkpoints are saved and loaded: the arguments of
+            bit; a difference raises an error. None: they are never compared.
+        checkpoint: Options for saving and loading checkpoints: the arguments of
             :class:`~lightning_dist.plugins.strategies.checkpointing.CheckpointOptions`.
-        process_group_backend: ``"nccl"``, ``"gloo"``, ...; None: the backend that fits the device.
-        timeout: How long a collective may take.
+        process_group_backend: Backend such as ``"nccl"`` or ``"gloo"``; None: the default for the device.
+        timeout: The time for which ranks wait for each other in a collective; None: torch's default.
     """
 
     strategy_name: ClassVar[str] = "mesh"
@@ -113,12 +116,12 @@ class MeshStrategy(CheckpointedStrategy):
 
     @property
     def precision_policy(self) -> PrecisionPolicy:
-        """Return the dtypes that parameters are gathered and gradients are reduced in."""
+        """Return the dtypes in which parameters are gathered and gradients are reduced."""
         return precision_policy(self.precision_plugin, self._reduce_dtype)
 
     @property
     def precision_plugin(self) -> Precision:
-        """Lightning's precision plugin; sharding takes its dtypes from it."""
+        """Return Lightning's precision plugin, which determines the dtypes of sharding."""
         return super().precision_plugin
 
     @precision_plugin.setter
@@ -135,18 +138,18 @@ class MeshStrategy(CheckpointedStrategy):
         super().setup_environment()
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, FaultTolerance) for callback in callbacks):
-            # Lightning keeps checkpoint callbacks last, so that they save what all others have made of their states.
+            # Lightning keeps checkpoint callbacks last, so that they save the states that all others have updated.
             first_checkpoint = next((i for i, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
             callbacks.insert(first_checkpoint, FaultTolerance())
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Create the tensors of ``trainer.init_module``; with ``empty_init`` they are on the meta device.
+        """Return the context of ``trainer.init_module``, in which tensors are on the meta device with ``empty_init``.
 
-        Such a module gets its values when it is sharded, as one from ``configure_model`` does, or from a checkpoint.
+        Such a module gets its values from a checkpoint, or when it is sharded, like one from ``configure_model``.
 
         Args:
-            empty_init: Whether to create no values. None: values are created.
+            empty_init: Whether to create tensors without values. None: values are created.
         """
         device = torch.device("meta") if empty_init else self.root_device
         with device, self.precision_plugin.tensor_init_context():
@@ -154,7 +157,7 @@ class MeshStrategy(CheckpointedStrategy):
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Create what ``configure_model`` creates inside on the meta device; it is initialised in shards."""
+        """Return the context in which ``configure_model`` creates meta tensors; only shards are initialised."""
         with torch.device("meta"):
             yield
 
@@ -173,7 +176,7 @@ class MeshStrategy(CheckpointedStrategy):
             self._move_to_device(module)
         self._restore_loggers = _compat.log_graph_before_sharding(trainer, is_sharded=not is_new)
         self._parallel = self._parallelize(module)
-        _compat.set_timeout(self._timeout)  # of the groups that techniques have created
+        _compat.set_timeout(self._timeout)  # Techniques have created groups with torch's default timeout.
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         for callback in trainer.callbacks if is_fitting else ():  # type: ignore[attr-defined]
             average = _compat.average_model(callback)
@@ -198,11 +201,11 @@ class MeshStrategy(CheckpointedStrategy):
             rank_zero_info(startup_table(self, self._parallel))
 
     def _parallelize(self, module: LightningModule, copied: ParallelModule | None = None) -> ParallelModule:
-        """Make ``module`` parallel, unless an earlier Trainer has. A collective over all processes.
+        """Make ``module`` parallel, unless an earlier Trainer has done so. This is a collective over all processes.
 
         Args:
             module: The user's module, or a copy of it.
-            copied: What was made of the module that ``module`` is a copy of.
+            copied: The parallel module whose module ``module`` is a copy of; None: it is no copy.
         """
         existing = parallelized(module)
         if existing is not None:
@@ -227,7 +230,7 @@ class MeshStrategy(CheckpointedStrategy):
 
     @override
     def model_to_device(self) -> None:
-        """Move the module to this rank's device; what ``configure_model`` left on the meta device stays there."""
+        """Move the module to this rank's device, except tensors that ``configure_model`` left on the meta device."""
         assert self.lightning_module is not None
         self._move_to_device(self.lightning_module)
 
@@ -236,7 +239,7 @@ class MeshStrategy(CheckpointedStrategy):
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:
-        """Make the optimizers, of the sharded parameters.
+        """Create the optimizers of the sharded parameters.
 
         Raises:
             ValueError: If an optimizer holds parameters that are not the module's.
@@ -250,13 +253,13 @@ class MeshStrategy(CheckpointedStrategy):
 
     @property
     def steps(self) -> Steps:
-        """Return what runs the module's steps; it is there once the strategy is set up."""
+        """Return the object that runs the module's steps; it exists once the strategy is set up."""
         assert self._steps is not None
         return self._steps
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
-        """Run the module's ``training_step``; a collective, as all steps are."""
+        """Run the module's ``training_step``. This is a collective, like all steps."""
         assert self.lightning_module is not None
         go_on()
         self._checkpoints.before_step()
@@ -287,7 +290,7 @@ class MeshStrategy(CheckpointedStrategy):
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        """Run backward, in automatic and in manual optimization."""
+        """Run the backward, in automatic and in manual optimization."""
         return self.steps.backward(closure_loss, optimizer, args, kwargs)
 
     @override
@@ -298,7 +301,7 @@ class MeshStrategy(CheckpointedStrategy):
         model: LightningModule | torch.nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Step ``optimizer``. Gradients are clipped by the norm of the whole model's."""
+        """Step ``optimizer``. Gradients are clipped by the norm of the whole model's gradients."""
 
         def closure_then_wait() -> Any:
             output = closure()
@@ -321,7 +324,7 @@ class MeshStrategy(CheckpointedStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
-        """Only add up each rank's own gradients in the backwards inside; Lightning enters it while it accumulates."""
+        """Return a context in which each rank adds up its own gradients, for Lightning's accumulation of gradients."""
         self.parallel.set_gradient_sync(False)
         try:
             yield
@@ -330,7 +333,7 @@ class MeshStrategy(CheckpointedStrategy):
 
     @override
     def teardown(self) -> None:
-        """Free gathered parameters; the module stays sharded and on its device, and gets its own hooks back."""
+        """Free gathered parameters and restore the module's own hooks; the module stays sharded and on its device."""
         self._checkpoints.close()
         if self._hooks is not None:
             self._hooks.remove()

@@ -24,7 +24,7 @@ OUTSIDE_OF_STEPS = (
 """Names of the hooks that Lightning calls outside of steps."""
 
 _NOT_WRAPPED = (Checkpoint, LearningRateFinder, ModelSummary, ProgressBar, WeightAveraging)
-"""Callbacks whose hooks are not wrapped: they work on each rank's own parameters, or on none, or run steps."""
+"""Callbacks whose hooks are not wrapped, because they work on each rank's own parameters or on none, or run steps."""
 
 
 class WrappedHooks:
@@ -53,7 +53,7 @@ class WrappedHooks:
         for owner, base in ((self._module, LightningModule), *((callback, Callback) for callback in users)):
             for name in self._names:
                 own = getattr(type(owner), name, None)
-                of_instance = vars(owner).get(name)  # LambdaCallback has its functions as attributes.
+                of_instance = vars(owner).get(name)  # LambdaCallback holds its functions as attributes of the instance.
                 if of_instance is not None or (own is not None and own is not getattr(base, name, None)):
                     vars(owner)[name] = self._wrapped(getattr(owner, name), f"{type(owner).__name__}.{name}")
                     self._replaced.append((owner, name, of_instance))

@@ -1,4 +1,4 @@
-"""Helpers that make a Trainer which prints nothing, and compare the weights after a fit."""
+"""Make Trainers that print nothing, and compare the weights after a fit."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def weights_of(model: nn.Module) -> Weights:
 
 
 def assert_same(actual: Weights, expected: Weights, tolerance: float = 1e-10, leave_out: Any = ()) -> None:
-    """Assert that weights are equal but for relative errors up to ``tolerance``; ``leave_out`` are not compared."""
+    """Assert that weights are equal up to relative errors of ``tolerance``, except those named in ``leave_out``."""
     assert_parity(
         {name: torch.from_numpy(weight) for name, weight in actual.items()},
         {name: torch.from_numpy(weight) for name, weight in expected.items()},

@@ -1,4 +1,4 @@
-"""Microbatches accumulate gradients without a reduction, which follows for all of them together."""
+"""Test that microbatches accumulate their gradients, which are then reduced together."""
 
 from __future__ import annotations
 

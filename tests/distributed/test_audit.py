@@ -1,4 +1,4 @@
-"""The audit of the first step finds defects that are planted into the engine, and names the parameter."""
+"""Test that the audit of the first step finds defects that are planted into the engine, and names the parameter."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks with activation checkpointing or compilation have the same gradients, and keep fewer activations."""
+"""Test that blocks with activation checkpointing or compilation have the same gradients, and keep fewer activations."""
 
 from __future__ import annotations
 

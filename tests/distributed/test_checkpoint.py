@@ -1,4 +1,4 @@
-"""Checkpoints are saved, resumed in the same and in other layouts, and consolidated to one file for other programs."""
+"""Test that checkpoints are saved, resumed in the same and in other layouts, and consolidated to one file."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_resumed_run_has_the_losses_and_weights_of_the_uninterrupted_one_in_ev
     saved = str(tmp_path / "whole" / "step=4.ckpt")
     assert sorted(whole[0]) == list(range(1, NUM_STEPS + 1))
     for layout, num_ranks, path in [("2x2", 4, saved), ("full_shard", 4, saved), ("1x2", 2, saved), ("auto", 1, saved)]:
-        if layout == "auto":  # one process with Lightning's own strategy resumes from the consolidated file
+        if layout == "auto":  # One process with Lightning's own strategy resumes from the consolidated file.
             path = str(tmp_path / f"one-{optimizer}.ckpt")
             consolidate(Path(saved), Path(path))
         losses, weights = pool.run(curve, num_ranks, layout, tmp_path / layout, NUM_STEPS, optimizer, path)[0]

@@ -1,4 +1,4 @@
-"""The project's collectives give torch's results up to rounding, and the same bits on every run."""
+"""Test that the project's collectives give torch's results up to rounding, and the same bits on every run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from tests.distributed.fit import make_trainer
 from tests.models import build
 from tests.pool import RankFailed, WorkerPool
 
-NUMEL = 1003  # elements per rank; neither a power of two nor a multiple of the size of a vector register
+# This number of elements per rank is neither a power of two nor a multiple of the size of a vector register.
+NUMEL = 1003
 
 
 def chunks(dtype: torch.dtype, world_size: int) -> torch.Tensor:
@@ -46,7 +47,7 @@ def reduce_scatter(dtype: torch.dtype, average: bool) -> dict[str, torch.Tensor]
 def test_two_shot_reduce_scatter_equals_torchs_up_to_rounding(
     pool: WorkerPool, world_size: int, dtype: torch.dtype, average: bool
 ) -> None:
-    """The error is within the bound of any summation order, of both implementations.
+    """Check that the error of both implementations is within the bound that holds for any order of summation.
 
     Summing n numbers in any order has an error of at most (n - 1) eps times the sum of their magnitudes (Higham,
     Accuracy and Stability of Numerical Algorithms, section 4.2). Averaging rounds once more.

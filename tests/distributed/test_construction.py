@@ -1,4 +1,4 @@
-"""Modules can be built on the meta device and keep their class; precisions are right; wrong modules are refused."""
+"""Test that modules are built on the meta device, keep their class and have the right dtypes, or are refused."""
 
 from __future__ import annotations
 

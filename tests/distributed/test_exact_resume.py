@@ -1,4 +1,4 @@
-"""A run that is resumed from a checkpoint at any place equals the uninterrupted run bit by bit."""
+"""Test that a run that is resumed from a checkpoint at any place equals the uninterrupted run bit by bit."""
 
 from __future__ import annotations
 

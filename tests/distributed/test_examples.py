@@ -1,4 +1,4 @@
-"""The examples run by the command, and have the same loss with each overlay, which only changes the strategy."""
+"""Test that the command runs the examples, with the same loss for each overlay, which only changes the strategy."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ SMALL_GPT = [
     "--data.init_args.max_bytes=200000", "--data.init_args.val_fraction=0.2", "--data.init_args.context=32",
     "--model.init_args.dim=32", "--model.init_args.num_layers=2", "--model.init_args.num_heads=2",
 ]  # fmt: skip
-SHORT_SAMPLE = "--trainer.callbacks.num_tokens=40"  # an argument of the last callback; the context has 32
+# This is an argument of the last callback. The sample is longer than the context, which has 32 tokens.
+SHORT_SAMPLE = "--trainer.callbacks.num_tokens=40"
 
 
 def fit(folder: Path, example: str, strategy: str, *flags: str) -> str:

@@ -1,4 +1,4 @@
-"""With loss scaling, all ranks skip a step that overflows on one of them, as one process does."""
+"""Test that with loss scaling, all ranks skip a step that overflows on one of them, as one process does."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.pool import WorkerPool
 
 MARKER = VOCAB - 1
 MARKED = {1: 3, 4: 6}
-"""Maps a step to the index of the sample in its global batch that has the marker."""
+"""A mapping of steps to the index of the sample in the global batch that has the marker."""
 NUM_STEPS = 7
 
 

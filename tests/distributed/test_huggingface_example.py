@@ -1,4 +1,4 @@
-"""The Hugging Face example loads the same pretrained weights and has the same loss with each of its overlays."""
+"""Test that the Hugging Face example loads the same weights and has the same loss with each of its overlays."""
 
 from __future__ import annotations
 

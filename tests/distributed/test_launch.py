@@ -1,4 +1,4 @@
-"""A user's script runs with every launcher, and ends when a rank fails."""
+"""Test that a user's script runs with every launcher, and ends when a rank fails."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def test_a_script_runs_with_torchrun(script: Path) -> None:
 
 
 def test_a_script_runs_with_slurm(script: Path) -> None:
-    """Two tasks on two nodes get SLURM's variables, as srun sets them, but are forked."""
+    """Check the training of two tasks with the variables that srun sets for two nodes; they are forked."""
     port = free_port()
     tasks = [
         Forked(
@@ -156,7 +156,7 @@ def test_the_run_ends_when_rank_0_fails(script: Path) -> None:
 
 
 def test_the_run_ends_when_a_launched_rank_fails(script: Path) -> None:
-    """Rank 0, which must end, is forked; rank 1, which it launches, is a new interpreter."""
+    """Check that rank 0, which is forked here and launches rank 1 in a new interpreter, ends when that fails."""
     first = Forked(run_script, script, "fail", "1", environment=environment())
     output, _ = first.communicate(timeout=60)
     assert first.returncode != 0, output
@@ -164,7 +164,7 @@ def test_the_run_ends_when_a_launched_rank_fails(script: Path) -> None:
 
 
 def test_the_run_ends_when_a_pipeline_stage_fails(script: Path) -> None:
-    """The first stage waits for a gradient of the second stage, which has raised an error."""
+    """Check that the run ends while the first stage waits for a gradient of the second, which raised an error."""
     began = time.monotonic()
     first = Forked(run_script, script, "fail_in_stage", environment=environment())
     output, _ = first.communicate(timeout=60)

@@ -1,4 +1,4 @@
-"""Optimizer steps on plain local shards equal the same steps on DTensors bit by bit."""
+"""Test that optimizer steps on plain local shards equal the same steps on DTensors bit by bit."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def set_gradients(params: list[nn.Parameter], step: int) -> None:
     generator = torch.Generator().manual_seed(step + 1)
     for index, param in enumerate(params):
         whole = torch.randn(param.shape, generator=generator)
-        skips = index == 2 and step == 1  # stands for a parameter that the step did not use
+        skips = index == 2 and step == 1  # This stands for a parameter that the step did not use.
         param.grad = (
             None if skips else distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
         )

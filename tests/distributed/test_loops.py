@@ -1,4 +1,4 @@
-"""Metrics, evaluation loops and callbacks give the same results in a sharded run as in one process."""
+"""Test that metrics, evaluation loops and callbacks give the same results in a sharded run as in one process."""
 
 from __future__ import annotations
 

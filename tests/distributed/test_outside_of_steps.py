@@ -1,4 +1,4 @@
-"""A sharded model can be called outside of steps within ``full_parameters``, and only there."""
+"""Test that a sharded model can be called outside of steps within ``full_parameters``, and only there."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Logs, metrics, validation and predictions of a pipeline agree with one process, and wrong steps are refused."""
+"""Test that logs, metrics and predictions of a pipeline agree with one process, and wrong steps are refused."""
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ class Raising(DeepGPT):
 
 
 SWITCHES = {"skips": False}
-"""A global variable. Tracing cannot notice that a step depends on it."""
+"""A global variable, on which a step depends without tracing noticing it."""
 
 
 class Wandering(DeepGPT):

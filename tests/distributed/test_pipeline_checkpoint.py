@@ -1,4 +1,4 @@
-"""Checkpoints of a pipeline are resumed in every other layout and vice versa, with the same weights and losses."""
+"""Test that checkpoints of a pipeline resume in every other layout and vice versa, with the same weights and losses."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ def call_alone() -> float:
     trainer.fit(model)
     reference.load_state_dict(
         whole_parameters(model), strict=False
-    )  # not strict, because tied parameters have one name only
+    )  # Loading is not strict, because tied parameters have only one name.
     tokens = next(iter(reference.data()))[:3]
     error = 0.0
     with full_parameters(model):

@@ -1,4 +1,4 @@
-"""Modules and batches of all kinds train in a pipeline as in one process."""
+"""Test that modules and batches of all kinds train in a pipeline as in one process."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class Roundabout(DeepGPT):
             x = block(x)
             if index == 2:
                 kept[:, :3].add_(x[:, :3])
-        penalty = 0.0 if self.taken is None else self.taken.square().mean()  # None before the hook is registered
+        penalty = 0.0 if self.taken is None else self.taken.square().mean()  # It is None until a hook is registered.
         self.taken = None
         logits = self.model.head(self.model.norm(x + kept))
         return functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten()) * (1 + gain) + 0.1 * penalty

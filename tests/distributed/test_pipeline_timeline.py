@@ -1,4 +1,4 @@
-"""Ranks of a pipeline wait as long, and hold as many activations, as the formulas of the schedules say."""
+"""Test that ranks of a pipeline wait as long, and hold as many activations, as the formulas of the schedules say."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class Look(pl.Callback):
         self.seen, self.theory = Seen(), theory
 
     def on_train_batch_start(self, trainer: pl.Trainer, pl_module: Sleeper, *args: Any) -> None:
-        gc.collect()  # frees the tensors without values on which the step was traced
+        gc.collect()  # This frees the tensors without values on which the step was traced.
         assert pl_module.live.now == 0
         pl_module.live.peak = 0
 

@@ -1,4 +1,4 @@
-"""Weights of Hugging Face's files are the same in every layout, each rank reads its part, and misfits are refused."""
+"""Test that Hugging Face's files load into every layout, that each rank reads its part, and misfits are refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas are checked for differences, get their parts of the data, and are nodes by default."""
+"""Test that replicas are checked for differences, get their parts of the data, and are nodes by default."""
 
 from __future__ import annotations
 

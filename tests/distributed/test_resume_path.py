@@ -1,4 +1,4 @@
-"""``ckpt_path="auto"`` and ``"last"`` resume from the newest good checkpoint, which retention keeps."""
+"""Test that ``ckpt_path="auto"`` and ``"last"`` resume from the newest good checkpoint, which retention keeps."""
 
 from __future__ import annotations
 

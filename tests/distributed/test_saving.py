@@ -1,4 +1,4 @@
-"""Saves in the background write the weights of their step while training goes on, and failures are handled."""
+"""Test that saves in the background write the weights of their step while training continues, also if some fail."""
 
 from __future__ import annotations
 
@@ -215,7 +215,7 @@ def test_fit_raises_if_the_newest_save_failed(pool: WorkerPool, tmp_path: Path) 
 
 
 def test_the_checkpoint_that_a_failed_save_would_have_replaced_is_kept(pool: WorkerPool, tmp_path: Path) -> None:
-    """ModelCheckpoint keeps one checkpoint, and removes it as soon as it has requested the next save."""
+    """Check this although ModelCheckpoint removes its only checkpoint as soon as it has requested the next save."""
     for names, _, best, _ in pool.run(run_with_failures, 4, tmp_path, {"step=6.ckpt"}, save_top_k=1):
         assert names == ["step=5.ckpt"]
         assert Path(best).name == "step=5.ckpt"
@@ -237,7 +237,7 @@ def scored(folder: Path, scores: list[float], failing: set[str], top_k: int) -> 
     checkpoint = every_step(folder, monitor="score", save_top_k=top_k)
     with pytest.MonkeyPatch.context() as patch:
         fail_writes(patch, failing)
-        with suppress(CheckpointError):  # raised if the last save failed
+        with suppress(CheckpointError):  # It is raised if the last save failed.
             fit([Score(), checkpoint], max_steps=len(scores))
     models = {Path(path).name: round(float(score), 3) for path, score in checkpoint.best_k_models.items()}
     return sorted(Path(path).name for path, _ in find(folder)), models, Path(checkpoint.best_model_path).name
@@ -262,7 +262,7 @@ def test_the_best_k_checkpoints_are_chosen_among_the_saves_that_did_not_fail(
 
 
 def test_saves_with_the_same_name_get_different_versions(pool: WorkerPool, tmp_path: Path) -> None:
-    """ModelCheckpoint checks whether a file exists, and a checkpoint that is still being written does not exist yet."""
+    """Check that ModelCheckpoint takes a checkpoint that is still being written for an existing file."""
     names = pool.run(one_name, 2, tmp_path)[0]
     assert names == ["best-v1.ckpt", "best.ckpt"]
 

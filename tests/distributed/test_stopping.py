@@ -1,4 +1,4 @@
-"""Runs that get a signal to stop save a checkpoint, exit with a certain code, and resume without any difference."""
+"""Test that runs that get a signal to stop save, exit with a certain code, and resume without any difference."""
 
 from __future__ import annotations
 

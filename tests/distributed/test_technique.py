@@ -1,4 +1,4 @@
-"""A technique can be added by one class and one entry in the list, and then works with every strategy."""
+"""Test that a technique can be added by one class and one entry in the list, and then works with every strategy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A split model needs less memory, resumes in any layout, and is refused where it cannot be split.
+"""Test that a split model needs less memory, resumes in any layout, and is refused if it cannot be split.
 
 That it computes the same as one process is tested in ``tests/parity/test_tensor_parallel.py``.
 """
@@ -57,7 +57,7 @@ def held(tp: int, shard: int) -> tuple[float, float]:
     make_trainer("2x2", strategy=strategy, max_steps=2, callbacks=[sizes]).fit(model)
     split = sum(p.numel() for p in model.parameters() if any(q.is_shard() for q in p.placements[-1:]))
     whole = sum(p.numel() for p in model.parameters())
-    per_element = 4 * 4  # a weight, its gradient, and two moments
+    per_element = 4 * 4  # These are the bytes of a weight, its gradient, and two moments.
     return sizes.held / (per_element * (split / tp + whole - split) / shard), sizes.held / (per_element * whole)
 
 

@@ -1,4 +1,4 @@
-"""Ranks that split layers get the same data and draw the same random numbers where they must agree, else different."""
+"""Test that ranks that split layers get the same data, and the same random numbers wherever they must agree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings that are written as users write them give the same weights as in one process."""
+"""Test that training code of the kinds that users write gives the same weights as in one process."""
 
 from __future__ import annotations
 

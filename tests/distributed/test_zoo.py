@@ -1,4 +1,4 @@
-"""The comparison of Hugging Face families with one process runs for a few families, and finds planted errors."""
+"""Test that the comparison of Hugging Face families with one process runs for some, and finds planted errors."""
 
 from __future__ import annotations
 

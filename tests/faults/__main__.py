@@ -1,4 +1,4 @@
-"""``python -m tests.faults``: kill saves at every operation, damage checkpoints, simulate power loss, kill ranks."""
+"""Run the fault campaigns: kill saves at every operation, damage checkpoints, simulate power loss, and kill ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def campaigns(quick: bool) -> dict[str, Campaign]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the campaigns, print the result of each, and return 1 if one of them found a defect."""
+    """Run the campaigns, print the result of each, and return 1 if one of them found a defect, otherwise 0."""
     parser = argparse.ArgumentParser("python -m tests.faults", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="try a sample of the points, which takes a minute")
     options = parser.parse_args(argv)

@@ -19,7 +19,7 @@ def campaign(folder: Path, num_trials: int, num_ranks: int = 2, seed: int = 0) -
     """Damage a checkpoint in ``num_trials`` ways, one at a time, and try to read it.
 
     Returns:
-        Number of trials of each kind of damage, all of which were noticed.
+        The number of trials for each kind of damage, all of which were noticed.
 
     Raises:
         AssertionError: If reading did not notice the damage.
@@ -55,7 +55,7 @@ def _damage(file: Path, kind: str, generator: random.Random) -> str:
         content[where] ^= 1 << generator.randrange(8)
     elif kind == "truncate":
         del content[where:]
-    elif kind == "zero":  # as if a block of the file had never been written
+    elif kind == "zero":  # The file is as if one of its blocks had never been written.
         end = min(len(content), where + 4096)
         if not any(content[where:end]):
             content[where] = 1

@@ -1,4 +1,4 @@
-"""A rank of a simulated training, which reports steps to the watchdog and then hangs in a given way."""
+"""Simulate a rank of a training, which reports steps to the watchdog and then hangs in a given way."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ TIMEOUT_S = 2.0
 
 
 def run(fault: str, rank: int, world_size: int, ranks_per_node: int, folder: Path) -> None:
-    """Run five steps, create the file ``trained-<rank>``, and then hang, mostly on the last rank.
+    """Run five steps, create the file ``trained-<rank>``, and then hang; most faults affect only the last rank.
 
     Args:
-        fault: Name of the way to hang; ``none``, ``restart`` and ``beats`` do not hang.
+        fault: Name of the fault; with ``none``, ``restart`` and ``beats`` no rank hangs.
         rank: Rank of this process.
         world_size: Number of ranks.
         ranks_per_node: Number of ranks on a simulated node; each node has a watchdog of its own.

@@ -1,4 +1,4 @@
-"""Kill a rank by SIGKILL at every operation of a save: a complete checkpoint must be there, the old or the new one."""
+"""Kill a rank by SIGKILL at every operation of a save, and check that the old or the new checkpoint is complete."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def campaign(folder: Path, num_ranks: int, overwrites: bool, stride: int = 1) ->
         stride: Distance between the operations that are tried; 1 tries all.
 
     Returns:
-        How often the previous checkpoint was found (or none, if there was none), and how often the new one.
+        Counts of how often the previous checkpoint was found (or none, if there was none), and how often the new one.
 
     Raises:
         AssertionError: If anything else was found.

@@ -32,11 +32,12 @@ NAMES = (
 def intercepted(
     before: Callable[[str, tuple[Any, ...]], None], after: Callable[[str, tuple[Any, ...], Any], None]
 ) -> Iterator[None]:
-    """Call ``before`` and ``after`` around each operation of :data:`NAMES` and each ``renameat2`` within the context.
+    """Call ``before`` and ``after`` around each operation of :data:`NAMES` and each ``renameat2`` in this context.
 
     Args:
         before: Function that is called with the operation's name and positional arguments.
-        after: Function that is called with the name, the arguments and the result, unless the operation raised.
+        after: Function that is called with the name, the arguments and the result, unless the operation has raised an
+            error.
     """
 
     def wrap(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -63,7 +64,7 @@ def intercepted(
 
 @contextmanager
 def kill_at(index: int) -> Iterator[list[str]]:
-    """Kill this process before its ``index``-th operation within the context; of a write, half is written before.
+    """Kill this process before its ``index``-th operation in this context; half of a write is done before that.
 
     The context's value is the list of the names of the operations so far.
     """

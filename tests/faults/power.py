@@ -1,8 +1,8 @@
 """Simulate power loss after each operation of a save: everything that was not flushed to the disk is lost.
 
 The save is recorded on a model of the worst file system that POSIX allows. There, the content of a file is on the disk
-only after an fsync of the file; an entry that was created in, renamed into or removed from a folder only after an fsync
-of the folder. Killing the process cannot show such losses, because the system's cache outlives it.
+only after an fsync of the file. That an entry was created in, renamed into or removed from a folder is on the disk only
+after an fsync of the folder. Killing the process cannot show such losses, because the system's cache outlives it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Disk:
         if name == "open":
             path, flags = args[0], args[1]
             if not str(os.fspath(path)).startswith(f"{self.root}"):
-                return  # A path relative to a folder's descriptor, or one elsewhere, is opened only to remove or read.
+                return  # Paths relative to a folder's descriptor, or elsewhere, are opened only to remove or read.
             children, leaf = self._slot(path) if Path(path) != self.root else ({}, "")
             if flags & os.O_CREAT and leaf not in children:
                 children[leaf] = Node(False)
@@ -95,7 +95,7 @@ def campaign(folder: Path, overwrites: bool) -> Counter[str]:
     """Record a save, and read the checkpoint that would be on the disk after each of its operations.
 
     Returns:
-        How often the previous checkpoint was found (or none, if there was none), and how often the new one.
+        Counts of how often the previous checkpoint was found (or none, if there was none), and how often the new one.
 
     Raises:
         AssertionError: If anything else was found, or the new checkpoint was not on the disk when the save returned.

@@ -23,7 +23,7 @@ from tests.faults.saves import forked
 __all__ = ["campaign"]
 
 _STEPS_PER_KILL = 14
-"""Steps to train per kill, which must be more than a kill loses for the training to get ahead.
+"""Number of steps to train per kill, which must be more than a kill loses, so that the training makes progress.
 
 A life lasts up to 20 steps, and starts from a checkpoint that is up to 10 steps old.
 """
@@ -31,13 +31,13 @@ A life lasts up to 20 steps, and starts from a checkpoint that is up to 10 steps
 
 @dataclass
 class Life:
-    """Record what one process of a rank did, from its start to its end or kill.
+    """Record the steps of one process of a rank, from its start to its end or kill.
 
     Args:
         pid: Id of the process.
         start: Global step that the process resumed from.
-        losses: Maps a step to its loss, as hexadecimal text.
-        times: Maps a step to the time in seconds at which it was done.
+        losses: The loss of each step, as hexadecimal text.
+        times: The time in seconds at which each step was done.
     """
 
     pid: int
@@ -175,10 +175,10 @@ def campaign(folder: Path, num_kills: int, num_ranks: int = 2, seed: int = 1, is
         num_kills: Number of times that a rank is killed.
         num_ranks: Number of processes that train.
         seed: Seed of the choice of the ranks and of the times of the kills.
-        is_forked: Whether to run torchrun's agent in a fork, as of :func:`start`.
+        is_forked: Whether to run torchrun's agent in a fork, as in :func:`start`.
 
     Returns:
-        The costs of the kills: median and largest number of lost steps, and of seconds to the next step.
+        The costs of the kills: the median and largest numbers of lost steps, and of seconds until the next step.
 
     Raises:
         AssertionError: If a loss differs, a step is missing, or the training failed.

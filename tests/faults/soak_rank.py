@@ -1,4 +1,4 @@
-"""A rank of the training in ``soak``, started by torchrun: it trains the examples' GPT and records every loss."""
+"""Train the examples' GPT on a rank that ``soak`` starts by torchrun, and record every loss."""
 
 from __future__ import annotations
 

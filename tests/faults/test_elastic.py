@@ -1,4 +1,4 @@
-"""A run whose node dies goes on with the nodes that are left, with the same global batch size."""
+"""Test that a run whose node dies continues on the other nodes, with the same global batch size."""
 
 from __future__ import annotations
 

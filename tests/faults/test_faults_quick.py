@@ -1,4 +1,4 @@
-"""The fault campaigns on a sample of their points."""
+"""Test saves under faults by running the fault campaigns on a sample of their points."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that hangs in a real run is found and named, and the run is ended."""
+"""Test that a rank that hangs in a real run is found and named, and the run is ended."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A SLURM job that gets its requeue signal saves where Lightning looks, asks to be requeued, and resumes from there."""
+"""Test that a SLURM job saves at its requeue signal where Lightning looks, asks to be requeued, and resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The watchdog finds, names and ends ranks that hang, and leaves other ranks alone."""
+"""Test that the watchdog finds, names and ends ranks that hang, and leaves other ranks alone."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_without_a_hang_nothing_is_printed_and_no_file_or_process_is_left(fault:
 
 
 def test_a_suspended_job_does_not_count_as_hanging(tmp_path: Path) -> None:
-    """A job may be suspended by Ctrl-Z, or by a scheduler that stops it for a while."""
+    """Stop all ranks for a while, as Ctrl-Z or a scheduler may do, and check that none is taken to hang."""
     ranks = Ranks("beats", tmp_path)
     ranks.wait_trained()
     for number, pause_s in ((signal.SIGSTOP, 1.5 * TIMEOUT_S), (signal.SIGCONT, 0)):

@@ -1,10 +1,11 @@
-"""Wrap every private name of FSDP2 that sharding uses. Checked with torch 2.13.
+"""Wrap every private name of FSDP2 that sharding uses.
 
-- ``param``: one parameter of a group, with the state that its gathered copy has.
-- ``group``: the parameters of a unit, which are gathered and reduced together.
-- ``root``: FSDP2's state for a whole step.
+- ``param``: Manages one parameter and its gathered copy.
+- ``group``: Manages the parameters of a unit, which are gathered and reduced together.
+- ``root``: Controls FSDP2's state for a whole step.
 
-"Replaced by" says which public feature of torch would make the code unnecessary.
+The names were checked with torch 2.13. "Replaced by" says which public feature of torch would make the code
+unnecessary.
 """
 
 from lightning_dist.sharding._compat.group import ShardedGroup, sharded_group

@@ -40,8 +40,8 @@ class ShardedGroup(ParameterGroup):
         self._is_reduced = False
         self._accumulated = AccumulatedGradients()
         # FSDP2 reduces and frees a group when the gradients of its modules' inputs are known. Gradients from uses of
-        # its parameters outside of these modules may come later. Replaced by: a public way to reduce at the end of a
-        # backward.
+        # its parameters outside of these modules may be computed later. Replaced by: a public way to reduce at the end
+        # of a backward.
         self._post_backward = group.post_backward
         group.post_backward = self._after_backward  # type: ignore[method-assign]
         register = FSDPParamGroup._register_post_backward_hook
@@ -68,7 +68,7 @@ class ShardedGroup(ParameterGroup):
         self.copy_requires_grad()
 
     def _of_other_code(self) -> list[tuple[nn.Module, str, torch.Tensor | None]]:
-        """Return the tensors that other code has put in the place of parameters: module, name and tensor."""
+        """Return module, name and tensor of each tensor that other code has put in the place of a parameter."""
         return [
             (module, name, held)
             for param in self._params
@@ -85,7 +85,7 @@ class ShardedGroup(ParameterGroup):
         if self._group.device.type == "cpu":
             for param in self._params:
                 param.keep_what_numpy_shares()
-        # Inside torch.func.functional_call, a block may run again, with the same tensors.
+        # Inside torch.func.functional_call, a block may run again and must find the same tensors.
         replaced = self._of_other_code() if self._has_stand_ins and self._group.is_unsharded else []
         FSDPParamGroup._to_sharded(self._group)  # type: ignore[no-untyped-call]
         if self._has_stand_ins:
@@ -94,7 +94,7 @@ class ShardedGroup(ParameterGroup):
             module._parameters[name] = current  # type: ignore[assignment]
 
     def _put_parts(self) -> None:
-        """Put parameters that stay sharded over some of the ranks until the backward into the modules."""
+        """Put the parameters into the modules that stay sharded over only some ranks until the backward."""
         self._leave_gathered()
         FSDPParamGroup._to_sharded_post_forward(self._group)  # type: ignore[no-untyped-call]
 
@@ -108,7 +108,7 @@ class ShardedGroup(ParameterGroup):
             param.put_stand_in()
 
     def begin_stand_ins(self, make: MakeStandIn) -> None:
-        """Let the modules hold stand-ins from now on, while the parameters are sharded."""
+        """Put stand-ins into the modules, now and later, whenever the parameters are sharded."""
         for param in self._params:
             param.begin_stand_in(make)
         self._has_stand_ins = True
@@ -144,13 +144,13 @@ class ShardedGroup(ParameterGroup):
         return any(own.gathered is param for own in self._params)
 
     def copies(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
-        """Yield name, gathered parameter and shard of those that have been gathered before."""
+        """Yield name, gathered parameter and shard of the parameters that have been gathered before."""
         for param in self._params:
             if param.gathered is not None:
                 yield param.name, param.gathered, param.shard
 
     def unwritten(self) -> list[str]:
-        """Return the names of gathered parameters whose values are not those of the shards."""
+        """Return the names of gathered parameters whose values differ from those of the shards."""
         return [param.name for param in self._params if not param.is_written()]
 
     def lost_hooks(self) -> list[str]:
@@ -178,25 +178,25 @@ class ShardedGroup(ParameterGroup):
         """Move the hooks that were put on the parameters before they were sharded to the sharded ones.
 
         Args:
-            originals: The parameters from before, by the module that holds them and the name there.
+            originals: The original parameters by the module that held them and their name in it.
         """
         for param in self._params:
             move_hooks(originals[param.place], param.shard)
 
     @property
     def mesh(self) -> DeviceMesh:
-        """Return the mesh that the parameters are sharded and replicated over."""
+        """Return the mesh over which the parameters are sharded and replicated."""
         return self._group.mesh_info.mesh
 
     def wait_for_end_of_backward(self) -> None:
-        """Reduce gradients and free parameters at the end of a backward from now on, and not within it.
+        """Make backwards reduce gradients and free parameters only at their end, and not within.
 
         This is for parameters that a step may use outside of the forwards of the group's modules.
         """
         self._waits_for_end = True
 
     def inside_backward(self) -> None:
-        """Reduce the gradients once those of the modules' inputs are known, unless the end must be waited for."""
+        """Reduce the gradients when those of the modules' inputs are known, unless the group waits for the end."""
         if torch.is_grad_enabled():  # Under create_graph=True, a second backward reads the parameters before any hook.
             self._is_kept = True
         if not self._waits_for_end and not self._is_kept:
@@ -211,7 +211,7 @@ class ShardedGroup(ParameterGroup):
         if is_in_backward() and torch.is_grad_enabled():
             return
         if self._waits_for_end or self._is_kept:
-            # If there are no gradients, this is the end of torch.autograd.grad.
+            # Without gradients, this is the end of torch.autograd.grad and not of a backward.
             if self._awaits_agreement or not self.has_unreduced_gradients():
                 return
             self._is_kept = False
@@ -242,31 +242,30 @@ class ShardedGroup(ParameterGroup):
                 param.drop_unreduced()
 
     def watch_unreduced(self) -> None:
-        """Let the step clear unreduced gradients."""
+        """Begin to detect whether the step clears unreduced gradients."""
         unreduced = {param.name: param.shard for param in self._params if param.has_unreduced_gradient}
         if unreduced:
             self._accumulated.watch(unreduced)
 
     def forget_used(self) -> None:
-        """Forget which parameters got gradients on this rank; called before a backward."""
+        """Forget which parameters got gradients on this rank, before a new backward."""
         for param in self._params:
             param.is_used = False
 
     def begin_agreement(self) -> list[bool]:
-        """Let ranks agree on which parameters are used: reduce zeros for those that get no gradient on this rank.
+        """Make the backward reduce zeros for parameters without a gradient on this rank, as other ranks may have one.
 
-        Other ranks may have a gradient for them. A group that waits for the end of a backward reduces its gradients in
-        :meth:`end_agreement`.
+        A group that waits for the end of a backward reduces its gradients in :meth:`end_agreement`.
 
         Returns:
-            For each parameter, whether it has a reduced gradient from an earlier backward.
+            A list that says for each parameter whether it has a reduced gradient from an earlier backward.
         """
         self._awaits_agreement = self._group.reduce_scatter_unused_params = True
         self._is_reduced = False
         return [param.shard.grad is not None for param in self._params]
 
     def used(self) -> list[bool]:
-        """Return for each parameter whether a backward since :meth:`forget_used` gave it a gradient on this rank."""
+        """Return, for each parameter, whether a backward since :meth:`forget_used` gave it a gradient on this rank."""
         return [param.is_used or param.has_unreduced_gradient for param in self._params]
 
     def end_agreement(self, used: Sequence[bool], had_gradient: Sequence[bool]) -> None:
@@ -295,9 +294,9 @@ class ShardedGroup(ParameterGroup):
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Keep the parameters gathered inside.
+        """Keep the parameters gathered in this context.
 
-        Moving the module to another device, for example, would free them, because FSDP2 moves shards.
+        Moving the module to another device, for example, would otherwise free them, because FSDP2 moves shards.
         """
         self._is_held = True
         try:
@@ -317,7 +316,7 @@ class ShardedGroup(ParameterGroup):
 
     @contextmanager
     def kept_after_forward(self) -> Iterator[None]:
-        """Keep the parameters gathered after a forward inside.
+        """Keep the parameters gathered after forwards in this context.
 
         Replaced by: ``set_reshard_after_forward``, once it can be undone.
         """
@@ -329,7 +328,7 @@ class ShardedGroup(ParameterGroup):
 
     @contextmanager
     def whole_state_dict(self) -> Iterator[None]:
-        """Let ``state_dict()`` inside return the gathered parameters; otherwise FSDP2's hook reshards them first.
+        """Make ``state_dict()`` in this context return the gathered parameters, which FSDP2's hook would reshard first.
 
         Replaced by: a public way to get the state dict of gathered modules with whole parameters.
         """
@@ -345,7 +344,7 @@ class ShardedGroup(ParameterGroup):
                 hooks[number] = hook
 
     def gather(self) -> None:
-        """All-gather the parameters, if they are sharded now. A collective.
+        """All-gather the parameters if they are sharded now, which is a collective.
 
         FSDP2 reuses the tensors that the first gather creates. Inference mode is off while they are created, because
         inference tensors cannot be trained.
@@ -357,12 +356,12 @@ class ShardedGroup(ParameterGroup):
     def put_into(self, places: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
         """Register further modules that hold the parameters, besides those that ``fully_shard`` was given.
 
-        They get the sharded parameters now, and the gathered or sharded ones whenever FSDP2 swaps them.
+        These modules get the sharded parameters now, and later the gathered or sharded ones whenever FSDP2 swaps them.
 
         Replaced by: a ``fully_shard`` that takes parameters instead of modules.
 
         Args:
-            places: For each parameter, the modules that hold it and its names there.
+            places: For each parameter, the modules that hold it and its names in them.
         """
         for param, modules in zip(self._params, places, strict=True):
             param.put_into(list(modules))
@@ -379,11 +378,11 @@ class ShardedGroup(ParameterGroup):
     def copy_requires_grad(self) -> None:
         """Copy ``requires_grad`` from the sharded to the gathered parameters, as FSDP2 does only when it gathers.
 
-        Where a step has set that of a gathered parameter, it is copied to the sharded one instead.
+        If a step has set ``requires_grad`` of a gathered parameter, it is copied to the sharded one instead.
         """
         for param in self._params:
             param.copy_requires_grad()
-        # FSDP2 finds out once in which dtypes it reduces gradients, and does not if all parameters are frozen then.
+        # FSDP2 determines only once in which dtypes it reduces gradients, and cannot if all parameters are frozen then.
         is_unknown = getattr(self._group, "_orig_dtype", torch.float32) is None
         if is_unknown and any(param.shard.requires_grad for param in self._params):
             self._group._init_mp_dtypes()

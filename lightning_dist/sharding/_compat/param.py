@@ -1,4 +1,4 @@
-"""Manage one parameter that FSDP2 shards: its shard, the gathered copy of it, and what modules hold."""
+"""Manage one parameter that FSDP2 shards: its shard, its gathered copy, and which of them modules hold."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from lightning_dist._compat import local_of, overwrite
 __all__ = ["MakeStandIn", "ShardedParam"]
 
 MakeStandIn = Callable[[torch.Tensor, torch.dtype | None, Callable[[], None]], torch.Tensor]
-"""Makes the stand-in of a sharded parameter, given the dtype that it is computed in (None: its own), and a function
-that must be called when a backward computes its gradient."""
+"""A function that creates the stand-in of a sharded parameter, given the parameter, the dtype that it is computed in
+(None: its own), and a function that must be called when a backward computes its gradient."""
 
 
 class ShardedParam:
@@ -34,13 +34,13 @@ class ShardedParam:
         self._stand_in: nn.Parameter | None = None
         self._version = 0
         self._shard_version: tuple[int, int] | None = None
-        """The version of the shard when it was gathered; if it has changed since, it is newer than the copy."""
+        """The version of the shard when it was gathered; if it differs now, the shard is newer than the copy."""
         self._requires_grad: bool | None = None
         """The last value of ``requires_grad`` that the shard and the gathered copy had in common."""
         self.is_used = False
         """Whether a backward gave the parameter a gradient on this rank."""
-        # After load_state_dict, FSDP2 takes the parameters that the modules hold to be the shards, without a check.
-        # Replaced by: such a check in FSDP2.
+        # After load_state_dict, FSDP2 assumes that the parameters in the modules are the shards, and does not check
+        # this. Replaced by: a check in FSDP2.
         param.reset_sharded_param = self._take_shard  # type: ignore[method-assign]
 
     @property
@@ -74,7 +74,7 @@ class ShardedParam:
         """Register further modules that hold the parameter; they get the shard now.
 
         Args:
-            modules: The modules and the parameter's names there.
+            modules: The modules, and the parameter's names in them.
         """
         info = self._param._module_info
         for module, name in modules:
@@ -83,7 +83,7 @@ class ShardedParam:
         self._param._setattr_on_modules(self.shard)
 
     def begin_stand_in(self, make: MakeStandIn) -> None:
-        """Make a stand-in, if there is none yet, which modules may hold while the parameter is sharded."""
+        """Create a stand-in, if there is none yet, which modules may hold while the parameter is sharded."""
         if self._stand_in is None:
             self._stand_in = cast(nn.Parameter, make(self.shard, self._param.param_dtype, self._set_used))
 
@@ -100,7 +100,7 @@ class ShardedParam:
         self._param._setattr_on_modules(self.shard)
 
     def held(self) -> Iterator[tuple[nn.Module, str, torch.Tensor | None]]:
-        """Yield each module that holds the parameter, the name there, and the tensor that the module holds now."""
+        """Yield each module that holds the parameter, the name in it, and the tensor that the module holds now."""
         info = self._param._module_info
         for module, name in (
             (info.module, info.param_name),
@@ -129,7 +129,7 @@ class ShardedParam:
             FSDPParam.reset_sharded_param(self._param)  # type: ignore[no-untyped-call]
 
     def keep_what_numpy_shares(self) -> None:
-        """Never free the gathered copy if a NumPy array shares its memory, because torch cannot resize it any more."""
+        """Never free the gathered copy if a NumPy array shares its memory, because torch cannot resize such memory."""
         tensors = (*self._param.all_gather_outputs, *self._param._unsharded_inner_tensors)
         if not all(tensor.untyped_storage().resizable() for tensor in tensors):
             self._param.free_unsharded_param = _do_nothing  # type: ignore[method-assign]
@@ -137,10 +137,10 @@ class ShardedParam:
     # Values
 
     def was_gathered(self) -> None:
-        """Note the shard's version, and check that FSDP2 has gathered the memory that the shard has now.
+        """Record the shard's version, and check that FSDP2 has gathered the memory that the shard has now.
 
         Raises:
-            RuntimeError: If the shard has got new memory in a way that FSDP2 does not see.
+            RuntimeError: If the shard has got new memory in a way that FSDP2 does not notice.
         """
         self._shard_version = self._version_of_shard()
         shard, sent = local_of(self.shard), self._param._sharded_param_data
@@ -156,7 +156,7 @@ class ShardedParam:
         return self.shard._version, local_of(self.shard)._version
 
     def write_back(self, is_changed: bool) -> bool:
-        """Write what a step has changed in the gathered copy into the shard.
+        """Write a step's changes of the gathered copy into the shard.
 
         Values are compared, because a change through ``param.data`` does not increase the version counter of a tensor.
 
@@ -199,14 +199,14 @@ class ShardedParam:
     # Gradients
 
     def copy_requires_grad(self) -> None:
-        """Copy ``requires_grad`` from the shard to the gathered copy, or back if a step has set that of the copy."""
+        """Copy ``requires_grad`` from the shard to the gathered copy, or back if a step has set it on the copy."""
         self.take_requires_grad()
         if self.whole.requires_grad != self.shard.requires_grad:
             self.whole.requires_grad_(self.shard.requires_grad)
         self._requires_grad = self.shard.requires_grad
 
     def take_requires_grad(self) -> None:
-        """Copy ``requires_grad`` of the gathered copy to the shard, if a step has set it."""
+        """Copy ``requires_grad`` from the gathered copy to the shard if a step has set it."""
         before = self._requires_grad
         if before is None:
             return
@@ -231,7 +231,7 @@ class ShardedParam:
 
 
 def _store(shard: torch.Tensor, own: torch.Tensor) -> None:
-    """Copy the elements of ``own`` that differ from those of ``shard``; the others keep their precision."""
+    """Copy those elements of ``own`` into ``shard`` that differ; the others keep their precision."""
     if shard.data_ptr() == own.data_ptr():
         return
     # On other devices, the host would have to wait for the result of a comparison.

@@ -20,15 +20,15 @@ __all__ = [
 
 
 def initialize_root(root: nn.Module) -> None:
-    """Make ``root`` the FSDP root now.
+    """Make ``root`` the FSDP root, before any module runs.
 
-    FSDP2 would otherwise take the module that runs first as the root, and raise when the real root runs.
+    FSDP2 would otherwise take the module that runs first for the root, and raise an error when the real root runs.
     """
     fsdp_state(root)._lazy_init()
 
 
 def gather_before_views(module: nn.Module) -> None:
-    """Gather the parameters of ``module`` before its backward even if a step changes its output, a view, in place.
+    """Gather the parameters of ``module`` before its backward, even if a step changes its output, a view, in place.
 
     FSDP2 registers its pre-backward hook on the module's output. If the output is a view, FSDP2 warns, because autograd
     drops the hook when the view is changed in place. A hook on the view's base, as registered here, stays.
@@ -60,7 +60,7 @@ def flush_gradients(root: nn.Module) -> None:
 
 @contextmanager
 def accumulating(root: nn.Module, groups: Sequence[ShardedGroup]) -> Iterator[None]:
-    """Keep parameters gathered and gradients unreduced inside, while forwards and backwards run in any order.
+    """Keep parameters gathered and gradients unreduced in this context, whatever forwards and backwards run.
 
     Replaced by: ``set_reshard_after_backward`` and similar methods, once they work on a root without parameters and
     can be undone.
@@ -84,7 +84,7 @@ def accumulating(root: nn.Module, groups: Sequence[ShardedGroup]) -> Iterator[No
 
 
 def reduce_gradients(root: nn.Module, groups: Sequence[ShardedGroup]) -> None:
-    """Reduce the gradients that backwards inside :func:`accumulating` left."""
+    """Reduce the gradients that backwards inside :func:`accumulating` have left."""
     for group in reversed(groups):
         group._reduce()
     fsdp_state(root)._root_post_backward_final_callback()
