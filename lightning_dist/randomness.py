@@ -71,13 +71,21 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 def unchanged_random_numbers() -> Iterator[None]:
     """Restore the states of the generators at the end of the context, also after an error.
 
-    ``lightning.pytorch.utilities.seed.isolate_rng`` does not restore them after an error.
+    ``lightning.pytorch.utilities.seed.isolate_rng`` does not restore them after an error. No tensor is made here,
+    because it would be a fake one while a step is traced.
     """
-    state = rng_state()
+    accelerator = _accelerator()
+    device = None if accelerator is None else torch.get_device_module(accelerator)
+    numbers, of_numpy, of_torch = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    of_device = None if device is None else device.get_rng_state()
     try:
         yield
     finally:
-        set_rng_state(state)
+        random.setstate(numbers)
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+        if device is not None:
+            device.set_rng_state(of_device)
 
 
 def agree_on_random_numbers(group: dist.ProcessGroup, module: nn.Module) -> None:
