@@ -57,8 +57,8 @@ class TechniqueStates:
 
         This is a collective if ranks have different parameters.
         """
-        for others_to_write in self._points.others_to_write:
-            checkpoint = others_to_write(checkpoint)
+        for hook_state_to_write in self._points.hook_state_to_write:
+            checkpoint = hook_state_to_write(checkpoint)
         return checkpoint
 
     def add_remote_state(self, state: dict[str, Any]) -> None:

@@ -32,7 +32,7 @@ from lightning_dist.pipeline.microbatches import (
 from lightning_dist.pipeline.original_module import OriginalModule
 from lightning_dist.pipeline.outside_of_steps import AllStages
 from lightning_dist.pipeline.pipeline import Pipeline
-from lightning_dist.pipeline.schedule_runner import PreparedStep, Ran, RunRoot, ScheduleRunner
+from lightning_dist.pipeline.schedule_runner import PreparedStep, RunRoot, ScheduleRunner, StepOutcome
 from lightning_dist.pipeline.schedules import SCHEDULES
 from lightning_dist.pipeline.simulation import simulate
 from lightning_dist.pipeline.stages import PipelineConfig, Stages, drop_remote, find_stages, own_units
@@ -49,10 +49,10 @@ __all__ = [
     "Pipeline",
     "PipelineConfig",
     "PreparedStep",
-    "Ran",
     "RunRoot",
     "ScheduleRunner",
     "Stages",
+    "StepOutcome",
     "Timeline",
     "agreed_path",
     "batch_size_of",

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_dist.step_graph import items_of, packages_of, set_items
 
-__all__ = ["keep", "restore", "unchanged"]
+__all__ = ["restore", "restoring_attributes", "save_attributes"]
 
 Names = Sequence[tuple[str, str]]
 """Names of attributes, each as the module's name and the attribute's name."""
@@ -24,7 +24,7 @@ class _Absent:
     """Mark an attribute that does not exist."""
 
 
-def keep(root: nn.Module, names: Names) -> list[tuple[Any, list[Any] | None]]:
+def save_attributes(root: nn.Module, names: Names) -> list[tuple[Any, list[Any] | None]]:
     """Return the values of attributes, together with the items of those that are containers or objects of the user's.
 
     Args:
@@ -41,12 +41,12 @@ def keep(root: nn.Module, names: Names) -> list[tuple[Any, list[Any] | None]]:
 
 
 def restore(root: nn.Module, names: Names, kept: Sequence[tuple[Any, list[Any] | None]]) -> None:
-    """Restore attributes, and the items of their containers, to what :func:`keep` returned.
+    """Restore attributes, and the items of their containers, to what :func:`save_attributes` returned.
 
     Args:
         root: The user's module.
-        names: The names of the attributes, as for :func:`keep`.
-        kept: The result of :func:`keep`.
+        names: The names of the attributes, as for :func:`save_attributes`.
+        kept: The result of :func:`save_attributes`.
     """
     for (module, key), (value, items) in zip(names, kept, strict=True):
         attributes = vars(root.get_submodule(module))
@@ -59,14 +59,14 @@ def restore(root: nn.Module, names: Names, kept: Sequence[tuple[Any, list[Any] |
 
 
 @contextmanager
-def unchanged(root: nn.Module, names: Names) -> Iterator[None]:
+def restoring_attributes(root: nn.Module, names: Names) -> Iterator[None]:
     """Restore attributes at the end of this context to what they were at its start.
 
     Args:
         root: The user's module.
         names: The names of the attributes.
     """
-    kept = keep(root, names)
+    kept = save_attributes(root, names)
     try:
         yield
     finally:

@@ -42,13 +42,13 @@ class BuffersOfStep:
         """Return copies of the buffers' current values, by name."""
         return {name: buffers[key].detach().clone() for name, (buffers, key, _, _) in self._places.items()}
 
-    def restore(self, outside_of: tuple[str, ...] = ()) -> None:
+    def restore(self, except_prefixes: tuple[str, ...] = ()) -> None:
         """Restore the buffers to their values before the step.
 
         Args:
-            outside_of: Prefixes of names; buffers whose names begin with one of them are left unchanged.
+            except_prefixes: Prefixes of names; buffers whose names begin with one of them are left unchanged.
         """
-        self.set({name: value for name, (*_, value) in self._places.items() if not name.startswith(outside_of)})
+        self.set({name: value for name, (*_, value) in self._places.items() if not name.startswith(except_prefixes)})
 
     @torch.no_grad()
     def set(self, values: Mapping[str, Tensor]) -> None:

@@ -28,7 +28,7 @@ class OriginalModule:
         self._before = [(module, dict(vars(module))) for module in root.modules()]
         self._changed: list[tuple[nn.Module, dict[str, Any]]] = []
 
-    def is_spread(self) -> None:
+    def record_changes(self) -> None:
         """Record which attributes parallelization has changed. Call this once, after the module was parallelized."""
         for module, before in self._before:
             now = vars(module)
@@ -41,7 +41,7 @@ class OriginalModule:
         self._before.clear()
 
     @contextmanager
-    def again(self) -> Iterator[None]:
+    def restored(self) -> Iterator[None]:
         """Restore the original attributes for the time of this context."""
         kept = [(module, dict(vars(module))) for module, _ in self._changed]
         try:

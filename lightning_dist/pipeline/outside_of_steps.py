@@ -28,7 +28,7 @@ from lightning_dist import _compat
 from lightning_dist.consensus import timed_barrier
 from lightning_dist.pipeline.failures import Failure, raise_together
 
-__all__ = ["AllStages", "unmarked"]
+__all__ = ["AllStages", "without_holder_records"]
 
 _READS = frozenset(
     {
@@ -102,7 +102,7 @@ class AllStages(TorchFunctionMode):
         self._have_gradients: dict[int, bool] | None = None
 
     @contextmanager
-    def around(self, what: str) -> Iterator[None]:
+    def hook_context(self, what: str) -> Iterator[None]:
         """Let code in this context work on the parameters of all stages; a nested context has no effect.
 
         Args:
@@ -132,7 +132,7 @@ class AllStages(TorchFunctionMode):
         finally:
             self._is_on = before
 
-    def whole(self, value: Any) -> Any:
+    def broadcast_missing(self, value: Any) -> Any:
         """Return ``value`` with each tensor that some ranks lack replaced by one that has its values on all ranks.
 
         This is a collective over the pipeline if ``value`` contains such a tensor.
@@ -196,7 +196,7 @@ class AllStages(TorchFunctionMode):
         if name == "equal":
             return self._equal(func, *args)
         if name in _READS or (name == "__getitem__" and any(t.dtype == torch.bool for t in tensors)):
-            args, kwargs = self.whole((args, kwargs))
+            args, kwargs = self.broadcast_missing((args, kwargs))
             return func(*args, **kwargs)
         if name.startswith("_foreach_"):
             return self._one_by_one(func, args, kwargs)
@@ -207,7 +207,7 @@ class AllStages(TorchFunctionMode):
             return self._in_place(func, args[0], args[1:], kwargs)
         common = frozenset.intersection(*(_holders(tensor) or frozenset() for tensor in tensors))
         if not common:
-            args, kwargs = self.whole((args, kwargs))
+            args, kwargs = self.broadcast_missing((args, kwargs))
             return func(*args, **kwargs)
         if self._rank in common:
             result = func(*args, **kwargs)
@@ -243,7 +243,7 @@ class AllStages(TorchFunctionMode):
         values = tree_flatten((others, kwargs))[0]
         found = [leaf for leaf in values if _has_holders(leaf)]
         if any(holders is None or not holders <= (_holders(leaf) or frozenset()) for leaf in found):
-            others, kwargs = self.whole((others, kwargs))
+            others, kwargs = self.broadcast_missing((others, kwargs))
         own = [leaf for leaf in values if isinstance(leaf, Tensor) and leaf.ndim and not _has_holders(leaf)]
         with self._failing_together() if own else nullcontext():
             if self._is_here(target):
@@ -297,8 +297,8 @@ class AllStages(TorchFunctionMode):
             return True
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
-        sums = self.whole((self._sum(one), self._sum(other)))
-        return bool(sums[0] == sums[1]) and bool(func(*self.whole((one, other))))
+        sums = self.broadcast_missing((self._sum(one), self._sum(other)))
+        return bool(sums[0] == sums[1]) and bool(func(*self.broadcast_missing((one, other))))
 
     def _sum(self, tensor: Tensor) -> Tensor:
         holders = _holders(tensor)
@@ -377,7 +377,7 @@ def _mark(tensor: Tensor, holders: frozenset[int]) -> Tensor:
 
 
 @contextmanager
-def unmarked(root: nn.Module) -> Iterator[None]:
+def without_holder_records(root: nn.Module) -> Iterator[None]:
     """Forget in this context which ranks hold the tensors of ``root``, so that torch can convert the tensors.
 
     The record holds weak references to the tensors, and torch cannot swap a tensor that has weak references.

@@ -22,7 +22,11 @@ from lightning_dist.pipeline.schedule_runner import PreparedStep, ScheduleRunner
 from lightning_dist.pipeline.shared import SharedParameters
 from lightning_dist.pipeline.stages import PipelineConfig, drop_remote, find_stages, own_units
 from lightning_dist.pipeline.whole_model import whole_model
-from lightning_dist.pipeline.whole_state import optimizer_state_of_all, written_by_first_stage, written_by_stage
+from lightning_dist.pipeline.whole_state import (
+    optimizer_state_of_all,
+    with_one_writer_per_tensor,
+    with_replicated_tensors,
+)
 from lightning_dist.step_graph import KnownPaths, Readable, StepGraph
 from lightning_dist.technique import Rows, Technique
 from lightning_dist.tensor_state import is_remote
@@ -111,7 +115,7 @@ class Pipeline(Technique):
         )
         self.shared = SharedParameters(self._root, self.stages, self.config, self._stage_to_stage)
         self.all_stages = AllStages(self._root, self._holders(), self.group, self._device)
-        self._original_module.is_spread()
+        self._original_module.record_changes()
 
     def after_microbatches(self, reduces: bool) -> None:
         """Sum the gradients of parameters that several stages share, if gradients are reduced now.
@@ -175,7 +179,7 @@ class Pipeline(Technique):
         graph = paths.remember(path) if is_traced else paths.known(path)
         prepared = self.runner.prepare(graph, num_microbatches, has_backward)
         if has_backward:
-            self.shared.will_run(graph)
+            self.shared.record_used_parameters(graph)
         return prepared
 
     @contextmanager
@@ -184,7 +188,7 @@ class Pipeline(Technique):
 
         This is a collective over ``pp``.
         """
-        with whole_model(self._root, self.group, self._device), self._replay.switched_off():
+        with whole_model(self._root, self.group, self._device), self._replay.calls_allowed_outside_steps():
             yield
 
     def state_to_write(self, state: dict[str, Any]) -> dict[str, Any]:
@@ -195,9 +199,9 @@ class Pipeline(Technique):
         Args:
             state: A state dict of the module.
         """
-        return written_by_stage(state, self._mesh, self.buffers_of_others)
+        return with_replicated_tensors(state, self._mesh, self.buffers_of_others)
 
-    def others_to_write(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def hook_state_to_write(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint in which one stage writes each tensor that others lack.
 
         This is a collective over ``pp``.
@@ -206,7 +210,7 @@ class Pipeline(Technique):
             checkpoint: The entries of a checkpoint that are no state of the module or of an optimizer.
         """
         with self.all_stages.switched_off():
-            return written_by_first_stage(checkpoint, self.group, self._mesh)
+            return with_one_writer_per_tensor(checkpoint, self.group, self._mesh)
 
     def add_remote_state(self, state: dict[str, Any]) -> None:
         """Add the meta tensors that the module has for other stages to a state dict read from a checkpoint."""
@@ -223,7 +227,7 @@ class Pipeline(Technique):
 
     def original(self) -> AbstractContextManager[None]:
         """Return a context in which the module is as it was before it was parallelized."""
-        return self._original_module.again()
+        return self._original_module.restored()
 
     def whole_optimizer_state(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return an optimizer's state together with that of other stages. This is a collective over ``pp``."""

@@ -110,16 +110,16 @@ class MicrobatchSeed:
     data_parallel_rank: int
 
     @property
-    def between(self) -> int:
+    def seed_between_parts(self) -> int:
         """Return the seed of the code between parts."""
         state = self.base & _MASK
         for number in (self.microbatch, self.data_parallel_rank):
             state = _splitmix64(state + (number + 1) * _GOLDEN_GAMMA)
         return state >> 1
 
-    def of(self, call: int) -> int:
+    def seed_of_call(self, call: int) -> int:
         """Return the seed of the part's call with the index ``call``."""
-        return part_seed(self.between, call)
+        return part_seed(self.seed_between_parts, call)
 
 
 def part_seed(between: int, call: int) -> int:
@@ -145,7 +145,7 @@ def _splitmix64(state: int) -> int:
 
 
 @dataclass
-class _Run:
+class _StageRunState:
     """Hold the state of a step that runs on one stage.
 
     Args:
@@ -181,8 +181,8 @@ class Replay:
         self._root = root
         self._device = device
         self._remote = remote
-        self._run: _Run | None = None
-        self._is_whole = False
+        self._run: _StageRunState | None = None
+        self._has_whole_model = False
         self._last_draws: dict[str, tuple[int, frozenset[str]]] = {}
         self._generators = RngGenerators(device)
         for name, part in parts.items():
@@ -206,11 +206,11 @@ class Replay:
             TraceError: If the step takes another path than the traced one.
         """
         given = dict(zip(plan.received, received, strict=True))
-        run = self._run = _Run(plan, seed, given)
+        run = self._run = _StageRunState(plan, seed, given)
         result = None
         try:
             if plan.graph.draws:
-                self._generators.seed(seed.between, plan.graph.draws)
+                self._generators.seed(seed.seed_between_parts, plan.graph.draws)
             with checkpointing_without_reentry():
                 result = step()
             refuse_stand_ins(result, "returns")
@@ -239,18 +239,18 @@ class Replay:
             sent.append(tensor if is_sendable else tensor.clone(memory_format=torch.contiguous_format))
         return result, tuple(sent)
 
-    def numbers_kept(self, graph: StepGraph) -> AbstractContextManager[None]:
+    def restoring_generators(self, graph: StepGraph) -> AbstractContextManager[None]:
         """Return a context at whose end the generators that the step draws from get their former states back."""
         return self._generators.kept(graph.draws)
 
     @contextmanager
-    def switched_off(self) -> Iterator[None]:
+    def calls_allowed_outside_steps(self) -> Iterator[None]:
         """Let parts be called outside of a step in this context, in which this rank has all parts."""
-        self._is_whole = True
+        self._has_whole_model = True
         try:
             yield
         finally:
-            self._is_whole = False
+            self._has_whole_model = False
 
     @contextmanager
     def stand_in_parameters(self, names: Collection[str]) -> Iterator[None]:
@@ -285,7 +285,7 @@ class Replay:
     def _on_call(self, name: str, part: nn.Module, *args: Any, **kwargs: Any) -> Any:
         run = self._run
         if run is None or run.is_inside:
-            if name in self._remote and not self._is_whole:
+            if name in self._remote and not self._has_whole_model:
                 raise RuntimeError(
                     f"{name} was called outside of a step, and its weights are on another stage of the pipeline. Call"
                     " the model inside `with lightning_dist.full_parameters(module):`, entered on every rank."
@@ -325,7 +325,9 @@ class Replay:
                 self._keep(run, (index, place), leaf)
         return output
 
-    def _run_part(self, run: _Run, index: int, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_part(
+        self, run: _StageRunState, index: int, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Run a part that draws random numbers, or that has inner modules from which hooks take tensors."""
         call = run.plan.graph.calls[index]
         with ExitStack() as around:
@@ -334,10 +336,10 @@ class Replay:
             if call.draws:
                 self._last_draws[call.name] = (index, call.draws)
                 around.enter_context(self._generators.kept(call.draws))
-                self._generators.seed(run.seed.of(index), call.draws)
+                self._generators.seed(run.seed.seed_of_call(index), call.draws)
             return _compat.call(part, *args, **kwargs)
 
-    def _keep(self, run: _Run, value: Value, tensor: Any) -> None:
+    def _keep(self, run: _StageRunState, value: Value, tensor: Any) -> None:
         """Keep ``tensor`` as ``value``, if the plan sends it.
 
         Raises:
@@ -359,7 +361,7 @@ class Replay:
         run.made[value] = (tensor.clone() if known.is_changed else tensor).to(known.dtype)
 
     @contextmanager
-    def _taken_from_inside(self, run: _Run, index: int) -> Iterator[None]:
+    def _taken_from_inside(self, run: _StageRunState, index: int) -> Iterator[None]:
         """Keep the tensors that hooks take from modules inside a part, while the part's call runs in this context."""
         num_calls: Counter[str] = Counter()
 
@@ -383,7 +385,9 @@ class Replay:
             for hook in hooks:
                 hook.remove()
 
-    def _stand_in(self, run: _Run, index: int, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _stand_in(
+        self, run: _StageRunState, index: int, part: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         """Return the output of a part of an earlier stage: the received tensors, and stand-ins for the others.
 
         The part's forward hooks are called, and those of the inner modules from which hooks take tensors.
@@ -410,7 +414,7 @@ class Replay:
         _compat.call_forward_hooks(part, args, kwargs, result)
         return result
 
-    def _received_view(self, run: _Run, tensor: Tensor) -> Tensor:
+    def _received_view(self, run: _StageRunState, tensor: Tensor) -> Tensor:
         """Return a view of a received tensor for the code of this stage; the tensor itself if it needs no gradient.
 
         Hooks are registered on the view, because torch's schedules receive every step's tensors into the same buffers,

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dist.pipeline.attributes import unchanged
+from lightning_dist.pipeline.attributes import restoring_attributes
 from lightning_dist.pipeline.buffers import BuffersOfStep
 from lightning_dist.pipeline.failures import Failure
 from lightning_dist.pipeline.replay import MicrobatchSeed, Replay, StagePlan
@@ -23,7 +23,7 @@ from lightning_dist.pipeline.timeline import Order, Recorder, TimedStage, Timeli
 from lightning_dist.step_graph import Leaf, StepGraph
 from lightning_dist.tensor_state import is_remote
 
-__all__ = ["PreparedStep", "Ran", "RunRoot", "ScheduleRunner"]
+__all__ = ["PreparedStep", "RunRoot", "ScheduleRunner", "StepOutcome"]
 
 _MOST_PREPARED = 4
 """Maximum number of prepared steps, such as those for other shapes of batches, that are kept.
@@ -53,25 +53,25 @@ class PreparedStep:
 
 
 @dataclass(frozen=True)
-class Ran:
+class StepOutcome:
     """Hold the outcome of a step on this rank.
 
     Args:
         results: What the step returned on each microbatch; empty on ranks without the last stage.
-        at_end: For each microbatch, the values that :meth:`ScheduleRunner.values_at_end` describes, or no values if the
-            graph has no ``of_whole_batch``; empty on ranks without the last stage.
+        part_outputs: For each microbatch, the values that :meth:`ScheduleRunner.values_at_end` describes, or no values
+            if the graph has no ``of_whole_batch``; empty on ranks without the last stage.
         failure: The first error on this rank, or None.
         buffers: Copies, made before the step, of the buffers that were restored at the start of each microbatch.
     """
 
     results: list[Any]
-    at_end: list[tuple[Tensor, ...]]
+    part_outputs: list[tuple[Tensor, ...]]
     failure: Failure | None
     buffers: BuffersOfStep
 
 
 @dataclass
-class _Running:
+class _StepState:
     """Hold the state of a step while it runs.
 
     Args:
@@ -83,8 +83,8 @@ class _Running:
         base: The seed from which the seeds of all microbatches are derived.
         results: What the step returned on each microbatch; empty on ranks without the last stage.
         buffers: Copies, made before the step, of the buffers that are restored at the start of each microbatch.
-        at_end: For each microbatch, the values from which the end of the step on the whole batch is computed; empty on
-            ranks without the last stage.
+        part_outputs: For each microbatch, the values from which the end of the step on the whole batch is computed;
+            empty on ranks without the last stage.
         failure: The first error that was raised on this rank, or None. After an error, this rank's stages compute
             nothing, and only take part in the schedule's communication.
     """
@@ -96,7 +96,7 @@ class _Running:
     base: int
     results: list[Any]
     buffers: BuffersOfStep
-    at_end: list[tuple[Tensor, ...]]
+    part_outputs: list[tuple[Tensor, ...]]
     failure: Failure | None = None
 
 
@@ -139,7 +139,7 @@ class ScheduleRunner:
         self._own_stages = config.stages_on(dist.get_rank(group))
         self._prepared: dict[object, PreparedStep] = {}
         self._recorder = Recorder(device)
-        self._running: _Running | None = None
+        self._running: _StepState | None = None
         self.order: Order = ()
         """The actions of each rank in the latest step with a backward, in their order."""
         self.runs_last_stage = False
@@ -173,7 +173,7 @@ class ScheduleRunner:
         torch_stages = []
         for stage, plan in plans.items():
             torch_stage = TimedStage(
-                _Submodule(partial(self._run_stage, stage), self._root),
+                _StageModule(partial(self._run_stage, stage), self._root),
                 stage,
                 num_stages,
                 self._device,
@@ -181,14 +181,14 @@ class ScheduleRunner:
                 # The output of the last stage is the loss, which is not sent.
                 output_args=tuple(map(partial(_example, plan), plan.sent)) or torch.empty((), device="meta"),
                 group=self._group,
-                dw_builder=None if self._splits_backward else _nothing_is_left,
+                dw_builder=None if self._splits_backward else _no_weight_backward,
             )
             torch_stage.recorder = self._recorder
             torch_stage.run_backward = self._run_backward
             torch_stages.append(torch_stage)
         wanted = SCHEDULES[self._config.schedule]
         if not wanted.fits(num_microbatches, self._config.pp_size, num_stages):
-            wanted = SCHEDULES[wanted.for_few]
+            wanted = SCHEDULES[wanted.fallback]
         is_single = wanted.virtual_stages == 1
         schedule = wanted.torch_class(
             torch_stages[0] if is_single else torch_stages,
@@ -205,7 +205,7 @@ class ScheduleRunner:
         steps: Sequence[Callable[[], Any]],
         run_root: RunRoot,
         loss_of: Callable[[Any], Tensor] | None = None,
-    ) -> Ran:
+    ) -> StepOutcome:
         """Run the microbatches of a step, and their backwards if there is a loss. This is a collective over ``pp``.
 
         An error of the user's code is not raised, because the other ranks would wait for what this rank sends. The
@@ -226,26 +226,28 @@ class ScheduleRunner:
         has_last = any(plan.is_last for plan in prepared.plans.values())
         results = [None] * len(steps) if has_last else []
         buffers = BuffersOfStep(self._root, prepared.graph.steady_buffers | prepared.graph.buffers_between)
-        at_end: list[tuple[Tensor, ...]] = [()] * len(results)
-        running = self._running = _Running(prepared.plans, steps, run_root, loss_of, base, results, buffers, at_end)
+        part_outputs: list[tuple[Tensor, ...]] = [()] * len(results)
+        running = self._running = _StepState(
+            prepared.plans, steps, run_root, loss_of, base, results, buffers, part_outputs
+        )
         if loss_of is not None:
             self.order = prepared.order
             self._recorder.begin()
         numbers = torch.arange(len(steps))
         try:
             with (
-                self._replay.numbers_kept(prepared.graph),
+                self._replay.restoring_generators(prepared.graph),
                 self._replay.stand_in_parameters(prepared.graph.params_between),
             ):
                 if loss_of is not None:
                     prepared.schedule.step(microbatch=numbers, target=numbers, losses=[], return_outputs=False)
                 else:
                     self._run_forward(running)
-            return Ran(running.results, running.at_end, running.failure, running.buffers)
+            return StepOutcome(running.results, running.part_outputs, running.failure, running.buffers)
         finally:
             self._running = None
 
-    def _run_forward(self, running: _Running) -> None:
+    def _run_forward(self, running: _StepState) -> None:
         """Run all microbatches through each stage of this rank, one stage after another.
 
         No schedule of torch is used, because all of them run backwards.
@@ -303,11 +305,11 @@ class ScheduleRunner:
             changed = plan.graph.changed if not (plan.is_last and is_last) else ()
             changed += plan.graph.changed_inside if not plan.is_last else ()
             changed += plan.graph.changed_in_parts if not is_last else ()
-            with unchanged(self._root, changed) if changed else nullcontext():
+            with restoring_attributes(self._root, changed) if changed else nullcontext():
                 result, sent = self._replay.run(plan, seed, received, step)
             if not plan.is_last:
                 return sent
-            running.results[microbatch], running.at_end[microbatch] = result, sent
+            running.results[microbatch], running.part_outputs[microbatch] = result, sent
             return running.loss_of(result) if running.loss_of is not None else torch.zeros(1, device=self._device)
 
         if running.failure is None:
@@ -340,7 +342,7 @@ class ScheduleRunner:
                 running.failure = Failure.now(raised, f"backward of stage {stage}, microbatch {microbatch}")
         return None
 
-    def run_end(self, graph: StepGraph, values: Sequence[Tensor], step: Callable[[], Any]) -> Any:
+    def run_between_parts(self, graph: StepGraph, values: Sequence[Tensor], step: Callable[[], Any]) -> Any:
         """Run the code between parts of a step on given outputs of the parts, and return the step's result.
 
         No part runs, and there is no communication.
@@ -352,12 +354,12 @@ class ScheduleRunner:
         """
         self.runs_last_stage = True
         plan = self._plan_of_end(graph)
-        with self._replay.numbers_kept(graph), self._replay.stand_in_parameters(graph.params_between):
+        with self._replay.restoring_generators(graph), self._replay.stand_in_parameters(graph.params_between):
             given = [value.to(self._device) for value in values]
             return self._replay.run(plan, MicrobatchSeed(0, 0, 0), given, step)[0]
 
     @contextmanager
-    def nothing_left(self, graph: StepGraph) -> Iterator[None]:
+    def restoring_side_effects(self, graph: StepGraph) -> Iterator[None]:
         """Restore at the end of this context the attributes, and the buffers outside of parts, that a step changes.
 
         Args:
@@ -365,7 +367,7 @@ class ScheduleRunner:
         """
         buffers = BuffersOfStep(self._root, graph.buffers_between)
         try:
-            with unchanged(self._root, graph.changed):
+            with restoring_attributes(self._root, graph.changed):
                 yield
         finally:
             buffers.restore()
@@ -396,7 +398,7 @@ def _example(plan: StagePlan, value: tuple[int, int]) -> Tensor:
     return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta", requires_grad=leaf.requires_grad)
 
 
-def _nothing_is_left() -> Callable[[], None]:
+def _no_weight_backward() -> Callable[[], None]:
     """Return a function that computes no weight gradients, because the backward has already computed all gradients.
 
     torch's stage calls it to build the later part of a backward that is not split.
@@ -404,7 +406,7 @@ def _nothing_is_left() -> Callable[[], None]:
     return lambda: None
 
 
-class _Submodule(nn.Module):
+class _StageModule(nn.Module):
     """Wrap a stage as the module that torch's schedules call.
 
     Args:

@@ -18,13 +18,13 @@ class Schedule:
         virtual_stages: The default number of stages on a rank, which is also the minimum.
         is_v: Whether the stages are placed in the form of a V, so that a rank's second stage mirrors its first; else
             they are placed round-robin.
-        for_few: The name of the schedule that is used instead where there are too few microbatches for this one.
+        fallback: The name of the schedule that is used instead where there are too few microbatches for this one.
     """
 
     torch_name: str
     virtual_stages: int = 1
     is_v: bool = False
-    for_few: str = "gpipe"
+    fallback: str = "gpipe"
 
     @property
     def torch_class(self) -> type:
@@ -32,7 +32,7 @@ class Schedule:
         return get_schedule_class(self.torch_name)  # type: ignore[no-any-return]
 
     @property
-    def takes_many(self) -> bool:
+    def allows_more_stages(self) -> bool:
         """Return whether a rank may have more stages than ``virtual_stages``."""
         return self.virtual_stages > 1 and not self.is_v
 
@@ -54,11 +54,11 @@ class Schedule:
 SCHEDULES = {
     "gpipe": Schedule("GPipe"),
     "1f1b": Schedule("1F1B"),
-    "interleaved_1f1b": Schedule("Interleaved1F1B", 2, for_few="looped_bfs"),
+    "interleaved_1f1b": Schedule("Interleaved1F1B", 2, fallback="looped_bfs"),
     "looped_bfs": Schedule("LoopedBFS", 2),
-    "interleaved_zero_bubble": Schedule("InterleavedZeroBubble", 2, for_few="looped_bfs"),
+    "interleaved_zero_bubble": Schedule("InterleavedZeroBubble", 2, fallback="looped_bfs"),
     "zbv": Schedule("ZBVZeroBubble", 2, is_v=True),
-    "dualpipev": Schedule("DualPipeV", 2, is_v=True, for_few="zbv"),
+    "dualpipev": Schedule("DualPipeV", 2, is_v=True, fallback="zbv"),
 }
 """The schedules by name: GPipe (Huang et al., 2019), 1F1B (Narayanan et al., 2019), interleaved 1F1B (Narayanan et al.,
 2021), breadth-first (Lamy-Poirier, 2023), zero bubble (Qi et al., 2024), DualPipeV (DeepSeek-AI, 2025)."""

@@ -37,7 +37,7 @@ class SharedParameters:
         }
         self._used: set[str] = set()
 
-    def will_run(self, graph: StepGraph) -> None:
+    def record_used_parameters(self, graph: StepGraph) -> None:
         """Record which shared parameters a step uses; those that it does not use must keep ``grad=None``.
 
         Args:

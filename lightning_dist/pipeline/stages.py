@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_dist import _compat
 from lightning_dist.pipeline.balance import balanced, costs, split_by_hand
-from lightning_dist.pipeline.outside_of_steps import unmarked
+from lightning_dist.pipeline.outside_of_steps import without_holder_records
 from lightning_dist.pipeline.schedules import SCHEDULES, stages_of
 from lightning_dist.step_graph import StepGraph, TraceError, find_parts, trace_step
 from lightning_dist.step_graph.graph import NotTraceableError
@@ -58,9 +58,9 @@ class PipelineConfig:
         known = SCHEDULES[self.schedule]
         if self.virtual_stages is not None and (
             self.virtual_stages < known.virtual_stages
-            or (self.virtual_stages > known.virtual_stages and not known.takes_many)
+            or (self.virtual_stages > known.virtual_stages and not known.allows_more_stages)
         ):
-            at_least = "at least " if known.takes_many else ""
+            at_least = "at least " if known.allows_more_stages else ""
             raise ValueError(
                 f"virtual_stages={self.virtual_stages} does not go with schedule={self.schedule!r}, which needs"
                 f" {at_least}{known.virtual_stages} on each rank."
@@ -292,7 +292,7 @@ def drop_remote(root: nn.Module, stages: Stages, own: Sequence[int], units: Sequ
     Returns:
         The parts that do not run on this rank, and the tensors that are now on the meta device.
     """
-    _compat.move_without_meta_tensors(root, partial(unmarked, root))
+    _compat.move_without_meta_tensors(root, partial(without_holder_records, root))
     wanted = set(own)
     tensors: list[Tensor] = []
     replaced: dict[int, nn.Parameter] = {}

@@ -17,10 +17,10 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from lightning_dist.tensor_state import is_remote
 
-__all__ = ["optimizer_state_of_all", "written_by_first_stage", "written_by_stage"]
+__all__ = ["optimizer_state_of_all", "with_one_writer_per_tensor", "with_replicated_tensors"]
 
 
-def written_by_stage(state: Mapping[str, Any], mesh: DeviceMesh, of_others: Collection[str]) -> dict[str, Any]:
+def with_replicated_tensors(state: Mapping[str, Any], mesh: DeviceMesh, of_others: Collection[str]) -> dict[str, Any]:
     """Return a module's ``state`` with plain tensors as replicated DTensors, so that one rank of ``mesh`` writes each.
 
     Args:
@@ -37,7 +37,7 @@ def written_by_stage(state: Mapping[str, Any], mesh: DeviceMesh, of_others: Coll
     return {name: written(name, value) for name, value in state.items()}
 
 
-def written_by_first_stage(state: dict[str, Any], group: dist.ProcessGroup, mesh: DeviceMesh) -> dict[str, Any]:
+def with_one_writer_per_tensor(state: dict[str, Any], group: dist.ProcessGroup, mesh: DeviceMesh) -> dict[str, Any]:
     """Return ``state`` with meta tensors in place of those that another stage writes.
 
     Where some stages lack a tensor, the first stage that has it writes it.

@@ -194,7 +194,7 @@ class CheckpointedStrategy(SharedBatchStrategy):
         for key in checkpoint.keys() & set(MODELS):
             checkpoint[key] = self.parallel.states.state_to_write(checkpoint[key])
         others = {key: value for key, value in checkpoint.items() if key not in (*MODELS, "optimizer_states")}
-        checkpoint |= self.parallel.states.others_to_write(others)
+        checkpoint |= self.parallel.states.hook_state_to_write(others)
         return own
 
     @property

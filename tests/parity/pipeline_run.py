@@ -140,12 +140,12 @@ def _reseed(model: pl.LightningModule, case: PipelineCase) -> None:
         if index == 0:
             base = int(torch.randint(2**62, ()))
         seed = MicrobatchSeed(base, index % number, index // number)
-        with _seeded(seed.between):
+        with _seeded(seed.seed_between_parts):
             return step(batch, batch_idx)
 
     def reseeded(call: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
-            with _seeded(seed.of(call)):
+            with _seeded(seed.seed_of_call(call)):
                 return forward(*args)
 
         return run

@@ -56,7 +56,7 @@ def test_restored_buffers_have_their_old_values_and_are_the_same_objects() -> No
     kept = BuffersOfStep(module, {"count", "vector", "norm.running_mean"})
     module(torch.randn(4, 3))
     left = kept.current()
-    kept.restore(outside_of=("norm.",))
+    kept.restore(except_prefixes=("norm.",))
     assert module.vector is vector
     assert int(module.count) == 0
     assert bool(module.norm.running_mean.any())

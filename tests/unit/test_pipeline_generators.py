@@ -66,7 +66,7 @@ def test_generators_that_are_not_named_are_neither_seeded_nor_restored() -> None
 
 def test_no_two_calls_have_the_same_seed() -> None:
     seeds = {
-        MicrobatchSeed(base, microbatch, rank).of(call)
+        MicrobatchSeed(base, microbatch, rank).seed_of_call(call)
         for base, microbatch, rank, call in product((0, 1, 2**62 - 1), range(8), range(8), range(9))
     }
     assert len(seeds) == 3 * 8 * 8 * 9

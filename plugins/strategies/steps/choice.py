@@ -116,7 +116,7 @@ def _pipeline(
         raise ValueError(
             f"num_microbatches={number} is too few for schedule={config.schedule!r} with {config.num_stages}"
             f" stages, or no multiple of what it takes at a time: use a multiple of {config.num_stages}, with a"
-            f" batch size that it divides, or schedule={SCHEDULES[config.schedule].for_few!r}."
+            f" batch size that it divides, or schedule={SCHEDULES[config.schedule].fallback!r}."
         )
     part = splitter.split(args[0], number)[0]
     name = _compat.step_name(trainer)

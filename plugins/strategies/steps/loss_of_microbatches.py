@@ -40,12 +40,12 @@ def warn_of_other_losses(
             return
         with unchanged_random_numbers(), torch.no_grad():
             outputs = [_random_output(leaf) for leaf in pipeline.runner.values_at_end(graphs[0])]
-            with pipeline.runner.nothing_left(graphs[0]):
-                once = _number(pipeline.runner.run_end(graphs[0], outputs, lambda: step(microbatch)))
+            with pipeline.runner.restoring_side_effects(graphs[0]):
+                once = _number(pipeline.runner.run_between_parts(graphs[0], outputs, lambda: step(microbatch)))
             wanted = pipeline.runner.values_at_end(graphs[1])
             outputs = [_like(output, leaf) for output, leaf in zip(outputs, wanted, strict=True)]
-            with pipeline.runner.nothing_left(graphs[1]):
-                twice = _number(pipeline.runner.run_end(graphs[1], outputs, lambda: step(doubled)))
+            with pipeline.runner.restoring_side_effects(graphs[1]):
+                twice = _number(pipeline.runner.run_between_parts(graphs[1], outputs, lambda: step(doubled)))
     except Exception:  # The loss may not accept random outputs.
         return
     if not (math.isfinite(once) and math.isfinite(twice)) or math.isclose(once, twice, rel_tol=1e-3, abs_tol=1e-6):

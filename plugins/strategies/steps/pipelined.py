@@ -28,7 +28,7 @@ from lightning_dist.pipeline import (
     Attempt,
     Pipeline,
     PreparedStep,
-    Ran,
+    StepOutcome,
     agreed_path,
     raise_together,
     signature,
@@ -145,14 +145,14 @@ class PipelinedSteps(Steps):
     def around_hook(self, name: str) -> Iterator[None]:
         """Let a hook read and change the parameters of all stages, and log values that only another stage has."""
         if name.endswith(".optimizer_step"):  # Each stage runs it for its own parameters.
-            with self._shards.around(name):
+            with self._shards.hook_context(name):
                 yield
             return
         all_stages = self._pipeline.all_stages
         with (
             self._parallel.gradients.with_unreduced_cleared(),
-            self._shards.around(name),
-            all_stages.around(name),
+            self._shards.hook_context(name),
+            all_stages.hook_context(name),
             _logging_whole(self._module, all_stages),
         ):
             yield
@@ -259,7 +259,7 @@ class PipelinedSteps(Steps):
         kwargs: dict[str, Any],
         group: dist.ProcessGroup | None,
         loss_of: Callable[[int, Any], Tensor] | None = None,
-    ) -> tuple[StepResult, Ran]:
+    ) -> tuple[StepResult, StepOutcome]:
         """Run the step ``name`` on all microbatches. This is a collective over the pipeline and over ``group``.
 
         An error on any rank is raised on all ranks of ``group``, which wait for each other after the step.
@@ -393,7 +393,7 @@ def _logging_whole(module: LightningModule, all_stages: AllStages) -> Iterator[N
         return
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        type(module).log(module, name, all_stages.whole(value), *args, **kwargs)
+        type(module).log(module, name, all_stages.broadcast_missing(value), *args, **kwargs)
 
     # Lightning gives callbacks the module's method as an attribute of their own.
     callbacks: list[Any] = [callback for callback in module.trainer.callbacks if "log" in vars(callback)]  # type: ignore[attr-defined]

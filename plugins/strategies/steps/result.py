@@ -24,8 +24,8 @@ from torchmetrics import Metric
 
 from lightning_dist.collectives import BytesBroadcast
 from lightning_dist.consensus import OtherRankError
-from lightning_dist.pipeline import BuffersOfStep, Pipeline, Ran, refuse_stand_ins
-from lightning_dist.pipeline.attributes import keep, restore
+from lightning_dist.pipeline import BuffersOfStep, Pipeline, StepOutcome, refuse_stand_ins
+from lightning_dist.pipeline.attributes import restore, save_attributes
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.steps.example_step import without_updates
 from lightning_dist.plugins.strategies.steps.metrics import SharedMetrics
@@ -71,7 +71,7 @@ class StepResult:
         self._module = module
         self._shared = shared
         self._sizes = sizes
-        self._before = keep(module, graph.changed)
+        self._before = save_attributes(module, graph.changed)
         self._logged: dict[_Call, dict[int, _Logged]] = {}
         self._num_calls: Counter[tuple[str, int]] = Counter()
         self._of_whole_batch: _OfWholeBatch | None = None
@@ -114,7 +114,7 @@ class StepResult:
         self._num_calls[name, microbatch] += 1
         return name, self._num_calls[name, microbatch]
 
-    def run_on_whole_batch(self, pipeline: Pipeline, ran: Ran, step: Callable[[], Any]) -> None:
+    def run_on_whole_batch(self, pipeline: Pipeline, ran: StepOutcome, step: Callable[[], Any]) -> None:
         """Run the code between parts on the whole batch, if the graph has ``of_whole_batch``.
 
         Only the rank with the last stage may call this.
@@ -128,9 +128,11 @@ class StepResult:
         if whole is None:
             return
         restore(self._module, self.graph.changed, self._before)
-        ran.buffers.restore(outside_of=tuple(f"{part}." for part in pipeline.stages.parts))
+        ran.buffers.restore(except_prefixes=tuple(f"{part}." for part in pipeline.stages.parts))
         leaves = zip(pipeline.runner.values_at_end(self.graph), pipeline.runner.values_at_end(whole), strict=True)
-        values = [_whole(*known, parts) for known, parts in zip(leaves, zip(*ran.at_end, strict=True), strict=True)]
+        values = [
+            _whole(*known, parts) for known, parts in zip(leaves, zip(*ran.part_outputs, strict=True), strict=True)
+        ]
         logged: dict[_Call, tuple[Any, Mapping[str, Any]]] = {}
         num_calls: Counter[str] = Counter()
 
@@ -141,7 +143,7 @@ class StepResult:
 
         metrics = without_updates(self._module, value_of=self._shared.value_of_batch)
         with torch.no_grad(), _compat.logging_to(self._module, on_log), metrics:
-            result = pipeline.runner.run_end(whole, values, step)
+            result = pipeline.runner.run_between_parts(whole, values, step)
         self._of_whole_batch = _OfWholeBatch(_detached(result), {call: value for call, (value, _) in logged.items()})
 
     def output(self, merge: Callable[[], Any]) -> Any:

@@ -68,5 +68,5 @@ class WholeSteps(Steps):
 
     @contextmanager
     def _outside_of_steps(self, name: str) -> Iterator[None]:
-        with self._shards.around(name), self._parallel.gradients.with_unreduced_cleared():
+        with self._shards.hook_context(name), self._parallel.gradients.with_unreduced_cleared():
             yield
