@@ -225,7 +225,7 @@ class ScheduleRunner:
         base = int(torch.randint(2**62, ()))
         has_last = any(plan.is_last for plan in prepared.plans.values())
         results = [None] * len(steps) if has_last else []
-        buffers = BuffersOfStep(self._root, prepared.graph.steady_buffers | prepared.graph.buffers_between)
+        buffers = BuffersOfStep(self._root, prepared.graph.batch_independent_buffers | prepared.graph.buffers_between)
         part_outputs: list[tuple[Tensor, ...]] = [()] * len(results)
         running = self._running = _StepState(
             prepared.plans, steps, run_root, loss_of, base, results, buffers, part_outputs
@@ -293,7 +293,7 @@ class ScheduleRunner:
         self.runs_last_stage = plan.is_last
 
         def run() -> Any:
-            if plan.graph.steady_buffers or plan.graph.buffers_between:
+            if plan.graph.batch_independent_buffers or plan.graph.buffers_between:
                 stages_of = self._stages.stages_of_part
                 running.buffers.restore(
                     tuple(f"{part}." for part in self._stages.parts if stage not in stages_of[part])
@@ -303,7 +303,7 @@ class ScheduleRunner:
             # of modules inside parts are kept on the stages that have the parts.
             is_last = microbatch == len(running.steps) - 1
             changed = plan.graph.changed if not (plan.is_last and is_last) else ()
-            changed += plan.graph.changed_inside if not plan.is_last else ()
+            changed += plan.graph.restored_attributes if not plan.is_last else ()
             changed += plan.graph.changed_in_parts if not is_last else ()
             with restoring_attributes(self._root, changed) if changed else nullcontext():
                 result, sent = self._replay.run(plan, seed, received, step)

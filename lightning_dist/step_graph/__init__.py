@@ -24,7 +24,7 @@ The modules, in the order in which they build on each other:
 
 from lightning_dist.step_graph.contents import is_object, items_of, packages_of, set_items
 from lightning_dist.step_graph.dataflow import Dataflow
-from lightning_dist.step_graph.fake_run import RefusalError, WhyNot, run_on_fakes, tensors_in
+from lightning_dist.step_graph.fake_run import FailureReason, RefusalError, run_on_fakes, tensors_in
 from lightning_dist.step_graph.graph import InnerCall, Leaf, Output, PartCall, StepGraph, TraceError, Value
 from lightning_dist.step_graph.known_paths import KnownPaths, Readable
 from lightning_dist.step_graph.observer import note_exchange
@@ -34,6 +34,7 @@ from lightning_dist.step_graph.trace import trace_step
 
 __all__ = [
     "Dataflow",
+    "FailureReason",
     "InnerCall",
     "KnownPaths",
     "Leaf",
@@ -44,7 +45,6 @@ __all__ = [
     "StepGraph",
     "TraceError",
     "Value",
-    "WhyNot",
     "checkpointing_without_reentry",
     "find_parts",
     "is_object",

@@ -15,10 +15,10 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
-from lightning_dist.step_graph.fake_run import Observer, WhyNot, run_on_fakes
+from lightning_dist.step_graph.fake_run import FailureReason, Observer, run_on_fakes
 from lightning_dist.step_graph.graph import NotTraceableError
 from lightning_dist.step_graph.reentrant_checkpointing import checkpointing_without_reentry
-from lightning_dist.step_graph.tensor_reads import MadeUpValues, Script
+from lightning_dist.step_graph.tensor_reads import MadeUpValues, ReadValues
 
 __all__ = ["Branch", "run_all_branches"]
 
@@ -86,9 +86,9 @@ def run_all_branches(
     if not why_not:
         yield Branch(observer)
         return
-    if isinstance(why_not, WhyNot) and why_not.is_of_the_code:
+    if isinstance(why_not, FailureReason) and why_not.fails_on_real_tensors:
         raise why_not.error
-    found = _without_exception(make, run, Script())
+    found = _without_exception(make, run, ReadValues())
     if isinstance(found, str):
         why_not = found or why_not
         looks = any(name in why_not for name in _ABOUT_VALUES)
@@ -102,11 +102,11 @@ def run_all_branches(
     yield Branch(first)
     decisions = values.decisions[:_MAX_DECISIONS]
     for index, decision in enumerate(decisions):
-        other = _without_exception(make, run, Script((*decisions[:index], not decision)))
+        other = _without_exception(make, run, ReadValues((*decisions[:index], not decision)))
         if not isinstance(other, str):  # Otherwise the decision is a check in the user's code that raises an error.
             yield Branch(other[0])
     for number in _NUMBERS if values.has_read_numbers else ():
-        other = _without_exception(make, run, Script(tuple(decisions), number))
+        other = _without_exception(make, run, ReadValues(tuple(decisions), number))
         if not isinstance(other, str):
             yield Branch(other[0], by_number=True)
 
@@ -115,19 +115,19 @@ _ABOUT_VALUES = ("DataDependent", "Symbolic", "SymInt", "SymFloat", "SymBool")
 
 
 def _without_exception(
-    make: Callable[[], SomeObserver], run: Callable[[SomeObserver, MadeUpValues | None], str], script: Script
+    make: Callable[[], SomeObserver], run: Callable[[SomeObserver, MadeUpValues | None], str], read_values: ReadValues
 ) -> tuple[SomeObserver, MadeUpValues] | str:
-    """Trace the step with the values of ``script``, and try other decisions as long as it raises an exception.
+    """Trace the step with the values of ``read_values``, and try other decisions as long as it raises an exception.
 
-    Each new run sets the last decision to True that was False and that ``script`` does not prescribe.
+    Each new run sets the last decision to True that was False and that ``read_values`` does not prescribe.
 
     Returns:
         The observer and the made-up values of the first run without an exception; or, if all runs raise one, the
         reason why the first run failed.
     """
-    num_fixed, why_not = len(script.decisions), ""
+    num_fixed, why_not = len(read_values.decisions), ""
     for _ in range(_MAX_DECISIONS):
-        observer, values = make(), MadeUpValues(script)
+        observer, values = make(), MadeUpValues(read_values)
         reason = run(observer, values)
         if not reason:
             return observer, values
@@ -135,5 +135,5 @@ def _without_exception(
         free = [index for index in range(num_fixed, len(values.decisions)) if not values.decisions[index]]
         if not free:
             break
-        script = Script((*values.decisions[: free[-1]], True), script.number)
+        read_values = ReadValues((*values.decisions[: free[-1]], True), read_values.number)
     return why_not

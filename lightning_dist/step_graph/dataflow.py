@@ -89,13 +89,13 @@ class Dataflow:
     """The calls of all modules, in the order in which they returned."""
     called: set[str] = field(default_factory=set)
     """Names of the layers (modules with a parameter of two or more dimensions) that have run."""
-    into: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    input_sources: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """The sources of the inputs of each module that holds parameters, by the module's name."""
     residual: set[str] = field(default_factory=set)
     """Names of the layers whose output is the second summand of a residual sum."""
     draws_random: bool = False
     """Whether the step called a function that draws random numbers."""
-    captured: set[str] = field(default_factory=set)
+    leaked_layers: set[str] = field(default_factory=set)
     """Names of the layers whose results leave a block by another way than its output, such as a hook, and are used."""
     draws_per_sample: set[str] = field(default_factory=set)
     """Names of the blocks that drew random numbers with one value for several tokens, as stochastic depth does."""
@@ -122,7 +122,7 @@ class Dataflow:
         self._running.append(name)
         if any(True for _ in module.parameters(recurse=False)):
             for tensor in tensors_in((args, kwargs)):
-                self.into[name] |= sources(tensor)
+                self.input_sources[name] |= sources(tensor)
 
     def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Record a module's call, and mark a layer as the only source of the tensors that it returns."""
@@ -199,7 +199,7 @@ class Dataflow:
                 for tensor in inputs:
                     tensor.__dict__["_is_used_outside"] = True
                     if "_is_of_block" in tensor.__dict__:
-                        self.captured |= sources(tensor)
+                        self.leaked_layers |= sources(tensor)
             else:
                 for tensor in outputs:
                     if all(tensor is not given for given in inputs):

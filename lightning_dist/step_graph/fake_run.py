@@ -28,7 +28,7 @@ from lightning_dist.step_graph.fake_rules import FakeRules
 from lightning_dist.step_graph.tensor_reads import MadeUpValues
 from lightning_dist.tensor_places import put, tensor_places
 
-__all__ = ["Observer", "RefusalError", "WhyNot", "run_on_fakes", "tensors_in"]
+__all__ = ["FailureReason", "Observer", "RefusalError", "run_on_fakes", "tensors_in"]
 
 _CACHED = type(functools.cache(lambda: None))
 """The type of functions decorated with ``functools.lru_cache``."""
@@ -38,14 +38,14 @@ class RefusalError(ValueError):
     """Report an error of an observer, which :func:`run_on_fakes` passes on because it is no failure of the step."""
 
 
-class WhyNot(str):
+class FailureReason(str):
     """Describe the exception that ended a step on fakes, by its type and the first line of its text."""
 
     error: Exception
     """The exception."""
 
     @classmethod
-    def of(cls, error: Exception) -> WhyNot:
+    def of(cls, error: Exception) -> FailureReason:
         """Return the text that describes ``error``."""
         text = str(error).strip().split("\n")[0]
         why_not = cls(f"{type(error).__name__}: {text}")
@@ -53,7 +53,7 @@ class WhyNot(str):
         return why_not
 
     @property
-    def is_of_the_code(self) -> bool:
+    def fails_on_real_tensors(self) -> bool:
         """Return whether the step would fail on real tensors as well.
 
         This is assumed if the step's own code has raised the exception and all exceptions that caused it, rather than
@@ -124,8 +124,8 @@ def run_on_fakes(
         values: Mode that makes up the values that the step reads from tensors; None: the step ends at such a read.
 
     Returns:
-        An empty text, or a :class:`WhyNot` of the exception that ended the step. Without ``values``, a step that reads
-        a value, such as by ``loss.item()`` in a comparison, ends with one, because fakes have no values.
+        An empty text, or a :class:`FailureReason` of the exception that ended the step. Without ``values``, a step that
+        reads a value, such as by ``loss.item()`` in a comparison, ends with one, because fakes have no values.
 
     Raises:
         RefusalError: If the observer raises it.
@@ -158,7 +158,7 @@ def run_on_fakes(
         except RefusalError:
             raise
         except Exception as error:  # The user's code may raise anything when tensors have no values.
-            return WhyNot.of(error)
+            return FailureReason.of(error)
     return ""
 
 

@@ -134,9 +134,10 @@ class StepGraph:
         params_between: The names of the parameters that the code between parts uses.
         changed: The attributes of modules outside of parts that the step sets, or whose containers it changes, each
             as the module's name and the attribute's name.
-        changed_inside: The attributes that the step changes and has restored at its end, named likewise.
+        restored_attributes: The attributes that the step changes and has restored at its end, named likewise.
         changed_in_parts: The attributes of modules in parts that the step changes, but for tensors, named likewise.
-        steady_buffers: The names of the buffers in parts that the step changes to values independent of the batch.
+        batch_independent_buffers: The names of the buffers in parts that the step changes to values independent of the
+            batch.
         batch_buffers: The names of the other buffers in parts that the step changes.
         buffers_between: The names of the buffers outside of parts that the step changes.
         logs_otherwise: Whether the step logs or returns a value that is no mean over samples.
@@ -155,9 +156,9 @@ class StepGraph:
     changes_batch: bool
     params_between: frozenset[str] = frozenset()
     changed: tuple[tuple[str, str], ...] = ()
-    changed_inside: tuple[tuple[str, str], ...] = ()
+    restored_attributes: tuple[tuple[str, str], ...] = ()
     changed_in_parts: tuple[tuple[str, str], ...] = ()
-    steady_buffers: frozenset[str] = frozenset()
+    batch_independent_buffers: frozenset[str] = frozenset()
     batch_buffers: frozenset[str] = frozenset()
     buffers_between: frozenset[str] = frozenset()
     logs_otherwise: bool = False
@@ -211,16 +212,17 @@ class StepGraph:
         """
         calls = [_merged(call, also) for call, also in zip(self.calls, other.calls, strict=True)]
         changed = tuple(dict.fromkeys((*self.changed, *other.changed)))
+        batch_buffers = self.batch_buffers | other.batch_buffers
         return StepGraph(
             calls,
             _merged(self.end, other.end),
             self.changes_batch or other.changes_batch,
             self.params_between | other.params_between,
             changed,
-            tuple(dict.fromkeys((*self.changed_inside, *other.changed_inside))),
+            tuple(dict.fromkeys((*self.restored_attributes, *other.restored_attributes))),
             tuple(dict.fromkeys((*self.changed_in_parts, *other.changed_in_parts))),
-            (self.steady_buffers | other.steady_buffers) - self.batch_buffers - other.batch_buffers,
-            self.batch_buffers | other.batch_buffers,
+            (self.batch_independent_buffers | other.batch_independent_buffers) - batch_buffers,
+            batch_buffers,
             self.buffers_between | other.buffers_between,
             self.logs_otherwise or other.logs_otherwise,
             self.numbers,

@@ -58,13 +58,13 @@ class _Read:
         name: The name of the attribute.
         outline: Function that returns the properties of the value that are compared; None if the value is plain and is
             compared itself.
-        answer: The value, or the result of ``outline`` for it, at the time when the step was traced.
+        result: The value, or the result of ``outline`` for it, at the time when the step was traced.
     """
 
     owner: Any
     name: str
     outline: Callable[[Any], Any] | None
-    answer: Any
+    result: Any
 
     @property
     def source(self) -> _Source:
@@ -74,31 +74,31 @@ class _Read:
         now = getattr(self.owner, self.name, _Absent)
         if self.outline is not None:
             now = self.outline(now)
-        return now is self.answer or (type(now) is type(self.answer) and bool(now == self.answer))
+        return now is self.result or (type(now) is type(self.result) and bool(now == self.result))
 
 
 @dataclass(frozen=True)
-class _Question:
+class _NumberUse:
     """Represent a comparison or conversion of a watched number in a step, and its outcome.
 
     Args:
         source: The attribute that holds the number.
-        ask: Function that repeats the comparison with the current number.
-        answer: The outcome at the time when the step was traced.
+        evaluate: Function that repeats the comparison with the current number.
+        result: The outcome at the time when the step was traced.
     """
 
     source: _Source
-    ask: Callable[[], Any]
-    answer: Any
+    evaluate: Callable[[], Any]
+    result: Any
 
     def is_as_before(self) -> bool:
-        return bool(self.ask() == self.answer)
+        return bool(self.evaluate() == self.result)
 
 
 @dataclass(frozen=True)
 class _Path:
     graph: StepGraph
-    depends_on: Sequence[_Read | _Question]
+    depends_on: Sequence[_Read | _NumberUse]
     number: int
 
     def is_taken(self) -> bool:
@@ -163,7 +163,7 @@ class KnownPaths:
             for known in self._paths[-1].depends_on:
                 if not known.is_as_before():
                     changed.add(known.source)
-                    if isinstance(known, _Read) and type(known.answer) in (int, float):
+                    if isinstance(known, _Read) and type(known.result) in (int, float):
                         self._watched.add(known.source)
         reads = _Reads(self.root, self.readable, self._watched)
         with reads.watching():
@@ -206,7 +206,7 @@ class _Reads:
         self._readable = readable
         self._numbers = numbers
         self._values: dict[_Source, Any] = {}
-        self._asked: list[_Question] = []
+        self._number_uses: list[_NumberUse] = []
         self._before = {id(module): dict(vars(module)) for module in root.modules()}
         self._is_plain: dict[tuple[type, str], bool] = {}
         self._settings: set[int] = set()
@@ -231,12 +231,12 @@ class _Reads:
         names = [f"_{place}" for place in range(number)]
         return [self._noted(arguments, name, vars(arguments)[name]) for name in names]
 
-    def known(self, graph: StepGraph) -> list[_Read | _Question]:
+    def known(self, graph: StepGraph) -> list[_Read | _NumberUse]:
         """Return the recorded reads that decide whether a later step takes the path with this graph."""
         # Attributes that change inside parts do not influence the code between parts, so only their types are compared.
         in_parts = {(id(self._root.get_submodule(owner)), key) for owner, key in graph.changed_in_parts}
         changed = in_parts | {(id(self._root.get_submodule(owner)), key) for owner, key in graph.changed}
-        found: list[_Read | _Question] = list(self._asked)
+        found: list[_Read | _NumberUse] = list(self._number_uses)
         for (owner, name), value in self._values.items():
             if isinstance(value, _PLAIN) and (owner, name) in in_parts:
                 found.append(_Read(self.owners[owner], name, type, type(value)))
@@ -280,15 +280,14 @@ class _Reads:
             self._settings.add(id(value))
         self.owners[id(owner)] = owner
         if source in self._numbers and type(value) in (int, float):
-            ask = partial(self._answered, source)
-            return watched(value, partial(getattr, owner, name), ask)
+            return watched(value, partial(getattr, owner, name), partial(self._record_use, source))
         if isinstance(value, (*_PLAIN, *_CONTAINERS)) or _is_settings(value):
             self._values.setdefault(source, value)
         return value
 
-    def _answered(self, source: _Source, question: Callable[[], Any], answer: Any) -> Any:
-        self._asked.append(_Question(source, question, answer))
-        return answer
+    def _record_use(self, source: _Source, evaluate: Callable[[], Any], result: Any) -> Any:
+        self._number_uses.append(_NumberUse(source, evaluate, result))
+        return result
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_dist.step_graph.watched_numbers import watched
 
-__all__ = ["READS", "TEXTS", "MadeUpValues", "Script"]
+__all__ = ["READS", "TEXTS", "MadeUpValues", "ReadValues"]
 
 READS = frozenset({
     "item", "tolist", "numpy", "__float__", "__int__", "__index__", "__bool__", "__complex__", "__array__",
@@ -34,7 +34,7 @@ _CONVERSIONS = {"__float__": float, "__int__": int, "__index__": int, "__complex
 
 
 @dataclass(frozen=True)
-class Script:
+class ReadValues:
     """Represent the values that reads of fake tensors return.
 
     Args:
@@ -50,12 +50,12 @@ class MadeUpValues(TorchFunctionMode):
     """Return made-up values where code reads fake tensors, and record the decisions that depend on them.
 
     Args:
-        script: The values to return.
+        read_values: The values to return.
     """
 
-    def __init__(self, script: Script) -> None:
+    def __init__(self, read_values: ReadValues) -> None:
         super().__init__()
-        self._script = script
+        self._read_values = read_values
         self.decisions: list[bool] = []
         self.has_read_numbers = False
         self.may_decide: Callable[[], bool] = lambda: True
@@ -83,8 +83,8 @@ class MadeUpValues(TorchFunctionMode):
 
     def _made_up(self, tensor: Tensor) -> Any:
         if tensor.is_floating_point():
-            return self._script.number
-        return int(max(min(self._script.number, 2**15), 0))
+            return self._read_values.number
+        return int(max(min(self._read_values.number, 2**15), 0))
 
     def _number(self, tensor: Tensor) -> Any:
         if tensor.dtype == torch.bool:
@@ -97,7 +97,7 @@ class MadeUpValues(TorchFunctionMode):
     def _decide(self) -> bool:
         if not self.may_decide():
             return False
-        place, known = len(self.decisions), self._script.decisions
+        place, known = len(self.decisions), self._read_values.decisions
         self.decisions.append(known[place] if place < len(known) else False)
         return self.decisions[-1]
 

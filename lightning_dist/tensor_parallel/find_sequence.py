@@ -149,7 +149,7 @@ class SequenceFinder:
         regions: dict[str, tuple[int | str, ...]] = {}
         layers: set[str] = set()
         for row in rows:
-            cols = [col for col in self._dataflow.into[row] if col in of_block]
+            cols = [col for col in self._dataflow.input_sources[row] if col in of_block]
             around = _around((row, *cols))
             if len(around) > len(name) and around in self._calls and around != row:
                 keys = _arguments_like(self._calls[around], hidden)

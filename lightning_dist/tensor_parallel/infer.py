@@ -118,9 +118,9 @@ def _groups(root: nn.Module, dataflow: Dataflow, num_ranks: int) -> Iterator[Gro
     calls = {call.name: call for call in reversed(dataflow.calls)}
     rows = {name for name in dataflow.residual if layers.get(name) is not None}
     for row in sorted(rows):
-        found = dataflow.into[row] - BATCH
+        found = dataflow.input_sources[row] - BATCH
         cols = {name for name in found if layers.get(name) is not None}
-        users = {name for name in layers for col in cols if col in dataflow.into[name]}
+        users = {name for name in layers for col in cols if col in dataflow.input_sources[name]}
         if not cols or not users <= rows or cols & dataflow.residual:
             continue
         its_layer, of_cols = layers[row], [layers[col] for col in cols]
@@ -132,7 +132,7 @@ def _groups(root: nn.Module, dataflow: Dataflow, num_ranks: int) -> Iterator[Gro
         others = {name for name in found - cols if around and name.startswith(f"{around}.")}
         between = {
             name
-            for name, its_sources in dataflow.into.items()
+            for name, its_sources in dataflow.input_sources.items()
             if name not in layers and its_sources & cols and its_sources <= cols | others | BATCH
         }
         heads = _num_heads(root, around, (row, *cols), its_layer, num_ranks)
@@ -243,7 +243,7 @@ def _vocabulary(root: nn.Module, dataflow: Dataflow, num_ranks: int) -> dict[str
         and not looks_at_tokens(module)
         and not module.num_embeddings % num_ranks
     }
-    used = {name for name in modules for other in modules if name in dataflow.into[other]}
+    used = {name for name in modules for other in modules if name in dataflow.input_sources[other]}
     entries: dict[str, Entry] = {}
     for name, module in modules.items():
         layer = linear_layer(module)

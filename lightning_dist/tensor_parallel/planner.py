@@ -182,7 +182,7 @@ class _Planner:
         if dataflow is not None:
             found = inferred(self._root, dataflow, self._mesh.size())
             groups = [group for group in found.groups if entries.keys().isdisjoint(group.names)]
-            entries, groups = self._without_captured(entries, groups, dataflow.captured)
+            entries, groups = self._without_leaked(entries, groups, dataflow.leaked_layers)
             given, entries = entries, {**found.vocabulary, **entries}
             if not given and not groups and not entries:
                 why_not = self._seen.why_not or "no layer's output is added to what it was computed from"
@@ -230,8 +230,8 @@ class _Planner:
             self._trials.kept.heads,
         )
 
-    def _without_captured(
-        self, entries: dict[str, Entry], groups: list[Group], captured: Collection[str]
+    def _without_leaked(
+        self, entries: dict[str, Entry], groups: list[Group], leaked_layers: Collection[str]
     ) -> tuple[dict[str, Entry], list[Group]]:
         """Replicate groups whose features reach code outside of the blocks through a hook or an attribute.
 
@@ -240,7 +240,7 @@ class _Planner:
         Args:
             entries: The entries that the user and Hugging Face give.
             groups: The inferred groups.
-            captured: Names of the layers whose features reach code outside of the blocks in such a way.
+            leaked_layers: Names of the layers whose features reach code outside of the blocks in such a way.
 
         Returns:
             The entries together with those of the replicated groups, and the groups that are not replicated.
@@ -249,7 +249,7 @@ class _Planner:
             PlanError: If the features are of a layer that the user or Hugging Face splits.
         """
         for name, entry in entries.items():
-            if name in captured and entry.style in _SPLITS_FEATURES:
+            if name in leaked_layers and entry.style in _SPLITS_FEATURES:
                 raise PlanError(
                     f"plan: code outside of the blocks uses what {name}, which is split, has computed, and would see"
                     " this rank's features only: use replicate for it and for the layers that it feeds."
@@ -257,7 +257,7 @@ class _Planner:
         kept = []
         for group in groups:
             of_group = group.entries()
-            if any(name in captured and entry.style in _SPLITS_FEATURES for name, entry in of_group.items()):
+            if any(name in leaked_layers and entry.style in _SPLITS_FEATURES for name, entry in of_group.items()):
                 why = "code outside of its block uses its features"
                 entries = {**entries, **{name: entry.replicated(why) for name, entry in of_group.items()}}
             else:

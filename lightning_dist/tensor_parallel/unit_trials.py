@@ -194,11 +194,12 @@ class UnitTrials:
         rows = [name for name, entry in entries.items() if entry.style == "rowwise"]
         parts = []
         for row in rows:
-            cols = dataflow.into[row]
+            cols = dataflow.input_sources[row]
             feeding = [
                 name
                 for name in entries
-                if name in cols or (name not in rows and dataflow.into[name] and dataflow.into[name] <= cols)
+                if name in cols
+                or (name not in rows and dataflow.input_sources[name] and dataflow.input_sources[name] <= cols)
             ]
             parts.append({name: entries[name] for name in (*feeding, row)})
         taken = {name for part in parts for name in part}
@@ -239,7 +240,7 @@ class UnitTrials:
         for row in rows:
             layer = linear_layer(self._root.get_submodule(row))
             assert layer is not None
-            cols = self._dataflow.into[row] if self._dataflow is not None else set()
+            cols = self._dataflow.input_sources[row] if self._dataflow is not None else set()
             for owner in sorted({key.rpartition(".")[0] for key in (row, *cols) if key.startswith(f"{name}.")}):
                 module = self._root.get_submodule(owner)
                 for key, value in vars(module).items():
