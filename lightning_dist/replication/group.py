@@ -45,7 +45,7 @@ class ReplicatedGroup(ParameterGroup):
     ) -> None:
         self._params = dict(unit.params)
         self._mesh = mesh
-        self._take_replaced = bound(techniques, "take_replaced")
+        self._write_back_data = bound(techniques, "write_back_data")
         self._is_form = bound(techniques, "is_form_of_parameter")
         self._on_gradient = on_gradient
         split = {id(param) for param in self._params.values() if isinstance(param, DTensor)}
@@ -151,8 +151,8 @@ class ReplicatedGroup(ParameterGroup):
         All other changes are made in that memory already.
         """
         for _, _, param in self._places if self._is_gathered else ():
-            for take_replaced in self._take_replaced:
-                take_replaced(param)
+            for write_back_data in self._write_back_data:
+                write_back_data(param)
 
     @contextmanager
     def whole_state_dict(self) -> Iterator[None]:

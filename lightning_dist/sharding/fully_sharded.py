@@ -89,7 +89,7 @@ class Sharding(Technique):
         names = [" and ".join(filter(None, unit.names)) or type(self._module).__name__ for unit in units]
         self._path = SamePath(names)
         self._shard_dims = bound(parallel.techniques, "shard_dim")
-        self._take_replaced = bound(parallel.techniques, "take_replaced")
+        self._write_back_data = bound(parallel.techniques, "write_back_data")
         self._is_form = bound(parallel.techniques, "is_form_of_parameter")
 
     def manage_unit(self, unit: Unit) -> ShardedGroup:
@@ -132,8 +132,8 @@ class Sharding(Technique):
                 DirectAllGather(partial(self._check_path, "gather", index)),
                 TwoShotReduceScatter(partial(self._check_path, "reduce", index)),
             )
-        if self._take_replaced:
-            group.take_replaced = self._was_replaced
+        if self._write_back_data:
+            group.write_back_data = self._was_replaced
         if self._is_form:
             group.is_other_form = self._is_other_form
         self._groups.append(group)
@@ -145,7 +145,7 @@ class Sharding(Technique):
         return None if dim is None else Shard(dim)
 
     def _was_replaced(self, param: nn.Parameter) -> bool:
-        return any(take_replaced(param) for take_replaced in self._take_replaced)
+        return any(write_back_data(param) for write_back_data in self._write_back_data)
 
     def _is_other_form(self, module: nn.Module, name: str, held: Tensor | None) -> bool:
         return any(is_form(module, name, held) for is_form in self._is_form)

@@ -25,7 +25,7 @@ from lightning_dist.randomness import RankRng
 from lightning_dist.technique import Rows, Technique
 from lightning_dist.tensor_parallel import autograd_collectives
 from lightning_dist.tensor_parallel.heads import add_head_hooks
-from lightning_dist.tensor_parallel.layers import why_not_split
+from lightning_dist.tensor_parallel.layers import unsupported_options
 from lightning_dist.tensor_parallel.local_parts import LocalParts
 from lightning_dist.tensor_parallel.placements import Placements
 from lightning_dist.tensor_parallel.plan import Plan, PlanError
@@ -63,17 +63,17 @@ class TensorParallel(Technique):
         # _grads_are_partial: Replicated parameters of which each rank computes only a summand of the gradient.
         # _whole: The gathered parameters, which are DTensors over tp alone.
         # _own_keys: The names of the parameters that a module holds in another form in its own forward than elsewhere.
-        # _in_forward, _elsewhere: Both forms of these parameters.
-        # _put: The tensors that use_local has put into modules.
+        # _in_forward, _outside_forward: Both forms of these parameters.
+        # _installed: The tensors that use_local has put into modules.
         # _in_use: The modules into which use_local has put tensors.
         # _attributes: The changed attributes of modules: module, name, old value and new value.
         # _made_local: The values of _requires_grad when use_local was last called for a group.
         self._grads_are_partial: set[tuple[nn.Module, str]] = set()
         self._whole: dict[tuple[nn.Module, str], nn.Parameter] = {}
-        self._own_keys = self._placements.keys
+        self._own_keys = self._placements.split_names
         self._in_forward: dict[tuple[nn.Module, str], Tensor] = {}
-        self._elsewhere: dict[tuple[nn.Module, str], Tensor] = {}
-        self._put: dict[tuple[nn.Module, str], Tensor] = {}
+        self._outside_forward: dict[tuple[nn.Module, str], Tensor] = {}
+        self._installed: dict[tuple[nn.Module, str], Tensor] = {}
         self._in_use: set[nn.Module] = set()
         self._attributes: list[tuple[nn.Module, str, Any, Any]] = []
         self._made_local: dict[ParameterGroup, tuple[bool, ...]] = {}
@@ -110,7 +110,7 @@ class TensorParallel(Technique):
         if style == "embedding_rowwise":
             if not isinstance(module, nn.Embedding):
                 raise PlanError(f"plan: {name} is a {type(module).__name__}, and {style} splits nn.Embedding only.")
-            if why_not := why_not_split(module):
+            if why_not := unsupported_options(module):
                 raise PlanError(f"plan: {name} has {why_not}, which {style} cannot honour: use replicate.")
             self._placements.split_layer(name, module, "weight", 0)
             if module.padding_idx is not None:  # It becomes an index into this rank's rows, or None on other ranks.
@@ -231,16 +231,16 @@ class TensorParallel(Technique):
                     zip(ids, autograd_collectives.copy_all_to([parts[key] for key in ids], self._group), strict=True)
                 )
             for owner, key, whole in holders:
-                own = self._placements.take_own.get((owner, key))
+                own = self._placements.slice_functions.get((owner, key))
                 part = parts[id(whole)] if own is None else own(parts[id(whole)])
                 if key in self._own_keys.get(owner, ()):
                     self._in_forward[owner, key] = part
-                    self._elsewhere[owner, key] = self._parts.whole_on_use(whole)
-                    part = part if owner in running else self._elsewhere[owner, key]
+                    self._outside_forward[owner, key] = self._parts.gathered_on_use(whole)
+                    part = part if owner in running else self._outside_forward[owner, key]
                 elif not isinstance(cast(DTensor, whole).placements[0], Replicate):
                     # The parameter is tied, and the traced step did not use it here.
-                    part = self._parts.whole_on_use(whole)
-                self._put[owner, key] = part
+                    part = self._parts.gathered_on_use(whole)
+                self._installed[owner, key] = part
                 _compat.put_parameter(owner, key, part)
 
     def _swap(self, module: nn.Module, values: dict[tuple[nn.Module, str], Tensor]) -> None:
@@ -268,7 +268,7 @@ class TensorParallel(Technique):
                 part = stand_in.part("tp")
                 if self._has_partial_grad(module, key):
                     part = autograd_collectives.copy_to(part, self._group)
-                own = self._placements.take_own.get((module, key))
+                own = self._placements.slice_functions.get((module, key))
                 _compat.put_parameter(module, key, part if own is None else own(part))
         module.__dict__["_tensor_parallel_held"] = held
 
@@ -300,9 +300,12 @@ class TensorParallel(Technique):
         if held is None or isinstance(held, DTensor | GatheredOnUse) or is_remote(held):
             return True
         known = (module, key)
-        if known not in self._put:
+        if known not in self._installed:
             return False
-        return any(held is form for form in (self._put[known], self._in_forward.get(known), self._elsewhere.get(known)))
+        return any(
+            held is form
+            for form in (self._installed[known], self._in_forward.get(known), self._outside_forward.get(known))
+        )
 
     def copies(self) -> Iterator[tuple[str, Tensor, nn.Parameter]]:
         """Yield, for each gathered parameter, its full name, this rank's part of it, and the parameter itself."""
@@ -319,19 +322,19 @@ class TensorParallel(Technique):
         """Undo :meth:`_enter_forward`."""
         for key, held in module.__dict__.pop("_tensor_parallel_held", {}).items():
             _compat.put_parameter(module, key, held)
-        self._swap(module, self._elsewhere)
+        self._swap(module, self._outside_forward)
 
-    def take_replaced(self, param: nn.Parameter) -> bool:
+    def write_back_data(self, param: nn.Parameter) -> bool:
         """Write the new values of this rank's part into ``param``, if the step has replaced the part through ``.data``.
 
         Returns:
             Whether the part was replaced.
         """
-        return self._parts.take_replaced(param)
+        return self._parts.write_back_data(param)
 
     def _has_partial_grad(self, owner: nn.Module, key: str) -> bool:
         """Return whether each rank computes a parameter's gradient from its own features, heads or tokens only."""
-        if (owner, key) in self._grads_are_partial or (owner, key) in self._placements.take_own:
+        if (owner, key) in self._grads_are_partial or (owner, key) in self._placements.slice_functions:
             return True
         return self.sequence is not None and self.sequence.sees_own_tokens(owner, key)
 
@@ -341,7 +344,7 @@ class TensorParallel(Technique):
             for key in owner._parameters if owner in self._in_use else ():
                 if (owner, key) in self._whole:
                     self._parts.take_requires_grad(self._whole[owner, key])
-            self._swap(owner, self._elsewhere)
+            self._swap(owner, self._outside_forward)
             self._in_use.discard(owner)
 
     def around_rerun(self, unit: Unit, block: nn.Module) -> Callable[[], Callable[[], AbstractContextManager[None]]]:
@@ -365,7 +368,7 @@ class TensorParallel(Technique):
         @contextmanager
         def entered() -> Iterator[None]:
             is_again = not self._in_use.issuperset(owners)
-            with nullcontext() if self.sequence is None else self.sequence.as_it_was(activity):
+            with nullcontext() if self.sequence is None else self.sequence.with_activity(activity):
                 if is_again:
                     self.use_local(owners, running)
                 try:
@@ -434,7 +437,7 @@ class TensorParallel(Technique):
     def _set_whole(self, is_whole: bool) -> None:
         self._is_whole = is_whole
         if self.sequence is not None:
-            self.sequence.is_off = is_whole
+            self.sequence.is_disabled = is_whole
 
 
 def _requires_grad(group: ParameterGroup) -> tuple[bool, ...]:

@@ -17,16 +17,16 @@ from torch import Tensor, nn
 from lightning_dist.layers import LinearLayer, linear_layer
 from lightning_dist.step_graph import Dataflow, tensors_in
 from lightning_dist.step_graph.dataflow import BATCH, Call, sources
-from lightning_dist.tensor_parallel.layers import looks_at_tokens, num_heads, why_not_split
+from lightning_dist.tensor_parallel.layers import num_heads, overrides_forward, unsupported_options
 from lightning_dist.tensor_parallel.plan import Entry, SplitHeads
 
-__all__ = ["Group", "Inferred", "inferred", "innermost_around"]
+__all__ = ["Inferred", "LayerGroup", "inferred", "innermost_around"]
 
 _HEADS = re.compile(r"(num|n)_.*heads?$|(num|n)_head$")
 
 
 @dataclass(frozen=True)
-class Group:
+class LayerGroup:
     """Represent layers that must be split together: a ``rowwise`` layer and the ``colwise`` layers that feed it.
 
     Args:
@@ -77,7 +77,7 @@ class Inferred:
         vocabulary: The entries of embeddings and output heads, by full name.
     """
 
-    groups: Sequence[Group]
+    groups: Sequence[LayerGroup]
     vocabulary: Mapping[str, Entry]
 
     def entries(self) -> dict[str, Entry]:
@@ -113,7 +113,7 @@ def innermost_around(names: Iterable[str], among: Mapping[str, object]) -> str:
     return ".".join(common)
 
 
-def _groups(root: nn.Module, dataflow: Dataflow, num_ranks: int) -> Iterator[Group]:
+def _groups(root: nn.Module, dataflow: Dataflow, num_ranks: int) -> Iterator[LayerGroup]:
     layers = {name: linear_layer(root.get_submodule(name)) for name in dataflow.called}
     calls = {call.name: call for call in reversed(dataflow.calls)}
     rows = {name for name in dataflow.residual if layers.get(name) is not None}
@@ -136,7 +136,7 @@ def _groups(root: nn.Module, dataflow: Dataflow, num_ranks: int) -> Iterator[Gro
             if name not in layers and its_sources & cols and its_sources <= cols | others | BATCH
         }
         heads = _num_heads(root, around, (row, *cols), its_layer, num_ranks)
-        yield Group(
+        yield LayerGroup(
             row,
             tuple(sorted(cols)),
             tuple(sorted(between)),
@@ -239,8 +239,8 @@ def _vocabulary(root: nn.Module, dataflow: Dataflow, num_ranks: int) -> dict[str
         name: module
         for name, module in modules.items()
         if isinstance(module, nn.Embedding)
-        and not why_not_split(module)
-        and not looks_at_tokens(module)
+        and not unsupported_options(module)
+        and not overrides_forward(module)
         and not module.num_embeddings % num_ranks
     }
     used = {name for name in modules for other in modules if name in dataflow.input_sources[other]}

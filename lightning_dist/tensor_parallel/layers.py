@@ -6,10 +6,10 @@ from torch import nn
 
 from lightning_dist.layers import linear_layer
 
-__all__ = ["looks_at_tokens", "num_heads", "shared_heads", "why_not_split"]
+__all__ = ["num_heads", "overrides_forward", "shared_heads", "unsupported_options"]
 
 
-def why_not_split(embedding: nn.Embedding) -> str:
+def unsupported_options(embedding: nn.Embedding) -> str:
     """Return the options of ``embedding`` that need the whole table on each rank; empty if none of them is set."""
     wanted = {
         "max_norm": embedding.max_norm is not None,
@@ -19,7 +19,7 @@ def why_not_split(embedding: nn.Embedding) -> str:
     return ", ".join(name for name, is_set in wanted.items() if is_set)
 
 
-def looks_at_tokens(embedding: nn.Embedding) -> bool:
+def overrides_forward(embedding: nn.Embedding) -> bool:
     """Return whether ``embedding`` overrides ``forward``, whose code may then use the token ids itself.
 
     Such an embedding cannot be split, because splitting the table changes the token ids that ``forward`` is given.

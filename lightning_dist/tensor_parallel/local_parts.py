@@ -51,7 +51,7 @@ class LocalParts:
             whole.requires_grad_(not before)
             self._requires_grad[whole] = not before
 
-    def whole_on_use(self, whole: nn.Parameter) -> Tensor:
+    def gathered_on_use(self, whole: nn.Parameter) -> Tensor:
         """Return a tensor with all elements of ``whole``, whose gradients are the same on all ranks.
 
         For a split parameter, this is a stand-in that is gathered where it is used, which is a collective.
@@ -77,7 +77,7 @@ class LocalParts:
         replicated = [Replicate()]
         return cast(DTensor, split).redistribute(placements=replicated).to_local(grad_placements=replicated)
 
-    def take_replaced(self, whole: nn.Parameter) -> bool:
+    def write_back_data(self, whole: nn.Parameter) -> bool:
         """Write the new values of a part into ``whole``, if the step has replaced the part through ``.data``.
 
         Returns:

@@ -34,9 +34,9 @@ class Placements:
         self._num_shards = num_shards
         self._placements: dict[nn.Parameter, Placement] = {}  # A parameter is removed from it when it is split.
         self._parents = {child: module for module in root.modules() for child in module.children()}
-        self.take_own: dict[tuple[nn.Module, str], Callable[[Tensor], Tensor]] = {}
+        self.slice_functions: dict[tuple[nn.Module, str], Callable[[Tensor], Tensor]] = {}
         """Functions that take this rank's part of a replicated parameter, by the module that holds it and its name."""
-        self.keys: dict[nn.Module, set[str]] = defaultdict(set)
+        self.split_names: dict[nn.Module, set[str]] = defaultdict(set)
         """For each module, the names of the parameters of which it uses only this rank's part in its own forward."""
 
     def split_layer(self, name: str, module: nn.Module, key: str, dim: int, num_packed: int = 1) -> None:
@@ -60,7 +60,9 @@ class Placements:
         placement: Placement
         if shared is not None:
             placement, rows, rank = Replicate(), size // shared, self._group.rank()
-            self.take_own[module, key] = partial(_rows, dim=dim, start=rank * shared // num_ranks * rows, length=rows)
+            self.slice_functions[module, key] = partial(
+                _rows, dim=dim, start=rank * shared // num_ranks * rows, length=rows
+            )
         elif size % (num_packed * num_ranks):
             packed = f" in {num_packed} parts" if num_packed > 1 else ""
             raise PlanError(f"plan: the {size} features{packed} of {name}.{key} do not divide by tp_size={num_ranks}.")
@@ -75,7 +77,7 @@ class Placements:
             # FSDP2 could shard a packed bias only along the dimension that is split, so the bias, which is small, is
             # replicated.
             placement = Replicate()
-            self.take_own[module, key] = partial(self._own_of_packed, dim=dim, num_packed=num_packed)
+            self.slice_functions[module, key] = partial(self._own_of_packed, dim=dim, num_packed=num_packed)
         elif param.size(1 - dim) % self._num_shards:
             raise PlanError(
                 f"plan: {name} is packed_colwise, so that FSDP2 shards its weight along the other dimension, whose"
@@ -107,7 +109,7 @@ class Placements:
         self._place(name, owner, key, Shard(dim))
 
     def _place(self, name: str, owner: nn.Module, key: str, placement: Placement) -> None:
-        self.keys[owner].add(key)
+        self.split_names[owner].add(key)
         if self._placements.setdefault(getattr(owner, key), placement) != placement:
             raise PlanError(f"plan: {name} is tied to a parameter that is split otherwise.")
 

@@ -16,7 +16,7 @@ from typing import Literal
 from torch import nn
 
 from lightning_dist.layers import linear_layer
-from lightning_dist.tensor_parallel.layers import why_not_split
+from lightning_dist.tensor_parallel.layers import unsupported_options
 
 __all__ = [
     "STYLES",
@@ -226,7 +226,7 @@ def with_tied(
         if not name or not tied or (name in entries and entries[name].is_split):
             continue
         first = entries[tied[0]]
-        if isinstance(module, nn.Embedding) and not why_not_split(module):
+        if isinstance(module, nn.Embedding) and not unsupported_options(module):
             style = "embedding_rowwise"
         elif linear_layer(module) is not None and first.style == "embedding_rowwise":
             style = "colwise_gather_output"
@@ -270,8 +270,12 @@ def _hugging_face(root: nn.Module) -> Iterator[tuple[str, Entry]]:
                     full_name = f"{prefix}.{name}" if prefix else name
                     style = _ALIASES.get(style, style)
                     can_be = linear_layer(module) is not None or not style.startswith("packed")
-                    if style == "embedding_rowwise" and isinstance(module, nn.Embedding) and why_not_split(module):
-                        yield full_name, Entry("replicate", "Hugging Face", f"it has {why_not_split(module)}")
+                    if (
+                        style == "embedding_rowwise"
+                        and isinstance(module, nn.Embedding)
+                        and unsupported_options(module)
+                    ):
+                        yield full_name, Entry("replicate", "Hugging Face", f"it has {unsupported_options(module)}")
                     elif style in _NOT_YET or not can_be:
                         yield full_name, Entry("replicate", "Hugging Face", f"{style} is not supported")
                     elif style in STYLES:

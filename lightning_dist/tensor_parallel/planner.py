@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_dist.consensus import check_agreement
 from lightning_dist.step_graph import Dataflow, run_on_fakes
 from lightning_dist.tensor_parallel.find_sequence import SequenceFinder
-from lightning_dist.tensor_parallel.infer import Group, inferred, innermost_around
+from lightning_dist.tensor_parallel.infer import LayerGroup, inferred, innermost_around
 from lightning_dist.tensor_parallel.layers import shared_heads
 from lightning_dist.tensor_parallel.plan import (
     Entry,
@@ -121,7 +121,7 @@ def make_plan(
     root: nn.Module,
     blocks: Mapping[str, nn.Module],
     explicit: Mapping[str, Entry],
-    seen: StepTrace,
+    step_trace: StepTrace,
     mesh: DeviceMesh,
     *,
     num_shards: int = 1,
@@ -135,7 +135,7 @@ def make_plan(
         root: The model.
         blocks: The model's repeated blocks, by full name.
         explicit: The entries that the user and Hugging Face give, by full module name; other modules' are inferred.
-        seen: The record of a step of the model.
+        step_trace: The record of a step of the model.
         mesh: The one-dimensional mesh of the ranks of ``tp``.
         num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
         is_strict: Whether to raise an error if no plan can be inferred, or if a block that is split as inferred does
@@ -147,7 +147,7 @@ def make_plan(
         PlanError: If a block that is split as the user says does not compute the same as the whole block, or if
             ``splits_sequence`` or ``splits_logits`` is True and cannot be fulfilled.
     """
-    planner = _Planner(root, blocks, seen, mesh, num_shards, is_strict)
+    planner = _Planner(root, blocks, step_trace, mesh, num_shards, is_strict)
     plan = planner.plan(dict(explicit), splits_sequence, splits_logits)
     del planner
     gc.collect()  # The trials hold copies of blocks, whose modules and hooks are in reference cycles.
@@ -163,32 +163,34 @@ class _Planner:
         self,
         root: nn.Module,
         blocks: Mapping[str, nn.Module],
-        seen: StepTrace,
+        step_trace: StepTrace,
         mesh: DeviceMesh,
         num_shards: int,
         is_strict: bool,
     ) -> None:
         self._root = root
         self._blocks = blocks
-        self._seen = seen
+        self._step_trace = step_trace
         self._mesh = mesh
         self._is_strict = is_strict
         self._notes: list[str] = []
-        self._trials = UnitTrials(root, seen.dataflow, seen.why_not, mesh, num_shards, is_strict, self._note_once)
+        self._trials = UnitTrials(
+            root, step_trace.dataflow, step_trace.why_not, mesh, num_shards, is_strict, self._note_once
+        )
 
     def plan(self, entries: dict[str, Entry], splits_sequence: bool | None, splits_logits: bool | None) -> Plan:
-        dataflow = self._seen.dataflow
-        groups: list[Group] = []
+        dataflow = self._step_trace.dataflow
+        groups: list[LayerGroup] = []
         if dataflow is not None:
             found = inferred(self._root, dataflow, self._mesh.size())
             groups = [group for group in found.groups if entries.keys().isdisjoint(group.names)]
             entries, groups = self._without_leaked(entries, groups, dataflow.leaked_layers)
             given, entries = entries, {**found.vocabulary, **entries}
             if not given and not groups and not entries:
-                why_not = self._seen.why_not or "no layer's output is added to what it was computed from"
+                why_not = self._step_trace.why_not or "no layer's output is added to what it was computed from"
                 self._complain(f"no plan was found: {why_not}")
         elif not entries:
-            self._complain(f"no plan could be inferred: {self._seen.why_not}")
+            self._complain(f"no plan could be inferred: {self._step_trace.why_not}")
         entries, groups = self._with_tied(entries, groups)
         for name, unit in self._with_units_of(groups).items():
             its_groups = [group for group in groups if is_inside(group.row, name)]
@@ -231,8 +233,8 @@ class _Planner:
         )
 
     def _without_leaked(
-        self, entries: dict[str, Entry], groups: list[Group], leaked_layers: Collection[str]
-    ) -> tuple[dict[str, Entry], list[Group]]:
+        self, entries: dict[str, Entry], groups: list[LayerGroup], leaked_layers: Collection[str]
+    ) -> tuple[dict[str, Entry], list[LayerGroup]]:
         """Replicate groups whose features reach code outside of the blocks through a hook or an attribute.
 
         That code would see this rank's features only.
@@ -264,14 +266,16 @@ class _Planner:
                 kept.append(group)
         return entries, kept
 
-    def _with_tied(self, entries: Mapping[str, Entry], groups: list[Group]) -> tuple[dict[str, Entry], list[Group]]:
+    def _with_tied(
+        self, entries: Mapping[str, Entry], groups: list[LayerGroup]
+    ) -> tuple[dict[str, Entry], list[LayerGroup]]:
         """Add entries for modules tied to split ones, and drop groups that are tied to a module that cannot be split.
 
         Returns:
             The entries of all modules that are in no remaining group, and the remaining groups.
         """
-        dataflow = self._seen.dataflow
-        is_whole_step = dataflow is not None and not self._seen.why_not
+        dataflow = self._step_trace.dataflow
+        is_whole_step = dataflow is not None and not self._step_trace.why_not
         readers = dataflow.readers if dataflow is not None and is_whole_step else None
         of_groups = {name: entry for group in groups for name, entry in group.entries().items()}
         tied = self._without_shared(with_tied(self._root, {**of_groups, **entries}, readers))
@@ -298,7 +302,7 @@ class _Planner:
         others = {reader for param in split for reader in readers.get(param, ()) if reader} - tied
         return entry.replicated(f"the code of {min(others)} reads its weight") if others else entry
 
-    def _with_units_of(self, groups: Sequence[Group]) -> dict[str, nn.Module]:
+    def _with_units_of(self, groups: Sequence[LayerGroup]) -> dict[str, nn.Module]:
         """Return the modules to try: the blocks, and the innermost called module around each group outside of them."""
         around = {innermost_around(group.names, self._trials.calls) for group in groups} - {""}
         found = {name for name in around if not any(is_inside(name, block) for block in self._blocks)}
@@ -306,7 +310,7 @@ class _Planner:
         free = {name for name in outermost if not any(is_inside(block, name) for block in self._blocks)}
         return {**self._blocks, **{name: self._root.get_submodule(name) for name in sorted(free)}}
 
-    def _untried(self, group: Group) -> dict[str, Entry]:
+    def _untried(self, group: LayerGroup) -> dict[str, Entry]:
         """Return the entries of a group that no trial can confirm.
 
         A plain feed-forward group (at most two ``colwise`` layers, not packed, without heads or other parameters) is
@@ -337,9 +341,9 @@ class _Planner:
     def _split_sequence(
         self, entries: Mapping[str, Entry], sizes: Mapping[str, Mapping[str, int]]
     ) -> tuple[SplitSequence | None, str]:
-        dataflow = self._seen.dataflow
+        dataflow = self._step_trace.dataflow
         if dataflow is None or not dataflow.calls:
-            return None, f"no step could be run on fake tensors: {self._seen.why_not}"
+            return None, f"no step could be run on fake tensors: {self._step_trace.why_not}"
         num_ranks, sharing = self._mesh.size(), self._sharing_blocks()
         return SequenceFinder(self._blocks, dataflow, num_ranks, sharing, self._trials.difference).find(entries, sizes)
 
@@ -366,8 +370,8 @@ class _Planner:
         self._notes.append(text)
 
     def _may_draw(self) -> bool:
-        dataflow = self._seen.dataflow
-        return dataflow is None or bool(self._seen.why_not) or dataflow.draws_random
+        dataflow = self._step_trace.dataflow
+        return dataflow is None or bool(self._step_trace.why_not) or dataflow.draws_random
 
     def _note_once(self, text: str) -> None:
         if text not in self._notes:

@@ -54,7 +54,7 @@ class SequenceParallel:
         self._is_active = [False] * len(plan.chains)
         self._layers = {root.get_submodule(name) for name in plan.layers}
         self._gathered: list[Tensor] = []
-        self.is_off = False
+        self.is_disabled = False
         in_regions = {root.get_submodule(name) for region in plan.regions for name in _inside(root, region)}
         own_tokens: set[tuple[nn.Module, str]] = set()
         for index, chain in enumerate(plan.chains):
@@ -79,7 +79,7 @@ class SequenceParallel:
 
     def _add_first_hook(self, block: nn.Module, index: int, key: int | str) -> None:
         def split(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self.is_off:
+            if self.is_disabled:
                 return None
             length = (args[key] if isinstance(key, int) else kwargs[key]).size(DIM)
             # An evaluation keeps no activations, and may use hidden states that the traced step did not use.
@@ -132,7 +132,7 @@ class SequenceParallel:
 
     def _add_last_hook(self, block: nn.Module, index: int) -> None:
         def gather(module: nn.Module, args: Any, output: Any) -> Any:
-            if self.is_off or not self._is_active[index]:
+            if self.is_disabled or not self._is_active[index]:
                 return None
             if self._random is not None:
                 self._random.leave()
@@ -169,7 +169,7 @@ class SequenceParallel:
     def is_active_in(self, module: nn.Module) -> bool:
         """Return whether ``module`` is in a block whose hidden states are currently split."""
         index = self._chain_of.get(module)
-        return not self.is_off and index is not None and self._is_active[index]
+        return not self.is_disabled and index is not None and self._is_active[index]
 
     def sees_own_tokens(self, owner: nn.Module, key: str) -> bool:
         """Return whether a parameter currently is applied to this rank's tokens, so that its gradient must be summed.
@@ -194,7 +194,7 @@ class SequenceParallel:
         return tuple(self._is_active)
 
     @contextmanager
-    def as_it_was(self, activity: tuple[bool, ...]) -> Iterator[None]:
+    def with_activity(self, activity: tuple[bool, ...]) -> Iterator[None]:
         """Set :attr:`activity` to an earlier value in this context, in which a backward recomputes a block.
 
         Args:

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_dist.layers import linear_layer
 from lightning_dist.step_graph import Dataflow, tensors_in
 from lightning_dist.step_graph.dataflow import Call
-from lightning_dist.tensor_parallel.infer import Group
+from lightning_dist.tensor_parallel.infer import LayerGroup
 from lightning_dist.tensor_parallel.plan import Entry, Plan, PlanError, SplitHeads, SplitSequence
 from lightning_dist.tensor_parallel.trial import BLOCK, Trial
 
@@ -61,7 +61,7 @@ def is_inside(name: str, module: str) -> bool:
     return name == module or name.startswith(f"{module}.")
 
 
-def _candidates(group: Group) -> Iterator[PartialPlan]:
+def _candidates(group: LayerGroup) -> Iterator[PartialPlan]:
     """Yield the ways to split a group that are worth a trial, with the most likely one first."""
     for num_packed in dict.fromkeys((group.num_packed, 1)):
         yield PartialPlan(group.entries(num_packed), {}, group.parameters, group.heads)
@@ -110,7 +110,7 @@ class UnitTrials:
         self.kept = PartialPlan({})
         """The part of the plan that has passed its trials so far."""
 
-    def try_unit(self, name: str, unit: nn.Module, given: PartialPlan, groups: Sequence[Group]) -> PartialPlan:
+    def try_unit(self, name: str, unit: nn.Module, given: PartialPlan, groups: Sequence[LayerGroup]) -> PartialPlan:
         """Try a unit as planned, and replicate the inferred groups whose split changes its results.
 
         Args:
@@ -130,7 +130,7 @@ class UnitTrials:
         self.kept = self.kept.joined(tried)
         return tried
 
-    def _tried(self, name: str, given: PartialPlan, groups: Sequence[Group]) -> PartialPlan:
+    def _tried(self, name: str, given: PartialPlan, groups: Sequence[LayerGroup]) -> PartialPlan:
         kind = type(self._units[name]).__name__
         everything = given.joined(*(next(_candidates(group)) for group in groups))
         if name not in self.calls:

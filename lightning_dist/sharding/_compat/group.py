@@ -53,7 +53,7 @@ class ShardedGroup(ParameterGroup):
         group._to_sharded_post_forward = self._put_parts  # type: ignore[method-assign]
         self._params = [ShardedParam(param, group) for param in group.fsdp_params]
         self._has_stand_ins = False
-        self.take_replaced: Callable[[nn.Parameter], bool] = lambda param: False
+        self.write_back_data: Callable[[nn.Parameter], bool] = lambda param: False
         self.is_other_form: Callable[[nn.Module, str, torch.Tensor | None], bool] = lambda module, name, held: False
 
     def _put_whole(self) -> None:
@@ -125,7 +125,7 @@ class ShardedGroup(ParameterGroup):
     @torch.no_grad()
     def write_back(self) -> None:
         """Write the step's changes of the gathered parameters into the shards."""
-        changed = [param.name for param in self._params if param.write_back(self.take_replaced(param.whole))]
+        changed = [param.name for param in self._params if param.write_back(self.write_back_data(param.whole))]
         if changed:
             self.on_change(self, changed)
 
