@@ -71,7 +71,7 @@ class Bucket:
 
     def __init__(self, params: Sequence[nn.Parameter], mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
         self.params = list(params)
-        self.has_fired = [False] * len(params)
+        self.has_gradient = [False] * len(params)
         """For each parameter, whether it has got a gradient in the current backward."""
         self.has_accumulated = [False] * len(params)
         """For each parameter, whether it has got a gradient in earlier backwards that was not reduced yet."""
@@ -95,9 +95,9 @@ class Bucket:
     @property
     def is_used(self) -> list[bool]:
         """Return, for each parameter, whether it has a gradient to reduce on this rank."""
-        marks = zip(self.params, self.has_fired, self.has_accumulated, strict=True)
+        marks = zip(self.params, self.has_gradient, self.has_accumulated, strict=True)
         # Gradients that were added up may have been cleared since.
-        return [fired or (before and param.grad is not None) for param, fired, before in marks]
+        return [has or (before and param.grad is not None) for param, has, before in marks]
 
     @property
     def state(self) -> int:
@@ -106,7 +106,7 @@ class Bucket:
 
     def begin(self) -> None:
         """Discard the state of the last backward."""
-        self.has_fired = [False] * len(self.params)
+        self.has_gradient = [False] * len(self.params)
         self._is_copied = [False] * len(self.params)
         self.is_stale = False
         self.num_expected = self.num_pending = sum(param.requires_grad for param in self.params)
@@ -114,8 +114,8 @@ class Bucket:
 
     def keep_unreduced(self) -> None:
         """Record that the gradients of a failed backward are still to be reduced, after the next backward."""
-        marks = zip(self.has_accumulated, self.has_fired, strict=True)
-        self.has_accumulated = [before or fired for before, fired in marks]
+        marks = zip(self.has_accumulated, self.has_gradient, strict=True)
+        self.has_accumulated = [before or has for before, has in marks]
 
     @torch.no_grad()
     def copy_in(self, index: int) -> Tensor:
@@ -144,7 +144,7 @@ class Bucket:
         self._is_copied[index] = True
         return self._flat
 
-    def renew(self, index: int) -> None:
+    def mark_changed(self, index: int) -> None:
         """Record that a gradient has changed after it may have been copied or reduced.
 
         Args:
@@ -167,7 +167,7 @@ class Bucket:
         self._work = dist.all_reduce(self._flat, group=self._mesh.get_group(0), async_op=True)
 
     @torch.no_grad()
-    def hand_out(self) -> list[nn.Parameter]:
+    def set_gradients(self) -> list[nn.Parameter]:
         """Wait for the all-reduce, if it has begun, and set the mean gradient of each parameter that any rank used.
 
         Returns:

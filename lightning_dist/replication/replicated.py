@@ -52,7 +52,7 @@ class Replication(Technique):
         self._groups: list[ReplicatedGroup] = []
         self._buckets: list[Bucket] = []
         self._num_launched = 0
-        self._is_armed = False
+        self._reduces_now = False
         self._own_hooks: dict[nn.Parameter, int] = {}
         self._places: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._hooks_of_users: list[tuple[nn.Parameter, dict[int, Any]]] = []
@@ -98,7 +98,7 @@ class Replication(Technique):
 
     def before_step(self) -> None:
         """Discard the state of a backward that failed in the last step, if the step has caught the error."""
-        if self._is_armed:
+        if self._reduces_now:
             self.after_error()
 
     @contextmanager
@@ -118,15 +118,15 @@ class Replication(Technique):
             index: The index of the parameter in the bucket.
         """
         bucket = self._buckets[bucket_index]
-        if not self._arm():
+        if not self._prepare_backward():
             bucket.has_accumulated[index] = True
             return
-        if bucket.has_fired[index]:  # A nested backward, as in reentrant checkpointing, uses the parameter again.
-            bucket.renew(index)
+        if bucket.has_gradient[index]:  # A nested backward, as in reentrant checkpointing, uses the parameter again.
+            bucket.mark_changed(index)
             return
-        bucket.has_fired[index] = True
+        bucket.has_gradient[index] = True
         if bucket.is_launched:  # The parameter was frozen when the backward began.
-            bucket.renew(index)
+            bucket.mark_changed(index)
             return
         bucket.copy_in(index)  # It is copied now because it is still in the processor's cache.
         bucket.num_pending -= 1
@@ -142,19 +142,19 @@ class Replication(Technique):
         if param not in self._places:
             return
         bucket, index = self._places[param]
-        if self._arm():
-            bucket.has_fired[index] = True
-            bucket.renew(index)
+        if self._prepare_backward():
+            bucket.has_gradient[index] = True
+            bucket.mark_changed(index)
         else:
             bucket.has_accumulated[index] = True
 
-    def _arm(self) -> bool:
+    def _prepare_backward(self) -> bool:
         """Return whether the current backward reduces gradients, and prepare the buckets for it at its first gradient.
 
         Raises:
             RuntimeError: If the step runs a backward of its own, and a parameter has a hook of the user's.
         """
-        if self._is_armed:
+        if self._reduces_now:
             return True
         if not self._parallel.reduces_gradients or self._parallel.runs_microbatches:
             return False
@@ -167,7 +167,7 @@ class Replication(Technique):
                 " register_post_accumulate_grad_hook, which would see gradients of this rank's part of the batch alone:"
                 " call self.manual_backward(loss) instead."
             )
-        self._is_armed = True
+        self._reduces_now = True
         at_end_of_backward(self._end)
         return True
 
@@ -193,7 +193,7 @@ class Replication(Technique):
             yield
             return
         self._begin()
-        self._is_armed = True
+        self._reduces_now = True
         try:
             yield
         except BaseException:
@@ -233,7 +233,7 @@ class Replication(Technique):
             self._begin()
             for bucket in self._buckets:
                 # Schedules that split backwards set gradients without autograd's hooks.
-                bucket.has_fired = [param.grad is not None for param in bucket.params]
+                bucket.has_gradient = [param.grad is not None for param in bucket.params]
             self._end()
 
     def _begin(self) -> None:
@@ -263,7 +263,7 @@ class Replication(Technique):
 
     def _end(self) -> None:
         """Reduce the buckets that some rank has used and that are not reduced yet, and set the mean gradients."""
-        self._is_armed = False
+        self._reduces_now = False
         states = torch.tensor([bucket.state for bucket in self._buckets], dtype=torch.uint8)
         dist.all_reduce(states, dist.ReduceOp.MAX, self._usage_group())
         # Buckets of frozen parameters come last on all ranks, because a rank whose other buckets were all full has
@@ -276,12 +276,12 @@ class Replication(Technique):
         for bucket, state in zip(self._buckets, states.tolist(), strict=True):
             if state == STALE:
                 bucket.launch()
-            used += bucket.hand_out()
+            used += bucket.set_gradients()
         self._call_hooks_of_users(used)
 
     def after_error(self) -> None:
         """Discard the state that a step with an error has left behind."""
-        self._is_armed = False
+        self._reduces_now = False
         for bucket in self._buckets:
             bucket.keep_unreduced()
             bucket.begin()
