@@ -163,7 +163,7 @@ def _write_files(
         file.abandon()
         raise
     files = {file.name: file.close()}
-    for name, content in ((_STATE, snapshot.state() if rank == 0 else b""), (f"rank_{rank}.pt", snapshot.own)):
+    for name, content in ((_STATE, snapshot.state() if rank == 0 else b""), (f"rank_{rank}.pt", snapshot.rank_state)):
         if content:
             file = place.create(save_id, f"{prefix}{name}")
             files[file.name] = file.write_all(content)
@@ -184,7 +184,7 @@ def _gathered(written: _Written, num_ranks: int, group: dist.ProcessGroup | None
 
 
 def _check_space(place: CheckpointStorage, snapshot: Snapshot, num_ranks: int) -> None:
-    free, needed = place.free_bytes(), snapshot.num_bytes + num_ranks * len(snapshot.own)
+    free, needed = place.free_bytes(), snapshot.num_bytes + num_ranks * len(snapshot.rank_state)
     if free is not None and free < needed:
         raise OSError(errno.ENOSPC, f"it needs {needed / 2**20:.0f} MiB, and there is space for {free / 2**20:.0f} MiB")
 
@@ -217,12 +217,12 @@ class LoadedCheckpoint:
 
     Args:
         state: The checkpoint's dictionary, with the tensors for which there were templates.
-        own: State of its own that the rank with the same number saved; empty if there was none.
+        rank_state: State of its own that the rank with the same number saved; empty if there was none.
         manifest: Manifest of the checkpoint.
     """
 
     state: dict[str, Any]
-    own: dict[str, Any]
+    rank_state: dict[str, Any]
     manifest: Manifest
 
 
@@ -252,8 +252,10 @@ def read_for_rank(
                 wanted[key] = tensor
         for name in read_tensors(reader, manifest, wanted, mine):
             _check_digest(reader, manifest, name)
-        own = _content(reader, manifest, f"rank_{rank}.pt", optional=True)
-        return LoadedCheckpoint(put_back(state, wanted), unpickled(own, weights_only) if own else {}, manifest)
+        rank_state = _content(reader, manifest, f"rank_{rank}.pt", optional=True)
+        return LoadedCheckpoint(
+            put_back(state, wanted), unpickled(rank_state, weights_only) if rank_state else {}, manifest
+        )
 
 
 def read_manifest(path: Path) -> Manifest:

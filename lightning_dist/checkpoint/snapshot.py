@@ -38,14 +38,14 @@ class Snapshot:
     Args:
         tensors: Live tensors, not copies, by path in the dictionary.
         state: Function that returns the pickled dictionary without the tensors, as it was when the snapshot was taken.
-        own: Pickled state that only this rank will read.
+        rank_state: Pickled state that only this rank will read.
         about: Values to show where checkpoints are listed; plain JSON.
         names: The paths of all tensors of the dictionary, including those that only other ranks have.
     """
 
     tensors: dict[str, torch.Tensor]
     state: Callable[[], bytes]
-    own: bytes = b""
+    rank_state: bytes = b""
     about: Mapping[str, Any] = field(default_factory=dict)
     names: frozenset[str] = frozenset()
 
@@ -57,14 +57,14 @@ class Snapshot:
 
 def take_snapshot(
     checkpoint: Mapping[str, Any],
-    own: Mapping[str, Any] | None = None,
+    rank_state: Mapping[str, Any] | None = None,
     about: Mapping[str, Any] | None = None,
 ) -> Snapshot:
     """Split ``checkpoint`` into its tensors and the rest; the caller may change the rest, but no tensor, afterwards.
 
     Args:
         checkpoint: Nested dictionaries, lists and tuples of anything that pickles.
-        own: State that only this rank has, for the rank with the same number in a run with as many ranks.
+        rank_state: State that only this rank has, for the rank with the same number in a run with as many ranks.
         about: Values to show where checkpoints are listed; plain JSON.
 
     Raises:
@@ -79,7 +79,7 @@ def take_snapshot(
         content = state()
         state = partial(bytes, content)
     names = frozenset(key for key, *_ in references(rest))
-    return Snapshot(tensors, state, pickled(own) if own else b"", about or {}, names)
+    return Snapshot(tensors, state, pickled(rank_state) if rank_state else b"", about or {}, names)
 
 
 SAFE: tuple[Any, ...] = (

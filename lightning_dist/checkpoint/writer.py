@@ -79,7 +79,7 @@ class Writer:
         self._finished: queue.SimpleQueue[Save] = queue.SimpleQueue()
         # Only the thread uses the following attributes.
         self._newest: Save | None = None
-        self._is_proven = False
+        self._is_verified = False
         self._locks: dict[str, Callable[[], None]] = {}
 
     def save(self, path: Path, snapshot: Snapshot | Exception, asynchronous: bool = True) -> Save:
@@ -136,7 +136,7 @@ class Writer:
                 save.saved_at = write(path, taken, self._group, parts)
             except BaseException as error:
                 save.error = error if isinstance(error, CheckpointError) else not_written(path, error)
-            self._newest, self._is_proven = save, False
+            self._newest, self._is_verified = save, False
             save.write_s = time.perf_counter() - staging_start - save.staging_s
             self._finished.put(save)
 
@@ -153,7 +153,7 @@ class Writer:
         """
 
         def job() -> None:
-            if not self._prove_newest():
+            if not self._verify_newest():
                 return
             try:
                 # No rank goes on before the checkpoint is removed, or has failed to be.
@@ -172,13 +172,13 @@ class Writer:
     def _is_first(self) -> bool:
         return not dist.is_initialized() or dist.get_rank(self._group) == 0
 
-    def _prove_newest(self) -> bool:
+    def _verify_newest(self) -> bool:
         """Return whether the latest save is intact, as found by reading it back once.
 
         This is a collective, in which each rank reads its share of the files.
         """
         save = self._newest
-        if save is None or self._is_proven:
+        if save is None or self._is_verified:
             return True
         if save.error is not None:
             return False
@@ -191,7 +191,7 @@ class Writer:
             self._newest = replace(save, error=error)
             self._finished.put(self._newest)
             return False
-        self._is_proven = True
+        self._is_verified = True
         return True
 
     def wait_until_staged(self) -> None:

@@ -35,7 +35,7 @@ def save(path: Path | str, number: int) -> None:
             name: distribute_tensor(tensor, mesh, [Shard(0)], src_data_rank=None)
             for name, tensor in checkpoint["state_dict"].items()
         }
-    write(path, take_snapshot(checkpoint, own={"rng": torch.get_rng_state()}))
+    write(path, take_snapshot(checkpoint, rank_state={"rng": torch.get_rng_state()}))
 
 
 def found(path: Path) -> int | None:
