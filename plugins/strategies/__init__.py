@@ -45,7 +45,9 @@ def register() -> None:
         name = strategy.strategy_name
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])
-    _compat.intercept_checkpoint_paths(MeshStrategy, resume_path.choose, resume_path.resume, _restore_when_sharded)
+    _compat.intercept_checkpoint_paths(
+        MeshStrategy, resume_path.resolve_ckpt_path, resume_path.resume, _restore_when_sharded
+    )
     _compat.read_checkpoint_directories()
     _compat.compute_gradient_norms_of_shards()
 

@@ -85,7 +85,7 @@ class Bookkeeping:
         self._is_unfinished.add(path)
         self._removed_for[path] = []
         for record in self._records.values():
-            record.look(path)
+            record.record_state(path)
 
     def asked_to_remove(self, path: str) -> None:
         """Record that ``path`` will be removed if the newest save succeeds."""
@@ -111,7 +111,7 @@ class Bookkeeping:
             views = [record.committed() for record in self._records.values() if record.callback == callback]
             notify(views[0] if views else callback)
 
-    def settle(self) -> list[str]:
+    def roll_back_failed(self) -> list[str]:
         """Roll back the failed saves in all records.
 
         Returns:
@@ -159,7 +159,7 @@ class _Record:
         self._named: dict[str, dict[str, str]] = {}
         self._before: dict[str, dict[str, str]] = {}
 
-    def look(self, path: str) -> None:
+    def record_state(self, path: str) -> None:
         """Record the callback's scores, and which of its attributes name the save to ``path`` that has begun."""
         self._scores |= self.callback.best_k_models
         values = {name: getattr(self.callback, name) for name in self._committed}

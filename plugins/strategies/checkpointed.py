@@ -233,7 +233,7 @@ class CheckpointedStrategy(SharedBatchStrategy):
         Weights that only other ranks have are on the meta device.
         """
         assert self.lightning_module is not None
-        self._checkpoints.settle()
+        self._checkpoints.finish_pending()
         options, path = self._checkpoint_options, self.broadcast(absolute(checkpoint_path))
         is_fitting = self._trainer.state.fn == TrainerFn.FITTING
         if weights_only is None:

@@ -108,7 +108,7 @@ class Checkpoints:
                 error if the last save failed.
         """
         start = time.perf_counter()
-        self.settle()
+        self.finish_pending()
         step = int(checkpoint.get("global_step", 0))
         about = {"global_step": step, "epoch": checkpoint.get("epoch"), "run": self._run}
         asynchronous = self._is_fitting and self._options.asynchronous
@@ -123,7 +123,7 @@ class Checkpoints:
         self._retain(path, step)
         save.stall_s = time.perf_counter() - start
         if not self._is_fitting:
-            self.settle()
+            self.finish_pending()
             self._writer.close()
             self._raise_newest_error()
 
@@ -187,14 +187,14 @@ class Checkpoints:
         """Wait until the weights are copied, so that the optimizer may change them."""
         self._writer.wait_until_staged()
 
-    def settle(self) -> None:
+    def finish_pending(self) -> None:
         """Wait for the last save, report it, and roll back the saves that failed. All ranks must call this."""
         self._writer.wait()
         self.before_step()
         for path in self._failed:
             self._retention.failed(path)
         self._failed = []
-        for path in self._bookkeeping.settle():
+        for path in self._bookkeeping.roll_back_failed():
             self.remove(absolute(path))
 
     def finish(self) -> None:
@@ -203,7 +203,7 @@ class Checkpoints:
         Raises:
             CheckpointError: If the last save failed.
         """
-        self.settle()
+        self.finish_pending()
         self._raise_newest_error()
 
     def close(self) -> None:

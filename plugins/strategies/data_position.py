@@ -17,7 +17,7 @@ from lightning_dist.plugins._progress import count_batches, training_progress
 from lightning_dist.plugins.strategies.global_batch import Batch, rescale_batch
 from lightning_dist.sampler import ResumableSampler
 
-__all__ = ["NUM_SEEN", "LoaderPosition", "make_resumable", "with_its_own_seeds"]
+__all__ = ["NUM_SEEN", "LoaderPosition", "give_own_generator", "make_resumable"]
 
 EPOCH = "epoch"
 
@@ -68,7 +68,7 @@ def _shared_order(sampler: Any) -> DistributedSampler[Any] | None:
     return sampler if type(sampler) in (DistributedSampler, ResumableSampler) else None
 
 
-def with_its_own_seeds(loader: Any) -> None:
+def give_own_generator(loader: Any) -> None:
     """Give ``loader`` a generator of its own for its workers' seeds, so that it does not advance training's."""
     if isinstance(loader, DataLoader) and loader.generator is None:
         loader.generator = torch.Generator().manual_seed(torch.initial_seed())
@@ -98,7 +98,7 @@ class LoaderPosition:
             EPOCH: epoch,
             NUM_SEEN: num_seen,
             "num_batches": num_batches,
-            "row": self._row,
+            "row": self._batch_size_of_all_ranks,
             "seed": self._sampler.seed,
             "num_samples": self._num_samples,
             "step": self._batch.total,
@@ -118,7 +118,7 @@ class LoaderPosition:
                 " ones."
             )
         self._keep_global_batch(state["step"], Batch(**{field.name: state[field.name] for field in fields(Batch)}))
-        num_batches = state["num_batches"] * state["row"] // self._row
+        num_batches = state["num_batches"] * state["row"] // self._batch_size_of_all_ranks
         if num_batches != state["num_batches"]:
             count_batches(self._trainer, num_batches)
             self._is_recounted = True
@@ -166,7 +166,7 @@ class LoaderPosition:
         return len(cast(Sized, self._sampler.dataset))
 
     @property
-    def _row(self) -> int:
+    def _batch_size_of_all_ranks(self) -> int:
         """Return the number of samples in one batch of all ranks together."""
         return self._batch.per_rank * self._batch.num_ranks
 
@@ -182,8 +182,8 @@ class LoaderPosition:
         if entered_epoch != epoch:
             num_seen = batches_before = 0
         num_batches = progress.num_batches - progress.in_window
-        num_seen += (num_batches - batches_before) * self._row
-        num_samples = len(self._batches) * self._row
+        num_seen += (num_batches - batches_before) * self._batch_size_of_all_ranks
+        num_samples = len(self._batches) * self._batch_size_of_all_ranks
         # Where an epoch has several loaders, the shorter ones restart within it, or give no more batches.
         ends = mode_of_loaders(self._trainer) == "max_size"
         return epoch, min(num_seen, num_samples) if ends else num_seen % num_samples, num_batches

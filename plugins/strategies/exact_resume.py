@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist.checkpoint import CheckpointError
 from lightning_dist.plugins import _compat, _progress
-from lightning_dist.plugins.strategies.data_position import NUM_SEEN, LoaderPosition, make_resumable, with_its_own_seeds
+from lightning_dist.plugins.strategies.data_position import NUM_SEEN, LoaderPosition, give_own_generator, make_resumable
 from lightning_dist.randomness import rng_state, set_rng_state
 from lightning_dist.tensor_state import is_remote
 
@@ -56,7 +56,7 @@ class ExactResume:
             elif own is not None:  # the loader of a later epoch, by reload_dataloaders_every_n_epochs
                 own.resize(self._resized.get(own.sizes[0], own.sizes[0]))
         elif trainer.state.fn == TrainerFn.FITTING:
-            with_its_own_seeds(loader)
+            give_own_generator(loader)
 
     def after_update(self, trainer: Trainer) -> None:
         """Keep the random state and the buffers, which a save within the next accumulation must store."""

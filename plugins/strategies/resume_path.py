@@ -16,7 +16,7 @@ from lightning_dist.consensus import OtherRankError, raise_on_all_ranks
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.bookkeeping import absolute
 
-__all__ = ["AUTO", "ResumePath", "choose", "resume"]
+__all__ = ["AUTO", "ResumePath", "resolve_ckpt_path", "resume"]
 
 AUTO = "auto"
 
@@ -37,7 +37,7 @@ class ResumePath(str):
     folders: list[str]
 
 
-def choose(trainer: Trainer, asked: Any, found: Callable[[], Any]) -> Any:
+def resolve_ckpt_path(trainer: Trainer, asked: Any, found: Callable[[], Any]) -> Any:
     """Turn the ``ckpt_path`` that the user has given into a path or a :class:`ResumePath`.
 
     Args:
@@ -59,7 +59,7 @@ def resume(trainer: Trainer, path: Any, load: Callable[[Any], None]) -> None:
 
     Args:
         trainer: A Trainer with one of this project's strategies.
-        path: The result of :func:`choose`.
+        path: The result of :func:`resolve_ckpt_path`.
         load: Function that reads the checkpoint at a path; given None, it lets training start from the beginning.
 
     Raises:

@@ -58,7 +58,7 @@ class _Saves(Callback):
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *args: Any) -> None:
         checkpoints = trainer.strategy._checkpoints  # type: ignore[attr-defined]
-        checkpoints.settle()
+        checkpoints.finish_pending()
         if self._asynchronous is not None:  # By now, the next update of the weights has waited for the copy.
             seconds, save = self._asynchronous
             self._note("ours", seconds + save.stall_s)

@@ -220,7 +220,7 @@ def _ignore(*args: Any, **kwargs: Any) -> None:
     """Ignore the arguments of a call of ``self.log``."""
 
 
-def _known(value_of: Callable[[Metric], Any], metric: Metric, *args: Any, **kwargs: Any) -> Any:
+def _value_of_batch(value_of: Callable[[Metric], Any], metric: Metric, *args: Any, **kwargs: Any) -> Any:
     """Return the value of ``metric`` for a batch with which it was updated."""
     return value_of(metric)
 

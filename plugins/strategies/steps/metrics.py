@@ -23,7 +23,7 @@ _OWN = "_lightning_dist_own"
 """Attribute of a replaced method that holds the metric's own method."""
 
 
-class _Observed:
+class _ObservedForward:
     """Replace the forward of a metric, so that ``shared`` is given its arguments.
 
     A deep copy of this object is the forward of the metric's copy.
@@ -46,7 +46,7 @@ class _Observed:
         if not isinstance(copy, Metric):
             return self
         self._shared.was_copied(copy)
-        return _Observed(self._shared, copy, partial(type(copy).forward, copy))
+        return _ObservedForward(self._shared, copy, partial(type(copy).forward, copy))
 
 
 class SharedMetrics:
@@ -65,9 +65,10 @@ class SharedMetrics:
         self._pipeline = pipeline
         self._in_step = False
         self._is_undone = False
-        # Both are keyed by id: _of_batch by the metric's, whose hash changes with its state, _given by the tensor's.
+        # Both are keyed by id: _of_batch by the metric's, whose hash changes with its state, and _returned_values by
+        # the tensor's.
         self._of_batch: dict[int, Metric] = {}
-        self._given: dict[int, tuple[Tensor, Metric, str | None, bool]] = {}
+        self._returned_values: dict[int, tuple[Tensor, Metric, str | None, bool]] = {}
         self._copies: list[Metric] = []
         _refuse_hidden_metrics(module)
         self._is_computing = False
@@ -88,7 +89,7 @@ class SharedMetrics:
         if is_inner:
             return
         own = getattr(metric.forward, _OWN, metric.forward)
-        vars(metric)["forward"] = _Observed(self, metric, own)
+        vars(metric)["forward"] = _ObservedForward(self, metric, own)
 
     def _metrics(self) -> list[Metric]:
         return [metric for metric in self._module.modules() if isinstance(metric, Metric)]
@@ -101,7 +102,7 @@ class SharedMetrics:
             self._share(self._copies.pop())
         for of_batch in self._of_batch.values():
             of_batch.reset()
-        self._given.clear()
+        self._returned_values.clear()
         try:
             yield
         finally:
@@ -133,9 +134,9 @@ class SharedMetrics:
         Returns:
             The function, or None if no metric returned ``value``.
         """
-        if not isinstance(value, Tensor) or id(value) not in self._given:
+        if not isinstance(value, Tensor) or id(value) not in self._returned_values:
             return None
-        _, metric, key, is_computed = self._given[id(value)]
+        _, metric, key, is_computed = self._returned_values[id(value)]
 
         def of_batch() -> Any:
             found = self.value_of_batch(metric)
@@ -148,7 +149,7 @@ class SharedMetrics:
         """Remember that ``metric`` returned ``value``, keyed by the identity of its tensors."""
         for key, tensor in value.items() if isinstance(value, Mapping) else ((None, value),):
             if isinstance(tensor, Tensor):
-                self._given[id(tensor)] = (tensor, metric, key, is_computed)
+                self._returned_values[id(tensor)] = (tensor, metric, key, is_computed)
 
     def forward(self, metric: Metric, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run ``metric``, whose forward is ``own``; in a step, also update a copy of it that covers the whole batch."""

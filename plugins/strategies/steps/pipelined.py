@@ -41,7 +41,7 @@ from lightning_dist.plugins.strategies.steps.example_step import fake_step, with
 from lightning_dist.plugins.strategies.steps.loss_of_microbatches import warn_of_other_losses
 from lightning_dist.plugins.strategies.steps.metrics import SharedMetrics
 from lightning_dist.plugins.strategies.steps.microbatching import BatchSplitter
-from lightning_dist.plugins.strategies.steps.result import StepResult, joined, merged_outputs
+from lightning_dist.plugins.strategies.steps.result import StepResult, merge_values, merged_outputs
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
 from lightning_dist.step_graph import StepGraph, TraceError, trace_step
 
@@ -170,7 +170,9 @@ class PipelinedSteps(Steps):
         gathers = not self._parallel.holds_whole_model and not self._parallel.stays_gathered
         group = None if gathers else self._pipeline.group
         result, ran = self._run(name, args, kwargs, group)
-        return result.broadcast_results(partial(joined, ran.results), self._pipeline, self._broadcast, ran.buffers)
+        return result.broadcast_results(
+            partial(merge_values, ran.results), self._pipeline, self._broadcast, ran.buffers
+        )
 
     def _key(self, name: str, batch: Any, kwargs: dict[str, Any], number: int) -> object:
         """Return a hashable key of all that always influences the path of the step ``name`` and the gradients it needs.

@@ -31,7 +31,7 @@ from lightning_dist.plugins.strategies.steps.example_step import without_updates
 from lightning_dist.plugins.strategies.steps.metrics import SharedMetrics
 from lightning_dist.step_graph import Leaf, StepGraph, is_object, packages_of
 
-__all__ = ["StepResult", "joined", "merged_outputs"]
+__all__ = ["StepResult", "merge_values", "merged_outputs"]
 
 
 class _Logged(NamedTuple):
@@ -131,7 +131,8 @@ class StepResult:
         ran.buffers.restore(except_prefixes=tuple(f"{part}." for part in pipeline.stages.parts))
         leaves = zip(pipeline.runner.values_at_end(self.graph), pipeline.runner.values_at_end(whole), strict=True)
         values = [
-            _whole(*known, parts) for known, parts in zip(leaves, zip(*ran.part_outputs, strict=True), strict=True)
+            _merge_part_output(*known, parts)
+            for known, parts in zip(leaves, zip(*ran.part_outputs, strict=True), strict=True)
         ]
         logged: dict[_Call, tuple[Any, Mapping[str, Any]]] = {}
         num_calls: Counter[str] = Counter()
@@ -307,7 +308,7 @@ def _detached(value: Any) -> Any:
     return apply_to_collection(value, Tensor, Tensor.detach)
 
 
-def _whole(of_one: Leaf, of_all: Leaf, parts: Sequence[Tensor]) -> Tensor:
+def _merge_part_output(of_one: Leaf, of_all: Leaf, parts: Sequence[Tensor]) -> Tensor:
     """Merge a tensor that a part returned for each microbatch into the one that it would return for the whole batch.
 
     The tensors are concatenated along the dimension in which the shapes for a microbatch and for the whole batch
@@ -364,7 +365,7 @@ def merged_outputs(results: list[Any], losses: list[Tensor]) -> Any:
     """Merge the outputs of ``training_step`` on the microbatches.
 
     Losses are averaged, weighted by the microbatches' ``weight`` if they have one; the other values of a dict are
-    merged by :func:`joined`.
+    merged by :func:`merge_values`.
 
     Args:
         results: The output of ``training_step`` on each microbatch.
@@ -376,7 +377,9 @@ def merged_outputs(results: list[Any], losses: list[Tensor]) -> Any:
     if not isinstance(results[0], Mapping):
         return torch.stack(losses).mean()
     weights = [result.get("weight") for result in results]
-    others = {key: joined([result[key] for result in results]) for key in results[0] if key not in ("loss", "weight")}
+    others = {
+        key: merge_values([result[key] for result in results]) for key in results[0] if key not in ("loss", "weight")
+    }
     if weights[0] is None:
         return {"loss": torch.stack(losses).mean(), **others}
     total = sum(weights)
@@ -387,7 +390,7 @@ def merged_outputs(results: list[Any], losses: list[Tensor]) -> Any:
     }
 
 
-def joined(results: list[Any]) -> Any:
+def merge_values(results: list[Any]) -> Any:
     """Merge the outputs of the microbatches into one for the whole batch.
 
     Tensors and NumPy arrays are concatenated along dimension 0, and lists one after another. Floating-point scalars are
