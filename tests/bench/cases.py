@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.telemetry import peak_memory_mib
-from tests.bench.harness import Pace, Pairs, alternate, compare_steps, of_both_orders
+from tests.bench.harness import Pace, Pairs, alternate, average_orders, compare_steps
 from tests.bench.saves import compare_stalls, compare_transfers
 from tests.bench.sides import SIDES, missing_package, startup_seconds
 from tests.bench.traffic import bytes_per_layer
@@ -263,7 +263,7 @@ def _measure_steps(case: Case, settings: Settings) -> Result:
         )[0]
         for is_ours_first in (True, False)
     ]
-    pairs = of_both_orders(*orders)
+    pairs = average_orders(*orders)
     pairs.ours, pairs.theirs = ([1000 * seconds for seconds in side] for side in (pairs.ours, pairs.theirs))
     return Result(case, pairs, pace.is_narrow(pairs.interval))
 

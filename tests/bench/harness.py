@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["EndStep", "Pace", "Pairs", "Train", "alternate", "compare_steps", "median_interval", "of_both_orders"]
+__all__ = ["EndStep", "Pace", "Pairs", "Train", "alternate", "average_orders", "compare_steps", "median_interval"]
 
 EndStep = Callable[[Tensor], bool]
 """Function that a training run calls with the loss after every optimizer step; the run ends when it returns False."""
@@ -116,7 +116,7 @@ def alternate(
     return pairs
 
 
-def of_both_orders(one: Pairs, other: Pairs) -> Pairs:
+def average_orders(one: Pairs, other: Pairs) -> Pairs:
     """Average the pairs of two measurements, which differ in the order in which the sides were built.
 
     Each figure is the geometric mean of the two measurements' figures.
@@ -142,8 +142,8 @@ def median_interval(values: Sequence[float], confidence: float = 0.95) -> tuple[
     return (ordered[num_below - 1], ordered[n - num_below]) if num_below else None
 
 
-class Player:
-    """Run a training in a thread of its own, which proceeds only during :meth:`play`.
+class PausableTraining:
+    """Run a training in a thread of its own, which proceeds only during :meth:`run_steps`.
 
     The Trainer's loop cannot be left and entered again, so two trainings can only take turns in two threads.
     """
@@ -158,7 +158,7 @@ class Player:
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
-    def play(self, num_steps: int) -> None:
+    def run_steps(self, num_steps: int) -> None:
         """Run ``num_steps`` steps; the first call also builds the model."""
         self._steps_left = num_steps
         self._hand_over()
@@ -204,7 +204,7 @@ def compare_steps(ours: Train, theirs: Train, pace: Pace, is_ours_first: bool) -
         pace: How long to measure.
         is_ours_first: Whether ``ours`` is built first. The run that is built first may be slower by a twentieth
             throughout, because its memory is allocated elsewhere. A comparison therefore takes the mean of both orders
-            (:func:`of_both_orders`).
+            (:func:`average_orders`).
 
     Returns:
         Pairs of seconds per step.
@@ -212,10 +212,10 @@ def compare_steps(ours: Train, theirs: Train, pace: Pace, is_ours_first: bool) -
     Raises:
         AssertionError: If the losses of the runs differ in the first steps, that is, they did not do the same work.
     """
-    players = Player(ours), Player(theirs)
+    trainings = PausableTraining(ours), PausableTraining(theirs)
     for _ in range(pace.warmup_turns):
-        for player in players if is_ours_first else reversed(players):
-            player.play(pace.steps)
+        for training in trainings if is_ours_first else reversed(trainings):
+            training.run_steps(pace.steps)
     is_enough = pace.stop_rule()
 
     def rank_zero_has_enough(pairs: Pairs) -> bool:
@@ -223,18 +223,18 @@ def compare_steps(ours: Train, theirs: Train, pace: Pace, is_ours_first: bool) -
         dist.broadcast(answer, src=0)
         return bool(answer)
 
-    def turn(player: Player) -> float:
+    def turn(training: PausableTraining) -> float:
         dist.barrier()
         start = time.perf_counter()
-        player.play(pace.steps)
+        training.run_steps(pace.steps)
         dist.barrier()
         return (time.perf_counter() - start) / pace.steps
 
-    pairs = alternate(lambda: turn(players[0]), lambda: turn(players[1]), Pairs(), rank_zero_has_enough)
-    for player in players:
-        player.finish()
+    pairs = alternate(lambda: turn(trainings[0]), lambda: turn(trainings[1]), Pairs(), rank_zero_has_enough)
+    for training in trainings:
+        training.finish()
     for step, tolerance in LOSS_TOLERANCE.items():
-        our_loss, their_loss = (player.losses[min(step, len(player.losses) - 1)] for player in players)
+        our_loss, their_loss = (training.losses[min(step, len(training.losses) - 1)] for training in trainings)
         assert abs(our_loss - their_loss) <= tolerance, (
             f"the runs have different losses at step {step}, {our_loss:.6f} and {their_loss:.6f}: they do not do the"
             " same work"
