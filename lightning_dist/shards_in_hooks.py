@@ -66,7 +66,7 @@ class ShardsInHooks(TorchFunctionMode):
         self._new_aliases: dict[int, list[DTensor]] = {}
 
     @contextmanager
-    def around(self, what: str) -> Iterator[None]:
+    def hook_context(self, what: str) -> Iterator[None]:
         """Treat shards as whole tensors in this context. A nested call has no effect.
 
         Args:

@@ -244,7 +244,7 @@ class Technique:
         """
         return state
 
-    def others_to_write(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def hook_state_to_write(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return other entries of a checkpoint in the form in which this rank writes them. This is a collective.
 
         Args:
@@ -307,7 +307,7 @@ class Technique:
     def write_back(self) -> None:
         """Write a step's changes of gathered parameters into the parameters that the optimizer sees."""
 
-    def take_replaced(self, param: nn.Parameter) -> bool:
+    def write_back_data(self, param: nn.Parameter) -> bool:
         """Copy a tensor that the step has put in the place of ``param`` into it, and return whether there was one."""
         return False
 

@@ -52,7 +52,7 @@ class TechniqueStates:
             state = state_to_write(state)
         return with_metadata(state, metadata)
 
-    def others_to_write(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def hook_state_to_write(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint's entries other than states of the module and optimizers, as this rank writes them.
 
         This is a collective if ranks have different parameters.

@@ -254,7 +254,7 @@ def without_updates(
             own = {"update": partial(update, metric), "forward": partial(forward, metric)}
             vars(metric).update(**own, compute=lambda: torch.zeros(()))
         else:
-            vars(metric).update(update=partial(update, metric), forward=partial(_known, value_of, metric))
+            vars(metric).update(update=partial(update, metric), forward=partial(_value_of_batch, value_of, metric))
     for collection in collections:
         _compat.update_metrics_apart(collection)
     try:

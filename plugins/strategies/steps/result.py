@@ -405,7 +405,7 @@ def merge_values(results: list[Any]) -> Any:
     if isinstance(first, np.ndarray) and first.ndim:
         return np.concatenate(results)
     if isinstance(first, np.ndarray | np.generic):
-        return np.asarray(joined([result.item() for result in results]))[()]
+        return np.asarray(merge_values([result.item() for result in results]))[()]
     if isinstance(first, Tensor):
         detached = [result.detach() for result in results]
         if first.ndim:
@@ -416,15 +416,17 @@ def merge_values(results: list[Any]) -> Any:
     if isinstance(first, int) and not isinstance(first, bool):
         return sum(results)
     if isinstance(first, Mapping):
-        items = {key: joined([result[key] for result in results]) for key in first}
+        items = {key: merge_values([result[key] for result in results]) for key in first}
         return type(first)(**items) if is_dataclass(first) else items  # such as a ModelOutput of Hugging Face
     if isinstance(first, tuple):
-        columns = [joined(list(column)) for column in zip(*results, strict=True)]
+        columns = [merge_values(list(column)) for column in zip(*results, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
     if isinstance(first, list):
         return [item for result in results for item in result]
     if is_dataclass(first) and not isinstance(first, type):
-        items = {entry.name: joined([getattr(result, entry.name) for result in results]) for entry in fields(first)}
+        items = {
+            entry.name: merge_values([getattr(result, entry.name) for result in results]) for entry in fields(first)
+        }
         return replace(first, **items)
     is_plain = isinstance(first, bool | str | bytes | None)
     return first if is_plain or all((result == first) is True for result in results) else Unmerged(type(first).__name__)
