@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-__all__ = ["DifferentBatchError", "SameBatch"]
+__all__ = ["DifferentBatchError", "SameBatch", "digest", "hash_of_elements"]
 
 
 class DifferentBatchError(RuntimeError):
@@ -44,8 +44,8 @@ class SameBatch:
             DifferentBatchError: If the batch of the previous call differed between the ranks.
         """
         self.finish()
-        digest = _digest(list(_leaves(batch))).to(self._device, non_blocking=True)
-        extremes = torch.stack((digest, ~digest))  # Its maximum has the greatest digest, and ~ of the least one.
+        number = digest(batch).to(self._device, non_blocking=True)
+        extremes = torch.stack((number, ~number))  # Its maximum has the greatest digest, and ~ of the least one.
         work = dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group, async_op=True)
         assert work is not None
         self._pending = work, extremes, what
@@ -97,11 +97,11 @@ def _leaves(value: Any) -> Iterator[torch.Tensor | bytes]:
                 yield from _leaves(item)
 
 
-def _digest(leaves: list[torch.Tensor | bytes]) -> torch.Tensor:
+def digest(batch: Any) -> torch.Tensor:
     """Hash the tensors' shapes, dtypes and bytes into one int64, on their device and without synchronizing with it."""
     on_host = xxhash.xxh3_64()
     on_device = []
-    for tensor in leaves:
+    for tensor in _leaves(batch):
         if isinstance(tensor, bytes):
             on_host.update(tensor)
             continue

@@ -122,16 +122,17 @@ class LoaderPosition:
         if num_batches != state["num_batches"]:
             count_batches(self._trainer, num_batches)
             self._is_recounted = True
-        if changes_accumulation(self._trainer) and num_batches:  # Lightning sets it when an epoch begins.
-            self._trainer.accumulate_grad_batches = scheduled_accumulation(self._trainer, state[EPOCH])
         self._entered_at = (state[EPOCH], state[NUM_SEEN], num_batches)
         self._sampler.seed = state["seed"]
         self._sampler.enter(state[EPOCH], state[NUM_SEEN])
 
     def on_train_start(self) -> None:
-        """Count the batches that are done again: if the loader was made early, Lightning has restored other counts."""
-        if self._is_recounted:
-            count_batches(self._trainer, self._entered_at[2])
+        """Correct what Lightning has set since the position was loaded."""
+        epoch, _, num_batches = self._entered_at
+        if self._is_recounted:  # If the loader was made early, Lightning has restored the checkpoint's counts since.
+            count_batches(self._trainer, num_batches)
+        if changes_accumulation(self._trainer) and num_batches:  # The callback sets it when an epoch begins.
+            self._trainer.accumulate_grad_batches = scheduled_accumulation(self._trainer, epoch)
 
     @property
     def sizes(self) -> tuple[int, int]:

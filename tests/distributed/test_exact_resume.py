@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch.callbacks import EMAWeightAveraging, GradientAccumulationScheduler
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -214,6 +214,7 @@ class Counted(pl.LightningModule):
         return functional.mse_loss(self.net(x)[:, 0], x.sum(1))
 
     def configure_optimizers(self) -> Any:
+        assert self.trainer.estimated_stepping_batches > 0  # Lightning makes the loader for that.
         return torch.optim.AdamW(self.parameters(), lr=0.01)
 
 
@@ -229,11 +230,17 @@ def whole_state(module: pl.LightningModule) -> dict[str, np.ndarray]:
 
 
 def some_steps(
-    num_steps: int, save_to: Path | None = None, ckpt_path: Path | None = None, batch_size: int | None = None
+    num_steps: int,
+    save_to: Path | None = None,
+    ckpt_path: Path | None = None,
+    batch_size: int | None = None,
+    schedule: dict[int, int] | None = None,
 ) -> Any:
     torch.manual_seed(0)
     model = Counted(batch_size or GLOBAL_BATCH // int(os.environ["WORLD_SIZE"]))
-    trainer = make_trainer("full_shard", use_distributed_sampler=True, max_steps=num_steps, precision="64-true")
+    callbacks = [GradientAccumulationScheduler(schedule)] if schedule else []
+    arguments = {"use_distributed_sampler": True, "max_steps": num_steps, "precision": "64-true"}
+    trainer = make_trainer("full_shard", callbacks=callbacks, **arguments)
     trainer.fit(model, ckpt_path=ckpt_path)
     if save_to is not None:
         trainer.save_checkpoint(save_to)
@@ -269,6 +276,16 @@ def test_resuming_on_ranks_that_cannot_share_a_steps_samples_is_refused(pool: Wo
     pool.run(some_steps, 2, 2, tmp_path / "2.ckpt", None, 5)
     with pytest.raises(RankFailed, match="takes 10 samples, which 3 ranks cannot share"):
         pool.run(some_steps, 3, 4, None, tmp_path / "2.ckpt", 5)
+
+
+def test_a_schedule_of_accumulation_is_resumed_within_an_epoch(pool: WorkerPool, tmp_path: Path) -> None:
+    schedule = {0: 2, 5: 3}
+    whole = pool.run(some_steps, 2, 8, None, None, 3, schedule)
+    pool.run(some_steps, 2, 2, tmp_path / "2.ckpt", None, 3, schedule)
+    for (seen, _, _), (resumed_seen, _, _) in zip(
+        whole, pool.run(some_steps, 2, 8, None, tmp_path / "2.ckpt", 3, schedule), strict=True
+    ):
+        assert resumed_seen == {step: indices for step, indices in seen.items() if step >= 2}
 
 
 class TwoOptimizers(Regression):

@@ -19,6 +19,7 @@ from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from mlflow import MlflowClient
+from mlflow.exceptions import MlflowException
 
 from lightning_dist.plugins.loggers import MLflowLogger
 from lightning_dist.plugins.loggers import mlflow as logger_module
@@ -453,6 +454,27 @@ def test_a_failing_store_does_not_hide_why_a_run_failed() -> None:
     with pytest.warns(UserWarning, match="did not take all of run run: refused 0"):
         logger.finalize("failed")
     assert store.taken == [0.0, "FAILED"]
+
+
+def test_a_store_that_cannot_be_reached_is_asked_once() -> None:
+    class Gone(Store):
+        num_calls = 0
+
+        def log_batch(self, *args: Any, **kwargs: Any) -> None:
+            self.open.wait(10)
+            self.num_calls += 1
+            raise MlflowException("API request to http://gone failed with exception")
+
+        set_terminated = log_batch
+
+    store = Gone()
+    logger = with_store(store)
+    for value in range(5):
+        logger.log_metrics({"a": value})
+    store.open.set()
+    with pytest.warns(UserWarning, match="could not be marked as FAILED in MLflow: API request"):
+        logger.finalize("failed")
+    assert store.num_calls == 1
 
 
 def test_a_full_queue_blocks_the_caller() -> None:
