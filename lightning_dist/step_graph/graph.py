@@ -227,7 +227,7 @@ class StepGraph:
             self.logs_otherwise or other.logs_otherwise,
             self.numbers,
             tuple(dict.fromkeys((*self.hooked, *other.hooked))),
-            log_sizes={**other.log_sizes, **self.log_sizes},
+            log_sizes=dict(self.log_sizes.items() & other.log_sizes.items()),
         )
 
     def crossing(self, stage_of: Callable[[int], int], stage: int) -> list[Value]:

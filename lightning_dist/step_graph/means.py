@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["follow", "is_mean", "is_same_value"]
+__all__ = ["follow", "is_known_mean", "is_mean", "is_same_value"]
 
 _SAMPLES, _MEAN, _OTHER = "samples", "mean", "other"
 """The kinds of tensors: those with a value for each sample, means over samples, and everything else."""
 
 _COPIES = frozenset({
     "alias", "bfloat16", "clone", "contiguous", "cpu", "cuda", "detach", "detach_", "double", "float", "half",
-    "requires_grad_", "reshape", "squeeze", "to", "type", "unsqueeze", "view", "view_as",
+    "requires_grad_", "reshape", "squeeze", "to", "type", "unsqueeze", "view", "view_as", "__get__",
 })  # fmt: skip
-"""Functions whose result has the values of their first argument."""
+"""Functions whose result has the values of their first argument; ``__get__`` is that of attributes such as ``data``."""
 
 _LINEAR = frozenset({
     "add", "add_", "__add__", "__radd__", "__iadd__", "cat", "concat", "expand", "mean", "neg", "__neg__", "stack",
@@ -43,6 +43,11 @@ _LOSSES = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits",
 def is_mean(tensor: Tensor) -> bool:
     """Return whether ``tensor`` has dimensions, or is a mean over samples, as far as the functions before it tell."""
     return tensor.ndim > 0 or _kind(tensor) != _OTHER
+
+
+def is_known_mean(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` was computed as a mean over samples, and was not multiplied by a number since."""
+    return tensor.ndim == 0 and tensor.__dict__.get("_kind") == _MEAN and not tensor.__dict__.get("_is_scaled", False)
 
 
 def is_same_value(tensor: Tensor, other: Tensor) -> bool:
@@ -66,6 +71,10 @@ def follow(name: str, args: Any, kwargs: Any, inputs: Sequence[Tensor], outputs:
         kind = _kind_of_result(name, args, kwargs, inputs, output)
         source = _source(inputs[0])
         output.__dict__["_kind"] = kind
+        output.__dict__["_is_scaled"] = name in _LINEAR_IN_FIRST or any(
+            tensor.__dict__.get("_is_scaled", False) for tensor in inputs
+        )
+        output.__dict__["_summed"] = _num_summed(name, inputs, output)
         if name in _COPIES and output is not source:
             output.__dict__["_source"] = source
         elif output is inputs[0]:  # It was changed in place.
@@ -84,17 +93,21 @@ def _kind(tensor: Tensor) -> str:
 
 
 def _kind_of_result(name: str, args: Any, kwargs: Any, inputs: Sequence[Tensor], output: Tensor) -> str:
-    kinds = [_kind(tensor) for tensor in inputs if "_param_name" not in tensor.__dict__]
+    kinds = [_kind(tensor) for tensor in inputs if not _is_constant(tensor)]
+    if name in _DIVISIONS and len(args) > 1 and args[1] in inputs[0].__dict__.get("_summed", ()):
+        return _MEAN
     if _OTHER in kinds:
         return _OTHER
     if name in _COPIES:
         return _kind(inputs[0])
     if _SAMPLES not in kinds:
-        is_linear = name in _LINEAR or (name in _LINEAR_IN_FIRST and kinds.count(_MEAN) <= 1 and args[0] is inputs[0])
+        is_linear = name in _LINEAR or (
+            name in _LINEAR_IN_FIRST and kinds.count(_MEAN) <= 1 and args and args[0] is inputs[0]
+        )
         return _MEAN if is_linear or not kinds else _OTHER
     if name == "masked_select" or (name == "__getitem__" and _is_mask(args[1])):
         return _OTHER  # Microbatches have unequal numbers of the chosen elements.
-    samples = next(t for t in inputs if "_param_name" not in t.__dict__ and _kind(t) == _SAMPLES)
+    samples = next(tensor for tensor in inputs if not _is_constant(tensor) and _kind(tensor) == _SAMPLES)
     if name == "mean" or name.endswith("_loss") or name in _LOSSES:
         if "sum" in [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, str)]:
             return _OTHER
@@ -102,6 +115,26 @@ def _kind_of_result(name: str, args: Any, kwargs: Any, inputs: Sequence[Tensor],
     if name in _REDUCTIONS:
         return _SAMPLES if _is_as_long(output, samples) else _OTHER
     return _SAMPLES if output.ndim else _OTHER
+
+
+def _is_constant(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is a parameter, or a number in a buffer or of the step."""
+    marks = tensor.__dict__
+    return "_param_name" in marks or (tensor.ndim == 0 and "_kind" not in marks and "_marks" not in marks)
+
+
+_DIVISIONS = frozenset({"div", "__div__", "__truediv__", "divide", "true_divide"})
+
+
+def _num_summed(name: str, inputs: Sequence[Tensor], output: Tensor) -> tuple[int, ...]:
+    """Return by which numbers a sum over samples can be divided to become a mean: of its terms, or of the samples."""
+    if name in _COPIES:
+        known: tuple[int, ...] = inputs[0].__dict__.get("_summed", ())
+        return known
+    shape = inputs[0].shape
+    if name != "sum" or output.ndim or _kind(inputs[0]) != _SAMPLES or not all(type(size) is int for size in shape):
+        return ()
+    return (inputs[0].numel(), shape[0])
 
 
 def _is_mask(index: Any) -> bool:

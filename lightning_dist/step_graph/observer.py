@@ -21,7 +21,7 @@ from lightning_dist.step_graph.draws import Draws
 from lightning_dist.step_graph.fake_run import Observer, tensors_in
 from lightning_dist.step_graph.graph import InnerCall, Leaf, Output, PartCall, StepGraph, TraceError, Value
 from lightning_dist.step_graph.marks import Marks, history_of, marks_of
-from lightning_dist.step_graph.means import follow, is_mean, is_same_value
+from lightning_dist.step_graph.means import follow, is_known_mean, is_mean, is_same_value
 from lightning_dist.step_graph.tensor_reads import READS, TEXTS
 from lightning_dist.step_graph.watched_numbers import ask_for_value
 
@@ -99,7 +99,10 @@ class GraphObserver:
         self._changed_buffers: dict[str, bool] = {}
         self._logs_otherwise = False
         self._no_means: list[Tensor] = []
-        """Tensors that the step logs, returns or reads as numbers, and that are no means over samples."""
+        """Tensors that the step logs or returns, and that are no means over samples."""
+        self._no_means_read: list[Tensor] = []
+        """Such tensors that the step reads as numbers, which it may log."""
+        self._has_read = False
         self._plain_numbers: list[float] = []
         self._num_logged: Counter[str] = Counter()
         self._log_sizes: dict[tuple[str, int], int] = {}
@@ -213,8 +216,11 @@ class GraphObserver:
         returned = list(tensors_in(result))
         for tensor in returned:
             self._use(self._end, tensor)
-        if returned:
-            loss = result.get("loss", returned[0]) if isinstance(result, Mapping) else returned[0]
+        first = next(iter(returned), None)
+        loss = result.get("loss", first) if isinstance(result, Mapping) else first
+        if self._plain_numbers:
+            self._no_means += self._no_means_read
+        if isinstance(loss, Tensor):
             self._loss_history = history_of(loss)
             # What is logged of the loss is the mean of the microbatches' losses, as is the loss itself.
             self._no_means = [tensor for tensor in self._no_means if not is_same_value(tensor, loss)]
@@ -261,7 +267,8 @@ class GraphObserver:
         """Record a call of ``self.log``: the tensors or the number logged, and whether it is reduced by a mean."""
         for tensor in tensors_in(value):
             self._use(self._end, tensor)
-            self._note_kind(tensor)
+            if name != "metric":
+                self._note_kind(tensor)
         _refuse_value_of_batch(value, kwargs.get("takes"))
         self._num_logged[name] += 1
         if isinstance(kwargs.get("batch_size"), int):
@@ -274,7 +281,9 @@ class GraphObserver:
 
     def _note_result(self, result: Any) -> None:
         """Record the numbers that a step returns besides its loss, and whether any of them cannot be a mean."""
-        others = {k: v for k, v in result.items() if k != "loss"} if isinstance(result, Mapping) else result
+        others = (
+            {k: v for k, v in result.items() if k not in ("loss", "weight")} if isinstance(result, Mapping) else result
+        )
         if isinstance(others, Tensor):
             return
         for leaf in tree_leaves(others):
@@ -300,8 +309,9 @@ class GraphObserver:
         if name in READS | TEXTS and self._active is None:
             for tensor in inputs:  # The step may return, log or keep the number.
                 self._use(self._end, tensor)
-                if name in _NUMBERS:
-                    self._note_kind(tensor)
+                self._has_read |= name not in TEXTS
+                if name in _NUMBERS and not is_mean(tensor):
+                    self._no_means_read.append(tensor)
         if name == "register_hook" and self._active is None and not _is_called_by_torch():
             self._hooked += [(marks_of(tensor).values, len(self._calls)) for tensor in inputs]
         if not outputs and name != "__setitem__":
@@ -435,7 +445,8 @@ class GraphObserver:
             self._logs_otherwise,
             tuple(self._plain_numbers),
             tuple(dict.fromkeys(self._hooked)),
-            log_sizes=self._log_sizes,
+            # A number that was read is made up, and the same on a microbatch and on the whole batch.
+            log_sizes={} if self._has_read else self._log_sizes,
         )
 
 
@@ -444,20 +455,12 @@ def _refuse_value_of_batch(value: Any, takes: str | None) -> None:
 
     Args:
         value: The arguments of the update.
-        takes: How the metric combines values: ``"sums"``, ``"values"``, or None for a metric of samples.
+        takes: How the metric combines values; None for a metric of samples.
 
     Raises:
         TraceError: If the metric would see other values than in one process.
     """
-    leaves = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor | int | float)]
-    if takes == "values":
-        is_of_batch = all(not isinstance(leaf, Tensor) or leaf.ndim == 0 for leaf in leaves)
-    else:
-        is_of_batch = takes == "sums" and any(
-            isinstance(leaf, Tensor) and leaf.ndim == 0 and leaf.is_floating_point() and is_mean(leaf)
-            for leaf in leaves
-        )
-    if is_of_batch:
+    if takes is not None and any(is_known_mean(tensor) for tensor in tensors_in(value)):
         raise TraceError(
             "The step updates a metric that adds up, keeps or compares values with one value for the whole batch. A"
             " pipeline runs the step once for each microbatch, so that the metric would see the microbatches' values."

@@ -73,13 +73,17 @@ class SameBatch:
 def _leaves(value: Any) -> Iterator[torch.Tensor | bytes]:
     """Yield the tensors in ``value``, and the bytes of its NumPy arrays, strings and numbers.
 
-    Strings and numbers in objects of other classes are left out, because each rank may have its own, such as a time.
+    Strings and numbers that are attributes of objects are left out, because each rank may have its own, such as a time.
     """
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, np.ndarray | np.generic):
         yield str((value.shape, value.dtype)).encode()
-        yield repr(value.tolist()).encode() if value.dtype.hasobject else value.tobytes()
+        if value.dtype.hasobject:
+            for item in value.flat:
+                yield from _leaves(item)
+        else:
+            yield value.tobytes()
     elif isinstance(value, str | bytes | bool | int | float | complex):
         yield repr(value).encode()
     elif isinstance(value, Mapping):
@@ -90,7 +94,8 @@ def _leaves(value: Any) -> Iterator[torch.Tensor | bytes]:
             yield from _leaves(item)
     elif is_dataclass(value) and not isinstance(value, type):
         for entry in fields(value):
-            yield from _leaves(getattr(value, entry.name))
+            if isinstance(item := getattr(value, entry.name), torch.Tensor | np.ndarray | Mapping | list | tuple):
+                yield from _leaves(item)
     elif hasattr(value, "__dict__") and not isinstance(value, type):
         for item in vars(value).values():
             if isinstance(item, torch.Tensor | np.ndarray):

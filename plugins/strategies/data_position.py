@@ -135,13 +135,14 @@ class LoaderPosition:
             self._trainer.accumulate_grad_batches = scheduled_accumulation(self._trainer, epoch)
 
     @property
-    def sizes(self) -> tuple[int, int]:
-        """Return the number of samples in a batch of a rank: as the user gave it, and as it is now."""
-        return self._given.per_rank, self._batch.per_rank
+    def given_size(self) -> int:
+        """Return the number of samples in a batch of a rank, as the user gave it."""
+        return self._given.per_rank
 
-    def resize(self, per_rank: int) -> None:
-        """Take batches of ``per_rank`` samples, as the loader of an earlier epoch did after a resume."""
-        self._batches.batch_size = per_rank
+    def resize_like(self, other: LoaderPosition) -> None:
+        """Take batches of the size of ``other``, which a resume has set for the loader of an earlier epoch."""
+        self._given = other._given
+        self._batches.batch_size = other._batches.batch_size
 
     @property
     def _batch(self) -> Batch:

@@ -35,8 +35,8 @@ class ExactResume:
         self._rng_before_validation: dict[str, Any] | None = None
         self._positions: list[Any] = []  # of the loaders that are yet to be created
         self._resumed: list[LoaderPosition] = []  # of the loaders that were created, until training starts
-        self._resized: dict[int, int] = {}
-        """The sizes of batches that a resume on another number of ranks has changed, by what the user gave."""
+        self._by_given_size: dict[int, LoaderPosition] = {}
+        """The positions of the loaders that were resumed, by the batch size that the user gave them."""
         # These are the values after the last optimizer step, kept only if steps accumulate more than one batch.
         self._rng_at_update: dict[str, Any] | None = None
         self._buffers_at_update: dict[str, torch.Tensor] = {}
@@ -52,9 +52,9 @@ class ExactResume:
                     loader.load_state_dict(position)
                 if own is not None:
                     self._resumed.append(own)
-                    self._resized.update([own.sizes])
-            elif own is not None:  # the loader of a later epoch, by reload_dataloaders_every_n_epochs
-                own.resize(self._resized.get(own.sizes[0], own.sizes[0]))
+                    self._by_given_size[own.given_size] = own
+            elif own is not None and own.given_size in self._by_given_size:  # reload_dataloaders_every_n_epochs
+                own.resize_like(self._by_given_size[own.given_size])
         elif trainer.state.fn == TrainerFn.FITTING:
             give_own_generator(loader)
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from lightning_dist.step_graph.means import follow, is_mean, is_same_value
+from lightning_dist.step_graph.means import follow, is_known_mean, is_mean, is_same_value
 
 
 class Follow(TorchFunctionMode):
@@ -43,6 +43,9 @@ X, Y = torch.randn(8, 5), torch.randint(5, (8,))
         (lambda: X.sum(), False),
         (lambda: functional.cross_entropy(X, Y, reduction="sum"), False),
         (lambda: X[Y > 2].mean(), False),
+        (lambda: (X.argmax(1) == Y).sum() / len(Y), True),
+        (lambda: X.square().sum().div(X.numel()) * torch.ones(()), True),
+        (lambda: X.sum() / 3, False),
         (lambda: (X[:, 0] * (Y > 2)).sum() / (Y > 2).sum(), False),
         (lambda: X.max(), False),
         (lambda: X[0, 0], False),
@@ -65,3 +68,12 @@ def test_copies_of_a_loss_are_the_same_value_until_they_change() -> None:
         assert not is_same_value(other, loss)
         copy += 1
         assert not is_same_value(copy, loss)
+
+
+def test_a_mean_times_a_number_may_be_a_sum() -> None:
+    with Follow():
+        mean = functional.cross_entropy(X, Y).detach()
+        scaled = mean * len(Y)
+    assert is_known_mean(mean)
+    assert not is_known_mean(scaled)
+    assert not is_known_mean(torch.tensor(3.0))

@@ -349,6 +349,9 @@ class ShardedGroup(ParameterGroup):
         FSDP2 reuses the tensors that the first gather creates. Inference mode is off while they are created, because
         inference tensors cannot be trained.
         """
+        if self._group.is_sharded and not self._has_stand_ins:
+            for param in self._params:
+                param.take_converted()
         with torch.inference_mode(False):
             self._group.unshard()
             self._group.wait_for_unshard()

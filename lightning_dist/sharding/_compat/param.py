@@ -136,6 +136,19 @@ class ShardedParam:
 
     # Values
 
+    def take_converted(self) -> None:
+        """Let FSDP2 gather the memory that the shard has now, if the module was converted or moved since.
+
+        FSDP2 does so itself for parameters of modules that it was given, when these are converted.
+        """
+        if not self._has_sent_memory():
+            FSDPParam.reset_sharded_param(self._param)  # type: ignore[no-untyped-call]
+
+    def _has_sent_memory(self) -> bool:
+        """Return whether the memory that FSDP2 gathers is that of the shard."""
+        shard, sent = local_of(self.shard), self._param._sharded_param_data
+        return shard.untyped_storage().data_ptr() == sent.untyped_storage().data_ptr()
+
     def was_gathered(self) -> None:
         """Record the shard's version, and check that FSDP2 has gathered the memory that the shard has now.
 
@@ -143,12 +156,11 @@ class ShardedParam:
             RuntimeError: If the shard has got new memory in a way that FSDP2 does not notice.
         """
         self._shard_version = self._version_of_shard()
-        shard, sent = local_of(self.shard), self._param._sharded_param_data
-        if shard.untyped_storage().data_ptr() != sent.untyped_storage().data_ptr():
+        if not self._has_sent_memory():
             raise RuntimeError(
                 f"The parameter {self.name!r} was converted or moved after it was sharded, by a call such as"
                 " self.layer.float() in a hook of the run, and would not be trained any more. Convert the layer in"
-                " __init__ or configure_model, or convert the whole module."
+                " __init__ or configure_model."
             )
 
     def _version_of_shard(self) -> tuple[int, int]:

@@ -17,7 +17,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, IterableDataset
@@ -315,7 +315,7 @@ def _generators_unchanged(loader: DataLoader[Any]) -> Iterator[None]:
 
 def _copied(dataset: Any) -> Any:
     """Return a copy of ``dataset``, whose iteration leaves the state of the original as it is."""
-    shared = [value for value in vars(dataset).values() if isinstance(value, Tensor | np.ndarray)]
+    shared = [v for v in vars(dataset).values() if isinstance(v, Tensor | np.ndarray | nn.Module) or callable(v)]
     try:
         return copy.deepcopy(dataset, {id(value): value for value in shared})
     except Exception as error:  # It has an open file, or a connection.

@@ -223,10 +223,11 @@ def _refuse_hidden_metrics(module: LightningModule) -> None:
     Raises:
         ValueError: If a module has such metrics.
     """
+    known = set(map(id, module.modules()))
     for name, part in module.named_modules():
         for key, value in vars(part).items():
             held = value.values() if type(value) is dict else value if type(value) in (list, tuple) else ()
-            if not key.startswith("_") and any(isinstance(item, Metric) for item in held):
+            if not key.startswith("_") and any(isinstance(item, Metric) and id(item) not in known for item in held):
                 raise ValueError(
                     f"self.{name + '.' if name else ''}{key} is a {type(value).__name__} of metrics. Under a pipeline"
                     " only the last stage updates a metric, and the other ranks have to know it as a submodule: use"

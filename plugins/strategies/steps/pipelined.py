@@ -212,9 +212,9 @@ class PipelinedSteps(Steps):
         step = f"{type(self._module).__name__}.{name}"
         try:
             whole = self._trace(name, batch, arguments, kwargs, has_backward)
-        except TraceError as error:  # For example, only the module's own split_batch may be able to read the batch.
+        except Exception as error:  # For example, only the module's own split_batch may be able to read the batch.
             rank_zero_warn(
-                f"{step} could not be traced on a whole batch ({error}). What it leaves in"
+                f"{step} could not be traced on a whole batch ({type(error).__name__}: {error}). What it leaves in"
                 f" {', '.join(left) or 'logs and outputs'} is computed from the microbatches instead."
             )
             return graph

@@ -20,6 +20,7 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
 from lightning_dist.collectives import BytesBroadcast
@@ -143,7 +144,7 @@ class StepResult:
                 logged[name, num_calls[name]] = _detached(value), kwargs
 
         metrics = without_updates(self._module, value_of=self._shared.value_of_batch)
-        with torch.no_grad(), _compat.logging_to(self._module, on_log), metrics:
+        with torch.no_grad(), _compat.logging_to(self._module, on_log), metrics, _WithoutHooks():
             result = pipeline.runner.run_between_parts(whole, values, step)
         self._of_whole_batch = _OfWholeBatch(_detached(result), {call: value for call, (value, _) in logged.items()})
 
@@ -304,6 +305,15 @@ class _OfWholeBatch:
     logged: Mapping[_Call, Any]
 
 
+class _WithoutHooks(TorchFunctionMode):
+    """Ignore hooks on gradients inside, because there are none."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (Tensor.register_hook, Tensor.retain_grad):
+            return None
+        return func(*args, **(kwargs or {}))
+
+
 def _detached(value: Any) -> Any:
     return apply_to_collection(value, Tensor, Tensor.detach)
 
@@ -424,12 +434,18 @@ def merge_values(results: list[Any]) -> Any:
     if isinstance(first, list):
         return [item for result in results for item in result]
     if is_dataclass(first) and not isinstance(first, type):
-        items = {
-            entry.name: merge_values([getattr(result, entry.name) for result in results]) for entry in fields(first)
-        }
-        return replace(first, **items)
-    is_plain = isinstance(first, bool | str | bytes | None)
-    return first if is_plain or all((result == first) is True for result in results) else Unmerged(type(first).__name__)
+        names = [entry.name for entry in fields(first) if entry.init]
+        return replace(first, **{name: merge_values([getattr(result, name) for result in results]) for name in names})
+    if isinstance(first, bool | str | bytes | None) or all(_is_equal(result, first) for result in results[1:]):
+        return first
+    return Unmerged(type(first).__name__)
+
+
+def _is_equal(value: Any, other: Any) -> bool:
+    try:
+        return (value == other) is True
+    except Exception:  # Such as that of a table with another length.
+        return False
 
 
 class Unmerged:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,9 +42,9 @@ class SilentLoggers:
             return DummyExperiment()
 
         members = {name: ignore for name in _WRITES if hasattr(type(logger), name)}
-        silent = copy.copy(logger)
         cls = type(type(logger).__name__, (type(logger),), {**members, "experiment": property(experiment)})
-        object.__setattr__(silent, "__class__", cls)
+        silent: Logger = object.__new__(cls)  # Copying could connect to a server.
+        vars(silent).update(vars(logger))
         return silent
 
     def _check(self, name: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor, nn
 from torch.nn import functional
-from torchmetrics import SumMetric
+from torchmetrics import MaxMetric, MinMaxMetric, SumMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from tests.behaviour.case import HOLDS_PARTS, Run, case
@@ -603,3 +603,49 @@ def own_use_of_logger(run: Run) -> None:
                 self.logger.log_metrics({"index": float(batch_idx)}, step=self.global_step)
 
     run.fit(Writes(), val=True)
+
+
+@case(
+    "validation_step updates a metric that adds up with losses",
+    refused=dict.fromkeys(STAGES, "updates a metric that adds up, keeps or compares values"),
+    differs=dict.fromkeys(
+        ("full", "hybrid", "data", "data_tp"), "each rank adds the losses of its parts, as under ddp"
+    ),
+)
+def losses_in_sum_metric(run: Run) -> None:
+    class Sums(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.total = SumMetric()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.total.update(self.loss(batch))
+            self.log("val/total", self.total)
+
+    run.fit(Sums(), val=True)
+
+
+@case("metrics that are inside others and read by themselves, and sums and extremes of the batch")
+def metrics_inside_others(run: Run) -> None:
+    class Nested(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.accuracy = MulticlassAccuracy(NUM_CLASSES, average="micro")
+            self.best = MinMaxMetric(self.accuracy)
+            self.all_metrics = [self.accuracy]
+            self.seen = SumMetric()
+            self.largest = MaxMetric()
+
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            logits = self(batch[0])
+            self.accuracy.update(logits, batch[1])
+            self.seen.update(functional.cross_entropy(logits, batch[1]) * len(batch[0]))
+            self.largest.update(logits.max())
+            self.log("val/accuracy", self.accuracy)
+            self.log("val/seen", self.seen)
+            self.log("val/largest", self.largest)
+
+        def on_validation_epoch_end(self) -> None:
+            self.log("val/best", self.best.compute()["max"])
+
+    run.fit(Nested(), val=True)
