@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist import TensorParallelStrategy, units
-from lightning_dist.sharding import _compat
 from lightning_dist.sharding._compat import ShardedGroup
+from lightning_dist.sharding._compat import group as sharded_groups
 from tests.behaviour.cases.sharing_and_weights import _LateHooks, _Prototypes, _SharedWeight, _TensorHooks
 from tests.behaviour.models import Classifier, samples
 from tests.distributed.fit import make_trainer
@@ -52,12 +52,12 @@ PLANTED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
         r"'net\.1\.up\.weight' is in no parameter group",
     ),
     "hooks from before sharding are dropped": (
-        lambda: patch.object(_compat, "move_hooks", lambda source, target: None),
+        lambda: patch.object(sharded_groups, "move_hooks", lambda source, target: None),
         _TensorHooks,
         r"put on the parameter 'net\.1\.up\.weight' before it was sharded is lost",
     ),
     "hooks are not put on gathered parameters": (
-        lambda: patch.object(_compat, "share_hooks", lambda source, target: None),
+        lambda: patch.object(sharded_groups, "share_hooks", lambda source, target: None),
         Classifier,
         r"A hook was put on the parameter 'net\.0\.weight' and would not be called",
     ),

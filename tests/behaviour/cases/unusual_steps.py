@@ -633,7 +633,7 @@ def metrics_inside_others(run: Run) -> None:
             self.accuracy = MulticlassAccuracy(NUM_CLASSES, average="micro")
             self.best = MinMaxMetric(self.accuracy)
             self.all_metrics = [self.accuracy]
-            self.seen = SumMetric()
+            self.seen = SumMetric().set_dtype(torch.float64)
             self.largest = MaxMetric()
 
         def validation_step(self, batch: Any, batch_idx: int) -> None:
