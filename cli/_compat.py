@@ -47,6 +47,8 @@ class StrategyAction(ActionTypeHint):
                 value = _resolve(value)
             elif isinstance(value, (dict, Namespace)) and isinstance(value.get("class_path"), str):
                 value = _with_registered_arguments(value)
+            if isinstance(value, dict) and cfg is not None:
+                value = _without_sizes_of(cfg.get(self.dest), value)
         except TypeError as error:
             raise TypeError(f'Parser key "{self.dest}":\n  {error}') from error
         return super()._check_type(value, append=append, cfg=cfg, mode=mode)
@@ -185,6 +187,25 @@ def _with_registered_arguments(value: Any) -> Any:
         return spec | {"class_path": _class_path(spec["class_path"])}
     expanded = _expand(name)
     return spec | expanded | {"init_args": expanded.get("init_args", {}) | (spec.get("init_args") or {})}
+
+
+def _without_sizes_of(before: Any, spec: dict[str, Any]) -> dict[str, Any]:
+    """Reset the sizes of the strategy ``before``, which another one replaces; jsonargparse would keep the arguments.
+
+    Args:
+        before: The strategy that was given earlier, in a file or by a flag.
+        spec: The ``class_path`` and ``init_args`` of the strategy that replaces it.
+    """
+    if not isinstance(before, Namespace) or before.get("class_path") == spec["class_path"]:
+        return spec
+    cls = _class_of(spec["class_path"].rpartition(".")[2])
+    known = inspect.signature(cls).parameters if cls is not None and _is_ours(cls) else {}
+    sizes = {
+        name: known[name].default
+        for name in vars(before.get("init_args") or Namespace())
+        if name.endswith("_size") and name in known
+    }
+    return spec | {"init_args": sizes | (spec.get("init_args") or {})} if sizes else spec
 
 
 def _expand(name: str, argument: str | None = None) -> dict[str, Any]:

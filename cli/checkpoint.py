@@ -39,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
         "weights alone.",
     )
     consolidate.add_argument("source", metavar="DIR", help="path or URL of a sharded checkpoint")
-    consolidate.add_argument("destination", metavar="OUT", type=Path, help="file to write: .ckpt or .safetensors")
+    consolidate.add_argument("destination", metavar="OUT", help="file to write: .ckpt or .safetensors")
     consolidate.add_argument(
         "--trust", action="store_true", help="load objects of any class, which can run any code; only for trusted files"
     )
@@ -60,6 +60,9 @@ def run(arguments: Sequence[str]) -> int:
         return _list(options.folder)
     if options.action == "verify":
         return _verify(options.paths)
+    if "://" in options.destination:
+        consolidate.error(f"OUT={options.destination!r} must be a local file. Copy it to the store afterwards.")
+    options.destination = Path(options.destination)
     if options.destination.suffix not in _OUTPUT_FORMATS:
         consolidate.error(f"OUT={str(options.destination)!r} must end in {' or '.join(_OUTPUT_FORMATS)}.")
     return _consolidate(options.source, options.destination, options.trust)
@@ -80,7 +83,11 @@ def _consolidate(source: str, destination: Path, trust: bool) -> int:
 def _list(folder: str) -> int:
     from lightning_dist.checkpoint import CheckpointError, find
 
-    found = find(folder)
+    try:
+        found = find(folder)
+    except (CheckpointError, ValueError, OSError, ImportError) as error:
+        print_error(str(error))
+        return BAD_CONFIGURATION
     if not found:
         print_error(f"{folder} has no sharded checkpoints in it.")
         return BAD_CONFIGURATION
@@ -105,4 +112,7 @@ def _verify(paths: Sequence[str]) -> int:
         except (CheckpointError, OSError) as error:
             print_error(str(error))
             exit_code = DAMAGED
+        except (ValueError, ImportError) as error:  # The URL cannot be opened.
+            print_error(str(error))
+            return BAD_CONFIGURATION
     return exit_code

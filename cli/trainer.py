@@ -27,6 +27,7 @@ from lightning_dist.cli.errors import (
     SHOW_TRACEBACK,
     TRAINING_FAILED,
     closest,
+    print_error,
     report,
     users_line,
 )
@@ -59,6 +60,9 @@ def run(arguments: Sequence[str]) -> int:
     except SIGTERMException:
         return TRAINING_FAILED
     except SystemExit as stop:
+        if isinstance(stop.code, str):  # Python prints the text, and exits with code 1.
+            print_error(stop.code)
+            progress.stop_other_processes()
         return stop.code if isinstance(stop.code, int) else 0 if stop.code is None else TRAINING_FAILED
     except Exception as error:
         code = report_failure(error, progress)

@@ -138,9 +138,7 @@ class FaultTolerance(Callback):
             self._watchdog.disarm()
         must_requeue = number == _compat.requeue_signal(trainer)
         # Lightning numbers its checkpoints by the files in the folder, which the ranks may see differently.
-        path = trainer.strategy.broadcast(
-            _compat.path_after_requeue(trainer) if must_requeue else str(stop_path(trainer))
-        )
+        path = trainer.strategy.broadcast(_compat.path_after_requeue(trainer) if must_requeue else stop_path(trainer))
         if trainer.validating:
             _compat.put_training_weights_back(trainer)
         trainer.save_checkpoint(path)
@@ -149,8 +147,8 @@ class FaultTolerance(Callback):
             wait()
         timer.cancel()
         rank_zero_info(
-            f"Stopped by {signal.Signals(number).name} after step {trainer.global_step}; saved {os.path.relpath(path)},"
-            " from which ckpt_path=last resumes."
+            f"Stopped by {signal.Signals(number).name} after step {trainer.global_step}; saved {_shown(path)}, from"
+            f" which ckpt_path={_shown(path)} resumes."
         )
         if must_requeue and trainer.is_global_zero:
             _requeue()
@@ -196,10 +194,14 @@ class FaultTolerance(Callback):
             self._watchdog = None
 
 
-def stop_path(trainer: Trainer) -> Path:
-    """Return the path of the checkpoint that a stopped run saves."""
+def _shown(path: str) -> str:
+    return path if "://" in path else os.path.relpath(path)
+
+
+def stop_path(trainer: Trainer) -> str:
+    """Return the path or URL of the checkpoint that a stopped run saves."""
     folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    return Path(folders[0] if folders and folders[0] else trainer.default_root_dir) / STOPPED
+    return os.path.join(folders[0] if folders and folders[0] else trainer.default_root_dir, STOPPED)
 
 
 def _upload(trainer: Trainer, folder: Path) -> None:

@@ -43,7 +43,8 @@ def connect(tracking_uri: str) -> "MlflowClient":
             rank_zero_info(f"Creating the MLflow database {database} (once, a few seconds).")
             database.parent.mkdir(parents=True, exist_ok=True)
         # MLflow caches connections by URI, so a relative one would refer to the working directory of its first use.
-        uri = tracking_uri.replace(str(database), str(database.resolve()), 1)
+        _, mark, options = tracking_uri.partition("?")
+        uri = f"{SQLITE}{database.resolve()}{mark}{options}"
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 

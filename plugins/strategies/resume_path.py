@@ -8,10 +8,11 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_dist.checkpoint import CheckpointError, find
+from lightning_dist.checkpoint import CheckpointError, CheckpointNotFoundError, find
 from lightning_dist.consensus import OtherRankError, raise_on_all_ranks
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.bookkeeping import absolute
@@ -47,10 +48,16 @@ def resolve_ckpt_path(trainer: Trainer, asked: Any, found: Callable[[], Any]) ->
 
     Raises:
         MisconfigurationException: If ``asked`` is :data:`AUTO`, and every run would save to another folder.
+        CheckpointNotFoundError: If ``asked`` is ``"last"``, there is none, and the run does not train.
     """
     if asked == AUTO:
         return ResumePath(AUTO, _folders(trainer))
     path = found()
+    if asked == "last" and path is None and trainer.state.fn != TrainerFn.FITTING:
+        raise CheckpointNotFoundError(
+            f"ckpt_path='last' finds no checkpoint, and trainer.{trainer.state.fn} would run the weights that the"
+            " module has now. Give the path of a checkpoint, or give ModelCheckpoint the dirpath of the training."
+        )
     return ResumePath(path, [os.path.dirname(absolute(path))]) if asked == "last" and path is not None else path
 
 
@@ -64,6 +71,7 @@ def resume(trainer: Trainer, path: Any, load: Callable[[Any], None]) -> None:
 
     Raises:
         CheckpointError: If there are checkpoints, but none of them can be read.
+        CheckpointNotFoundError: If there is none, and the run does not train.
     """
     if not isinstance(path, ResumePath):
         load(path)
@@ -84,6 +92,11 @@ def resume(trainer: Trainer, path: Any, load: Callable[[Any], None]) -> None:
         raise CheckpointError(
             f"None of the {len(candidates)} checkpoints in {' and '.join(path.folders)} can be read; the reasons are"
             " above. To start afresh, move them away."
+        )
+    if trainer.state.fn != TrainerFn.FITTING:
+        raise CheckpointNotFoundError(
+            f"There is no checkpoint in {' or '.join(path.folders)} for trainer.{trainer.state.fn}, which would run"
+            f" the weights that the module has now. Give ckpt_path the path of a checkpoint instead of {str(path)!r}."
         )
     rank_zero_info(f"There is no checkpoint in {' or '.join(path.folders)} yet: training starts afresh.")
     load(None)

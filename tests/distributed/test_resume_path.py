@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import pytest
 
 from lightning_dist import CheckpointOptions
-from lightning_dist.checkpoint import find
+from lightning_dist.checkpoint import CheckpointNotFoundError, find
 from tests.distributed.fit import make_trainer
 from tests.distributed.test_saving import every_step, fail_writes
 from tests.models import GPT
@@ -152,3 +152,16 @@ def test_an_older_checkpoint_is_only_removed_after_the_newest_was_verified(pool:
     for names, error in pool.run(damaged_on_disk, 2, tmp_path):
         assert {"step=2.ckpt", "step=3.ckpt"} <= set(names) and "step=1.ckpt" not in names
         assert "step=3.ckpt cannot be read: its file rank_1.bin is damaged" in error or "rank 1" in error
+
+
+def evaluate(folder: Path, ckpt_path: str) -> str:
+    trainer = make_trainer("full_shard", callbacks=[every_step(folder)], enable_checkpointing=True)
+    with pytest.raises(CheckpointNotFoundError) as error:
+        trainer.validate(GPT(), ckpt_path=ckpt_path)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("ckpt_path", ["auto", "last"])
+def test_nothing_is_evaluated_if_there_is_no_checkpoint(pool: WorkerPool, tmp_path: Path, ckpt_path: str) -> None:
+    for error in pool.run(evaluate, 2, tmp_path, ckpt_path):
+        assert "would run the weights that the module has now" in error

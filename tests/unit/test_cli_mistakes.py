@@ -27,6 +27,11 @@ class Net(BoringModel):
         raise ValueError("the data are gone")
 
 
+class Exits(BoringModel):
+    def setup(self, stage: str) -> None:
+        sys.exit("run prepare.py first")
+
+
 class Needy(BoringModel):
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -121,6 +126,9 @@ NET = f"--model={HERE}.Net"
         (["checkpoint", "consoldate"], "no action is named 'consoldate'; did you mean 'consolidate'?"),
         (["checkpoint", "consolidate", "here"], "the following arguments are required: OUT"),
         (["checkpoint", "consolidate", "here", "x.bin"], "OUT='x.bin' must end in .ckpt or .safetensors."),
+        (["checkpoint", "consolidate", "here", "s3://bucket/x.ckpt"], "OUT='s3://bucket/x.ckpt' must be a local file."),
+        (["checkpoint", "ls", "nowhere://x"], "nowhere"),
+        (["checkpoint", "verify", "nowhere://x"], "nowhere"),
         (["checkpoint", "consolidate", "missing", "x.ckpt"], "There is no checkpoint at missing."),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
@@ -198,6 +206,13 @@ def test_the_line_of_a_users_error_is_shown(monkeypatch: pytest.MonkeyPatch, cap
     place = capfd.readouterr().err.splitlines()[-1]
     assert "test_cli_mistakes.py:" in place
     assert ", in setup" in place
+
+
+def test_the_text_of_an_exit_in_the_users_code_is_printed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(monkeypatch, "fit", f"--model={HERE}.Exits") == 1
+    assert "run prepare.py first" in capfd.readouterr().err
 
 
 def test_an_environment_variable_shows_the_traceback_of_a_mistake(

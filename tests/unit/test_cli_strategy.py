@@ -70,6 +70,16 @@ def summary(strategy: Any, names: tuple[str, ...]) -> Any:
         ),
         ("{class_path: hybrid_shard, init_args: {dp_replicate_size: 2}}", [f"{FLAG}=ddp"], "ddp"),
         ("ddp", [f"{FLAG}=full_shard"], (FULL, {"dp_shard_size": None})),
+        (
+            "{class_path: hybrid_shard, init_args: {dp_shard_size: 2}}",
+            [f"{FLAG}=full_shard"],
+            (FULL, {"dp_shard_size": None}),
+        ),
+        (
+            "{class_path: hybrid_shard, init_args: {dp_shard_size: 2}}",
+            [FLAG + '={"class_path": "full_shard", "init_args": {"dp_shard_size": 4}}'],
+            (FULL, {"dp_shard_size": 4}),
+        ),
         (None, [], "auto"),
         (None, [f"{FLAG}=auto"], "auto"),
         (None, [f"{FLAG}=ddp"], "ddp"),

@@ -456,6 +456,16 @@ def test_a_failing_store_does_not_hide_why_a_run_failed() -> None:
     assert store.taken == [0.0, "FAILED"]
 
 
+def test_a_relative_path_with_a_dot_is_that_database(mlflow_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(mlflow_folder)
+    before = set(mlflow_folder.iterdir())
+    logger = MLflowLogger(tracking_uri="sqlite:///./mlflow.db")
+    logger.log_metrics({"a": 1.0})
+    logger.finalize("success")
+    assert set(mlflow_folder.iterdir()) - before <= {mlflow_folder / "mlruns"}
+    assert MlflowClient("sqlite:///mlflow.db").get_run(logger.run_id).data.metrics["a"] == 1.0
+
+
 def test_a_store_that_cannot_be_reached_is_asked_once() -> None:
     class Gone(Store):
         num_calls = 0
