@@ -248,7 +248,9 @@ def agree_on_decisions(trainer: Trainer) -> None:
     def monitored(key: str) -> Any:
         value = type(loop)._get_monitor_value(loop, key)
         agreed: float | None = trainer.strategy.broadcast(None if value is None else float(value))
-        return torch.as_tensor(agreed).to(value) if isinstance(value, torch.Tensor) and agreed is not None else agreed
+        if isinstance(value, torch.Tensor) and agreed is not None:
+            return torch.as_tensor(agreed, dtype=value.dtype, device=value.device)
+        return agreed
 
     def validates_now(data_fetcher: Any) -> bool:
         decision: bool = trainer.strategy.broadcast(type(loop)._should_check_val_fx(loop, data_fetcher))

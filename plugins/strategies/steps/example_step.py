@@ -245,7 +245,8 @@ def without_updates(
         on_log("metric", [args, kwargs], takes=_takes(metric))
 
     def forward(metric: Metric, *args: Any, **kwargs: Any) -> Tensor:
-        update(metric, *args, **kwargs)
+        # What the forward of a RunningMean returns is the mean over the microbatches, as in one process.
+        on_log("metric", [args, kwargs], takes=None if isinstance(metric, RunningMean) else _takes(metric))
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         return sum((tensor.double().mean() for tensor in tensors), torch.zeros(()))
 
