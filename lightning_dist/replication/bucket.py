@@ -82,6 +82,7 @@ class Bucket:
         self._scale = 1.0 / mesh.size()
         self._dtype = params[0].dtype if dtype is None or params[0].is_complex() else dtype
         self._shapes = [local_of(param).shape for param in params]
+        self._sizes = [*(shape.numel() for shape in self._shapes), len(params)]
         self._is_copied = [False] * len(params)
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
@@ -117,32 +118,42 @@ class Bucket:
         marks = zip(self.has_accumulated, self.has_gradient, strict=True)
         self.has_accumulated = [before or has for before, has in marks]
 
-    @torch.no_grad()
-    def copy_in(self, index: int) -> Tensor:
+    def copy_in(self, index: int) -> None:
         """Copy a parameter's gradient, divided by the number of ranks, into the bucket; zeros if there is none.
+
+        This runs once for each parameter in each backward, and is therefore kept short.
 
         Args:
             index: The index of the parameter in the bucket.
-
-        Returns:
-            1-dimensional tensor of the bucket: the elements of all gradients, followed by one number per parameter,
-            which after the all-reduce is the number of ranks that have used the parameter.
         """
         if self._flat is None:
-            sizes = [*(shape.numel() for shape in self._shapes), len(self.params)]
-            self._flat = torch.empty(sum(sizes), dtype=self._dtype, device=self.params[0].device)
-            parts = torch.split(self._flat, sizes)
-            # A user may change a gradient in place, which autograd would refuse for a view that no_grad has made.
-            self._views = [part.view(shape).data for part, shape in zip(parts, self._shapes, strict=False)]
+            self._allocate()
         param = self.params[index]
-        if param.grad is None:
+        gradient = param.grad
+        if gradient is None:
             self._views[index].zero_()
         else:
-            if param.grad.layout != torch.strided:
-                param.grad = param.grad.to_dense()
-            torch.mul(local_of(param.grad).to(self._dtype), self._scale, out=self._views[index])
+            if gradient.layout is not torch.strided:
+                gradient = param.grad = gradient.to_dense()
+            gradient = local_of(gradient)
+            if gradient.requires_grad:  # The backward runs with create_graph=True.
+                gradient = gradient.detach()
+            if gradient.dtype is not self._dtype:
+                gradient = gradient.to(self._dtype)
+            torch.mul(gradient, self._scale, out=self._views[index])
         self._is_copied[index] = True
-        return self._flat
+
+    @torch.no_grad()
+    def _allocate(self) -> None:
+        """Allocate the bucket's tensor.
+
+        It has one dimension, with the elements of all gradients, followed by one number per parameter. After the
+        all-reduce, this is the number of ranks that have used the parameter.
+        """
+        self._flat = torch.empty(sum(self._sizes), dtype=self._dtype, device=self.params[0].device)
+        parts = torch.split(self._flat, self._sizes)
+        # A user may change a gradient in place, which autograd would refuse for a view that no_grad has made.
+        self._views = [part.view(shape).data for part, shape in zip(parts, self._shapes, strict=False)]
 
     def mark_changed(self, index: int) -> None:
         """Record that a gradient has changed after it may have been copied or reduced.

@@ -9,7 +9,7 @@ that no rank has used is left as it is.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -53,7 +53,8 @@ class Replication(Technique):
         self._buckets: list[Bucket] = []
         self._num_launched = 0
         self._reduces_now = False
-        self._own_hooks: dict[nn.Parameter, int] = {}
+        self._params: list[tuple[nn.Parameter, int | None]] = []
+        """The parameters of all groups, each with the key of this object's own hook on it."""
         self._places: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._hooks_of_users: list[tuple[nn.Parameter, dict[int, Any]]] = []
 
@@ -73,8 +74,16 @@ class Replication(Technique):
 
     def finish(self) -> None:
         """Put the parameters into buckets, in the order in which a backward reaches them. This is a collective."""
-        if self._mesh.size() == 1:
-            return
+        params = [param for group in self._groups for param in group.params]
+        hooks = self._fill_buckets(params) if self._mesh.size() > 1 else {}
+        self._params = [(param, hooks.get(param)) for param in params]
+
+    def _fill_buckets(self, params: Sequence[nn.Parameter]) -> dict[nn.Parameter, int]:
+        """Put ``params`` into buckets. This is a collective.
+
+        Returns:
+            For each parameter, the key of the hook that copies its gradient into its bucket.
+        """
         # The ranks tell each other which buckets they have used over a group of its own. On the buckets' group, ranks
         # that have launched different numbers of buckets so far would match different collectives with each other.
         ranks = dist.get_process_group_ranks(self._mesh.get_group(0))
@@ -83,7 +92,7 @@ class Replication(Technique):
         )
         # torch.distributed keeps the group. A second reference would keep its connections open after an error here.
         self._usage_group = weakref.ref(usage_group)
-        params = [param for group in self._groups for param in group.params]
+        hooks: dict[nn.Parameter, int] = {}
         for bucket_params in in_buckets(list(reversed(params)), self._reduce_dtype):
             bucket = Bucket(bucket_params, self._mesh, self._reduce_dtype)
             for index, param in enumerate(bucket_params):
@@ -91,10 +100,11 @@ class Replication(Technique):
                 param.requires_grad_(True)  # A tensor takes a hook only then, and a frozen parameter needs one too.
                 # The reference is weak, because the garbage collector does not see what a parameter's hooks hold.
                 hook = partial(_on_gradient, weakref.ref(self), len(self._buckets), index)
-                self._own_hooks[param] = param.register_post_accumulate_grad_hook(hook).id  # type: ignore[no-untyped-call]
+                hooks[param] = param.register_post_accumulate_grad_hook(hook).id  # type: ignore[no-untyped-call]
                 param.requires_grad_(requires_grad)
                 self._places[param] = bucket, index
             self._buckets.append(bucket)
+        return hooks
 
     def before_step(self) -> None:
         """Discard the state of a backward that failed in the last step, if the step has caught the error."""
@@ -118,7 +128,7 @@ class Replication(Technique):
             index: The index of the parameter in the bucket.
         """
         bucket = self._buckets[bucket_index]
-        if not self._prepare_backward():
+        if not self._reduces_now and not self._prepare_backward():
             bucket.has_accumulated[index] = True
             return
         if bucket.has_gradient[index]:  # A nested backward, as in reentrant checkpointing, uses the parameter again.
@@ -244,10 +254,9 @@ class Replication(Technique):
 
     def _take_hooks_of_users(self) -> None:
         """Take the hooks of users from the parameters, so that they are called only once, with the reduced gradient."""
-        for group in self._groups:
-            for param in group.params:
-                if others := take_post_accumulate_hooks(param, self._own_hooks.get(param)):
-                    self._hooks_of_users.append((param, others))
+        for param, own in self._params:
+            if others := take_post_accumulate_hooks(param, own):
+                self._hooks_of_users.append((param, others))
 
     def _give_hooks_back(self) -> list[tuple[nn.Parameter, dict[int, Any]]]:
         hooks, self._hooks_of_users = self._hooks_of_users, []
@@ -256,6 +265,8 @@ class Replication(Technique):
         return hooks
 
     def _call_hooks_of_users(self, params: Collection[nn.Parameter], calls: bool = True) -> None:
+        if not self._hooks_of_users:
+            return
         ids = {id(param) for param in params}
         for param, others in self._give_hooks_back():
             for hook in others.values() if calls and id(param) in ids else ():

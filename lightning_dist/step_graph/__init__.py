@@ -15,6 +15,8 @@ The modules, in the order in which they build on each other:
 - ``means``: Finds out which tensors are means over samples.
 - ``draws``: Finds out which parts draw random numbers.
 - ``batch_marks``: Finds the buffers that a step changes, and those that depend on the batch.
+- ``attribute_changes``: Finds the attributes of modules that a step changes.
+- ``logged_values``: Finds out whether what a step logs and returns are means over samples.
 - ``observer``: Builds the graph while the step runs.
 - ``reentrant_checkpointing``: Supports activation checkpointing in the user's model.
 - ``control_flow``: Runs a step that decides by values of tensors once for each outcome.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -15,13 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_dist.step_graph.attribute_changes import AttributeChanges
 from lightning_dist.step_graph.batch_marks import BatchMarks
-from lightning_dist.step_graph.contents import items_of, packages_of
 from lightning_dist.step_graph.draws import Draws
 from lightning_dist.step_graph.fake_run import Observer, tensors_in
 from lightning_dist.step_graph.graph import InnerCall, Leaf, Output, PartCall, StepGraph, TraceError, Value
+from lightning_dist.step_graph.logged_values import LoggedValues
 from lightning_dist.step_graph.marks import Marks, history_of, marks_of
-from lightning_dist.step_graph.means import follow, is_known_mean, is_mean, is_same_value
+from lightning_dist.step_graph.means import follow
 from lightning_dist.step_graph.tensor_reads import READS, TEXTS
 from lightning_dist.step_graph.watched_numbers import ask_for_value
 
@@ -72,11 +73,12 @@ class GraphObserver:
 
     def __init__(self, root: nn.Module, parts: frozenset[str], blocks: Mapping[str, nn.Module]) -> None:
         self._draws = Draws(self.is_between)
+        self._attributes = AttributeChanges(root, parts)
+        self._logged = LoggedValues()
         self._of_batch = BatchMarks()
         self.functions = _Functions(self, self._draws, self._of_batch)
         self._root = root
         self._parts = parts
-        self._packages = packages_of(root)
         self._blocks = blocks
         self._calls: list[PartCall] = []
         self._end = PartCall("the end of the step")
@@ -85,27 +87,11 @@ class GraphObserver:
         self._inner_args: dict[str, Output] = {}
         self._inner_calls: Counter[str] = Counter()
         self._params_between: set[str] = set()
-        self._before: dict[tuple[str, str], list[Any]] = {}
-        self._changed: list[tuple[str, str]] = []
-        self._changed_inside: dict[tuple[str, str], None] = {}
-        self._changed_in_parts: list[tuple[str, str]] = []
-        self._before_in_parts: dict[tuple[str, str], list[Any]] = {}
-        self._watched: dict[tuple[str, str], tuple[dict[str, Any], list[Any]]] = {}
         self._hooked: list[tuple[frozenset[Value], int]] = []
         self._inputs: list[tuple[Tensor, int]] = []
         self._outputs: list[tuple[Value, Tensor, int]] = []
-        self._num_hooks: dict[str, int] = {}
         self._input_history = 0
         self._changed_buffers: dict[str, bool] = {}
-        self._logs_otherwise = False
-        self._no_means: list[Tensor] = []
-        """Tensors that the step logs or returns, and that are no means over samples."""
-        self._no_means_read: list[Tensor] = []
-        """Such tensors that the step reads as numbers, which it may log."""
-        self._has_read = False
-        self._plain_numbers: list[float] = []
-        self._num_logged: Counter[str] = Counter()
-        self._log_sizes: dict[tuple[str, int], int] = {}
         self._loss_history: tuple[int, int] | None = None
 
     def is_between(self) -> bool:
@@ -144,17 +130,7 @@ class GraphObserver:
         """Prepare for the step, after the model's tensors have been replaced by fake tensors."""
         for name, param in self._root.named_parameters():
             param.__dict__["_param_name"] = name
-        self._before = {(name, key): self._content(value) for name, key, value in self._attributes(in_parts=False)}
-        self._before_in_parts = {
-            (name, key): self._content(value) for name, key, value in self._attributes(in_parts=True)
-        }
-        attributes_of = {name: vars(module) for name, module in self._root.named_modules()}
-        self._watched = {
-            (name, key): (attributes_of[name], content)
-            for (name, key), content in self._before.items()
-            if not name or items_of(content[0], self._packages) is not None
-        }
-        self._num_hooks = {name: _num_hooks(module) for name, module in self._root.named_modules()}
+        self._attributes.begin()
         self._draws.watch(self._root)
         self._draws.were_drawn()
         self._of_batch.begin(self._root)
@@ -171,7 +147,7 @@ class GraphObserver:
             return
         if name not in self._parts:
             return
-        self._look_for_changes()
+        self._attributes.before_part()
         self._inner_args, self._inner_calls = {}, Counter()
         self._end.draws |= self._draws.were_drawn()
         self._active = PartCall(name)
@@ -211,107 +187,36 @@ class GraphObserver:
     def on_end(self, result: Any) -> None:
         """Record the result of the step, and the buffers and attributes that it has changed."""
         self._changed_buffers = self._of_batch.changed(self._root)
-        self._note_result(result)
         self._end.draws |= self._draws.were_drawn()
         returned = list(tensors_in(result))
-        for tensor in returned:
-            self._use(self._end, tensor)
         first = next(iter(returned), None)
         loss = result.get("loss", first) if isinstance(result, Mapping) else first
-        if self._plain_numbers:
-            self._no_means += self._no_means_read
         if isinstance(loss, Tensor):
             self._loss_history = history_of(loss)
-            # What is logged of the loss is the mean of the microbatches' losses, as is the loss itself.
-            self._no_means = [tensor for tensor in self._no_means if not is_same_value(tensor, loss)]
-        self._logs_otherwise |= bool(self._no_means)
-        hooked = [name for name, module in self._root.named_modules() if _num_hooks(module) > self._num_hooks[name]]
-        for name, key, value in self._attributes(in_parts=False):
-            for tensor in tensors_in(value):
-                self._use(self._end, tensor)
-            before = self._before.get((name, key))
-            # Forward hooks that a step registers on parts remain on every stage, so an attribute that was set to True
-            # to say that they are registered must remain on every stage as well.
-            is_hook_flag = value is True and any(not name or f"{hook}.".startswith(f"{name}.") for hook in hooked)
-            if not is_hook_flag and (before is None or not _is_same(self._content(value), before)):
-                self._changed.append((name, key))
-        for name, key, value in self._attributes(in_parts=True):
-            before = self._before_in_parts.get((name, key))
-            # Tensors that a part keeps in an attribute are left as the last microbatch has set them.
-            keeps_tensors = any(True for _ in tensors_in(value))
-            if not keeps_tensors and (before is None or not _is_same(self._content(value), before)):
-                self._changed_in_parts.append((name, key))
-
-    def _look_for_changes(self) -> None:
-        """Record attributes that differ from their values before the step.
-
-        A stage may end at this call, so that code of the step that restores an attribute later does not run on it.
-        """
-        for (name, key), (attributes, before) in self._watched.items():
-            if not _is_same(self._content(attributes.get(key, _ABSENT)), before):
-                self._changed_inside.setdefault((name, key))
-
-    def _attributes(self, in_parts: bool) -> Iterator[tuple[str, str, Any]]:
-        """Yield the attributes of modules inside or outside of parts: module name, attribute name and value."""
-        for name, module in self._root.named_modules():
-            if in_parts == any(name == part or name.startswith(f"{part}.") for part in self._parts):
-                for key, value in vars(module).items():
-                    if key not in _TORCH_ATTRIBUTES:
-                        yield name, key, value
-
-    def _content(self, value: Any) -> list[Any]:
-        """Return a list of an attribute's value and, if the value is a container or an object, the items in it."""
-        return [value, *(items_of(value, self._packages) or ())]
+        self._logged.on_result(result, loss if isinstance(loss, Tensor) else None)
+        for tensor in (*returned, *self._attributes.end()):
+            self._use(self._end, tensor)
 
     def on_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         """Record a call of ``self.log``: the tensors or the number logged, and whether it is reduced by a mean."""
         for tensor in tensors_in(value):
             self._use(self._end, tensor)
-            if name != "metric":
-                self._note_kind(tensor)
-        _refuse_value_of_batch(value, kwargs.get("takes"))
-        self._num_logged[name] += 1
-        if isinstance(kwargs.get("batch_size"), int):
-            self._log_sizes[name, self._num_logged[name]] = kwargs["batch_size"]
-        reduce = kwargs.get("reduce_fx", args[4] if len(args) > 4 else "mean")
-        if getattr(reduce, "__name__", reduce) not in ("mean", "avg"):
-            self._logs_otherwise = True
-        elif isinstance(value, int | float):
-            self._plain_numbers.append(float(value))
-
-    def _note_result(self, result: Any) -> None:
-        """Record the numbers that a step returns besides its loss, and whether any of them cannot be a mean."""
-        others = (
-            {k: v for k, v in result.items() if k not in ("loss", "weight")} if isinstance(result, Mapping) else result
-        )
-        if isinstance(others, Tensor):
-            return
-        for leaf in tree_leaves(others):
-            if isinstance(leaf, Tensor):
-                self._logs_otherwise |= leaf.ndim == 0 and not leaf.is_floating_point()
-                self._note_kind(leaf)
-            elif isinstance(leaf, int | float):
-                self._plain_numbers.append(float(leaf))
-
-    def _note_kind(self, tensor: Tensor) -> None:
-        if not is_mean(tensor):
-            self._no_means.append(tensor)
+        self._logged.on_log(name, value, args, kwargs)
 
     def on_function(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record a call of a torch function: which values and parameters its result depends on, and its cost."""
         if function == _BASE:
             return  # This class itself reads _base.
         if function is note_exchange:
-            self._logs_otherwise |= self._active is None
+            if self._active is None:
+                self._logged.on_exchange()
             return
         name = getattr(function, "__name__", "")
         inputs, outputs = list(tensors_in((args, kwargs))), list(tensors_in(out))
         if name in READS | TEXTS and self._active is None:
             for tensor in inputs:  # The step may return, log or keep the number.
                 self._use(self._end, tensor)
-                self._has_read |= name not in TEXTS
-                if name in _NUMBERS and not is_mean(tensor):
-                    self._no_means_read.append(tensor)
+                self._logged.on_read(name, tensor, is_text=name in TEXTS)
         if name == "register_hook" and self._active is None and not _is_called_by_torch():
             self._hooked += [(marks_of(tensor).values, len(self._calls)) for tensor in inputs]
         if not outputs and name != "__setitem__":
@@ -436,50 +341,17 @@ class GraphObserver:
             self._end,
             changes_batch,
             params,
-            tuple(self._changed),
-            tuple(place for place in self._changed_inside if place not in self._changed),
-            tuple(self._changed_in_parts),
+            tuple(self._attributes.changed),
+            tuple(self._attributes.restored),
+            tuple(self._attributes.changed_in_parts),
             steady,
             frozenset(inside) - steady,
             frozenset(self._changed_buffers.keys() - inside.keys()),
-            self._logs_otherwise,
-            tuple(self._plain_numbers),
+            self._logged.are_otherwise,
+            tuple(self._logged.numbers),
             tuple(dict.fromkeys(self._hooked)),
-            # A number that was read is made up, and the same on a microbatch and on the whole batch.
-            log_sizes={} if self._has_read else self._log_sizes,
+            log_sizes=self._logged.sizes,
         )
-
-
-def _refuse_value_of_batch(value: Any, takes: str | None) -> None:
-    """Refuse to update a metric with a value of the whole batch, of which a pipeline knows that of a microbatch.
-
-    Args:
-        value: The arguments of the update.
-        takes: How the metric combines values; None for a metric of samples.
-
-    Raises:
-        TraceError: If the metric would see other values than in one process.
-    """
-    if takes is not None and any(is_known_mean(tensor) for tensor in tensors_in(value)):
-        raise TraceError(
-            "The step updates a metric that adds up, keeps or compares values with one value for the whole batch. A"
-            " pipeline runs the step once for each microbatch, so that the metric would see the microbatches' values."
-            " Return the value, and update the metric in a hook such as on_train_batch_end."
-        )
-
-
-def _num_hooks(module: nn.Module) -> int:
-    return len(module._forward_hooks) + len(module._forward_pre_hooks)
-
-
-_TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of every module that are torch's own, such as the registers of hooks."""
-
-
-_ABSENT = object()
-
-_NUMBERS = frozenset({"item", "tolist", "numpy", "__float__"})
-"""Functions that read values of tensors, which the step may log."""
 
 
 class _Functions(TorchFunctionMode):
@@ -513,13 +385,6 @@ class _Functions(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         self._observer.on_function(func, args, kwargs or {}, out)
         return out
-
-
-def _is_same(content: list[Any], other: list[Any]) -> bool:
-    return len(content) == len(other) and all(
-        a is b or (isinstance(a, tuple) and isinstance(b, tuple) and a[0] is b[0] and a[1:] and a[1] is b[1])
-        for a, b in zip(content, other, strict=True)
-    )
 
 
 def _is_called_by_torch() -> bool:

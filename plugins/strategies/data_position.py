@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_dist.checkpoint import NUM_SEEN
 from lightning_dist.plugins._compat import changes_accumulation, mode_of_loaders, scheduled_accumulation
-from lightning_dist.plugins._progress import count_batches, training_progress
+from lightning_dist.plugins._compat.progress import count_batches, training_progress
 from lightning_dist.plugins.strategies.global_batch import Batch, rescale_batch
 from lightning_dist.sampler import ResumableSampler
 

@@ -11,7 +11,8 @@ from lightning.pytorch.trainer.states import TrainerFn
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.checkpoint import CheckpointError
-from lightning_dist.plugins import _compat, _progress
+from lightning_dist.plugins import _compat
+from lightning_dist.plugins._compat import progress
 from lightning_dist.plugins.strategies.data_position import NUM_SEEN, LoaderPosition, give_own_generator, make_resumable
 from lightning_dist.randomness import rng_state, set_rng_state
 from lightning_dist.tensor_state import is_remote
@@ -91,8 +92,8 @@ class ExactResume:
         if trainer.state.fn != TrainerFn.FITTING:
             return {}
         rng = self._rng_before_validation or rng_state()
-        _progress.prepare_resume(trainer, checkpoint["loops"])
-        if _progress.training_progress(trainer).in_window:
+        progress.prepare_resume(trainer, checkpoint["loops"])
+        if progress.training_progress(trainer).in_window:
             rng = self._rng_at_update or rng
             weights = checkpoint[next(key for key in MODELS if key in checkpoint)]
             weights.update({name: value for name, value in self._buffers_at_update.items() if name in weights})
@@ -139,7 +140,7 @@ class ExactResume:
             position.on_train_start()
         self._resumed = []
         self.after_update(trainer)
-        _progress.leave_finished_epoch(trainer)
+        progress.leave_finished_epoch(trainer)
 
 
 def _buffers(state_dict: Mapping[str, Any], trainer: Trainer) -> dict[str, Any]:

@@ -1,0 +1,138 @@
+"""Read, move and call the hooks of tensors, modules and optimizers, which torch keeps in private dictionaries."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
+
+__all__ = [
+    "call_forward_hooks",
+    "call_gradient_hooks",
+    "call_post_accumulate_hooks",
+    "give_post_accumulate_hooks",
+    "leave_out_hooks",
+    "move_hooks",
+    "prepend_step_post_hook",
+    "share_hooks",
+    "take_post_accumulate_hooks",
+]
+
+
+def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Let both tensors share one dictionary with the hooks of both, so that hooks added or removed later affect both.
+
+    If ``source`` has no hooks, nothing is changed.
+    """
+    if source._backward_hooks and target._backward_hooks is not source._backward_hooks:
+        if target._backward_hooks:
+            source._backward_hooks.update(target._backward_hooks)
+        target._backward_hooks = source._backward_hooks
+
+
+def move_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Give ``target`` the tensor hooks and post-accumulate-grad hooks of ``source``. Their handles stay valid.
+
+    Replaced by: a public way to list a tensor's hooks.
+    """
+    share_hooks(source, target)
+    hooks = getattr(source, "_post_accumulate_grad_hooks", None)
+    if hooks:
+        target._post_accumulate_grad_hooks = hooks
+
+
+def call_post_accumulate_hooks(param: torch.Tensor) -> None:
+    """Call the post-accumulate-grad hooks of ``param``, for a gradient that autograd has not set itself."""
+    hooks: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    for key in list(hooks):
+        if key in hooks:  # A hook may remove other hooks.
+            hooks[key](param)
+
+
+def take_post_accumulate_hooks(param: torch.Tensor, but: int | None) -> dict[int, Any]:
+    """Remove the post-accumulate-grad hooks of ``param``, and return them by their keys.
+
+    Replaced by: the same as for :func:`move_hooks`.
+
+    Args:
+        param: The parameter.
+        but: Key of a hook that is not removed; None: all hooks are removed.
+    """
+    hooks: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    if len(hooks) <= (but is not None):
+        return {}
+    return {key: hooks.pop(key) for key in [*hooks] if key != but}
+
+
+def give_post_accumulate_hooks(param: torch.Tensor, hooks: dict[int, Any]) -> None:
+    """Give ``param`` back the hooks that :func:`take_post_accumulate_hooks` removed."""
+    assert param._post_accumulate_grad_hooks is not None
+    param._post_accumulate_grad_hooks.update(hooks)
+
+
+def call_gradient_hooks(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Call the tensor hooks of ``param`` on a gradient that autograd has not computed itself.
+
+    Replaced by: the same as for :func:`move_hooks`.
+
+    Returns:
+        The gradient that the last hook returned.
+    """
+    for hook in list((param._backward_hooks or {}).values()):
+        changed = hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
+
+
+_OURS = ("torch.distributed", "lightning_dist")
+
+
+def leave_out_hooks(module: nn.Module) -> None:
+    """Remove the hooks of torch.distributed and of this package from ``module``.
+
+    The dictionaries of hooks are replaced by new ones, so that the caller can put the old ones back later.
+    """
+    for key in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+        hooks = vars(module)[key].items()
+        vars(module)[key] = OrderedDict((number, hook) for number, hook in hooks if not _origin(hook).startswith(_OURS))
+
+
+def _origin(hook: Any) -> str:
+    """Return the name of the Python module that a hook is defined in; empty if the hook has none."""
+    while isinstance(hook, partial):
+        hook = hook.func
+    return getattr(hook, "__module__", None) or ""
+
+
+def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Call the forward hooks that users and libraries have put on ``module``, for their side effects only.
+
+    The rank on which the module ran has already applied them to ``output``, so they are given a copy here, and the
+    result of the last one is ignored. The hooks of torch.distributed and of this package are not called.
+
+    Replaced by: the same as for :func:`route_calls`.
+    """
+    hooks = [(key, hook) for key, hook in module._forward_hooks.items() if not _origin(hook).startswith(_OURS)]
+    if hooks:
+        output = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, output)
+    for key, hook in hooks:
+        with_kwargs = key in module._forward_hooks_with_kwargs
+        result = hook(module, args, kwargs, output) if with_kwargs else hook(module, args, output)
+        output = output if result is None else result
+
+
+def prepend_step_post_hook(optimizer: Optimizer, hook: Callable[[Optimizer, Any, Any], None]) -> RemovableHandle:
+    """Register a step post-hook that runs before those that are registered already.
+
+    Replaced by: an argument ``prepend`` of ``Optimizer.register_step_post_hook``.
+    """
+    handle = optimizer.register_step_post_hook(hook)
+    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
+    return handle

@@ -1,0 +1,111 @@
+"""Change what modules hold and what a call of them runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.optim import swa_utils
+
+__all__ = [
+    "BATCH_NORM",
+    "NORM",
+    "ROUTE",
+    "averages_grouped_by_dtype",
+    "call",
+    "move_without_meta_tensors",
+    "put_parameter",
+    "route_calls",
+]
+
+
+BATCH_NORM = _BatchNorm
+"""The class of layers that compute with statistics of the batch in training, and need more than one sample.
+
+Replaced by: a public base class. The same holds for :data:`NORM`.
+"""
+
+
+NORM = _NormBase
+"""The class of layers whose kernels change running statistics without incrementing the tensors' versions."""
+
+
+def put_parameter(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
+    """Let ``module`` hold ``tensor``, which may be any tensor, as its parameter ``key``.
+
+    Recurrent layers also keep their parameters in a list (``_flat_weights``), in which the tensor is replaced as well.
+
+    Replaced by: a public way to swap the tensors that a module computes with, as ``functional_call`` does internally.
+    """
+    module._parameters[key] = tensor  # type: ignore[assignment]
+    names = vars(module).get("_flat_weights_names", ())
+    if key in names:
+        vars(module)["_flat_weights"][names.index(key)] = tensor
+
+
+ROUTE = "_compiled_call_impl"
+"""The attribute of a module that :func:`route_calls` sets."""
+
+
+def route_calls(module: nn.Module, function: Callable[..., Any]) -> None:
+    """Call ``function`` instead of ``module`` and its hooks whenever ``module`` is called.
+
+    :func:`call` still calls the module itself. ``nn.Module.compile`` uses the same attribute.
+
+    Replaced by: a hook that can return a module's output without running the module.
+    """
+    setattr(module, ROUTE, function)
+
+
+def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a module itself, with its hooks, although :func:`route_calls` has routed its calls elsewhere."""
+    return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def move_without_meta_tensors(root: nn.Module, around: Callable[[], AbstractContextManager[None]]) -> None:
+    """Make ``root.to``, ``root.cpu`` and the like skip tensors on the meta device, which have no values to move.
+
+    Replaced by: an argument of ``nn.Module.to`` that does so.
+
+    Args:
+        root: The module.
+        around: Function that returns the context in which the tensors are moved.
+    """
+
+    def apply(fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        own: Callable[..., nn.Module] = type(root)._apply
+        with around():
+            return own(root, lambda tensor: tensor if tensor.is_meta else fn(tensor), recurse)
+
+    vars(root)["_apply"] = apply
+
+
+@contextmanager
+def averages_grouped_by_dtype(device: torch.device) -> Iterator[None]:
+    """Make torch's AveragedModel, in this context, group tensors by dtype only, as if all were on ``device``.
+
+    torch groups them in C++ by device and dtype. As tensors of other ranks are on the meta device, the groups, and with
+    them the order of collectives, would differ between ranks.
+
+    Replaced by: a grouping function that torch function modes can intercept.
+    """
+    own = swa_utils._group_tensors_by_device_and_dtype
+
+    def group(lists: list[list[torch.Tensor]], with_indices: bool = False) -> dict[Any, Any]:
+        groups: dict[Any, Any] = {}
+        for index, first in enumerate(lists[0]):
+            columns, indices = groups.setdefault((device, first.dtype), ([[] for _ in lists], []))
+            for column, tensors in zip(columns, lists, strict=True):
+                column.append(tensors[index])
+            indices.append(index)
+        return groups
+
+    swa_utils._group_tensors_by_device_and_dtype = group  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        swa_utils._group_tensors_by_device_and_dtype = own

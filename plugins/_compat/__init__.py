@@ -1,0 +1,85 @@
+"""Wrap the plugins' uses of the private API of Lightning and torchmetrics, and say what could replace each.
+
+- ``checkpoints``: Changes how checkpoints are found and read.
+- ``loaders``: Reads and changes data loaders.
+- ``loops``: Reads and changes what the loops of a Trainer do.
+- ``metrics``: Reads and changes the state of metrics.
+- ``modules``: Runs LightningModules outside of the loops.
+- ``norms``: Computes norms of gradients over all ranks.
+- ``processes``: Starts processes and their groups.
+- ``progress``: Reads and corrects the progress of the loops.
+
+The names were checked with Lightning 2.6.
+"""
+
+from lightning_dist.plugins._compat.checkpoints import (
+    LINK_CHECKPOINT,
+    intercept_checkpoint_paths,
+    path_after_requeue,
+    read_checkpoint_directories,
+    requeue_signal,
+)
+from lightning_dist.plugins._compat.loaders import (
+    are_sequential,
+    make_dataloader,
+    mode_of_loaders,
+    num_evaluation_batches,
+    seed_workers_by,
+    silence_predictions,
+    transferred,
+    validates_alike,
+)
+from lightning_dist.plugins._compat.loops import (
+    agree_on_decisions,
+    average_model,
+    before_every_batch,
+    before_reducing_evaluation,
+    changes_accumulation,
+    leave_signals_alone,
+    logging_step,
+    observe_fetching,
+    put_training_weights_back,
+    scheduled_accumulation,
+    step_name,
+)
+from lightning_dist.plugins._compat.metrics import (
+    gather_metrics_over,
+    metric_state,
+    set_metric_state,
+    update_metrics_apart,
+)
+from lightning_dist.plugins._compat.modules import (
+    check_output_of_training_step,
+    log_graph_before_sharding,
+    logging_to,
+    made_optimizers,
+    optimizers_to_device,
+    run_examples_by,
+    set_device_mesh,
+)
+from lightning_dist.plugins._compat.norms import (
+    compute_gradient_norms_of_shards,
+    total_norms,
+)
+from lightning_dist.plugins._compat.processes import (
+    init_process_group,
+    let_children_exit,
+    let_groups_be_copied,
+    reduce_across_processes,
+    set_rank_zero,
+    set_timeout,
+    subprocess_launcher,
+)
+
+__all__ = [
+    "LINK_CHECKPOINT", "agree_on_decisions", "are_sequential", "average_model", "before_every_batch",
+    "before_reducing_evaluation", "changes_accumulation", "check_output_of_training_step",
+    "compute_gradient_norms_of_shards", "gather_metrics_over", "init_process_group", "intercept_checkpoint_paths",
+    "leave_signals_alone", "let_children_exit", "let_groups_be_copied", "log_graph_before_sharding", "logging_step",
+    "logging_to", "made_optimizers", "make_dataloader", "metric_state", "mode_of_loaders", "num_evaluation_batches",
+    "observe_fetching", "optimizers_to_device", "path_after_requeue", "put_training_weights_back",
+    "read_checkpoint_directories", "reduce_across_processes", "requeue_signal", "run_examples_by",
+    "scheduled_accumulation", "seed_workers_by", "set_device_mesh", "set_metric_state", "set_rank_zero",
+    "set_timeout", "silence_predictions", "step_name", "subprocess_launcher", "total_norms", "transferred",
+    "update_metrics_apart", "validates_alike",
+]  # fmt: skip

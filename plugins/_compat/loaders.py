@@ -1,0 +1,136 @@
+"""Read and change the data loaders of a Trainer."""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.seed import pl_worker_init_function
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter, Callback
+from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import CombinedLoader
+from torch.utils.data import DataLoader
+
+__all__ = [
+    "are_sequential",
+    "make_dataloader",
+    "mode_of_loaders",
+    "num_evaluation_batches",
+    "seed_workers_by",
+    "silence_predictions",
+    "transferred",
+    "validates_alike",
+]
+
+
+def mode_of_loaders(trainer: Trainer) -> str | None:
+    """Return how the training loaders of a fit are combined, such as ``"max_size_cycle"``; None if there are none yet.
+
+    Replaceable by a public property of the ``CombinedLoader``.
+    """
+    loaders = trainer.fit_loop._combined_loader
+    return None if loaders is None else loaders._mode
+
+
+def _known_batches(max_batches: list[int | float], loaders: CombinedLoader | None) -> list[float]:
+    """Return the numbers of batches, or infinity for loaders of unknown length, which may have fewer than the limit."""
+    flattened = [] if loaders is None else loaders.flattened
+    if len(flattened) != len(max_batches):
+        return [float(number) for number in max_batches]
+    return [
+        math.inf if number and sized_len(loader) is None else float(number)
+        for number, loader in zip(max_batches, flattened, strict=True)
+    ]
+
+
+def validates_alike(trainer: Trainer) -> bool:
+    """Return whether all ranks have the same, known numbers of validation batches.
+
+    This is a collective over all processes.
+    """
+    loop = trainer.fit_loop.epoch_loop.val_loop
+    batches = _known_batches(loop.max_batches, loop._combined_loader)
+    extremes = torch.tensor([*batches, *(-number for number in batches)], device=trainer.strategy.root_device)
+    if dist.is_available() and dist.is_initialized():
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    return bool((extremes[: len(batches)] == -extremes[len(batches) :]).all()) and all(map(math.isfinite, batches))
+
+
+def num_evaluation_batches(trainer: Trainer) -> list[int | float]:
+    """Return this rank's number of batches of each loader in the evaluation or prediction that begins.
+
+    It is infinite for a loader whose length is unknown. Replaceable by public properties of the Trainer for all of its
+    loops.
+    """
+    loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+    return list(_known_batches(loop.max_batches, loop._combined_loader))
+
+
+def make_dataloader(trainer: Trainer) -> Any:
+    """Return the loaders that the user's hook or argument gives for the run that begins.
+
+    Their samplers are not replaced yet. Lightning gets the same loaders later, so that the hook is called only once,
+    unless a checkpoint is loaded in between, which may change what the hook returns. Replaceable by a public property
+    of the loops.
+    """
+    loops: dict[TrainerFn, Any] = {
+        TrainerFn.FITTING: trainer.fit_loop,
+        TrainerFn.VALIDATING: trainer.validate_loop,
+        TrainerFn.TESTING: trainer.test_loop,
+        TrainerFn.PREDICTING: trainer.predict_loop,
+    }
+    assert trainer.state.fn is not None
+    source = loops[trainer.state.fn]._data_source
+    own = source.dataloader
+    # Lightning records the arguments of samplers and loaders here, because it may make them again later.
+    loaders = _request_dataloader(source)
+
+    def made_before() -> Any:
+        vars(source)["dataloader"] = own
+        return loaders if trainer.ckpt_path is None else own()
+
+    vars(source)["dataloader"] = made_before
+    return loaders
+
+
+def transferred(trainer: Trainer, batch: Any, dataloader_idx: int = 0) -> Any:
+    """Return ``batch`` as Lightning passes it to a step: converted, on the device, and after the hooks for batches.
+
+    Replaceable by a public function of the loops.
+    """
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
+    return trainer.strategy.batch_to_device(batch, trainer.strategy.root_device, dataloader_idx)
+
+
+def are_sequential(loaders: Any) -> bool:
+    """Return whether an evaluation runs over ``loaders`` one after another, which is the default.
+
+    Replaceable by a public property of the ``CombinedLoader``.
+    """
+    return not isinstance(loaders, CombinedLoader) or loaders._mode == "sequential"
+
+
+def seed_workers_by(loader: object, rank: int) -> None:
+    """Seed the workers of ``loader`` by ``rank`` if Lightning would seed them by the global rank.
+
+    Replaceable by a hook that gives Lightning this rank.
+    """
+    if isinstance(loader, DataLoader) and int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
+        loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)
+
+
+def silence_predictions(trainer: Trainer) -> list[Callback]:
+    """Keep this rank from returning and writing predictions, and return the callbacks that were removed for that."""
+    trainer.predict_loop.return_predictions = False
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    writers: list[Callback] = [callback for callback in callbacks if isinstance(callback, BasePredictionWriter)]
+    callbacks[:] = [callback for callback in callbacks if callback not in writers]
+    return writers

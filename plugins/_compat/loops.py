@@ -1,0 +1,183 @@
+"""Read what Lightning's loops are doing, and act at points where they have no hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, WeightAveraging
+from lightning.pytorch.trainer.states import TrainerFn
+from torch.optim.swa_utils import AveragedModel
+
+__all__ = [
+    "agree_on_decisions",
+    "average_model",
+    "before_every_batch",
+    "before_reducing_evaluation",
+    "changes_accumulation",
+    "leave_signals_alone",
+    "logging_step",
+    "observe_fetching",
+    "put_training_weights_back",
+    "scheduled_accumulation",
+    "step_name",
+]
+
+
+def logging_step(trainer: Trainer) -> int:
+    """Return the step under which Lightning logs the current batch's metrics.
+
+    ``trainer.global_step`` counts every optimizer's steps, so that two optimizers advance it by two per batch; curves
+    over it would not line up with those of ``self.log``. Replaceable by a public property of the Trainer, which
+    LearningRateMonitor would use too.
+    """
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def observe_fetching(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
+    """Call ``before`` and ``after`` around every wait for a training batch, from the start of the next epoch on.
+
+    Replaceable by a hook around the fetching of a batch. A profiler could observe it, but would slow down every other
+    action too.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    on_before_fetch, on_after_fetch = loop._on_before_fetch, loop._on_after_fetch
+
+    def observed_before() -> None:
+        before()
+        on_before_fetch()
+
+    def observed_after() -> None:
+        on_after_fetch()
+        after()
+
+    loop._on_before_fetch, loop._on_after_fetch = observed_before, observed_after  # type: ignore[method-assign]
+
+
+def before_every_batch(trainer: Trainer, name: str, function: Callable[[], None]) -> None:
+    """Call ``function`` before every training batch is fetched.
+
+    Replaceable by a hook at this place: ``on_train_batch_start`` runs after the batch has been created, which may have
+    drawn random numbers.
+
+    Args:
+        trainer: The Trainer of the fit.
+        name: Name of the function; a later call for ``trainer`` with the same name replaces it.
+        function: The function.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    functions: dict[str, Callable[[], None]] = getattr(vars(loop).get("advance"), "functions", {})
+    functions[name] = function
+
+    def advance(data_fetcher: Any) -> None:
+        for before in functions.values():
+            before()
+        type(loop).advance(loop, data_fetcher)
+
+    advance.functions = functions  # type: ignore[attr-defined]
+    vars(loop)["advance"] = advance
+
+
+def before_reducing_evaluation(trainer: Trainer, function: Callable[[], None]) -> Callable[[], None]:
+    """Call ``function`` after the last batch of each loader of an evaluation, before logged values are reduced.
+
+    In a prediction it is called once, after all loaders. Replaceable by a hook at this place: Lightning's first hook
+    runs after the logged values have been reduced.
+
+    Args:
+        trainer: The Trainer whose evaluation or prediction begins.
+        function: The function to call.
+
+    Returns:
+        A function that stops these calls.
+    """
+    loop: Any = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
+    name = "on_run_end" if trainer.predicting else "_store_dataloader_outputs"
+
+    def observed() -> Any:
+        function()
+        return getattr(type(loop), name)(loop)
+
+    vars(loop)[name] = observed
+    return lambda: vars(loop).pop(name, None)
+
+
+_STEPS = {
+    TrainerFn.FITTING: "training_step",
+    TrainerFn.VALIDATING: "validation_step",
+    TrainerFn.TESTING: "test_step",
+    TrainerFn.PREDICTING: "predict_step",
+}
+
+
+def step_name(trainer: Trainer) -> str:
+    """Return the name of the module's step that ``trainer`` is about to run."""
+    assert trainer.state.fn is not None
+    return _STEPS[trainer.state.fn]
+
+
+def agree_on_decisions(trainer: Trainer) -> None:
+    """Make all ranks take those decisions of the first rank that Lightning lets each rank take by its own values.
+
+    Schedulers of learning rates may monitor a metric that is logged without ``sync_dist``, but shards of one weight
+    must not be trained with different rates. A ``val_check_interval`` in seconds is measured by each rank's own clock.
+    Replaceable by hooks for both.
+    """
+    loop = trainer.fit_loop.epoch_loop
+
+    def monitored(key: str) -> Any:
+        value = type(loop)._get_monitor_value(loop, key)
+        agreed: float | None = trainer.strategy.broadcast(None if value is None else float(value))
+        if isinstance(value, torch.Tensor) and agreed is not None:
+            return torch.as_tensor(agreed, dtype=value.dtype, device=value.device)
+        return agreed
+
+    def validates_now(data_fetcher: Any) -> bool:
+        decision: bool = trainer.strategy.broadcast(type(loop)._should_check_val_fx(loop, data_fetcher))
+        return decision
+
+    vars(loop)["_get_monitor_value"] = monitored
+    if getattr(trainer, "_val_check_time_interval", None) is not None:
+        vars(loop)["_should_check_val_fx"] = validates_now
+
+
+def leave_signals_alone(trainer: Trainer) -> None:
+    """Keep Lightning from handling signals in this run, because its handler deadlocks if only one rank gets a SIGTERM.
+
+    Replaceable by a way to give a Trainer another handler.
+    """
+    vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
+    vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
+
+
+def put_training_weights_back(trainer: Trainer) -> None:
+    """Undo the swap of weights that averaging callbacks have made for the running validation."""
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(callback, WeightAveraging):
+            callback.on_validation_epoch_end(trainer, trainer.lightning_module)
+
+
+def changes_accumulation(trainer: Trainer) -> bool:
+    """Return whether ``accumulate_grad_batches`` changes during the fit.
+
+    Replaceable by a public property of the Trainer.
+    """
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
+    return any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
+
+
+def scheduled_accumulation(trainer: Trainer, epoch: int) -> int:
+    """Return the number of batches that a :class:`GradientAccumulationScheduler` accumulates in ``epoch``."""
+    callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+    scheduler = next(callback for callback in callbacks if isinstance(callback, GradientAccumulationScheduler))
+    return scheduler.get_accumulate_grad_batches(epoch)
+
+
+def average_model(callback: Callback) -> AveragedModel | None:
+    """Return the averaged model of a ``WeightAveraging`` callback; None for other callbacks.
+
+    Replaceable by a public property of the callback.
+    """
+    return callback._average_model if isinstance(callback, WeightAveraging) else None

@@ -1,0 +1,55 @@
+"""Read and change the state of torchmetrics' metrics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchmetrics import Metric, MetricCollection
+from torchmetrics import metric as metric_module
+
+__all__ = ["gather_metrics_over", "metric_state", "set_metric_state", "update_metrics_apart"]
+
+
+def update_metrics_apart(collection: MetricCollection) -> None:
+    """Make ``collection`` update each of its metrics, without comparing states to find metrics that can share one.
+
+    Replaceable by a way to switch off ``compute_groups`` of an existing collection.
+    """
+    names = list(collection._modules)
+    vars(collection).update(_groups={index: [name] for index, name in enumerate(names)}, _groups_checked=True)
+
+
+def metric_state(metric: Metric) -> dict[str, Any]:
+    """Return a copy of the state that updates of ``metric`` change. Replaceable by a public method of torchmetrics."""
+    states = {
+        key: value.clone() if isinstance(value, torch.Tensor) else list(value)
+        for key, value in metric.metric_state.items()
+    }
+    return states | {key: vars(metric)[key] for key in ("_update_count", "_computed", "_forward_cache")}
+
+
+def set_metric_state(metric: Metric, state: Mapping[str, Any]) -> None:
+    """Restore the state of ``metric`` that :func:`metric_state` returned."""
+    vars(metric).update(state)
+
+
+def gather_metrics_over(ranks: dist.ProcessGroup) -> Callable[[], None]:
+    """Let metrics that have no process group of their own gather their states over ``ranks`` instead of all processes.
+
+    Replaceable by a default process group in torchmetrics.
+
+    Returns:
+        A function that ends this.
+    """
+    name = "gather_all_tensors"
+    own = getattr(metric_module, name)
+
+    def gather(result: torch.Tensor, group: Any = None) -> list[torch.Tensor]:
+        gathered: list[torch.Tensor] = own(result, ranks if group is None else group)
+        return gathered
+
+    setattr(metric_module, name, gather)
+    return lambda: setattr(metric_module, name, own)

@@ -1,0 +1,113 @@
+"""Start processes and their groups as Lightning's own strategies do."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp_if_available,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch import Trainer
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning_utilities.core.rank_zero import rank_zero_only as _utils_rank_zero_only
+
+from lightning_dist._compat import process_groups
+from lightning_dist.rendezvous import fresh_store
+
+__all__ = [
+    "init_process_group",
+    "let_children_exit",
+    "let_groups_be_copied",
+    "reduce_across_processes",
+    "set_rank_zero",
+    "set_timeout",
+    "subprocess_launcher",
+]
+
+
+def reduce_across_processes(
+    value: torch.Tensor, group: torch.distributed.ProcessGroup | None, reduce_op: ReduceOp | str | None
+) -> torch.Tensor:
+    """Reduce ``value`` over ``group`` as Lightning's own strategies do.
+
+    Replaceable by a public ``reduce`` in Fabric.
+    """
+    return _sync_ddp_if_available(value, group, reduce_op=reduce_op)
+
+
+def init_process_group(
+    environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta | None
+) -> str:
+    """Start torch.distributed as Lightning's own strategies do, and return the backend.
+
+    Replaceable by a base class in Lightning for strategies that run one process per device.
+    """
+    reset_seed()
+    backend = backend or _get_default_process_group_backend_for_device(device)
+    rank, world_size = environment.global_rank(), environment.world_size()
+    how: dict[str, Any] = {"timeout": timeout, "device_id": device if device.type != "cpu" else None}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        patience = timeout or default_pg_timeout
+        shared = dist.TCPStore(
+            environment.main_address, environment.main_port, world_size, is_master=False, timeout=patience
+        )
+        how["store"] = fresh_store(shared, rank, world_size, patience)
+    _init_dist_connection(environment, backend, rank, world_size, **how)
+    return backend
+
+
+def set_timeout(timeout: timedelta | None) -> None:
+    """Set the timeout of all process groups of this rank; None leaves them as they are.
+
+    A device mesh creates its groups with torch's default timeout, whatever timeout the group of all processes has.
+    Replaceable by a ``timeout`` argument of ``init_device_mesh``.
+    """
+    if timeout is None:
+        return
+    with warnings.catch_warnings():  # torch warns of backends without a timeout, such as a debugging wrapper.
+        warnings.filterwarnings("ignore", message="Set timeout is now only supported")
+        for group in process_groups():
+            dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def subprocess_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> _Launcher:
+    """Return the launcher that starts this script again for every local rank but the first."""
+    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+
+
+def set_rank_zero(global_rank: int) -> None:
+    """Set the rank that each of Lightning's two ``rank_zero_only`` decorators compares with 0."""
+    for decorator in (rank_zero_only, _utils_rank_zero_only):
+        vars(decorator)["rank"] = global_rank
+
+
+def let_children_exit(trainer: Trainer) -> None:
+    """Keep Lightning's launcher from killing this process when the processes that it launched exit with an error code.
+
+    Replaceable by a launcher with an option for this.
+    """
+    launcher = trainer.strategy.launcher
+    if isinstance(launcher, _SubprocessScriptLauncher):
+        launcher.procs.clear()
+
+
+def let_groups_be_copied() -> None:
+    """Make deep copies of modules and metrics share their process groups.
+
+    Replaceable by a ``ProcessGroup.__deepcopy__`` in torch.
+    """
+    if not hasattr(dist.ProcessGroup, "__deepcopy__"):
+        dist.ProcessGroup.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]
