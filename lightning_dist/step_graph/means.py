@@ -59,11 +59,11 @@ def follow(name: str, args: Any, kwargs: Any, inputs: Sequence[Tensor], outputs:
     """Note the kind of what a torch function between parts returns.
 
     Args:
-        name: The name of the function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        inputs: The tensors among the arguments.
-        outputs: The tensors that it returns or changes.
+        name: Name of the torch function, such as ``__add__``.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        inputs: The tensors among the arguments, in their order.
+        outputs: The tensors that the function returned or changed in place, on which their kind is noted.
     """
     for output in outputs:
         if not inputs or any(output is given for given in inputs[1:]):
