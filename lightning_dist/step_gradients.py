@@ -28,8 +28,8 @@ class StepGradients:
     """Clear the gradients that the optimizer sees if a step or a hook clears them on the tensors that it sees.
 
     Args:
-        module: The user's module.
-        groups: The groups of the module's parameters.
+        module: The user's module, which holds copies of the parameters during a step.
+        groups: The groups of the module's parameters, with the parameters that the optimizer sees.
         copies: Functions that return the copies of parameters that modules hold in a step.
     """
 

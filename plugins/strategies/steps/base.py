@@ -50,7 +50,7 @@ class Steps(ABC):
         """Let ``wait`` be called before a hook changes a tensor in place.
 
         Args:
-            wait: Function that waits until tensors may be changed.
+            wait: Function without arguments that returns once a save in progress has copied the tensors.
         """
         self._shards.before_change = wait
 
