@@ -44,7 +44,7 @@ class StepGradients:
 
     @contextmanager
     def watched(self, runs_backwards: bool) -> Iterator[None]:
-        """Clear the gradients that the step in this context clears.
+        """Clear on the optimizer's parameters what the step in this context clears on the tensors that it sees.
 
         The caller must call :meth:`show` when the modules hold the tensors that the step sees.
 
@@ -87,7 +87,7 @@ class StepGradients:
         self._of_copies.take_cleared()
 
     def before_backward(self) -> None:
-        """Clear the gradients that the step has cleared, before a backward adds to them."""
+        """Clear on the optimizer's parameters what the step has cleared, before a backward adds gradients."""
         self.take_cleared()
         for group in self._groups:
             group.drop_cleared()

@@ -348,7 +348,7 @@ class ScheduleRunner:
         No part runs, and there is no communication.
 
         Args:
-            graph: The graph of the step.
+            graph: Graph of the step, which says which outputs of parts the code between parts uses.
             values: The tensors that :meth:`values_at_end` describes, in the same order.
             step: Function without arguments that runs the user's step.
         """

@@ -133,7 +133,7 @@ class Stages:
 
         Args:
             graph: The graph of that step.
-            calls: The stage of each call of a part in that step.
+            calls: The result of :meth:`stages_of_calls` for ``graph``.
 
         Raises:
             TraceError: If a stage lacks a parameter.
@@ -151,8 +151,8 @@ class Stages:
         """Check that every stage that uses a tensor with a gradient hook runs the code that registers the hook.
 
         Args:
-            graph: The graph of the step.
-            calls: The stage of each call of a part in the step.
+            graph: Graph of the step, with the tensors on which it registers gradient hooks.
+            calls: The result of :meth:`stages_of_calls` for ``graph``.
 
         Raises:
             TraceError: If the step registers a hook only after an earlier stage, which uses the tensor, has ended.

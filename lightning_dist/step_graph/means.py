@@ -1,7 +1,7 @@
 """Find out which tensors of a traced step are means over samples.
 
-The mean of such a tensor over microbatches, weighted by their numbers of samples, is its value for the whole batch. Of
-other tensors without dimensions, such as ``loss.exp()``, ``x.std()`` or ``mask.sum()``, it is not.
+The mean of such a tensor over microbatches, weighted by their numbers of samples, is its value for the whole batch.
+This does not hold for other tensors without dimensions, such as ``loss.exp()``, ``x.std()`` or ``mask.sum()``.
 """
 
 from __future__ import annotations

@@ -154,7 +154,7 @@ def _num_heads(root: nn.Module, around: str, names: Sequence[str], row: LinearLa
 
     Args:
         root: The model, in which the modules are looked up.
-        around: Full name of the innermost module that contains the group.
+        around: Full name of the innermost called module that contains the group; empty: there is none.
         names: Full names of the group's layers.
         row: Dimensions and numbers of features of the group's ``rowwise`` layer.
         num_ranks: Number of ranks that layers are split over; the number of heads must divide by it.
@@ -202,7 +202,7 @@ def _heads(call: Call, dataflow: Dataflow, heads: int, into_row: set[str]) -> It
     """Find the arguments and outputs of a module that have the shape ``(..., heads, queries, keys)``.
 
     Args:
-        call: A call of the innermost module that contains the group.
+        call: A call of the innermost called module that contains the group.
         dataflow: The record of a step of the model on fake tensors.
         heads: Number of attention heads over all ranks.
         into_row: Sources of the input of the ``rowwise`` layer. Tensors that come from other layers are left out.

@@ -20,7 +20,7 @@ class BatchSplitter:
     whose samples are not along dimension 0 of every tensor.
 
     Args:
-        module: The user's module, in its state for the run: only in training mode does BatchNorm need two samples.
+        module: The user's module. If it has BatchNorm in training mode, each microbatch gets at least two samples.
     """
 
     def __init__(self, module: LightningModule) -> None:

@@ -406,8 +406,8 @@ def merge_values(results: list[Any]) -> Any:
 
     Tensors and NumPy arrays are concatenated along dimension 0, and lists one after another. Floating-point scalars are
     averaged, and integers are summed, because they are counts. Mappings, tuples and dataclasses are merged item by
-    item. Of strings, booleans and None, that of the first microbatch is returned. Other objects that are not equal
-    become :class:`Unmerged`.
+    item. Where the microbatches have strings, booleans or None, the value of the first one is returned. Other objects
+    that are not equal become :class:`Unmerged`.
 
     Args:
         results: The output of each microbatch, in order.
