@@ -25,7 +25,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run ``lightning-dist checkpoint``.
 
     Args:
-        arguments: Arguments after ``checkpoint``.
+        arguments: Words of the command line after ``checkpoint``: an action and its arguments.
 
     Returns:
         The exit code: 0 for success, 1 if a checkpoint is damaged, 2 if the input cannot be used.

@@ -68,8 +68,8 @@ def report(text: str, code: int, prefix: str = "error: ", cause: str | None = No
     """Print an error that other processes of the run may have too, and return the exit code.
 
     Args:
-        text: The message.
-        code: This process's exit code.
+        text: The message to print to stderr.
+        code: Exit code of this process. Processes that only see a lost connection exit with it as well.
         prefix: Text that is put before the message.
         cause: Text by which the errors of several processes are recognized as the same; None: the message.
     """

@@ -91,7 +91,8 @@ def report_failure(error: Exception, progress: Progress) -> int:
         progress: The callback that knows whether the run had reached its first batch.
 
     Returns:
-        The exit code.
+        The exit code: 2 for a mistake in the configuration, else 1; or that of another process, which prints the
+        failure.
     """
     error = original(error)
     if _is_consequence(error):

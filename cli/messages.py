@@ -98,7 +98,7 @@ def _explain(lines: list[str], key: str, parser: ArgumentParser, arguments: Sequ
         lines: Lines of the tree below a key.
         key: The key in the parser, such as ``model``.
         parser: The parser that raised the error.
-        arguments: The command line.
+        arguments: The command line, which shows what configuration file has the key.
         path: Import path of the class whose arguments the tree is about; empty until a branch has named one.
 
     Returns:

@@ -21,7 +21,7 @@ class SaveRunConfig(SaveConfigCallback):
     writes the file beside its checkpoints, and other commands write none.
 
     Args:
-        parser: The parser of the command that runs.
+        parser: The parser of the command that runs, which formats the configuration as YAML.
         config: The command's parsed configuration.
         **kwargs: Further arguments of Lightning's ``SaveConfigCallback``.
     """

@@ -40,8 +40,8 @@ class UnreducedGradient(torch.Tensor):
     """Stand in for the gradient of a sharded parameter that no backward has reduced yet, without elements to read.
 
     Args:
-        param: The sharded parameter.
-        name: Full name of the parameter.
+        param: The sharded parameter, whose shape and strides the stand-in gets.
+        name: Full name of the parameter, for errors.
         like: Tensor with the dtype and device that the stand-in gets; None: ``param``.
     """
 
@@ -87,7 +87,7 @@ class UnreducedGradient(torch.Tensor):
         """Refuse to use the gradient.
 
         Args:
-            what: The name of the function that was called.
+            what: Name of the function that was called with the stand-in.
 
         Raises:
             RuntimeError: Always.

@@ -124,7 +124,7 @@ def _recompute(block: nn.Module, around: Sequence[Callable[[], Callable[[], Abst
     """Replace the forward of ``block`` by one that runs again in the backward.
 
     Args:
-        block: A module of a block.
+        block: A module of a unit of the kind ``block``, whose ``forward`` is replaced on the instance.
         around: Functions that are called when a forward begins. Each returns a function whose context is entered around
             that forward, and around each time that it runs again.
     """

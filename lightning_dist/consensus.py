@@ -173,7 +173,7 @@ def check_agreement(what: str, text: str) -> None:
 
     Args:
         what: Name, for the message, of the thing that ``text`` describes: a noun in the singular.
-        text: Description to compare.
+        text: This rank's description of it.
 
     Raises:
         OtherRankError: On all ranks, if the texts differ; the message shows the first difference.

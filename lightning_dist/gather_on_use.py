@@ -31,7 +31,7 @@ def whole_for_step(
     This is a collective over the mesh of ``param``.
 
     Args:
-        param: The parameter, a DTensor.
+        param: The sharded parameter, a DTensor whose mesh has named axes.
         data_parallel_axes: Names of the axes of its mesh whose ranks have different parts of a batch.
         dtype: Dtype of the result; None: that of ``param``.
         split_axis: Name of a mesh axis along which the parameter stays split, each rank keeping its own part; None: the
@@ -78,7 +78,7 @@ class GatheredOnUse(torch.Tensor):
     """Stand in for a sharded parameter during a step, and gather the parameter when it is used.
 
     Args:
-        sharded: The parameter, a DTensor.
+        sharded: The sharded parameter, a DTensor, into which in-place changes are written.
         gather: Function that gathers a DTensor with the layout of ``sharded`` into a whole tensor.
         is_parameter: Whether ``isinstance(self, nn.Parameter)`` is true.
     """
@@ -193,9 +193,9 @@ def _changed(name: str, first: Any, kwargs: dict[str, Any]) -> list[GatheredOnUs
     They may be given as ``out=``, in a list (``torch._foreach_mul_``), or by keyword (functions of ``torch.nn.init``).
 
     Args:
-        name: The name of the function.
-        first: The first positional argument; None: there is none.
-        kwargs: The keyword arguments.
+        name: Name of the torch function.
+        first: Its first positional argument; None: it has none.
+        kwargs: Its keyword arguments.
     """
     targets = [kwargs.get("out")]
     if is_in_place(name):

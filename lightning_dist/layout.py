@@ -187,7 +187,7 @@ class ParallelLayout:
 
         Args:
             mesh: The mesh from :meth:`build_mesh`.
-            axis: The name of an axis.
+            axis: Name of an axis, such as ``tp``.
 
         Raises:
             ValueError: If the layout has a single rank along ``axis``, or there is no such axis.

@@ -19,7 +19,7 @@ def own_generators(root: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield name and generator for each generator of Python or NumPy that is an attribute of ``root`` or a submodule.
 
     Args:
-        root: The module.
+        root: Module that is searched with its submodules; generators in lists or other objects are not found.
     """
     for name, module in root.named_modules():
         for key, value in vars(module).items():

@@ -391,7 +391,8 @@ class ParallelModule:
             with_backward: Whether there are backwards; if not, units are freed at the end.
 
         Yields:
-            A function that runs the step of a microbatch on a stage.
+            A function that calls the function that it is given, the step of one microbatch on one stage, under all
+            techniques, and returns its output.
         """
 
         def run(step: Callable[[], Any]) -> Any:

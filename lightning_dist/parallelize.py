@@ -38,7 +38,7 @@ class ParallelConfig:
     Args:
         units: Names of the block classes; None: they are found automatically.
         min_num_params: Number of parameters from which a module outside the blocks is sharded as one unit.
-        sharding: Options of the sharding of units.
+        sharding: Dtypes of the sharded parameters and gradients, and when gathered units are freed.
         activation_checkpointing: Whether blocks keep no activations, but are run again in the backward.
         compile_backend: The backend of torch.compile for each block, such as ``"inductor"``; None: none is compiled.
         check_replicas_every_n_steps: Number of optimizer steps after which replicas are compared; None: never.
@@ -79,8 +79,9 @@ def parallelize(
         module: An ordinary module, on the mesh's device or completely or partly on the meta device.
         layout: The sizes of the mesh's axes.
         mesh: The mesh from :meth:`ParallelLayout.build_mesh`.
-        config: Configuration that says how the module is made parallel.
-        stage_to_stage: The process group from :meth:`ParallelLayout.build_stage_to_stage_group`.
+        config: Options of sharding, tensor parallelism, the pipeline and the other techniques.
+        stage_to_stage: The process group from :meth:`ParallelLayout.build_stage_to_stage_group`; None: there is no
+            pipeline.
 
     Raises:
         ValueError: If the module is already sharded, has no module of a named class, or does not fit the plan.

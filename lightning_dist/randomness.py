@@ -95,7 +95,7 @@ def agree_on_random_numbers(group: dist.ProcessGroup, module: nn.Module) -> None
 
     Args:
         group: Process group of the ranks that must draw the same random numbers.
-        module: The module; generators that are attributes of it or of its submodules are included.
+        module: The user's module; generators that are attributes of it or of its submodules are included.
     """
     own = dict(own_generators(module))
     states = [(rng_state(), {name: get_state(generator) for name, generator in own.items()})]
@@ -114,7 +114,7 @@ class SameRandomNumbers:
 
     Args:
         group: Process group of these ranks. Its backend must be gloo, because the compared digests are on the CPU.
-        module: The module; generators that are attributes of it or of its submodules are included.
+        module: The user's module; generators that are attributes of it or of its submodules are included.
     """
 
     def __init__(self, group: dist.ProcessGroup, module: nn.Module) -> None:

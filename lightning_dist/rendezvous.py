@@ -55,8 +55,8 @@ def _welcome(store: dist.Store, start: str, world_size: int, deadline: float) ->
     this start confirm the answer.
 
     Args:
-        store: Store of all ranks.
-        start: Name of this start.
+        store: Store that all ranks use.
+        start: Random name of this start.
         world_size: Number of ranks.
         deadline: Time of ``time.monotonic()`` after which to give up.
 

@@ -24,7 +24,7 @@ class ReplicaComparison(Technique):
     """Compare the replicas' weights at regular intervals of optimizer steps, and raise an error if they differ.
 
     Args:
-        mesh: Device mesh of the layout.
+        mesh: Device mesh with all axes of the layout, of which ``dp_replicate`` is compared.
         every_n_steps: Number of optimizer steps after which weights are compared; None: never.
     """
 
@@ -60,8 +60,8 @@ def check_replicas(module: nn.Module, mesh: DeviceMesh, axis: str = "dp_replicat
     Ranks send 16 bytes per parameter: two sums over the bits of its local shard, one of them weighted by position.
 
     Args:
-        module: Model with its parameters in sharded form.
-        mesh: Device mesh of the layout.
+        module: Model with its parameters in sharded form, as they are outside of steps.
+        mesh: Device mesh with all axes of the layout.
         axis: Name of the mesh axis over which weights are replicated.
 
     Raises:

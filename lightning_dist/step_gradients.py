@@ -28,8 +28,8 @@ class StepGradients:
     """Clear the gradients that the optimizer sees if a step or a hook clears them on the tensors that it sees.
 
     Args:
-        module: The user's module.
-        groups: The groups of the module's parameters.
+        module: The user's module, which holds copies of the parameters during a step.
+        groups: The groups of the module's parameters, with the parameters that the optimizer sees.
         copies: Functions that return the copies of parameters that modules hold in a step.
     """
 
@@ -44,7 +44,7 @@ class StepGradients:
 
     @contextmanager
     def watched(self, runs_backwards: bool) -> Iterator[None]:
-        """Clear the gradients that the step in this context clears.
+        """Clear on the optimizer's parameters what the step in this context clears on the tensors that it sees.
 
         The caller must call :meth:`show` when the modules hold the tensors that the step sees.
 
@@ -87,7 +87,7 @@ class StepGradients:
         self._of_copies.take_cleared()
 
     def before_backward(self) -> None:
-        """Clear the gradients that the step has cleared, before a backward adds to them."""
+        """Clear on the optimizer's parameters what the step has cleared, before a backward adds gradients."""
         self.take_cleared()
         for group in self._groups:
             group.drop_cleared()

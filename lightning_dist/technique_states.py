@@ -19,9 +19,9 @@ class TechniqueStates:
     """Complete the states of a module and its optimizers by those parts that only other ranks have.
 
     Args:
-        module: The user's module.
+        module: The user's module with this rank's parameters and buffers.
         techniques: The techniques, from the outside in.
-        points: The methods that the techniques override.
+        points: The methods with which ``techniques`` override those of :class:`~lightning_dist.technique.Technique`.
     """
 
     def __init__(self, module: nn.Module, techniques: Sequence[Technique], points: Points) -> None:
@@ -72,7 +72,7 @@ class TechniqueStates:
         This is a collective if ranks have different parameters.
 
         Args:
-            state: The state of the parameters that this rank has.
+            state: The optimizer's state for the parameters that this rank has.
         """
         for whole_optimizer_state in self._points.whole_optimizer_state:
             state = whole_optimizer_state(state)

@@ -23,7 +23,7 @@ def tensor_places(root: nn.Module) -> dict[int, list[Place]]:
     parameters.
 
     Args:
-        root: The model.
+        root: The model, which is searched together with its submodules.
 
     Returns:
         The places of each parameter or buffer by its ``id``, those in ``_parameters`` and ``_buffers`` first.

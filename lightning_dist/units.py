@@ -75,7 +75,7 @@ def find_blocks(root: nn.Module, classes: Sequence[str] | None = None) -> dict[s
     """Return the repeated blocks of ``root`` by full name, in the order of definition, none inside another.
 
     Args:
-        root: The model.
+        root: The model, which itself is never a block.
         classes: Names of the block classes. None: those of Hugging Face's ``_no_split_modules``, or else those found.
 
     Raises:

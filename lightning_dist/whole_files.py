@@ -104,7 +104,7 @@ def whole_state_dicts(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iter
 
     Args:
         root: Module whose parameters are gathered.
-        groups: Parameter groups of ``root``.
+        groups: All parameter groups of ``root``, which are gathered.
     """
     copies: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()
 

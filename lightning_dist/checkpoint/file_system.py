@@ -265,7 +265,7 @@ def _rename(source: Path, target: Path, flag: int) -> None:
 
     Args:
         source: The path to rename.
-        target: The new path.
+        target: The new path, on the same file system.
         flag: ``_NOREPLACE`` to fail if ``target`` exists, ``_EXCHANGE`` to exchange the two.
     """
     if _renameat2 is None:
@@ -303,7 +303,7 @@ def _send_to_disk(file: int, start: int, size: int) -> None:
     """Start to write a range of ``file`` to the disk, so that the fsync at the end takes less time; ignore errors.
 
     Args:
-        file: File descriptor.
+        file: Descriptor of a file that is open for writing.
         start: Start of the range in bytes.
         size: Length of the range in bytes.
     """

@@ -93,7 +93,7 @@ def write(
 
     Args:
         path: Path of the checkpoint; the same on all ranks, in a storage that all of them share.
-        snapshot: This rank's snapshot.
+        snapshot: This rank's part of the checkpoint, from :func:`~lightning_dist.checkpoint.snapshot.take_snapshot`.
         group: Process group of all processes; None: the default group.
         parts: Copies of this rank's :func:`~lightning_dist.checkpoint.tensors.own_parts`; None: use the live tensors.
 
@@ -203,7 +203,7 @@ def read(
             any placement, or a whole tensor), or None to leave it out of the result.
         weights_only: Whether to refuse pickled objects other than tensors, plain Python values and instances of
             :data:`~lightning_dist.checkpoint.snapshot.SAFE`.
-        check: How to check the files.
+        check: Which files are checked, and how (see :data:`Verify`).
 
     Raises:
         CheckpointError: If ``path`` is missing, damaged, incomplete, or of another kind or version.
@@ -273,7 +273,7 @@ def verify(path: Path, check: Verify = "full", share: tuple[int, int] = (0, 1)) 
 
     Args:
         path: Path of a checkpoint that :func:`write` wrote.
-        check: How to check the files.
+        check: Which files are checked, and how (see :data:`Verify`).
         share: This rank and the number of ranks; each rank checks its share of the files.
 
     Raises:

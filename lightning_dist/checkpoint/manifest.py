@@ -63,7 +63,7 @@ class Chunk:
     """Describe a rectangular block of a tensor's elements, stored contiguously and in C order in one file.
 
     Args:
-        file: Name of the file.
+        file: Name of the file, a key of :attr:`Manifest.files`.
         start: Position of the first byte in the file.
         offsets: First index of the block in the tensor, per dimension.
         sizes: Number of elements of the block, per dimension.

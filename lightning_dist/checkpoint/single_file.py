@@ -95,7 +95,7 @@ def _keep_positions_apart(checkpoint: dict[str, Any]) -> None:
     Lightning refuses a checkpoint with states for data loaders that do not have a state themselves.
 
     Args:
-        checkpoint: The checkpoint dictionary, which is changed in place.
+        checkpoint: Lightning's checkpoint dictionary with whole tensors; its ``"loops"`` are changed in place.
     """
     loops = _loop_state(checkpoint)
     states = loops.get("combined_loader", [])

@@ -225,7 +225,7 @@ def with_metadata(state: Mapping[str, Any], metadata: Any) -> dict[str, Any]:
     """Return a module's state dict with the versions of its modules, which their loading code may use.
 
     Args:
-        state: The state dict.
+        state: Values of the state dict by name; an entry that holds the versions is left out of the result.
         metadata: The attribute ``_metadata`` of the state dict that ``state`` was made from; None: it has none.
     """
     if metadata is None:

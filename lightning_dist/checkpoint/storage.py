@@ -60,7 +60,7 @@ class CheckpointStorage(Protocol):
         """Create a file of the save, on any rank.
 
         Args:
-            save_id: Identifier of the save.
+            save_id: Identifier that :meth:`begin` was given for the save.
             name: Name of the file, including :meth:`prefix`.
 
         Raises:
@@ -71,8 +71,8 @@ class CheckpointStorage(Protocol):
         """Put the save at the path, and return when it is durable. The first rank calls this when all files are closed.
 
         Args:
-            save_id: Identifier of the save.
-            manifest: The content of the manifest.
+            save_id: Identifier that :meth:`begin` was given for the save.
+            manifest: Content of the manifest, which is written as the save's last file.
         """
 
     def abort(self, save_id: str) -> None:

@@ -39,7 +39,7 @@ def own_parts(tensors: Mapping[str, Tensor], is_first: bool) -> dict[str, Tensor
     Args:
         tensors: The checkpoint's tensors by name. The names must be the same on all ranks, because the choice depends
             on them.
-        is_first: Whether this is the first rank.
+        is_first: Whether this is the first rank, which writes the tensors that are not DTensors.
     """
     own = []
     # The bytes that each replica writes are counted per mesh, because not all ranks need to be in each mesh.
@@ -146,7 +146,7 @@ class _Overlap:
     """Represent the intersection of a stored chunk with this rank's part of a target.
 
     Args:
-        chunk: The stored chunk.
+        chunk: The stored chunk, with its place in a file and in the whole tensor.
         in_chunk: Slices that select the intersection in the chunk.
         target: View of the intersection in the rank's part, to which the elements are copied.
     """

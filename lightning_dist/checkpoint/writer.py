@@ -40,7 +40,7 @@ class Save:
     """Record a requested save and its outcome.
 
     Args:
-        path: Path of the checkpoint.
+        path: Path or URL that the checkpoint is saved to.
         about: Values in the manifest to show where checkpoints are listed.
         num_bytes: Bytes of the tensors of the whole checkpoint.
         stall_s: Seconds for which training waited for the save.

@@ -28,8 +28,8 @@ def save_attributes(root: nn.Module, names: Names) -> list[tuple[Any, list[Any] 
     """Return the values of attributes, together with the items of those that are containers or objects of the user's.
 
     Args:
-        root: The user's module.
-        names: The names of the attributes.
+        root: The user's module, in which the modules of ``names`` are looked up.
+        names: For each attribute, the full name of its module (empty for ``root``) and the attribute's own name.
 
     Returns:
         For each attribute, a pair: its value, or ``_Absent`` if it does not exist; and a list of the items that the
@@ -44,9 +44,9 @@ def restore(root: nn.Module, names: Names, kept: Sequence[tuple[Any, list[Any] |
     """Restore attributes, and the items of their containers, to what :func:`save_attributes` returned.
 
     Args:
-        root: The user's module.
-        names: The names of the attributes, as for :func:`save_attributes`.
-        kept: The result of :func:`save_attributes`.
+        root: The user's module, in which the modules of ``names`` are looked up.
+        names: The same names, in the same order, that :func:`save_attributes` was given.
+        kept: What :func:`save_attributes` returned for these names.
     """
     for (module, key), (value, items) in zip(names, kept, strict=True):
         attributes = vars(root.get_submodule(module))
@@ -63,8 +63,8 @@ def restoring_attributes(root: nn.Module, names: Names) -> Iterator[None]:
     """Restore attributes at the end of this context to what they were at its start.
 
     Args:
-        root: The user's module.
-        names: The names of the attributes.
+        root: The user's module, in which the modules of ``names`` are looked up.
+        names: For each attribute, the full name of its module (empty for ``root``) and the attribute's own name.
     """
     kept = save_attributes(root, names)
     try:

@@ -24,8 +24,8 @@ def costs(graph: StepGraph, root: nn.Module, num_microbatches: int) -> list[floa
     between parts, including the loss, is added to the last call.
 
     Args:
-        graph: The graph of the step.
-        root: The user's module.
+        graph: Graph of the traced step, in which each call has the cost of its forward and the parameters that it uses.
+        root: The user's module with the parameters of all stages; tensors may be on the meta device.
         num_microbatches: The number of microbatches, by which the time of the optimizer step is divided.
     """
     params = dict(root.named_parameters(remove_duplicate=False))
@@ -45,9 +45,9 @@ def balanced(costs: Sequence[float], is_block: Sequence[bool], num_stages: int) 
     In a model with blocks, each stage has at least one block.
 
     Args:
-        costs: The cost of each call.
+        costs: Cost of each call of a part, in the order of the calls and in any unit.
         is_block: For each call, whether it is a call of a repeated block.
-        num_stages: The number of stages.
+        num_stages: Number of stages of the pipeline, over all ranks.
 
     Returns:
         The index of the stage of each call.
@@ -95,8 +95,9 @@ def split_by_hand(names: Sequence[str], split: Sequence[str], num_stages: int, a
 
     Args:
         names: The name of the part of each call, in the order of the calls.
-        split: The names of parts; the beginning of a name may be left out.
-        num_stages: The number of stages.
+        split: The names of parts, in the order of the stages; the beginning of a name may be left out (``4`` for
+            ``layers.4``).
+        num_stages: Number of stages of the pipeline, over all ranks: one more than there are names in ``split``.
         all_names: The names of all modules, for the error.
 
     Raises:

@@ -25,8 +25,8 @@ class BuffersOfStep:
     Buffers on the meta device, which belong to other ranks' stages, are left out.
 
     Args:
-        root: The user's module.
-        names: The names of the buffers.
+        root: The user's module, in which the names are looked up.
+        names: Full names of the buffers to copy; names under which no buffer is registered are ignored.
     """
 
     def __init__(self, root: nn.Module, names: Collection[str]) -> None:

@@ -23,7 +23,7 @@ class Failure:
     """Hold an error that a step has raised on this rank.
 
     Args:
-        error: The error.
+        error: Exception that the step or hook raised.
         where: The place of the error for the message: stage and microbatch (``"stage 1, microbatch 0"``), or a hook.
         time: The time at which the error was raised, in seconds since the epoch.
     """
@@ -37,7 +37,7 @@ class Failure:
         """Return a failure that was raised at this moment.
 
         Args:
-            error: The error.
+            error: Exception that was raised just now.
             where: The stage and the microbatch, or the name of a hook, for the message.
         """
         return cls(error, where, time.time())

@@ -128,7 +128,7 @@ def map_leaves(value: Any, function: Callable[[str, Any], Any], path: str = "") 
 
     Args:
         value: A batch, or a part of one.
-        function: Function of the path to a leaf and the leaf.
+        function: Function that is called with the path to a leaf and the leaf, and returns what replaces the leaf.
         path: The path to ``value``, such as ``['images'][0]``, with which the paths of leaves begin.
     """
     if isinstance(value, Tensor) or _is_list_of_samples(value):

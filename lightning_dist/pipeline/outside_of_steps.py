@@ -75,9 +75,9 @@ class AllStages(TorchFunctionMode):
     """Let code outside of steps work on the parameters of all stages. All ranks of the pipeline must run the same code.
 
     Args:
-        root: The user's module.
-        holders: Names of parameters and buffers, to the ranks of the pipeline that have them. Every rank has the
-            parameters and buffers that are not named.
+        root: The user's module, in which the parameters of other ranks' stages are on the meta device.
+        holders: For parameters and buffers, by full name, the indices along ``pp`` of the ranks that have their values.
+            Every rank has the parameters and buffers that are not named.
         group: Process group of the pipeline's ranks.
         device: The device of this rank's tensors.
     """
@@ -383,7 +383,7 @@ def without_holder_records(root: nn.Module) -> Iterator[None]:
     The record holds weak references to the tensors, and torch cannot swap a tensor that has weak references.
 
     Args:
-        root: The user's module.
+        root: Module whose parameters, gradients and buffers torch is about to convert.
     """
     marks: dict[str, frozenset[int]] = {}
     for name, tensor in _tensors_of(root):

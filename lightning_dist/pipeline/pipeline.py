@@ -42,12 +42,14 @@ class Pipeline(Technique):
 
     Args:
         root: The user's module with the parameters of all stages, before it is changed in any way.
-        config: The configuration of the pipeline.
-        units: The module's units.
+        config: Number of ranks and stages, schedule, and the step that is traced to cut the module.
+        units: All units of the module, from :func:`~lightning_dist.units.find_units`; those of the kind ``block`` are
+            its repeated blocks.
         group: Process group of the pipeline's ranks, for collectives.
         stage_to_stage: Process group of the same ranks, for sends and receives.
         parameter_mesh: Device mesh of the ranks that have the same stages.
-        data_parallel_rank: The index of this rank's part of the batch.
+        data_parallel_rank: Index of this rank's part of the global batch; ranks with different parts draw different
+            random numbers.
         splits_backward: Whether a schedule may compute the gradients of weights later than those of inputs (see
             :class:`~lightning_dist.pipeline.schedule_runner.ScheduleRunner`).
 
@@ -172,8 +174,8 @@ class Pipeline(Technique):
             key: The key for which :meth:`known_path` was called before.
             path: The number of the step's path, on which all ranks of the pipeline agree, or -1 if the path is new.
             is_traced: Whether :meth:`trace` has just traced the step.
-            num_microbatches: The number of microbatches.
-            has_backward: Whether a backward is run for each microbatch.
+            num_microbatches: Number of microbatches into which the batch of this step is split.
+            has_backward: Whether a backward is run for each microbatch, as in training.
         """
         paths = self._paths[key]
         graph = paths.remember(path) if is_traced else paths.known(path)
@@ -197,7 +199,7 @@ class Pipeline(Technique):
         These are the tensors of other stages and the buffers in :attr:`buffers_of_others`.
 
         Args:
-            state: A state dict of the module.
+            state: A state dict of the module, with meta tensors for the parameters of other stages.
         """
         return with_replicated_tensors(state, self._mesh, self.buffers_of_others)
 
@@ -267,7 +269,8 @@ class Pipeline(Technique):
         This is a collective over ``pp``.
 
         Args:
-            gradients: The gradients of this rank's parameters.
+            gradients: The gradients of this rank's parameters. Meta tensors among them, which stand for gradients of
+                other stages, are left out.
             order: The order of the norm: positive, and possibly infinite.
         """
         with self.all_stages.switched_off():

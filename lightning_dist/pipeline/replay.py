@@ -47,10 +47,10 @@ class StagePlan:
     """Describe which tensors a step receives and sends on one stage, and which calls of parts it runs there.
 
     Args:
-        graph: The graph of the step.
-        stages: The stage of each call in the graph.
-        stage: The index of the stage.
-        num_stages: The number of stages of the pipeline.
+        graph: Graph of the traced step that the plan is for.
+        stages: For each call in ``graph.calls``, the index of its stage.
+        stage: Index of the stage that the plan is for, from 0.
+        num_stages: Number of stages of the pipeline, over all ranks.
     """
 
     graph: StepGraph
@@ -101,8 +101,8 @@ class MicrobatchSeed:
 
     Args:
         base: The seed of the step, drawn from generators that have the same state on all ranks of the pipeline.
-        microbatch: The index of the microbatch.
-        data_parallel_rank: The index of this rank's part of the batch.
+        microbatch: Index of the microbatch in the step, from 0.
+        data_parallel_rank: Index of this rank's part of the global batch.
     """
 
     base: int
@@ -126,8 +126,8 @@ def part_seed(between: int, call: int) -> int:
     """Return the seed of a part's call.
 
     Args:
-        between: The seed of the code between parts.
-        call: The index of the call.
+        between: Seed of the microbatch's code between parts (:attr:`MicrobatchSeed.seed_between_parts`).
+        call: Index of the call among the calls of parts in the step.
     """
     return _splitmix64(between + (call + 1) * _GOLDEN_GAMMA) >> 1
 
@@ -149,12 +149,13 @@ class _StageRunState:
     """Hold the state of a step that runs on one stage.
 
     Args:
-        plan: The plan of the stage.
-        seed: The seeds of the microbatch.
-        given: The tensors that this stage has received.
-        made: The tensors that parts of this stage have returned and that this stage sends.
-        num_calls: The number of calls of parts so far.
-        is_inside: Whether a part is running.
+        plan: Plan of the stage that runs.
+        seed: Seeds of the microbatch that runs.
+        given: The tensors that this stage has received, by the value in the graph that each of them is.
+        made: The tensors that parts of this stage have returned and that this stage sends, by their values in the
+            graph.
+        num_calls: The number of calls of parts so far, including those of parts of earlier stages.
+        is_inside: Whether a part is running, so that a call of another part inside it is an ordinary call.
     """
 
     plan: StagePlan
@@ -169,9 +170,9 @@ class Replay:
     """Run this rank's stages of ``root``. Creating an instance replaces the calls of the parts in place.
 
     Args:
-        root: The user's module.
-        parts: The parts of the module, by name.
-        remote: The names of the parts that are on other ranks only.
+        root: The user's module, in which the parameters of other ranks' stages are on the meta device.
+        parts: All parts of the module, by full name, including those on other ranks.
+        remote: Full names of the parts that are on other ranks only.
         device: The device of this rank's parameters.
     """
 
@@ -194,10 +195,10 @@ class Replay:
         """Run ``step`` on one stage for one microbatch. No communication.
 
         Args:
-            plan: The plan of the stage.
-            seed: The seeds of the microbatch.
+            plan: Plan of the stage to run.
+            seed: Seeds of the microbatch to run.
             received: The tensors for ``plan.received``, in the same order.
-            step: The user's step with its arguments bound.
+            step: Function without arguments that runs the user's step on the microbatch.
 
         Returns:
             The step's result (None on every stage but the last), and the tensors for ``plan.sent``.
@@ -260,7 +261,7 @@ class Replay:
         rank's device as theirs, because a step may create tensors on ``next(self.parameters()).device``.
 
         Args:
-            names: The names of the parameters that the code between parts uses.
+            names: Full names of the parameters that the code between parts uses.
         """
         others = {
             param: stand_in(_like(param), self._device, f"the parameter {name}")

@@ -40,9 +40,9 @@ class PreparedStep:
     """Hold the graph of a step, the plan of each of this rank's stages, and the schedule that runs them.
 
     Args:
-        graph: The graph of the step.
+        graph: Graph of the traced step.
         plans: The plan of each stage of this rank, by the stage's index.
-        schedule: torch's schedule; None for a step without backwards.
+        schedule: torch's schedule, which runs this rank's stages; None for a step without backwards.
         order: The actions of each rank in the order of the schedule; empty for a step without backwards.
     """
 
@@ -105,11 +105,11 @@ class ScheduleRunner:
 
     Args:
         root: The user's module with the parameters of this rank's stages.
-        config: The configuration of the pipeline.
-        stages: The stages of the module.
+        config: Number of ranks and stages of the pipeline, and the name of its schedule.
+        stages: How the module is cut: the stages on which each part and each parameter is.
         group: Process group of the pipeline's ranks, for sends and receives.
         replay: Object that runs the user's step on one stage.
-        data_parallel_rank: The index of this rank's part of the batch.
+        data_parallel_rank: Index of this rank's part of the global batch, on which the seeds of microbatches depend.
         splits_backward: Whether a schedule may compute the gradients of weights later than those of inputs. For this,
             torch looks for the module's parameters among the leaves of the autograd graph, and runs the nodes between
             them and the inputs twice. The leaves must therefore be the module's parameters, and activation
@@ -149,9 +149,9 @@ class ScheduleRunner:
         """Plan how a step runs on the stages, or return the plan of an earlier step with the same graph.
 
         Args:
-            graph: The graph of the step.
-            num_microbatches: The number of microbatches.
-            has_backward: Whether a backward is run for each microbatch.
+            graph: Graph of the traced step; an equal graph that is another object gets another plan.
+            num_microbatches: Number of microbatches into which the batch of the step is split.
+            has_backward: Whether a backward is run for each microbatch, as in training.
         """
         key = (id(graph), num_microbatches, has_backward)
         prepared = self._prepared.pop(key, None)
@@ -213,7 +213,7 @@ class ScheduleRunner:
 
         Args:
             prepared: The prepared step, for the same number of microbatches.
-            steps: The user's step on each microbatch, with its arguments bound.
+            steps: For each microbatch, a function without arguments that runs the user's step on it.
             run_root: Function that runs a given function as a forward of the whole module.
             loss_of: Function from what the step returned on a microbatch to the microbatch's part of the loss; None:
                 there is no backward.
@@ -327,9 +327,9 @@ class ScheduleRunner:
         """Run a stage's backward, and return its result; do not run it after an error, and return None.
 
         Args:
-            stage: The index of the stage.
-            microbatch: The index of the microbatch.
-            backward: Function that runs the backward.
+            stage: Index of the stage in the pipeline.
+            microbatch: Index of the microbatch in the step.
+            backward: Function without arguments that runs autograd for this stage and microbatch.
         """
         running = self._running
         assert running is not None
@@ -348,9 +348,9 @@ class ScheduleRunner:
         No part runs, and there is no communication.
 
         Args:
-            graph: The graph of the step.
+            graph: Graph of the step, which says which outputs of parts the code between parts uses.
             values: The tensors that :meth:`values_at_end` describes, in the same order.
-            step: The user's step with its arguments bound.
+            step: Function without arguments that runs the user's step.
         """
         self.runs_last_stage = True
         plan = self._plan_of_end(graph)
@@ -363,7 +363,7 @@ class ScheduleRunner:
         """Restore at the end of this context the attributes, and the buffers outside of parts, that a step changes.
 
         Args:
-            graph: The graph of the step.
+            graph: Graph of the step, which names these attributes and buffers.
         """
         buffers = BuffersOfStep(self._root, graph.buffers_between)
         try:
@@ -411,7 +411,7 @@ class _StageModule(nn.Module):
 
     Args:
         run: Function that runs the stage, given the index of the microbatch and the received tensors.
-        root: The user's module.
+        root: The user's module, whose parameters :meth:`parameters` returns.
     """
 
     def __init__(self, run: Callable[[int, tuple[Tensor, ...]], Any], root: nn.Module) -> None:
@@ -423,8 +423,8 @@ class _StageModule(nn.Module):
         """Run the stage on the tensors that it has received for a microbatch.
 
         Args:
-            received: The received tensors.
-            microbatch: A tensor that holds the index of the microbatch.
+            received: The tensors that the previous stage has sent for this microbatch; none on the first stage.
+            microbatch: Tensor of one element, the index of the microbatch.
         """
         return self._run(int(microbatch), received)
 

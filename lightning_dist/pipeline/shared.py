@@ -20,8 +20,8 @@ class SharedParameters:
     """Keep this rank's copies of shared parameters equal to the copies on other ranks of its pipeline.
 
     Args:
-        root: The user's module.
-        stages: The stages of the module.
+        root: The user's module with the parameters of this rank's stages.
+        stages: How the module is cut: the stages that need each parameter.
         config: The configuration of the pipeline, which tells which rank has each stage.
         group: Process group of the pipeline's ranks, for sends and receives.
     """
@@ -41,7 +41,7 @@ class SharedParameters:
         """Record which shared parameters a step uses; those that it does not use must keep ``grad=None``.
 
         Args:
-            graph: The graph of the step.
+            graph: Graph of a step whose backwards are about to run.
         """
         self._used |= {name for name in self._holders.keys() - self._used if graph.uses_param(name)}
 

@@ -61,7 +61,7 @@ def simulate(order: Order, costs: Mapping[Kind, float] = EVEN) -> Timeline:
     time instead: (P - 1) / (v M).)
 
     Args:
-        order: The actions of each rank.
+        order: The actions of each rank, in the order in which the rank runs them.
         costs: The time of each kind of action, in any unit.
 
     Raises:

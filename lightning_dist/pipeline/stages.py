@@ -90,7 +90,7 @@ class Stages:
     """Describe how a model is cut into stages.
 
     Args:
-        num_stages: The number of stages.
+        num_stages: Number of stages of the pipeline, over all ranks.
         parts: The names of the parts, in the order of their first calls.
         blocks: The parts that are repeated blocks, by name.
         stages_of_part: For each part, the stages on which it is called, in order.
@@ -133,7 +133,7 @@ class Stages:
 
         Args:
             graph: The graph of that step.
-            calls: The stage of each call of a part in that step.
+            calls: The result of :meth:`stages_of_calls` for ``graph``.
 
         Raises:
             TraceError: If a stage lacks a parameter.
@@ -151,8 +151,8 @@ class Stages:
         """Check that every stage that uses a tensor with a gradient hook runs the code that registers the hook.
 
         Args:
-            graph: The graph of the step.
-            calls: The stage of each call of a part in the step.
+            graph: Graph of the step, with the tensors on which it registers gradient hooks.
+            calls: The result of :meth:`stages_of_calls` for ``graph``.
 
         Raises:
             TraceError: If the step registers a hook only after an earlier stage, which uses the tensor, has ended.
@@ -175,8 +175,8 @@ def find_stages(
 
     Args:
         root: The user's module with the parameters of all stages.
-        config: The configuration of the pipeline.
-        blocks: The repeated blocks of the module, by name.
+        config: Number of stages, the step to trace, and the user's split if there is one.
+        blocks: The repeated blocks of the module, by full name.
         device: The device of the fake tensors with which the step is traced.
 
     Raises:
@@ -285,7 +285,7 @@ def drop_remote(root: nn.Module, stages: Stages, own: Sequence[int], units: Sequ
 
     Args:
         root: The user's module with the parameters of all stages.
-        stages: The stages of the module.
+        stages: How the module is cut: the stages on which each part and each parameter is.
         own: The indices of this rank's stages.
         units: The model's units, in which parameters that could not keep their identity are replaced as well.
 
@@ -330,8 +330,8 @@ def own_units(units: Sequence[Unit], remote: RemoteParameters) -> list[Unit]:
     """Return ``units`` without the parameters of other ranks, and without units that have no parameter on this rank.
 
     Args:
-        units: The model's units.
-        remote: The parameters and buffers of other ranks.
+        units: The units of the whole model, in which :func:`drop_remote` has replaced parameters.
+        remote: The result of :func:`drop_remote`.
     """
     others = {id(tensor) for tensor in remote.tensors}
     own = []

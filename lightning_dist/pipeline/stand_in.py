@@ -70,8 +70,8 @@ def stand_in(leaf: Leaf, device: torch.device, stands_for: str) -> Tensor:
     """Create a stand-in.
 
     Args:
-        leaf: The description of the missing tensor.
-        device: The device of the stand-in.
+        leaf: Shape and dtype of the missing tensor, and whether the step changes it in place.
+        device: Device on which the stand-in is created.
         stands_for: The name of the missing tensor, or of the part that returns it, for errors.
     """
     if leaf.is_changed:

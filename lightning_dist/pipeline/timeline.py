@@ -121,9 +121,9 @@ class Recorder:
         """Record that an action ends now.
 
         Args:
-            kind: The kind of the action.
-            stage: The index of the stage.
-            microbatch: The index of the microbatch.
+            kind: Whether the action is a forward, a backward, or a part of a backward (see :data:`Kind`).
+            stage: Index of the stage in the pipeline.
+            microbatch: Index of the microbatch in the step.
             start: The result of :meth:`now` when the action began.
         """
         self._actions.append((Action(kind, stage, microbatch), start, self.now()))
@@ -151,8 +151,8 @@ class Recorder:
         """Gather the latest step's actions from all ranks, and align their clocks. This is a collective over ``group``.
 
         Args:
-            order: The actions that each rank was to run.
-            group: Process group of the pipeline's ranks.
+            order: For each rank, the actions that it was to run, in order; the same on all ranks.
+            group: Process group of the pipeline's ranks, for collectives.
 
         Returns:
             The timeline, or None if an action of any rank was not recorded.
@@ -178,7 +178,7 @@ class TimedStage(PipelineStage):
     """Record the times of a stage's actions, excluding the time in which the rank waits for messages or sends them.
 
     Attributes:
-        recorder: The recorder of the times.
+        recorder: Recorder of this rank, to which the times are added.
         run_backward: Function that runs a backward, given the stage, the microbatch, and a function that runs autograd.
             It returns the result of that function, or None if no gradients were computed.
     """

@@ -25,7 +25,7 @@ def whole_model(root: nn.Module, group: dist.ProcessGroup, device: torch.device)
     Args:
         root: The user's module, whose tensors on this rank are not sharded.
         group: Process group of the pipeline's ranks.
-        device: The device of the tensors.
+        device: Device of this rank's tensors, on which received tensors are created.
     """
     places = _places(root)
     own = {name: (tensor.shape, tensor.dtype) for name, (tensor, _) in places.items() if not is_remote(tensor)}

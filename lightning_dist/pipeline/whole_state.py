@@ -24,7 +24,7 @@ def with_replicated_tensors(state: Mapping[str, Any], mesh: DeviceMesh, of_other
     """Return a module's ``state`` with plain tensors as replicated DTensors, so that one rank of ``mesh`` writes each.
 
     Args:
-        state: The module's state dict.
+        state: The module's state dict, with meta tensors for the parameters of other stages.
         mesh: Device mesh of the ranks that have the same stages.
         of_others: The names of the tensors that ranks of another stage write; they become meta tensors.
     """

@@ -63,7 +63,7 @@ class Sharding(Technique):
 
     Args:
         mesh: A mesh with the axes ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``.
-        config: Options of the sharding.
+        config: Dtypes of parameters and gradients, and when gathered units are freed.
     """
 
     def __init__(self, mesh: DeviceMesh, config: ShardingConfig) -> None:

@@ -28,8 +28,8 @@ def is_object(value: Any, packages: Collection[str]) -> bool:
     """Return whether ``value`` is a plain object whose attributes a step may change.
 
     Args:
-        value: Any value.
-        packages: The packages that the classes of such objects come from, from :func:`packages_of`.
+        value: Value of a module's attribute, or something that such a value contains.
+        packages: Names of the packages that the classes of such objects come from, from :func:`packages_of`.
     """
     if isinstance(value, Tensor | nn.Module | type | types.FunctionType | dict | list | deque | set | tuple):
         return False
@@ -40,8 +40,8 @@ def items_of(value: Any, packages: Collection[str]) -> list[Any] | None:
     """Return the items of a container or the attributes of an object; None if ``value`` is neither.
 
     Args:
-        value: Any value.
-        packages: As for :func:`is_object`.
+        value: Value of a module's attribute, or something that such a value contains.
+        packages: Names of the packages whose classes count as the user's, from :func:`packages_of`.
     """
     if isinstance(value, dict):
         return list(value.items())

@@ -61,11 +61,11 @@ def run_all_branches(
     """Trace a step along each branch that its decisions can take; a step that reads no values has one branch.
 
     Args:
-        make: Function that creates an observer.
-        root: The user's module.
+        make: Function that creates the observer of one run; it is called once for each run.
+        root: The user's module, on any device; it is unchanged afterwards.
         step: Function that runs the step. It is given a function that returns a fake tensor for a tensor of the batch,
             and, as ``on_log``, a function to call with the arguments of ``self.log``.
-        device: The device of the fake tensors.
+        device: Device that the fake tensors pretend to be on.
 
     Yields:
         The first branch on which the step raises no exception, then the others.

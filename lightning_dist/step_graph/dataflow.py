@@ -60,9 +60,9 @@ class Call:
 
     Args:
         name: Full name of the module.
-        args: Positional arguments of the call.
-        kwargs: Keyword arguments of the call.
-        output: Value that the call returned.
+        args: Positional arguments of the call, with fake tensors.
+        kwargs: Keyword arguments of the call, with fake tensors.
+        output: What the call returned, with fake tensors.
     """
 
     name: str

@@ -115,7 +115,7 @@ def run_on_fakes(
     """Run ``step`` on fakes of the model's tensors, and return why it could not run to its end.
 
     Args:
-        root: The model.
+        root: The model, on any device; it is unchanged afterwards.
         step: Function that runs the step. It is given a function that makes a fake of a tensor, and passes each tensor
             of the batch through it.
         device: Device that the fakes pretend to be on.
@@ -166,7 +166,7 @@ def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
     """Yield the tensors in ``value``, which may be nested mappings, lists, tuples and sets.
 
     Args:
-        value: Any value.
+        value: Arguments or result of a module or function, or any other value that may contain tensors.
         depth: Number of levels of containers to look into, since a container may contain itself.
     """
     if isinstance(value, Tensor):

@@ -41,9 +41,9 @@ class Leaf:
     """Describe a tensor that a part returns.
 
     Args:
-        shape: The shape of the tensor.
-        dtype: The dtype of the tensor.
-        requires_grad: Whether the tensor requires gradients.
+        shape: Shape of the tensor in the traced step.
+        dtype: Dtype of the tensor in the traced step.
+        requires_grad: Whether the tensor requires a gradient in the traced step.
         is_changed: Whether code after the part changes the tensor in place.
     """
 
@@ -80,10 +80,10 @@ class InnerCall:
     """Describe a call of a module inside a part, from whose output a forward hook takes tensors out of the part.
 
     Args:
-        name: The name of the module.
+        name: Full name of the module.
         occurrence: The index of this call among the module's calls within one call of the part.
-        args: The positional arguments of the call.
-        output: The output of the call.
+        args: Description of the positional arguments of the call.
+        output: Description of what the call returned.
         places: The index of each taken tensor in the leaves of the part's call, by its index in ``output``.
     """
 
@@ -99,13 +99,13 @@ class PartCall:
     """Describe a call of a part.
 
     Args:
-        name: The name of the part.
+        name: Full name of the part.
         uses: The values that the call uses, directly or through tensors that code between parts computed from them.
         params: The names of the parameters that the call uses, directly or through tensors that code between parts
             computed from them.
         leaves: The leaves of the output, with None for a leaf that is no tensor; followed by the tensors that hooks
             take from modules inside the part.
-        output: The output of the call.
+        output: Description of what the call returned, with the leaves that are no tensors.
         inner: The calls of modules inside the part from which hooks take tensors.
         cost: The estimated time of the forward, in floating-point operations.
         draws: The kinds of random number generators that the call draws from (see

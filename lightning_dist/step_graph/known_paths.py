@@ -54,8 +54,8 @@ class _Read:
     """Represent an attribute that a step has read.
 
     Args:
-        owner: The object that has the attribute.
-        name: The name of the attribute.
+        owner: The module or other object whose attribute was read.
+        name: Name of the attribute in ``owner``.
         outline: Function that returns the properties of the value that are compared; None if the value is plain and is
             compared itself.
         result: The value, or the result of ``outline`` for it, at the time when the step was traced.
@@ -114,8 +114,9 @@ class KnownPaths:
     """Remember the paths of one kind of step.
 
     Args:
-        root: The user's module.
-        readable: The objects besides modules whose attributes a path may depend on.
+        root: The user's module; a path may depend on its attributes and on those of the modules in it.
+        readable: Classes besides modules whose attributes a path may depend on, each with the names of these
+            attributes.
     """
 
     root: nn.Module
@@ -196,8 +197,8 @@ class _Reads:
     """Record the plain values that a step reads while it runs.
 
     Args:
-        root: The user's module.
-        readable: The objects besides modules whose attributes a path may depend on (see :data:`Readable`).
+        root: The user's module; the attributes that are read from it and from the modules in it are recorded.
+        readable: Classes besides modules whose attributes are recorded, each with the names of these attributes.
         numbers: The sources of numbers that are to be watched.
     """
 
@@ -225,8 +226,8 @@ class _Reads:
         """Return the arguments of the step, recorded as values that it reads and with watched numbers replaced.
 
         Args:
-            arguments: The arguments of the step.
-            number: The number of arguments.
+            arguments: Object that holds the arguments of the step after its batch, by their positions.
+            number: Number of arguments that this step was given.
         """
         names = [f"_{place}" for place in range(number)]
         return [self._noted(arguments, name, vars(arguments)[name]) for name in names]

@@ -19,8 +19,8 @@ class Marks:
     """Hold what a tensor was computed from.
 
     Args:
-        values: The tensors that parts returned.
-        params: The names of the parameters that code between parts used.
+        values: The values, that is, tensors that parts returned, from which the tensor was computed.
+        params: Full names of the parameters from which code between parts computed the tensor.
     """
 
     values: frozenset[Value] = frozenset()

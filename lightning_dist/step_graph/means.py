@@ -1,7 +1,7 @@
 """Find out which tensors of a traced step are means over samples.
 
-The mean of such a tensor over microbatches, weighted by their numbers of samples, is its value for the whole batch. Of
-other tensors without dimensions, such as ``loss.exp()``, ``x.std()`` or ``mask.sum()``, it is not.
+The mean of such a tensor over microbatches, weighted by their numbers of samples, is its value for the whole batch.
+This does not hold for other tensors without dimensions, such as ``loss.exp()``, ``x.std()`` or ``mask.sum()``.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def follow(name: str, args: Any, kwargs: Any, inputs: Sequence[Tensor], outputs:
     """Note the kind of what a torch function between parts returns.
 
     Args:
-        name: The name of the function.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-        inputs: The tensors among the arguments.
-        outputs: The tensors that it returns or changes.
+        name: Name of the torch function, such as ``__add__``.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call.
+        inputs: The tensors among the arguments, in their order.
+        outputs: The tensors that the function returned or changed in place, on which their kind is noted.
     """
     for output in outputs:
         if not inputs or any(output is given for given in inputs[1:]):

@@ -30,11 +30,11 @@ def find_parts(
     no block, and has several children with parameters, is replaced by these.
 
     Args:
-        root: The user's module.
+        root: The user's module, on any device; it is unchanged afterwards.
         step: Function that runs the step, as for :func:`trace_step`.
-        device: The device of the fake tensors.
-        blocks: The repeated blocks of the model, by name.
-        num_wanted: The minimum number of parts that are wanted.
+        device: Device that the fake tensors pretend to be on.
+        blocks: The repeated blocks of the model, by full name.
+        num_wanted: Minimum number of parts that are wanted; a model that cannot be divided further has fewer.
 
     Raises:
         TraceError: If the step does not run on fake tensors, or calls no module with parameters.

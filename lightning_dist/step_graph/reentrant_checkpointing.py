@@ -34,8 +34,8 @@ class _WithoutReentry:
         """Run ``function`` on ``args`` without the reentrant variant; it is recomputed in the backward.
 
         Args:
-            function: The checkpointed function.
-            preserve_rng_state: Whether the recomputation draws the same random numbers.
-            *args: The arguments of the function.
+            function: Function that the user's code checkpoints.
+            preserve_rng_state: Whether the recomputation draws the same random numbers as the forward.
+            *args: Positional arguments of ``function``.
         """
         return checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)

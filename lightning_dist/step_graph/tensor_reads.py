@@ -50,7 +50,7 @@ class MadeUpValues(TorchFunctionMode):
     """Return made-up values where code reads fake tensors, and record the decisions that depend on them.
 
     Args:
-        read_values: The values to return.
+        read_values: The outcomes of decisions, and the number, that one run of the step reads.
     """
 
     def __init__(self, read_values: ReadValues) -> None:

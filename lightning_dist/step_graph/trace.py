@@ -29,12 +29,12 @@ def trace_step(
     """Trace one step on fake tensors, and return its graph.
 
     Args:
-        root: The user's module.
+        root: The user's module, on any device; it is unchanged afterwards.
         step: Function that runs the step. It is given a function that returns a fake tensor for a tensor of the batch,
             and, as ``on_log``, a function to call with the arguments of ``self.log``.
-        device: The device of the fake tensors.
-        parts: The names of the parts.
-        blocks: The parts that are repeated blocks, by name.
+        device: Device that the fake tensors pretend to be on.
+        parts: Full names of the parts, from :func:`~lightning_dist.step_graph.parts.find_parts`.
+        blocks: The parts that are repeated blocks, by full name.
         has_loss: Whether the step must return a loss that depends on the model's output.
 
     Raises:

@@ -64,8 +64,8 @@ def watched(value: Any, evaluate: Callable[[], Any], answer: Answer) -> Any:
     """Return ``value`` as a watched number; anything but an ``int`` or a ``float`` is returned as it is.
 
     Args:
-        value: The number.
-        evaluate: Function that computes the number again, later.
+        value: The number's value now.
+        evaluate: Function without arguments that returns the number's value at the later time at which it is called.
         answer: Function that is called with every question about the number, or about a result computed from it.
     """
     if type(value) not in (int, float):

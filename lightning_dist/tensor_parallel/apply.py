@@ -43,8 +43,9 @@ class TensorParallel(Technique):
     """Split a model's modules over ``mesh`` as ``plan`` says.
 
     Args:
-        root: The model.
-        plan: The plan, from :func:`~lightning_dist.tensor_parallel.planner.make_plan`.
+        root: The model with whole parameters. Its modules get hooks, and attributes such as numbers of heads are
+            changed in place.
+        plan: How each module is split, from :func:`~lightning_dist.tensor_parallel.planner.make_plan`.
         mesh: The one-dimensional mesh of the ranks of ``tp``.
         num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
 
@@ -205,7 +206,7 @@ class TensorParallel(Technique):
         """Let ``owners``, whose parameters are gathered, compute with this rank's parts in their own forwards.
 
         Args:
-            owners: Modules that hold parameters.
+            owners: Modules that hold parameters of a gathered group.
             running: Those of ``owners`` whose forward has begun.
         """
         if self._is_whole:

@@ -73,7 +73,7 @@ class Inferred:
     """Represent the plan that was inferred for a model.
 
     Args:
-        groups: The groups of layers that can be split.
+        groups: The groups of layers that can be split; the layers of a group are split together or not at all.
         vocabulary: The entries of embeddings and output heads, by full name.
     """
 
@@ -89,8 +89,8 @@ def inferred(root: nn.Module, dataflow: Dataflow, num_ranks: int) -> Inferred:
     """Find the modules of ``root`` that can be split; modules that the result does not name are replicated.
 
     Args:
-        root: The model.
-        dataflow: The record of a step of the model.
+        root: The model with whole parameters.
+        dataflow: The record of a step of the model on fake tensors.
         num_ranks: Number of ranks that layers are split over.
     """
     return Inferred(list(_groups(root, dataflow, num_ranks)), _vocabulary(root, dataflow, num_ranks))
@@ -153,10 +153,10 @@ def _num_heads(root: nn.Module, around: str, names: Sequence[str], row: LinearLa
     that contain the layers. The largest one that fits is returned.
 
     Args:
-        root: The model.
-        around: Full name of the module around the group.
+        root: The model, in which the modules are looked up.
+        around: Full name of the innermost called module that contains the group; empty: there is none.
         names: Full names of the group's layers.
-        row: The ``rowwise`` layer.
+        row: Dimensions and numbers of features of the group's ``rowwise`` layer.
         num_ranks: Number of ranks that layers are split over; the number of heads must divide by it.
 
     Returns:
@@ -181,10 +181,10 @@ def _parameters(
     """Yield the full names of free parameters and position tables with a dimension of heads or features.
 
     Args:
-        root: The model.
+        root: The model, in which the parameters are looked up.
         names: Full names of free parameters, or of modules that hold parameters.
-        dataflow: The record of a step of the model.
-        row: The ``rowwise`` layer of the group.
+        dataflow: The record of a step of the model on fake tensors.
+        row: Dimensions and numbers of features of the group's ``rowwise`` layer.
         heads: Number of heads; None: it is not known.
 
     Yields:
@@ -202,9 +202,9 @@ def _heads(call: Call, dataflow: Dataflow, heads: int, into_row: set[str]) -> It
     """Find the arguments and outputs of a module that have the shape ``(..., heads, queries, keys)``.
 
     Args:
-        call: A call of the module around the group.
-        dataflow: The record of a step of the model.
-        heads: Number of heads.
+        call: A call of the innermost called module that contains the group.
+        dataflow: The record of a step of the model on fake tensors.
+        heads: Number of attention heads over all ranks.
         into_row: Sources of the input of the ``rowwise`` layer. Tensors that come from other layers are left out.
 
     Yields:

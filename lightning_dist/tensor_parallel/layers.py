@@ -33,8 +33,8 @@ def shared_heads(root: nn.Module, name: str, num_ranks: int) -> int | None:
     Several ranks then use the same head.
 
     Args:
-        root: The model.
-        name: Full name of the layer.
+        root: The model, in which the layer is looked up.
+        name: Full name of the layer, which may be of any kind.
         num_ranks: Number of ranks that layers are split over.
 
     Returns:
@@ -55,7 +55,7 @@ def num_heads(parent: nn.Module | None, features: int) -> int | None:
     """Return the number of heads that ``features`` consist of, or None if no ``head_dim`` of ``parent`` divides it.
 
     Args:
-        parent: The module that the layer is in.
+        parent: The module that directly contains the layer; None: there is none, so that the result is None.
         features: Number of input or output features of the layer.
     """
     head_dim = getattr(parent, "head_dim", None)

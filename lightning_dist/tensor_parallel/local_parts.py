@@ -68,8 +68,8 @@ class LocalParts:
         This is a collective, and all ranks must use the result alike.
 
         Args:
-            whole: The parameter.
-            split: The parameter or its detached values.
+            whole: The parameter, a DTensor over ``tp``.
+            split: ``whole`` itself or its detached values.
             split_axis: ``"tp"`` to return this rank's part instead, without communication; None: gather.
         """
         if split_axis is not None:

@@ -22,7 +22,7 @@ class Placements:
     """Collect how the parameters of a model are split, and replace them by DTensors.
 
     Args:
-        root: The model.
+        root: The model with whole parameters.
         mesh: The one-dimensional mesh of the ranks of ``tp``.
         num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
     """
@@ -44,9 +44,9 @@ class Placements:
 
         Args:
             name: The layer's full name, for errors.
-            module: The layer.
-            key: The parameter's name in the layer.
-            dim: The dimension of the features.
+            module: The layer, which holds the whole parameter.
+            key: The parameter's name in the layer: ``weight`` or ``bias``.
+            dim: The parameter's dimension along which the split features lie.
             num_packed: The number of matrices that are packed along ``dim``; each rank has a part of each of them.
 
         Raises:

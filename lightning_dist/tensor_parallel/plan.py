@@ -59,7 +59,7 @@ class Entry:
 
     Args:
         style: One of the keys of :data:`STYLES`.
-        source: The origin of the entry.
+        source: Who chose the style: the user, Hugging Face's plan of the model, or the inference from a traced step.
         why: The reason for the style, or another remark for the start-up table; empty: none.
         num_packed: Number of layers that are packed in a ``packed_colwise`` layer; 1 for other styles.
     """
@@ -161,7 +161,7 @@ def resolve_plan(root: nn.Module, user: Mapping[str, str] | None = None) -> dict
     """Merge the plans of the user and of Hugging Face for ``root``; the user's entries override the others.
 
     Args:
-        root: The model.
+        root: The model, in which the names of modules are looked up.
         user: The style of each module, by name. In a name, ``*`` stands for one part between dots and ``**`` for one or
             more parts, and the beginning may be left out (``layers.*.mlp.up`` for ``model.layers.0.mlp.up``). None:
             the result of ``root.tensor_parallel_plan()`` if the model has that method.
@@ -200,7 +200,7 @@ def with_tied(
     Where one of the modules that share a parameter cannot be split, all of them are replicated.
 
     Args:
-        root: The model.
+        root: The model with whole parameters.
         entries: The entries of the plan, by full module name.
         readers: The names of the modules whose code uses a parameter, by full parameter name. A module that holds the
             parameter without using it needs no entry. None: it is not known which modules use a parameter, so each

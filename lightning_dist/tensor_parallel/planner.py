@@ -50,7 +50,7 @@ class TensorParallelConfig:
         loss_parallel: Whether logits stay split along the vocabulary; None: unless the step needs whole logits.
         step: Function that runs one step of the module. It is given a function that makes a fake tensor of a real one,
             and passes each tensor of the batch through it. None: no step can be run (see ``why_no_step``).
-        why_no_step: The reason why ``step`` is None.
+        why_no_step: The reason why ``step`` is None, for the start-up table and for errors.
         planned: The plan of the module that this one is a copy of; None: find a plan.
     """
 
@@ -70,8 +70,8 @@ def find_plan(
 
     Args:
         root: The model, not split yet.
-        units: The model's units.
-        config: How layers are split.
+        units: All units of the model; those of the kind ``block`` are its repeated blocks.
+        config: The user's options, and the step to run on fake tensors.
         mesh: The one-dimensional mesh of the ranks of ``tp``.
         num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
 
@@ -132,10 +132,10 @@ def make_plan(
     """Make the plan of ``root``, and try it block by block. This is a collective over all processes.
 
     Args:
-        root: The model.
+        root: The model, not split yet.
         blocks: The model's repeated blocks, by full name.
         explicit: The entries that the user and Hugging Face give, by full module name; other modules' are inferred.
-        step_trace: The record of a step of the model.
+        step_trace: The record of a step of the model on fake tensors.
         mesh: The one-dimensional mesh of the ranks of ``tp``.
         num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
         is_strict: Whether to raise an error if no plan can be inferred, or if a block that is split as inferred does

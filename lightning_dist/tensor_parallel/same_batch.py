@@ -45,7 +45,7 @@ class SameBatch:
         """
         self.finish()
         number = digest(batch).to(self._device, non_blocking=True)
-        extremes = torch.stack((number, ~number))  # Its maximum has the greatest digest, and ~ of the least one.
+        extremes = torch.stack((number, ~number))  # MAX leaves the greatest digest, and ~ of the least.
         work = dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group, async_op=True)
         assert work is not None
         self._pending = work, extremes, what

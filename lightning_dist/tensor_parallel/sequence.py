@@ -31,8 +31,8 @@ class SequenceParallel:
     """Split hidden states along the sequence as ``plan`` says, by hooks on the model's modules.
 
     Args:
-        root: The model.
-        plan: Where hidden states are split.
+        root: The model, to whose modules the hooks are added.
+        plan: Where hidden states are split, with full names of modules in ``root``.
         entries: The entries of the tensor-parallel plan, by full module name.
         group: Process group of the ranks of ``tp``.
         random: Object that lets ranks draw different random numbers while tokens are split; None: the model draws no

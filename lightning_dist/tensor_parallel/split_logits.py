@@ -46,9 +46,9 @@ class SplitLogits(Tensor):
     """Represent a tensor of which this rank has a part along one dimension.
 
     Args:
-        local: This rank's part.
+        local: This rank's part, a plain tensor.
         group: Process group of the ranks; their parts are equally large, and in the order of the ranks.
-        dim: The dimension that the tensor is split along.
+        dim: The dimension along which the parts are concatenated to the whole tensor; the last by default.
     """
 
     local: Tensor

@@ -15,7 +15,7 @@ def rows_of(plan: Plan, fraction: float) -> Iterator[tuple[str, str]]:
     """Yield the rows that describe ``plan``, each as a label and a text. Only the first row has a label.
 
     Args:
-        plan: The plan of a model.
+        plan: The plan by which the model was split.
         fraction: Fraction of the model's parameters that are split, between 0 and 1.
     """
     texts = [

@@ -158,8 +158,8 @@ class Trial:
         """Run ``block`` forward and backward.
 
         Args:
-            block: The block, whole or split.
-            params: The block's parameters, by name.
+            block: A copy of the block, whole or split.
+            params: The parameters of ``block`` by name, which are DTensors if it is split.
 
         Returns:
             The outputs, and the gradients of a randomly weighted sum of the outputs with respect to the inputs and

@@ -73,7 +73,7 @@ class UnitTrials:
     """Compare split units with whole ones, and remember the results.
 
     Args:
-        root: The model.
+        root: The model with whole parameters.
         dataflow: The recorded data flow of a step; None: no step could be run.
         why_not: Why the step ended early or could not begin; empty: it ran to its end.
         mesh: The one-dimensional mesh of the ranks of ``tp``.
@@ -114,13 +114,13 @@ class UnitTrials:
         """Try a unit as planned, and replicate the inferred groups whose split changes its results.
 
         Args:
-            name: Full name of the unit.
-            unit: The unit.
+            name: Full name of the unit in the model.
+            unit: The module itself, with whole parameters; the trial works on copies of it.
             given: The part of the plan that the user, Hugging Face and the vocabulary give for the unit.
             groups: The inferred groups inside the unit.
 
         Returns:
-            The part of the plan that passed.
+            The part of the plan for the unit, in which inferred groups that change its results are replicated.
 
         Raises:
             PlanError: If the user's entries change the results, or any entries under ``strict_plan=True``.
@@ -283,7 +283,7 @@ class UnitTrials:
         The parameters and heads of the unit are split as those of its part of the plan that has passed already.
 
         Args:
-            name: Full name of the unit.
+            name: Full name of a unit that :meth:`try_unit` has tried.
             entries: The entries of the unit's modules, by full name.
             sizes: The attribute sizes of the unit's modules, as in the plan.
             sequence: Where hidden states are split along the sequence; None: they are not.

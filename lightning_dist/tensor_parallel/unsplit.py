@@ -29,8 +29,8 @@ def reasons_for_whole(
     """Yield a line for each reason why parameters are not split, with the reason that concerns the most first.
 
     Args:
-        root: The model.
-        entries: The entries of the plan, by full module name.
+        root: The model with whole parameters.
+        entries: The entries of the plan that was found, by full module name.
         parameters: The dimension of the split of each split parameter that belongs to no split layer, by full name.
         dataflow: The record of a step; None: no step could be run.
     """

@@ -47,7 +47,7 @@ class MLflowLogger(MLFlowLogger):
         run_name: Name of a new run; None: MLflow invents one.
         tracking_uri: URI of the store: by default the environment variable ``MLFLOW_TRACKING_URI``, else
             ``sqlite:///mlflow.db`` in the working directory.
-        tags: Tags of the run.
+        tags: Tags to set on the run, in addition to those for versions and the git commit, which a new run gets.
         save_dir: Folder for the run's local files, such as checkpoints. By default ``mlruns``: beside the database
             if that is an SQLite file, else in the working directory.
         log_model: When the checkpoints of every ModelCheckpoint are uploaded: ``"all"`` during training, True at its
@@ -240,7 +240,7 @@ class MLflowLogger(MLFlowLogger):
 
         Args:
             write: Function that writes the file to the path that it is given.
-            name: Path of the artifact.
+            name: Path under which the file is stored among the run's artifacts, such as ``pipeline/schedule.png``.
         """
         self._writer.put(partial(self._upload_file, self.experiment, write, name))
         if self._synchronous:
@@ -255,7 +255,7 @@ class MLflowLogger(MLFlowLogger):
         logger access to the Trainer.
 
         Args:
-            model: The LightningModule.
+            model: The LightningModule, whose Trainer has set up the strategy.
             input_array: Ignored.
         """
         trainer = getattr(model, "_trainer", None)

@@ -35,9 +35,9 @@ def draw_schedule(timeline: Timeline, title: str, path: Path) -> None:
     Later stages of a rank are drawn lighter. The microbatch's number is left out where the box is too narrow for it.
 
     Args:
-        timeline: Timeline of one step.
-        title: Title of the picture.
-        path: File to write.
+        timeline: The actions of one step, with times on one clock.
+        title: Text above the picture.
+        path: PNG file to write.
     """
     # pyplot is avoided, because it keeps figures in memory and looks for a display.
     from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -99,8 +99,8 @@ class Checkpoints:
         This is a collective over all processes.
 
         Args:
-            checkpoint: Lightning's checkpoint dictionary.
-            own: Function that returns this rank's own state.
+            checkpoint: Lightning's checkpoint dictionary, which ``own`` may change before it is written.
+            own: Function without arguments that returns this rank's own state.
             path: Absolute path or URL of the checkpoint.
 
         Raises:

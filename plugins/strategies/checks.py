@@ -31,8 +31,8 @@ def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
     """Refuse modules, callbacks and options that do not work with sharded parameters.
 
     Args:
-        strategy: The strategy of the run.
-        trainer: The Trainer that is about to run.
+        strategy: Strategy of the run, whose device and class name are used.
+        trainer: The Trainer that is about to run its module.
 
     Raises:
         MisconfigurationException: If a fit has no parameters to train, a parameter is lazy, a callback is
@@ -76,7 +76,7 @@ def warn_of_idle_arguments(config: ParallelConfig, layout: ParallelLayout) -> No
     This is no error, so that a configuration for several devices can be tried on one.
 
     Args:
-        config: The configuration that the user has asked for.
+        config: The configuration from the strategy's arguments.
         layout: The sizes of the mesh's axes.
     """
     if layout.dp_shard == 1 and (idle := config.for_shards()):
@@ -88,7 +88,7 @@ def refuse_for_pipeline(module: LightningModule) -> None:
     """Refuse modules that a pipeline cannot run, because its schedule interleaves the forwards and the backwards.
 
     Args:
-        module: The user's module.
+        module: The LightningModule that is to be cut into stages.
 
     Raises:
         MisconfigurationException: If the module uses manual optimization, overrides ``backward``, takes
@@ -153,8 +153,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, s
     """Check that the optimizers support sharded parameters, and that they hold those of ``module``.
 
     Args:
-        optimizers: The run's optimizers.
-        module: The sharded module.
+        optimizers: The optimizers of the run, in the order in which ``configure_optimizers`` returned them.
+        module: The LightningModule, whose parameters are sharded already.
         strategy_name: Name of the strategy, for the messages.
 
     Raises:

@@ -31,7 +31,7 @@ def make_resumable(loader: Any, trainer: Trainer) -> LoaderPosition | None:
     the shared seed and the epoch before they load it. This is a collective over all processes.
 
     Args:
-        loader: Loader of training batches.
+        loader: Loader of a fit's training batches, which is changed in place.
         trainer: A Trainer in a fit whose loops have been restored.
 
     Returns:
@@ -78,9 +78,9 @@ class LoaderPosition:
     """Compute a loader's position in its data from the Trainer's count of batches.
 
     Args:
-        trainer: The Trainer of the fit.
-        batches: The loader's batch sampler.
-        sampler: The sampler inside ``batches``.
+        trainer: The Trainer of the fit, which counts the batches.
+        batches: The loader's batch sampler, whose ``batch_size`` a resume may change.
+        sampler: The sampler inside ``batches``, whose seed, epoch and first sample a resume sets.
     """
 
     def __init__(self, trainer: Trainer, batches: BatchSampler, sampler: ResumableSampler) -> None:

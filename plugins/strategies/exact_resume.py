@@ -86,7 +86,7 @@ class ExactResume:
         its buffers, which are set back to the last optimizer step.
 
         Args:
-            checkpoint: The checkpoint dictionary that this rank has made.
+            checkpoint: The checkpoint dictionary that this rank has made, which is changed in place.
             trainer: The Trainer that saves it.
         """
         if trainer.state.fn != TrainerFn.FITTING:
@@ -107,7 +107,7 @@ class ExactResume:
         """Put what :meth:`rank_state` returned into the ``checkpoint`` that Lightning is about to load.
 
         Args:
-            checkpoint: The checkpoint dictionary as it was read.
+            checkpoint: The checkpoint dictionary as it was read, which is changed in place.
             own: The result of :meth:`rank_state` on this rank when the checkpoint was saved, or an empty mapping.
             has_as_many_ranks: Whether this run has as many ranks as the one that saved the checkpoint.
 

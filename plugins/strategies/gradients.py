@@ -49,7 +49,7 @@ def gradient_norms(module: torch.nn.Module, norm_type: float | int | str, group_
     This is a collective if ``module`` is sharded.
 
     Args:
-        module: A module, or a part of one.
+        module: The LightningModule of a run, or a module in it, with gradients.
         norm_type: The order of the norms; ``"inf"`` for the largest absolute value.
         group_separator: Text between ``grad_<order>_norm`` and the parameter's name in the keys.
 

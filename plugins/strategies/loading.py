@@ -42,7 +42,7 @@ def load(
 
     Args:
         path: A checkpoint directory, saved with any layout, or a file that any strategy of Lightning saved.
-        module: The sharded module.
+        module: The LightningModule, whose parameters are sharded already.
         with_optimizers: Whether the optimizers' states are read as well.
         weights_only: Whether to refuse pickled objects other than tensors and plain values.
         verify: How a directory is checked; every rank checks its part of the files.
@@ -81,8 +81,8 @@ def load_weights(checkpoint: Mapping[str, Any], module: LightningModule, strict:
     """Load ``checkpoint["state_dict"]`` into the sharded ``module``; on an error its weights are unchanged.
 
     Args:
-        checkpoint: The checkpoint dictionary.
-        module: The sharded module.
+        checkpoint: Checkpoint dictionary that :func:`load` has returned.
+        module: The LightningModule, whose sharded weights are overwritten.
         strict: Whether the names in the checkpoint must be exactly the module's.
 
     Raises:

@@ -28,7 +28,7 @@ class ProcessStrategy(ParallelStrategy):
     Args:
         process_group_backend: The backend of the process group, such as ``"nccl"`` or ``"gloo"``; None: the default
             for the device.
-        timeout: The time after which a collective fails.
+        timeout: The time after which a collective fails; None: torch's default.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class ProcessStrategy(ParallelStrategy):
         """Return the ``obj`` of rank ``src`` on all ranks. This is a collective over all processes.
 
         Args:
-            obj: An object that can be pickled.
+            obj: This rank's object, which can be pickled; only that of rank ``src`` is sent.
             src: The global rank that sends its object.
         """
         if not dist.is_initialized():
@@ -127,7 +127,7 @@ class ProcessStrategy(ParallelStrategy):
         """Stack the tensors of all ranks along a new first dimension. This is a collective over ``group``.
 
         Args:
-            tensor: This rank's tensor.
+            tensor: This rank's tensor, of the same shape on all ranks. A DTensor is made whole first.
             group: Process group of the ranks; None: all processes.
             sync_grads: Whether gradients are propagated through the collective.
         """

@@ -1,4 +1,4 @@
-"""Run the hooks that the user's module and callbacks define inside a context."""
+"""Run inside a context the hooks that the user's module and callbacks define."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ class WrappedHooks:
     """Run hooks of a module, and of the callbacks of its Trainer, inside a context.
 
     Args:
-        module: The user's module.
-        names: The names of the hooks.
+        module: The user's module, whose hooks are replaced on the instance.
+        names: Names of the hooks, of which those that an owner defines itself are replaced.
         around: Function that returns the context for a hook, given the hook's full name (``Model.on_fit_start``).
     """
 

@@ -86,7 +86,7 @@ class Case:
     Args:
         name: Unique name, made of the area and the name within the area: ``"area.name"``.
         title: Description of what the code does, shown in the table.
-        function: Function that runs the code.
+        function: Function that runs the code on one rank, and records values in the :class:`Run` that it is given.
         area: Name of the file in ``cases`` that the case is in.
         refused: Maps a column (or ``"*"`` for all) to a regular expression that the error under it must match.
         differs: Maps a column (or ``"*"`` for all) to the sentence that says what is different under it. The case runs

@@ -48,8 +48,8 @@ class Case:
       is enough.
 
     Args:
-        kind: Kind of the comparison.
-        num_ranks: Number of processes.
+        kind: One of the kinds above.
+        num_ranks: Number of processes of each side.
         ours: Name of the side that is measured: a key of ``SIDES``, or of ``TRANSFERS`` for ``write`` and ``load``.
         theirs: Name of the side that it is compared with. The same name as ``ours`` makes a control, which shows the
             error of the method.

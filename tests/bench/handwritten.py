@@ -74,8 +74,8 @@ def shard(model: GPT, mesh: DeviceMesh, two_shot: bool) -> None:
     """Shard each block, then the remaining parameters of the model.
 
     Args:
-        model: The model.
-        mesh: The device mesh, as for ``fully_shard``.
+        model: The model with whole parameters, which is sharded in place.
+        mesh: Device mesh of one dimension, or of two: replicas and shards.
         two_shot: As for :func:`train`.
     """
     for block in model.blocks:

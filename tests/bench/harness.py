@@ -199,9 +199,9 @@ def compare_steps(ours: Train, theirs: Train, pace: Pace, is_ours_first: bool) -
     This is a collective. Rank 0 decides when there are enough pairs, because the ranks' clocks differ.
 
     Args:
-        ours: First training run.
-        theirs: Second training run.
-        pace: How long to measure.
+        ours: Training run whose figure is the first of each pair.
+        theirs: Training run whose figure is the second of each pair.
+        pace: Number of steps in a turn, and when there are enough pairs.
         is_ours_first: Whether ``ours`` is built first. The run that is built first may be slower by a twentieth
             throughout, because its memory is allocated elsewhere. A comparison therefore takes the mean of both orders
             (:func:`average_orders`).

@@ -99,7 +99,7 @@ def compare_transfers(kind: str, ours: str, theirs: str, workload: Workload, pac
         ours: Key of ``TRANSFERS``.
         theirs: Another key of ``TRANSFERS``.
         workload: Model whose weights and optimizer state are saved.
-        pace: How long to measure.
+        pace: When there are enough pairs.
     """
     dist.init_process_group("gloo")
     with _shared_folder() as folder:

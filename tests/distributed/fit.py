@@ -37,7 +37,7 @@ def make_trainer(layout: str, strategy_kwargs: dict[str, Any] | None = None, **k
 
     Args:
         layout: Layout of :func:`make_strategy`.
-        strategy_kwargs: Arguments of the strategy.
+        strategy_kwargs: Further arguments of :func:`make_strategy`.
         kwargs: Arguments of the Trainer, which override the defaults.
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -31,7 +31,7 @@ class Slow:
 
     Args:
         monkeypatch: Fixture that undoes the patch.
-        seconds: Length of the delay in seconds; None: until ``release`` is set.
+        seconds: Longest delay in seconds, which ``release`` can end earlier; None: 60.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, seconds: float | None = None) -> None:

@@ -30,9 +30,9 @@ class Steps(ABC):
     """Run the steps of a LightningModule.
 
     Args:
-        module: The user's module.
-        parallel: The module as it runs in parallel.
-        precision: Lightning's precision plugin.
+        module: The LightningModule whose steps are run.
+        parallel: The engine's object for ``module``, which gathers its parameters and reduces its gradients.
+        precision: Lightning's precision plugin, in whose contexts steps run and which scales losses.
         tracing: Object that replaces collectives by stand-ins while a step is traced.
     """
 
@@ -50,7 +50,7 @@ class Steps(ABC):
         """Let ``wait`` be called before a hook changes a tensor in place.
 
         Args:
-            wait: Function that waits until tensors may be changed.
+            wait: Function without arguments that returns once a save in progress has copied the tensors.
         """
         self._shards.before_change = wait
 
@@ -76,7 +76,7 @@ class Steps(ABC):
 
         Args:
             loss: The loss, divided by the number of batches that are accumulated.
-            optimizer: The optimizer; None in manual optimization.
+            optimizer: Optimizer that the precision plugin's backward is given; None in manual optimization.
             args: Further positional arguments of the module's ``backward``.
             kwargs: Keyword arguments of the module's ``backward``.
 
@@ -89,7 +89,7 @@ class Steps(ABC):
         """Run a step without a backward, and return its result. This is a collective.
 
         Args:
-            name: The name of the step, such as ``"validation_step"``.
+            name: Name of the step's method, such as ``validation_step``.
             args: Positional arguments of the step, the batch first.
             kwargs: Keyword arguments of the step.
         """

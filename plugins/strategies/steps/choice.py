@@ -31,9 +31,9 @@ def make_steps(module: LightningModule, parallel: ParallelModule, precision: Pre
     """Create the object that runs the steps of ``module``, of the first kind that can run them.
 
     Args:
-        module: The user's module.
-        parallel: The module as it runs in parallel.
-        precision: Lightning's precision plugin.
+        module: The LightningModule whose steps are run.
+        parallel: The engine's object for ``module``, which gathers its parameters and reduces its gradients.
+        precision: Lightning's precision plugin, in whose contexts steps run and which scales losses.
         tracing: Object that replaces collectives by stand-ins while a step is traced.
     """
     kinds: tuple[type[Steps], ...] = (PipelinedSteps, WholeSteps)
@@ -54,10 +54,10 @@ def complete_config(
     This is a collective over all processes.
 
     Args:
-        config: The configuration that the user has asked for.
+        config: The configuration from the strategy's arguments.
         layout: The sizes of the mesh's axes.
         module: The user's module, or a copy of it.
-        trainer: The Trainer whose run begins.
+        trainer: The Trainer whose run begins, which gives the first batch.
         tracing: Object that replaces collectives by stand-ins while a step is traced.
         copied: The parallel module of which ``module`` is a copy; None: it is no copy.
     """
@@ -129,7 +129,7 @@ def refuse_other_config(existing: ParallelModule, config: ParallelConfig, layout
 
     Args:
         existing: The module as an earlier Trainer has made it parallel.
-        config: The configuration that the user has asked for now.
+        config: The configuration from the arguments of this Trainer's strategy.
         layout: The sizes of the mesh's axes.
 
     Raises:

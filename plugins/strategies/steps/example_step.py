@@ -47,7 +47,7 @@ def example_step(module: LightningModule, trainer: Trainer, is_in_run: bool = Fa
 
     Args:
         module: The user's module.
-        trainer: The module's Trainer.
+        trainer: The Trainer that is about to run the module.
         is_in_run: Whether the module's hooks that precede the step run first, as in :func:`fake_step`.
 
     Returns:
@@ -110,9 +110,9 @@ def fake_step(
     """Return a function that runs the step ``name`` of ``module`` on fakes of the tensors in ``args`` and ``kwargs``.
 
     Args:
-        module: The user's module.
-        trainer: The module's Trainer.
-        name: The name of the step.
+        module: The user's module; its tensors are fakes when the returned function is called.
+        trainer: The module's Trainer, whose loggers write nothing while the step runs.
+        name: Name of the step's method, such as ``training_step``.
         args: Positional arguments of the step, the batch first.
         kwargs: Keyword arguments of the step.
         around: Function that makes a context in which the step runs.
@@ -146,8 +146,8 @@ def _as_in_a_run(module: LightningModule, name: str, args: tuple[Any, ...]) -> I
 
     Args:
         module: The module, whose tensors are fakes.
-        name: The name of the step.
-        args: Positional arguments of the step.
+        name: Name of the step's method, such as ``training_step``.
+        args: Positional arguments of the step, with fakes; the hook for the start of a batch is given them as well.
     """
     kind = name.removesuffix("_step").replace("training", "train")
     before = ["on_fit_start"] if kind == "train" else []

@@ -29,9 +29,9 @@ class _ObservedForward:
     A deep copy of this object is the forward of the metric's copy.
 
     Args:
-        shared: The shared metrics of the module.
-        metric: The metric.
-        own: The metric's own forward.
+        shared: Object whose :meth:`SharedMetrics.forward` is called instead.
+        metric: The metric whose forward is replaced.
+        own: The metric's own forward, bound to it.
     """
 
     def __init__(self, shared: SharedMetrics, metric: Metric, own: Callable[..., Any]) -> None:
@@ -56,7 +56,7 @@ class SharedMetrics:
     collective without a pipeline as well.
 
     Args:
-        module: The user's module.
+        module: The user's module; ``compute`` and ``forward`` of the metrics in it are replaced.
         pipeline: The pipeline that runs the module.
     """
 
@@ -80,7 +80,7 @@ class SharedMetrics:
         """Let the ranks of the pipeline compute ``metric`` together.
 
         Args:
-            metric: The metric.
+            metric: A metric in the module, or a copy of one that the user has made.
             is_inner: Whether it is inside another metric, which runs its ``forward`` and computes it.
         """
         own = getattr(metric.compute, _OWN, metric.compute)  # A previous run may have replaced it already.
@@ -180,7 +180,7 @@ class SharedMetrics:
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Compute metrics inside on this rank alone, as those are that are inside the one that is computed."""
+        """Compute metrics on this rank alone in this context, so that a metric may compute the metrics inside it."""
         before, self._is_computing = self._is_computing, True
         try:
             yield

@@ -20,7 +20,7 @@ class BatchSplitter:
     whose samples are not along dimension 0 of every tensor.
 
     Args:
-        module: The user's module.
+        module: The user's module. If it has BatchNorm in training mode, each microbatch gets at least two samples.
     """
 
     def __init__(self, module: LightningModule) -> None:

@@ -59,8 +59,8 @@ class PipelinedSteps(Steps):
 
     Args:
         module: The user's module, cut into stages.
-        parallel: The module as it runs in parallel.
-        precision: Lightning's precision plugin.
+        parallel: The engine's object for ``module``, which gathers its parameters and reduces its gradients.
+        precision: Lightning's precision plugin, in whose contexts steps run and which scales losses.
         tracing: Object that replaces collectives by stand-ins while a step is traced.
     """
 
@@ -178,10 +178,10 @@ class PipelinedSteps(Steps):
         """Return a hashable key of all that always influences the path of the step ``name`` and the gradients it needs.
 
         Args:
-            name: The name of the step.
-            batch: A microbatch.
+            name: Name of the step's method, such as ``training_step``.
+            batch: The first microbatch of the batch.
             kwargs: Keyword arguments of the step.
-            number: The number of microbatches.
+            number: Number of microbatches into which the batch is split.
         """
         return (
             name,
@@ -267,7 +267,7 @@ class PipelinedSteps(Steps):
         An error on any rank is raised on all ranks of ``group``, which wait for each other after the step.
 
         Args:
-            name: The name of the step.
+            name: Name of the step's method, such as ``training_step``.
             args: Positional arguments of the step, the batch first.
             kwargs: Keyword arguments of the step.
             group: Process group of the ranks that run a step now; None: all processes.
@@ -312,10 +312,10 @@ class PipelinedSteps(Steps):
         This is a collective over the pipeline.
 
         Args:
-            name: The name of the step.
+            name: Name of the step's method, such as ``training_step``.
             args: Positional arguments of the step, the batch first.
             kwargs: Keyword arguments of the step.
-            has_backward: Whether a backward is run for each microbatch.
+            has_backward: Whether a backward is run for each microbatch, as in training.
 
         Returns:
             The plan of the step, the object that records the step's side effects, and the microbatches.
@@ -373,7 +373,7 @@ class PipelinedSteps(Steps):
 
         Args:
             result: The object that records the step's side effects.
-            name: The name of the step.
+            name: Name of the step's method, such as ``training_step``.
             batch: The microbatch, or the whole batch.
             index: The index of the microbatch; for the whole batch, that of the last one.
             others: The further positional arguments of the step, and its keyword arguments.

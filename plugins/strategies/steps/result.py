@@ -62,9 +62,9 @@ class StepResult:
 
     Args:
         module: The user's module.
-        graph: The graph of the step.
-        sizes: The number of samples in each microbatch.
-        shared: The shared metrics of the module.
+        graph: Graph of the step on a microbatch, which names the attributes and buffers that it changes.
+        sizes: The number of samples in each microbatch, in order.
+        shared: Object that computes the module's metrics for all ranks of the pipeline.
     """
 
     def __init__(self, module: LightningModule, graph: StepGraph, sizes: Sequence[int], shared: SharedMetrics) -> None:
@@ -121,9 +121,9 @@ class StepResult:
         Only the rank with the last stage may call this.
 
         Args:
-            pipeline: The pipeline.
+            pipeline: The pipeline that has run the step on the microbatches.
             ran: The outcome of the step on the microbatches.
-            step: The user's step on the whole batch, with its arguments bound.
+            step: Function without arguments that runs the user's step on the whole batch.
         """
         whole = self.graph.of_whole_batch
         if whole is None:
@@ -152,7 +152,7 @@ class StepResult:
         """Return the step's output for the whole batch. Only the rank with the last stage may call this.
 
         Args:
-            merge: Function that merges the outputs of the microbatches.
+            merge: Function without arguments that merges the outputs of the microbatches.
         """
         merged = merge()
         if self._of_whole_batch is None:
@@ -170,10 +170,11 @@ class StepResult:
         This is a collective over the pipeline.
 
         Args:
-            merge: Function that merges the outputs of the microbatches; it is called on the last stage only.
+            merge: Function without arguments that merges the outputs of the microbatches; it is called on the last
+                stage only.
             pipeline: The pipeline, whose ranks all call this.
             broadcast: Broadcast of bytes from the rank of the last stage to all ranks of the pipeline.
-            buffers: The buffers that the step changes.
+            buffers: The buffers that the step changes, from the step's outcome.
 
         Returns:
             The step's output for the whole batch.
@@ -253,8 +254,8 @@ class StepResult:
         """Merge one call of ``self.log`` in all microbatches into what the whole batch would have logged.
 
         Args:
-            call: The identifier of the call.
-            calls: The record of the call in each microbatch.
+            call: The name under which the call logs, and the number of the call with this name.
+            calls: The record of the call in each microbatch that has made it.
         """
         first = calls[0]
         size = sum(call.num_samples for call in calls)
@@ -306,7 +307,7 @@ class _OfWholeBatch:
 
 
 class _WithoutHooks(TorchFunctionMode):
-    """Ignore hooks on gradients inside, because there are none."""
+    """Ignore gradient hooks that are registered in this mode, because no gradients are computed in it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (Tensor.register_hook, Tensor.retain_grad):
@@ -325,9 +326,9 @@ def _merge_part_output(of_one: Leaf, of_all: Leaf, parts: Sequence[Tensor]) -> T
     differ, or averaged if they are floating-point scalars. Otherwise the last one is returned.
 
     Args:
-        of_one: The description of the tensor for a microbatch.
-        of_all: The description of the tensor for the whole batch.
-        parts: The tensor for each microbatch.
+        of_one: Shape and dtype of the tensor in a step on one microbatch.
+        of_all: Shape and dtype of the tensor in a step on the whole batch.
+        parts: The tensor for each microbatch, in order.
     """
     if len(of_one.shape) == len(of_all.shape):
         for dim, (size, whole) in enumerate(zip(of_one.shape, of_all.shape, strict=True)):
@@ -343,7 +344,7 @@ class _Packed:
 
     Args:
         content: The elements in contiguous order, as bytes.
-        dtype: The dtype of the tensor.
+        dtype: The dtype of the elements.
         shape: The shape of the tensor.
     """
 
@@ -405,11 +406,11 @@ def merge_values(results: list[Any]) -> Any:
 
     Tensors and NumPy arrays are concatenated along dimension 0, and lists one after another. Floating-point scalars are
     averaged, and integers are summed, because they are counts. Mappings, tuples and dataclasses are merged item by
-    item. Of strings, booleans and None, that of the first microbatch is returned. Other objects that are not equal
-    become :class:`Unmerged`.
+    item. Where the microbatches have strings, booleans or None, the value of the first one is returned. Other objects
+    that are not equal become :class:`Unmerged`.
 
     Args:
-        results: The output of each microbatch.
+        results: The output of each microbatch, in order.
     """
     first = results[0]
     if isinstance(first, np.ndarray) and first.ndim:

@@ -25,7 +25,7 @@ class SilentLoggers:
     """Hold copies of loggers, of the same classes, that write nothing.
 
     Args:
-        loggers: The loggers of a Trainer.
+        loggers: The loggers of a Trainer, which are left unchanged.
     """
 
     def __init__(self, loggers: list[Logger]) -> None:
@@ -58,7 +58,7 @@ class SilentLoggers:
 
 @contextmanager
 def without_loggers(trainer: Trainer) -> Iterator[SilentLoggers]:
-    """Replace the loggers of ``trainer`` inside by copies that write nothing."""
+    """Replace the loggers of ``trainer`` in this context by copies that write nothing."""
     loggers = list(trainer.loggers)
     silent = SilentLoggers(loggers)
     trainer.loggers = silent.loggers

@@ -45,7 +45,7 @@ class StepTracing:
         """Return a tensor of the shape that gathering ``tensor`` from all parts of the batch would return.
 
         Args:
-            tensor: This rank's tensor.
+            tensor: This rank's tensor, which has no values.
             sync_grads: Whether the result is connected to ``tensor`` in the autograd graph.
         """
         note_exchange(tensor)
