@@ -106,6 +106,8 @@ def differ(sums: torch.Tensor, groups: Iterable[dist.ProcessGroup]) -> torch.Ten
 
 def bit_sums(tensor: torch.Tensor) -> torch.Tensor:
     """Return two int64 sums (modulo 2**64) of the elements' bits as shape ``(2,)``: plain and weighted by position."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
     width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     bits = tensor.contiguous().view(-1).view(width).to(torch.int64)
     return torch.stack([bits.sum(), (bits * torch.arange(1, bits.numel() + 1, device=bits.device)).sum()])

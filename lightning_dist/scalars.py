@@ -188,7 +188,7 @@ class ScalarGroup(ParameterGroup):
             if count == 0:
                 continue
             if replicated.grad is None:
-                local = mean.clone()
+                local = mean.to(replicated.dtype, copy=True)
                 replicated.grad = DTensor.from_local(local, self._parameter_mesh, self._placements, run_check=False)
             else:
                 replicated.grad.to_local().add_(mean)  # type: ignore[attr-defined]

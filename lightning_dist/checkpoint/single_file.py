@@ -71,6 +71,8 @@ def consolidate(source: str | Path, destination: Path, trust: bool = False) -> N
         raise FileExistsError(f"{destination} exists; remove it, or name another file.")
     weights_alone = destination.suffix == ".safetensors"
     checkpoint = read_whole(source, weights_only=not trust, weights_alone=weights_alone)
+    if weights_alone and "state_dict" not in checkpoint:
+        raise ValueError(f"{source} has no weights (no 'state_dict'): choose a destination that ends in .ckpt.")
     destination.parent.mkdir(parents=True, exist_ok=True)
     unfinished = destination.with_name(f".{destination.name}.tmp")
     if weights_alone:

@@ -51,7 +51,9 @@ def check_divides(size: int, num_microbatches: int) -> None:
     Raises:
         ValueError: If ``num_microbatches`` does not divide ``size``.
     """
-    if size == 0 or size % num_microbatches:
+    if size == 0:
+        raise ValueError("This rank's batch has no samples: a pipeline's step needs at least one for each microbatch.")
+    if size % num_microbatches:
         divisors = ", ".join(str(number) for number in range(1, size + 1) if size % number == 0)
         raise ValueError(
             f"num_microbatches={num_microbatches} does not divide the batch of {size} samples that this rank has. Use"

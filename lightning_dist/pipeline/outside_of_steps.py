@@ -11,6 +11,7 @@ process, and only scalars are sent as long as code reads only scalars.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -194,7 +195,7 @@ class AllStages(TorchFunctionMode):
                 self._in_place(_DATA_SET, args[0], (args[1],), {})
             return None
         if name == "equal":
-            return self._equal(func, *args)
+            return self._equal(func, *args, **kwargs)
         if name in _READS or (name == "__getitem__" and any(t.dtype == torch.bool for t in tensors)):
             args, kwargs = self.broadcast_missing((args, kwargs))
             return func(*args, **kwargs)
@@ -207,6 +208,10 @@ class AllStages(TorchFunctionMode):
             return self._in_place(func, args[0], args[1:], kwargs)
         common = frozenset.intersection(*(_holders(tensor) or frozenset() for tensor in tensors))
         if not common:
+            out = kwargs.get("out")
+            if isinstance(out, Tensor):
+                inputs = {key: value for key, value in kwargs.items() if key != "out"}
+                return self._in_place(_copy, out, (self.__torch_function__(func, types, args, inputs),), {})
             args, kwargs = self.broadcast_missing((args, kwargs))
             return func(*args, **kwargs)
         if self._rank in common:
@@ -291,21 +296,29 @@ class AllStages(TorchFunctionMode):
                 results += self.__torch_function__(_Single(func), (), (own_args,), own_kwargs)
         return None if _is_in_place(func.__name__) else tuple(results)
 
-    def _equal(self, func: Any, one: Tensor, other: Tensor) -> bool:
-        """Return whether two tensors are equal; compare their sums first, because whole weights are long messages."""
-        if one is other:
+    def _equal(self, func: Any, input: Tensor, other: Tensor) -> bool:
+        """Return whether two tensors are equal; compare their sums first, because whole weights are long messages.
+
+        The sums are those of the absolute values. They are compared up to rounding errors, because tensors that are
+        sharded or strided differently are summed in another order.
+        """
+        if input is other:
             return True
-        if one.shape != other.shape or one.dtype != other.dtype:
+        if input.shape != other.shape or input.dtype != other.dtype:
             return False
-        sums = self.broadcast_missing((self._sum(one), self._sum(other)))
-        return bool(sums[0] == sums[1]) and bool(func(*self.broadcast_missing((one, other))))
+        sums = self.broadcast_missing((self._sum(input), self._sum(other)))
+        is_close = math.isclose(float(sums[0]), float(sums[1]), rel_tol=1e-9)
+        return is_close and bool(func(*self.broadcast_missing((input, other))))
 
     def _sum(self, tensor: Tensor) -> Tensor:
+        """Return the sum of the absolute values of ``tensor`` in float64, on the ranks that hold the tensor."""
         holders = _holders(tensor)
         if not self._is_here(tensor):
             total = torch.empty((), dtype=torch.float64, device="meta")
         else:
-            total = _gathered(tensor.detach().sum(dtype=torch.float64))
+            values = tensor.detach()
+            values = values.abs() if values.is_complex() else values.double().abs()
+            total = _gathered(values.sum(dtype=torch.float64))
         return total if holders is None else _mark(total, holders)
 
     def _gradient(self, tensor: Tensor) -> Tensor | None:

@@ -217,8 +217,9 @@ def find_stages(
         of_part[name].add(stage)
     for place, name in enumerate(parts):  # A block that this step leaves out goes to the stage of its neighbours.
         if name in blocks and not of_part[name]:
-            around = [of_part[part] for part in (*reversed(parts[:place]), *parts[place:]) if part in blocks]
-            of_part[name] |= next((set(list(stages)[-1:]) for stages in around if stages), set())
+            before = [max(of_part[part]) for part in reversed(parts[:place]) if part in blocks and of_part[part]]
+            after = [min(of_part[part]) for part in parts[place:] if part in blocks and of_part[part]]
+            of_part[name].update([*before, *after][:1])
     return Stages(
         config.num_stages,
         parts,

@@ -19,8 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dist.layers import linear_layer
+from lightning_dist.step_graph.draws import draws_numbers
 from lightning_dist.step_graph.fake_run import tensors_in
 
 __all__ = ["BATCH", "Call", "Dataflow", "is_learned", "is_stream", "is_used_outside", "sources"]
@@ -30,28 +32,6 @@ BATCH = frozenset({"<the batch>"})
 
 _NONE: frozenset[str] = frozenset()
 _SUMS = {torch.add, Tensor.add, Tensor.add_, Tensor.__add__, Tensor.__radd__, Tensor.__iadd__}
-_RANDOM = [
-    "dropout",
-    "dropout_",
-    "dropout1d",
-    "dropout2d",
-    "dropout3d",
-    "alpha_dropout",
-    "feature_alpha_dropout",
-    "bernoulli",
-    "bernoulli_",
-    "rand",
-    "randn",
-    "randint",
-    "rand_like",
-    "randn_like",
-    "randint_like",
-    "randperm",
-    "multinomial",
-    "normal",
-    "normal_",
-    "uniform_",
-]
 
 
 @dataclass(frozen=True)
@@ -94,7 +74,7 @@ class Dataflow:
     residual: set[str] = field(default_factory=set)
     """Names of the layers whose output is the second summand of a residual sum."""
     draws_random: bool = False
-    """Whether the step called a function that draws random numbers."""
+    """Whether the step has drawn random numbers from torch's generators."""
     leaked_layers: set[str] = field(default_factory=set)
     """Names of the layers whose results leave a block by another way than its output, such as a hook, and are used."""
     draws_per_sample: set[str] = field(default_factory=set)
@@ -108,7 +88,6 @@ class Dataflow:
 
     def __post_init__(self) -> None:
         self.functions = _Functions(self)
-        self._num_blocks_running = 0
         self._running: list[str] = []
         self._parameters: dict[int, str] = {}  # It is keyed by the id of a parameter's fake.
 
@@ -118,7 +97,6 @@ class Dataflow:
 
     def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the sources of a module's inputs."""
-        self._num_blocks_running += name in self.blocks
         self._running.append(name)
         if any(True for _ in module.parameters(recurse=False)):
             for tensor in tensors_in((args, kwargs)):
@@ -126,7 +104,6 @@ class Dataflow:
 
     def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Record a module's call, and mark a layer as the only source of the tensors that it returns."""
-        self._num_blocks_running -= name in self.blocks
         while self._running and self._running.pop() != name:  # Modules that raised are on the stack, but never return.
             pass
         self.calls.append(Call(name, args, kwargs, out))
@@ -163,15 +140,22 @@ class Dataflow:
         if any(True for _ in self.root.get_submodule(reader).children()):
             _mark(param, frozenset({name}), frozenset({name}))
 
+    def on_draw(self, drawn: Any) -> None:
+        """Record that an operation has drawn random numbers.
+
+        Args:
+            drawn: The result of the operation. Its first tensor has the shape of the numbers.
+        """
+        self.draws_random = True
+        first = next(iter(tensors_in(drawn)), None)
+        if first is not None and _holds_for_several_tokens(first):
+            self.draws_per_sample |= self.blocks.intersection(self._running)
+
     def on_function(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Record a call of a torch function, and mark its results with the sources of all of its inputs."""
         name = getattr(function, "__name__", "")
-        is_attention = name == "scaled_dot_product_attention" and kwargs.get("dropout_p")
-        self.draws_random |= bool(name in _RANDOM or is_attention)
         inputs = list(tensors_in((args, kwargs)))
         outputs = list(tensors_in(out))
-        if name in _RANDOM and any(_holds_for_several_tokens(tensor) for tensor in outputs):
-            self.draws_per_sample |= self.blocks.intersection(self._running)
         for tensor in inputs if outputs else ():  # A function that returns no tensor only asks for a shape or a dtype.
             if isinstance(tensor, nn.Parameter):
                 self._note_reader(tensor)
@@ -195,7 +179,7 @@ class Dataflow:
                 for result in outputs:
                     result.__dict__["_features_of"] = layer
         if outputs and inputs:
-            if not self._num_blocks_running:
+            if self.blocks.isdisjoint(self._running):
                 for tensor in inputs:
                     tensor.__dict__["_is_used_outside"] = True
                     if "_is_of_block" in tensor.__dict__:
@@ -214,10 +198,34 @@ class _Functions(TorchFunctionMode):
     def __init__(self, dataflow: Dataflow) -> None:
         super().__init__()
         self._dataflow = dataflow
+        self._operations = _Operations(dataflow)
+
+    def __enter__(self) -> _Functions:
+        self._operations.__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._operations.__exit__(*error)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self._dataflow.on_function(func, args, kwargs or {}, out)
+        return out
+
+
+class _Operations(TorchDispatchMode):
+    """Observe which operations draw random numbers, also those that torch's own functions call."""
+
+    def __init__(self, dataflow: Dataflow) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._dataflow = dataflow
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if draws_numbers(func, args, kwargs or {}):
+            self._dataflow.on_draw(out)
         return out
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_dist.own_generators import get_state, own_generators
 from lightning_dist.step_graph.graph import TraceError
 
-__all__ = ["Draws"]
+__all__ = ["Draws", "draws_numbers"]
 
 
 class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -63,7 +63,7 @@ class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 " every stage, and the generators of the stages would soon differ: leave `generator` out. torch's"
                 " default generator is seeded for each microbatch, equally on all stages."
             )
-        self._by_torch |= _draws(func, args, kwargs or {})
+        self._by_torch |= draws_numbers(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
 
     def were_drawn(self) -> frozenset[str]:
@@ -82,7 +82,7 @@ def _packed(generator: Any) -> bytes:
     return pickle.dumps(get_state(generator))
 
 
-def _draws(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def draws_numbers(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Return whether an operation draws random numbers; operations that are not torch's own are assumed to do so."""
     if operation.namespace not in ("aten", "prim", "prims"):
         return True

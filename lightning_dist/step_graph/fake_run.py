@@ -286,9 +286,11 @@ def _keep(value: Any, contents: dict[int, tuple[Any, list[Any]]], packages: froz
     """Record the items of ``value``, and of all containers and objects nested in it, in ``contents``, by id."""
     if id(value) in contents:
         return
+    for item in value if isinstance(value, tuple) else ():  # The items of dicts are tuples, too.
+        _keep(item, contents, packages)
     items = items_of(value, packages)
     if items is None:
         return
     contents[id(value)] = (value, items)
     for item in items:
-        _keep(item[1] if isinstance(item, tuple) and len(item) == 2 else item, contents, packages)
+        _keep(item, contents, packages)

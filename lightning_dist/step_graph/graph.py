@@ -250,6 +250,18 @@ class StepGraph:
 
 
 def _merged(call: PartCall, other: PartCall) -> PartCall:
+    """Return a call with everything that ``call`` or ``other`` uses.
+
+    Raises:
+        TraceError: If hooks take other tensors out of the part in one of the calls, so that the values have other
+            indices.
+    """
+    taken = [[(inner.name, inner.occurrence, inner.places) for inner in made.inner] for made in (call, other)]
+    if taken[0] != taken[1]:
+        raise TraceError(
+            f"The step decides by a value of a tensor which tensors its forward hooks take out of {call.name}: a"
+            " pipeline would have to send other tensors for each outcome. Let the hooks take the same ones always."
+        )
     leaves = [also if also is not None and also.is_changed else leaf
               for leaf, also in zip(call.leaves, other.leaves, strict=False)]  # fmt: skip
     return replace(

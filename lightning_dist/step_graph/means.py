@@ -94,7 +94,8 @@ def _kind(tensor: Tensor) -> str:
 
 def _kind_of_result(name: str, args: Any, kwargs: Any, inputs: Sequence[Tensor], output: Tensor) -> str:
     kinds = [_kind(tensor) for tensor in inputs if not _is_constant(tensor)]
-    if name in _DIVISIONS and len(args) > 1 and args[1] in inputs[0].__dict__.get("_summed", ()):
+    is_by_number = name in _DIVISIONS and len(args) > 1 and isinstance(args[1], int | float)
+    if is_by_number and args[1] in inputs[0].__dict__.get("_summed", ()):
         return _MEAN
     if _OTHER in kinds:
         return _OTHER

@@ -104,7 +104,8 @@ class _CallTree:
         self._running.append(name)
 
     def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
-        self._running.pop()
+        while self._running.pop() != name:  # Modules that raised are on the stack, but never return.
+            pass
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
         pass

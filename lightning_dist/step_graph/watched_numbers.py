@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 __all__ = ["Answer", "ask_for_value", "watched"]
@@ -20,7 +21,8 @@ Answer = Callable[[Callable[[], Any], Any], Any]
 
 _BINARY = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
-    "floordiv": operator.floordiv, "mod": operator.mod, "pow": operator.pow,
+    "floordiv": operator.floordiv, "mod": operator.mod, "pow": pow, "and": operator.and_, "or": operator.or_,
+    "xor": operator.xor, "lshift": operator.lshift, "rshift": operator.rshift, "divmod": divmod,
 }  # fmt: skip
 _UNARY: dict[str, Callable[..., Any]] = {
     "neg": operator.neg, "pos": operator.pos, "abs": operator.abs, "round": round, "floor": math.floor,
@@ -84,6 +86,17 @@ def ask_for_value(value: Any) -> None:
             ask_for_value(part)
 
 
+def _watched_all(result: Any, evaluate: Callable[[], Any], answer: Answer) -> Any:
+    """Return the result of an operation as a watched number, or as two if the operation is ``divmod``."""
+    if not isinstance(result, tuple):
+        return watched(result, evaluate, answer)
+    return tuple(watched(part, partial(_item, evaluate, place), answer) for place, part in enumerate(result))
+
+
+def _item(evaluate: Callable[[], Any], place: int) -> Any:
+    return evaluate()[place]
+
+
 def _now(value: Any) -> Any:
     return value._value if isinstance(value, _Watched) else value
 
@@ -92,16 +105,22 @@ def _later(value: Any) -> Any:
     return value._evaluate() if isinstance(value, _Watched) else value
 
 
-def _add_binary(name: str, function: Callable[[Any, Any], Any]) -> None:
-    def forward(self: _Watched, other: Any) -> Any:
+def _add_binary(name: str, function: Callable[..., Any]) -> None:
+    def forward(self: _Watched, other: Any, *modulus: Any) -> Any:
         if not isinstance(other, int | float):
             return NotImplemented
-        return watched(function(self._value, _now(other)), lambda: function(_later(self), _later(other)), self._answer)
+        return _watched_all(
+            function(self._value, _now(other), *map(_now, modulus)),
+            lambda: function(_later(self), _later(other), *map(_later, modulus)),
+            self._answer,
+        )
 
     def reflected(self: _Watched, other: Any) -> Any:
         if not isinstance(other, int | float):
             return NotImplemented
-        return watched(function(_now(other), self._value), lambda: function(_later(other), _later(self)), self._answer)
+        return _watched_all(
+            function(_now(other), self._value), lambda: function(_later(other), _later(self)), self._answer
+        )
 
     setattr(_Watched, f"__{name}__", forward)
     setattr(_Watched, f"__r{name}__", reflected)

@@ -40,7 +40,8 @@ def add_head_hooks(module: nn.Module, plan: SplitHeads, group: dist.ProcessGroup
         given, named = list(args), dict(kwargs)
         for key in plan.arguments:
             holder: Any = given if isinstance(key, int) else named
-            value = holder[key] if not isinstance(key, int) or key < len(given) else None
+            has_key = key < len(given) if isinstance(key, int) else key in named
+            value = holder[key] if has_key else None
             if isinstance(value, Tensor):
                 holder[key] = _own_heads(value, plan.num_heads, group)
                 entered.append((holder[key], value))

@@ -226,6 +226,16 @@ def with_tied(
         if not name or not tied or (name in entries and entries[name].is_split):
             continue
         first = entries[tied[0]]
+        asked = entries.get(name)
+        if asked is not None and asked.source == "user" and first.source != "user":
+            alike = _sharing(root, entries, tied[0]) - {name}
+            why = f"tied to {name}, which plan replicates"
+            return with_tied(root, {**entries, **{key: entries[key].replicated(why) for key in alike}}, readers)
+        if asked is not None and asked.source == "user":
+            raise PlanError(
+                f"plan: {name} is {asked.style}, and {tied[0]}, which is tied to it, is split as {first.style}: they"
+                " share a parameter. Replicate both, or leave one out."
+            )
         if isinstance(module, nn.Embedding) and not unsupported_options(module):
             style = "embedding_rowwise"
         elif linear_layer(module) is not None and first.style == "embedding_rowwise":

@@ -251,6 +251,7 @@ def _cross_entropy(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> Te
     class_dim = 0 if logits.ndim == 1 else 1
     smoothing = given.pop("label_smoothing", 0.0)
     is_plain = all(value is None for value in given.values()) and not smoothing
+    is_plain = is_plain and reduction in ("none", "sum", "mean")  # torch's own function reports any other.
     has_classes = isinstance(target, Tensor) and not isinstance(target, SplitLogits) and not target.is_floating_point()
     if not is_plain or not has_classes or logits.split_dim != class_dim:
         return None

@@ -141,11 +141,13 @@ class FaultTolerance(Callback):
         path = trainer.strategy.broadcast(_compat.path_after_requeue(trainer) if must_requeue else stop_path(trainer))
         if trainer.validating:
             _compat.put_training_weights_back(trainer)
-        trainer.save_checkpoint(path)
-        wait = getattr(trainer.strategy, "wait_for_checkpoints", None)
-        if wait is not None:
-            wait()
-        timer.cancel()
+        try:
+            trainer.save_checkpoint(path)
+            wait = getattr(trainer.strategy, "wait_for_checkpoints", None)
+            if wait is not None:
+                wait()
+        finally:
+            timer.cancel()
         rank_zero_info(
             f"Stopped by {signal.Signals(number).name} after step {trainer.global_step}; saved {_shown(path)}, from"
             f" which ckpt_path={_shown(path)} resumes."

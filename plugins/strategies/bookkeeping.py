@@ -226,6 +226,8 @@ def _make_link(trainer: Trainer, target: str, link: str) -> None:
     if os.path.isdir(link) and not os.path.islink(link):
         shutil.rmtree(link)
     made = f"{link}.new"
+    if os.path.lexists(made):  # An earlier process was killed between the next two lines.
+        os.unlink(made)
     os.symlink(os.path.relpath(target, os.path.dirname(link)), made)
     os.replace(made, link)
 

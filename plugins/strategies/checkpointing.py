@@ -235,4 +235,5 @@ class Checkpoints:
                 "checkpoint/mib": save.num_bytes / 2**20,
             }
         for logger in self._trainer.loggers:
-            logger.log_metrics(metrics, save.about["global_step"])
+            # A save for which a rank could not take a snapshot does not know its step.
+            logger.log_metrics(metrics, save.about.get("global_step", self._trainer.global_step))

@@ -342,6 +342,8 @@ class MeshStrategy(CheckpointedStrategy):
         self._local_steps = []
         self._restore_loggers()
         self._restore_metrics()
+        self._forget_evaluation()  # An evaluation that failed has not ended itself.
+        self._give_callbacks_back()
         if self._parallel is not None:
             self._parallel.free()
         assert self.cluster_environment is not None

@@ -217,8 +217,12 @@ class SharedBatchStrategy(ProcessStrategy):
     def on_predict_end(self) -> None:
         """Give the Trainer back the callbacks that :meth:`on_predict_start` has removed from it."""
         self._end_evaluation()
-        self._trainer.callbacks += self._silenced  # type: ignore[attr-defined]
-        self._silenced = []
+        self._give_callbacks_back()
+
+    def _give_callbacks_back(self) -> None:
+        if self._silenced:
+            self._trainer.callbacks += self._silenced  # type: ignore[attr-defined]
+            self._silenced = []
 
     def _begin_evaluation(self, agrees_on_buffers: bool = True) -> None:
         """Let ranks evaluate the same model, and unequal numbers of batches, as DDP does. This is a collective."""
@@ -239,6 +243,9 @@ class SharedBatchStrategy(ProcessStrategy):
     def _end_evaluation(self) -> None:
         self._finish_comparing()
         self.parallel.stop_staying_gathered()
+        self._forget_evaluation()
+
+    def _forget_evaluation(self) -> None:
         if self._evaluation is not None:
             self._evaluation.end()
             self._evaluation = None

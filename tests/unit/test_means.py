@@ -47,6 +47,7 @@ X, Y = torch.randn(8, 5), torch.randint(5, (8,))
         (lambda: X.square().sum().div(X.numel()) * torch.ones(()), True),
         (lambda: X.sum() / 3, False),
         (lambda: (X[:, 0] * (Y > 2)).sum() / (Y > 2).sum(), False),
+        (lambda: X.sum() / torch.tensor(float(X.numel())), False),
         (lambda: X.max(), False),
         (lambda: X[0, 0], False),
         (lambda: torch.zeros(()).add_(X.sum()), False),

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_dist.pipeline import batch_size_of, check_divides, num_microbatches_for, signature, split_batch
+from lightning_dist.plugins.strategies.steps.result import merged_outputs
 
 Pair = namedtuple("Pair", ["first", "second"])
 
@@ -89,3 +90,15 @@ def test_a_list_of_samples_is_split_and_the_batches_in_a_list_are_split_one_by_o
     assert batch_size_of(batches) == 6
     assert [len(part) for part in split_batch(batches, 3)[0]] == [2, 2]
     assert split_batch(batches, 3)[0][1][0].shape == (2, 3)
+
+
+def test_a_microbatch_of_weight_zero_whose_mean_is_not_a_number_does_not_count() -> None:
+    losses = [torch.tensor(2.0), torch.tensor(torch.nan), torch.tensor(4.0)]
+    weights = [torch.tensor(1), torch.tensor(0), torch.tensor(3)]
+    merged = merged_outputs([{"loss": loss, "weight": w} for loss, w in zip(losses, weights, strict=True)], losses)
+    assert merged["loss"] == 3.5 and merged["weight"] == 4
+
+
+def test_a_batch_without_samples_is_refused() -> None:
+    with pytest.raises(ValueError, match="has no samples"):
+        check_divides(0, 4)

@@ -87,3 +87,12 @@ def test_a_tied_parameter_of_a_module_that_does_not_read_it_does_not_prevent_the
     assert with_tied(TiedBias(), split, readers) == split
     readers["around.bias"].add("around")
     assert not any(entry.is_split for entry in with_tied(TiedBias(), split, readers).values())
+
+
+def test_what_the_user_replicates_is_replicated_with_everything_that_is_tied_to_it() -> None:
+    split = {"embedding": Entry("embedding_rowwise", "Hugging Face"), "around.head": Entry("replicate", "user")}
+    found = with_tied(TiedBias(), split)
+    assert {name: entry.is_split for name, entry in found.items()} == {"embedding": False, "around.head": False}
+    assert found["embedding"].why == "tied to around.head, which plan replicates"
+    with pytest.raises(PlanError, match=r"around\.head is replicate, and embedding, .* is split as embedding_rowwise"):
+        with_tied(TiedBias(), {**split, "embedding": Entry("embedding_rowwise", "user")})

@@ -66,7 +66,7 @@ def stand_ins_for_collectives(peers: Collection[int]) -> Iterator[None]:
         TraceError: From a collective that a step of a pipeline cannot call.
     """
 
-    def run(name: str, own: Callable[..., Any], group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def run(name: str, own: Callable[..., Any], group: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in ("all_gather", "all_gather_into_tensor"):
             gathered, own_part, *_ = [*args, *(kwargs[k] for k in _GATHERED if k in kwargs)]
             note_exchange(own_part)
@@ -76,9 +76,23 @@ def stand_ins_for_collectives(peers: Collection[int]) -> Iterator[None]:
             note_exchange(args[0] if args else kwargs["tensor"])
         elif name != "barrier":
             raise TraceError(_refusal(name))
+        is_asynchronous = inspect.signature(own).bind(*args, **kwargs).arguments.get("async_op", False)
+        return _Done() if is_asynchronous else None
 
     with _replaced(peers, run), _NoCollectives():
         yield
+
+
+class _Done:
+    """Stand for a :class:`torch.distributed.Work` that has ended."""
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Return True at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
 
 
 _GATHERED = ("tensor_list", "output_tensor", "tensor", "input_tensor")

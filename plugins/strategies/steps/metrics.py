@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
@@ -205,8 +206,9 @@ class SharedMetrics:
                 try:
                     with self._computing():
                         value = apply_to_collection(compute(*args, **kwargs), Tensor, Tensor.cpu)
+                    pickle.dumps(value)  # An error in the broadcast would leave the other ranks waiting.
                 except Exception as raised:  # The other ranks wait for the broadcast, so they are told of the error.
-                    error = raised
+                    value, error = None, raised
             told = [(value, None if error is None else f"{type(error).__name__}: {error}")]
             dist.broadcast_object_list(told, group=pipeline.group, group_src=pipeline.last_rank)
             value, failed = told[0]

@@ -394,8 +394,10 @@ def merged_outputs(results: list[Any], losses: list[Tensor]) -> Any:
     if weights[0] is None:
         return {"loss": torch.stack(losses).mean(), **others}
     total = sum(weights)
+    # A mean over no tokens is NaN, and would stay NaN when multiplied by a weight of zero.
+    weighted = [weight * loss for weight, loss in zip(weights, losses, strict=True) if weight > 0]
     return {
-        "loss": sum(weight * loss for weight, loss in zip(weights, losses, strict=True)) / total,
+        "loss": sum(weighted) / total if weighted else losses[0],
         "weight": total,
         **others,
     }
