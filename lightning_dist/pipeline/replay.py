@@ -180,6 +180,7 @@ class Replay:
         self, root: nn.Module, parts: Mapping[str, nn.Module], remote: frozenset[str], device: torch.device
     ) -> None:
         self._root = root
+        self._modules = list(root.modules())
         self._device = device
         self._remote = remote
         self._run: _StageRunState | None = None
@@ -277,7 +278,7 @@ class Replay:
         for parameters, key, param in places:
             parameters[key] = others[param]  # type: ignore[assignment]  # A stand-in is no Parameter, and not trained.
         try:
-            with seeming_here(self._root, self._device):
+            with seeming_here(self._modules, self._device):
                 yield
         finally:
             for parameters, key, param in places:

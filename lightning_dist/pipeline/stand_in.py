@@ -10,7 +10,7 @@ attribute, a part or a decision, and is certain to be noticed there. Operations 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
@@ -99,12 +99,22 @@ def refuse_stand_ins(value: Any, does: str) -> None:
 
 
 @contextmanager
-def seeming_here(root: nn.Module, device: torch.device) -> Iterator[None]:
-    """Make ``root``'s plain parameters and buffers on the meta device report ``device`` as theirs in this context."""
+def seeming_here(modules: Iterable[nn.Module], device: torch.device) -> Iterator[None]:
+    """Make plain parameters and buffers on the meta device report ``device`` as theirs in this context.
+
+    Args:
+        modules: The modules that hold the tensors; their submodules are not included.
+        device: The device that the tensors report.
+    """
     seeming: dict[type[Tensor], type[Tensor]] = {nn.Parameter: _SeemingParameter, Tensor: _SeemingBuffer}
-    found = [
-        tensor for tensor in (*root.parameters(), *root.buffers()) if is_remote(tensor) and type(tensor) in seeming
-    ]
+    by_id = {
+        id(tensor): tensor
+        for module in modules
+        for held in (module._parameters, module._buffers)
+        for tensor in held.values()
+        if tensor is not None and is_remote(tensor) and type(tensor) in seeming
+    }
+    found = list(by_id.values())
     classes = [type(tensor) for tensor in found]
     for tensor, own in zip(found, classes, strict=True):
         tensor.__class__ = seeming[own]

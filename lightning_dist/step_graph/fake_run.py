@@ -171,9 +171,15 @@ def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
     """
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping | list | tuple | set | frozenset) and depth:
-        for item in value.values() if isinstance(value, Mapping) else value:
+    elif isinstance(value, _COLLECTIONS):  # They are looked for first, because a test for Mapping takes long.
+        for item in value if depth else ():
             yield from tensors_in(item, depth - 1)
+    elif isinstance(value, Mapping):
+        for item in value.values() if depth else ():
+            yield from tensors_in(item, depth - 1)
+
+
+_COLLECTIONS = (list, tuple, set, frozenset)
 
 
 @contextmanager

@@ -5,8 +5,9 @@ from __future__ import annotations
 import inspect
 import linecache
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import wraps
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from threading import get_ident
 from typing import Any
@@ -76,7 +77,7 @@ def stand_ins_for_collectives(peers: Collection[int]) -> Iterator[None]:
             note_exchange(args[0] if args else kwargs["tensor"])
         elif name != "barrier":
             raise TraceError(_refusal(name))
-        is_asynchronous = inspect.signature(own).bind(*args, **kwargs).arguments.get("async_op", False)
+        is_asynchronous = _signature(own).bind(*args, **kwargs).arguments.get("async_op", False)
         return _Done() if is_asynchronous else None
 
     with _replaced(peers, run), _NoCollectives():
@@ -106,38 +107,49 @@ _Run = Callable[[str, Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]],
 @contextmanager
 def _replaced(peers: Collection[int], run: _Run) -> Iterator[None]:
     """Replace collectives of ``torch.distributed`` on this thread by functions that check the group and call run."""
-    thread = get_ident()
-
-    def replaced(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
-        group_at = _position_of_group(own)
-
-        @wraps(own)
-        def collective(*args: Any, **kwargs: Any) -> Any:
-            if get_ident() != thread:  # Other threads, such as the checkpoint writer's, do not run the step.
-                return own(*args, **kwargs)
-            group = kwargs.get("group", args[group_at] if group_at is not None and len(args) > group_at else None)
-            _check(name, group, peers)
-            return run(name, own, group, args, kwargs)
-
-        return collective
-
-    with ExitStack() as undo:
-        for name in _COLLECTIVES:
-            own = getattr(dist, name, None)
-            if own is not None:
-                undo.callback(setattr, dist, name, own)
-                setattr(dist, name, replaced(name, own))
+    replacement = _Replacement(peers, run, get_ident())
+    before = {name: getattr(dist, name) for name in _COLLECTIVES if hasattr(dist, name)}
+    vars(dist).update({name: partial(replacement, name, own) for name, own in before.items()})
+    try:
         yield
+    finally:
+        vars(dist).update(before)
 
 
-_positions: dict[Callable[..., Any], int | None] = {}
+@dataclass(frozen=True)
+class _Replacement:
+    """Run instead of collectives, and check their groups.
+
+    Args:
+        peers: The ranks that have the same stages as this one.
+        run: Function that runs a collective whose group has been checked.
+        thread: The identifier of the thread that runs the step.
+    """
+
+    peers: Collection[int]
+    run: _Run
+    thread: int
+
+    def __call__(self, name: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if get_ident() != self.thread:  # Other threads, such as the checkpoint writer's, do not run the step.
+            return own(*args, **kwargs)
+        group_at = _position_of_group(own)
+        group = kwargs.get("group", args[group_at] if group_at is not None and len(args) > group_at else None)
+        _check(name, group, self.peers)
+        return self.run(name, own, group, args, kwargs)
 
 
+@cache
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    while isinstance(function, partial):  # It is replaced already, by an outer context.
+        function = function.args[1]
+    return inspect.signature(function)
+
+
+@cache
 def _position_of_group(function: Callable[..., Any]) -> int | None:
-    if function not in _positions:
-        names = list(inspect.signature(function).parameters)
-        _positions[function] = names.index("group") if "group" in names else None
-    return _positions[function]
+    names = list(_signature(function).parameters)
+    return names.index("group") if "group" in names else None
 
 
 def _check(name: str, group: Any, peers: Collection[int]) -> None:

@@ -65,12 +65,11 @@ class BatchSplitter:
         size = self._size(batch)
         return split_batch(batch, num_microbatches_for(size, max(min(wanted, size // self._least), 1)))
 
-    def num_samples(self, microbatch: Any) -> int:
-        """Return the number of samples of a microbatch, which is the weight of its logged values."""
-        try:
-            return batch_size_of(microbatch) or 1
-        except ValueError:  # Only the module's hook can split such a batch, so its number of samples is unknown.
-            return 1
+    def sizes(self, microbatches: Sequence[Any]) -> list[int]:
+        """Return the numbers of samples of microbatches from :meth:`split`, which are the weights of logged values."""
+        if self._hook is None:  # All microbatches have the same size.
+            return [_num_samples(microbatches[0])] * len(microbatches)
+        return list(map(_num_samples, microbatches))
 
     def _size(self, batch: Any) -> int:
         """Return the number of samples of ``batch``.
@@ -87,3 +86,10 @@ class BatchSplitter:
                 f" split_batch(batch, num_microbatches) on {self._name}, which returns a list of microbatches."
             )
         return size
+
+
+def _num_samples(microbatch: Any) -> int:
+    try:
+        return batch_size_of(microbatch) or 1
+    except ValueError:  # Only the module's hook can split such a batch, so its number of samples is unknown.
+        return 1

@@ -329,7 +329,7 @@ class PipelinedSteps(Steps):
         with begin:
             _refuse_leaves((args[0], kwargs))
             microbatches = self._splitter.split(args[0], pipeline.config.num_microbatches)
-            sizes = [self._splitter.num_samples(batch) for batch in microbatches]
+            sizes = self._splitter.sizes(microbatches)
             key = self._key(name, microbatches[0], kwargs, len(microbatches))
             path = pipeline.known_path(key, args[1:])
         path = agreed_path(path, begin.failure, pipeline.group, device)
