@@ -8,12 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_dist._compat import AllGather, ReduceScatter
-
 __all__ = ["BytesBroadcast", "DirectAllGather", "TwoShotReduceScatter", "gather"]
 
 
-class DirectAllGather(AllGather):
+class DirectAllGather:
     """All-gather by sending each rank's chunk directly to every other rank, all at the same time.
 
     This sends as many bytes as gloo's own all-gather, which passes chunks around a ring, but takes one round instead of
@@ -69,7 +67,7 @@ def direct_all_gather(chunks: torch.Tensor, mine: torch.Tensor, group: dist.Proc
         transfer.wait()
 
 
-class TwoShotReduceScatter(ReduceScatter):
+class TwoShotReduceScatter:
     """Reduce-scatter by an all-to-all of the chunks and a local sum.
 
     gloo's own reduce-scatter sends as many bytes as an all-reduce, ``2 (n-1)/n`` of the buffer; this one sends

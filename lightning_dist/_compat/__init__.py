@@ -31,7 +31,6 @@ from lightning_dist._compat.hooks import (
     take_post_accumulate_hooks,
 )
 from lightning_dist._compat.modules import (
-    BATCH_NORM,
     NORM,
     ROUTE,
     averages_grouped_by_dtype,
@@ -41,8 +40,6 @@ from lightning_dist._compat.modules import (
     route_calls,
 )
 from lightning_dist._compat.processes import (
-    AllGather,
-    ReduceScatter,
     default_group,
     default_store,
     num_collectives,
@@ -61,12 +58,9 @@ from lightning_dist._compat.tensors import (
 )
 
 __all__ = [
-    "BATCH_NORM",
     "GROUPED_MM",
     "NORM",
     "ROUTE",
-    "AllGather",
-    "ReduceScatter",
     "accept_sequential_redistribution",
     "around_backwards",
     "around_grads",

@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
+from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import swa_utils
 
 __all__ = [
-    "BATCH_NORM",
     "NORM",
     "ROUTE",
     "averages_grouped_by_dtype",
@@ -23,15 +22,11 @@ __all__ = [
 ]
 
 
-BATCH_NORM = _BatchNorm
-"""The class of layers that compute with statistics of the batch in training, and need more than one sample.
-
-Replaced by: a public base class. The same holds for :data:`NORM`.
-"""
-
-
 NORM = _NormBase
-"""The class of layers whose kernels change running statistics without incrementing the tensors' versions."""
+"""The class of layers whose kernels change running statistics without incrementing the tensors' versions.
+
+Replaced by: a public base class of torch's BatchNorm and InstanceNorm layers.
+"""
 
 
 def put_parameter(module: nn.Module, key: str, tensor: torch.Tensor) -> None:

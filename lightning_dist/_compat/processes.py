@@ -7,11 +7,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 __all__ = [
-    "AllGather",
-    "ReduceScatter",
     "default_group",
     "default_store",
     "num_collectives",

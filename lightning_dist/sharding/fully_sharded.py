@@ -16,13 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.utils._pytree import tree_map
 
@@ -128,10 +128,12 @@ class Sharding(Technique):
             group.wait_for_end_of_backward()
         if self._is_direct:
             index = next(index for index, other in enumerate(self._parallel.units) if other is unit)
-            group.set_collectives(
-                DirectAllGather(partial(self._check_path, "gather", index)),
-                TwoShotReduceScatter(partial(self._check_path, "reduce", index)),
-            )
+            sharded = cast(FSDPModule, modules[0])
+            # torch names the interface of these objects only in a private module.
+            all_gather: Any = DirectAllGather(partial(self._check_path, "gather", index))
+            reduce_scatter: Any = TwoShotReduceScatter(partial(self._check_path, "reduce", index))
+            sharded.set_custom_all_gather(all_gather)
+            sharded.set_custom_reduce_scatter(reduce_scatter)
         if self._write_back_data:
             group.write_back_data = self._was_replaced
         if self._is_form:
@@ -241,10 +243,10 @@ _ONE_DTYPE = (
 def _cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
     """Cast all floating-point inputs of a layer to ``dtype``."""
 
-    def cast(value: Any) -> Any:
+    def converted(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    return tree_map(cast, args), tree_map(cast, kwargs)
+    return tree_map(converted, args), tree_map(converted, kwargs)
 
 
 class _CastHiddenStates:
@@ -264,7 +266,7 @@ class _CastHiddenStates:
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Return the arguments of ``module`` with cast hidden states; this is a forward pre-hook."""
 
-        def cast(key: int | str, value: Any) -> Any:
+        def converted(key: int | str, value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return tree_map(lambda leaf: self._lower(leaf) if _is_hidden(leaf) else leaf, value)
             if _is_hidden(value):
@@ -274,8 +276,8 @@ class _CastHiddenStates:
             return self._lower(value)
 
         return (
-            tuple(cast(place, value) for place, value in enumerate(args)),
-            {key: cast(key, value) for key, value in kwargs.items()},
+            tuple(converted(place, value) for place, value in enumerate(args)),
+            {key: converted(key, value) for key, value in kwargs.items()},
         )
 
     def _lower(self, tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -20,7 +21,7 @@ class BatchMarks(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         # The storages are kept alive here, so that no other storage gets the same address.
-        self._marked: dict[int, torch.UntypedStorage] = {}
+        self._marked: dict[StorageWeakRef, torch.UntypedStorage] = {}
         self._buffers: dict[str, tuple[Tensor, int]] = {}
 
     def begin(self, root: nn.Module) -> None:
@@ -30,11 +31,11 @@ class BatchMarks(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def mark(self, tensor: Tensor) -> None:
         """Mark ``tensor`` as dependent on the batch."""
         storage = tensor.untyped_storage()
-        self._marked[storage._cdata] = storage
+        self._marked[_key_of(storage)] = storage
 
     def is_marked(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` depends on the batch."""
-        return tensor.untyped_storage()._cdata in self._marked
+        return _key_of(tensor.untyped_storage()) in self._marked
 
     def changed(self, root: nn.Module) -> dict[str, bool]:
         """Find the buffers of ``root`` that were changed since :meth:`begin`.
@@ -71,3 +72,8 @@ class BatchMarks(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _is_written(argument: Any) -> bool:
     return argument.alias_info is not None and bool(argument.alias_info.is_write)
+
+
+def _key_of(storage: torch.UntypedStorage) -> StorageWeakRef:
+    """Return a key that is equal for all Python objects of the same storage, which has no memory if it is a fake."""
+    return StorageWeakRef(storage)  # type: ignore[no-untyped-call]

@@ -201,13 +201,13 @@ class _Functions(TorchFunctionMode):
         self._operations = _Operations(dataflow)
 
     def __enter__(self) -> _Functions:
-        self._operations.__enter__()
+        self._operations.__enter__()  # type: ignore[no-untyped-call]
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._operations.__exit__(*error)
+        self._operations.__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))

@@ -19,7 +19,7 @@ __all__ = ["Answer", "ask_for_value", "watched"]
 Answer = Callable[[Callable[[], Any], Any], Any]
 """Function that is given a question (a function that asks it again) and its answer, and returns the answer to use."""
 
-_BINARY = {
+_BINARY: dict[str, Callable[..., Any]] = {
     "add": operator.add, "sub": operator.sub, "mul": operator.mul, "truediv": operator.truediv,
     "floordiv": operator.floordiv, "mod": operator.mod, "pow": pow, "and": operator.and_, "or": operator.or_,
     "xor": operator.xor, "lshift": operator.lshift, "rshift": operator.rshift, "divmod": divmod,

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
@@ -399,11 +398,6 @@ class ShardedGroup(ParameterGroup):
         """Choose whether gradients are reduced after a backward, like ``FSDPModule.set_requires_gradient_sync``."""
         self._group.reduce_grads = enabled
         self._group.all_reduce_grads = enabled
-
-    def set_collectives(self, all_gather: AllGather, reduce_scatter: ReduceScatter) -> None:
-        """Set the collectives, like ``FSDPModule.set_custom_all_gather`` and ``set_custom_reduce_scatter``."""
-        self._group._all_gather_comm = all_gather
-        self._group._reduce_scatter_comm = reduce_scatter
 
 
 def fsdp_state(module: nn.Module) -> FSDPState:

@@ -6,11 +6,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lightning.pytorch import LightningModule
+from torch import nn
 
-from lightning_dist._compat import BATCH_NORM
+from lightning_dist._compat import NORM
 from lightning_dist.pipeline import batch_size_of, check_divides, num_microbatches_for, split_batch
 
 __all__ = ["BatchSplitter"]
+
+
+_INSTANCE_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
 class BatchSplitter:
@@ -27,7 +31,8 @@ class BatchSplitter:
         self._name = type(module).__name__
         self._hook: Callable[[Any, int], Sequence[Any]] | None = getattr(module, "split_batch", None)
         # In training, BatchNorm needs at least two samples for its statistics.
-        self._least = 2 if any(isinstance(part, BATCH_NORM) and part.training for part in module.modules()) else 1
+        norms = [part for part in module.modules() if isinstance(part, NORM) and not isinstance(part, _INSTANCE_NORMS)]
+        self._least = 2 if any(norm.training for norm in norms) else 1
 
     def choose_number(self, batch: Any, wanted: int | None, most: int) -> int:
         """Return the number of microbatches into which a full batch is split.
