@@ -65,12 +65,12 @@ AnyCase = TypeVar("AnyCase")
 
 
 def briefly(cases: list[AnyCase]) -> list[AnyCase]:
-    """Reduce the cases to eight steps each, to save time.
+    """Reduce the cases to four steps each, to save time.
 
     The first case, and those in single precision, keep their number of steps, because rounding errors add up in them.
     """
     return [
-        case if index == 0 or case.precision == "32-true" else replace(case, num_steps=8)
+        case if index == 0 or case.precision == "32-true" else replace(case, num_steps=4)
         for index, case in enumerate(cases)
     ]
 
