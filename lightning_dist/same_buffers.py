@@ -7,6 +7,8 @@ Here only buffers that changed on some rank since the last broadcast are sent.
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -28,7 +30,9 @@ class SameBuffers(Technique):
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self._axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
-        self._device = torch.device(mesh.device_type)
+        self._mesh = mesh
+        self._flag_groups = [weakref.ref(group) for group in self._axes]
+        """The process groups over which flags on the host are exchanged."""
         self._places: list[tuple[nn.Module, str]] = []
         self._seen: list[tuple[Tensor | None, int]] = []
 
@@ -37,13 +41,21 @@ class SameBuffers(Technique):
         self._module = parallel.module
 
     def finish(self) -> None:
-        """Find the buffers of the module. Those that are registered later are not synchronized."""
+        """Find the buffers of the module. Those that are registered later are not synchronized.
+
+        This is a collective over the mesh if its devices are accelerators.
+        """
         found: dict[int, tuple[nn.Module, str]] = {}
         for module in self._module.modules():
             for key, buffer in module._buffers.items():
                 if buffer is not None and not is_remote(buffer):
                     found.setdefault(id(buffer), (module, key))
         self._places = list(found.values())
+        if self._mesh.device_type != "cpu" and self._places and self._axes:
+            # On the device's own groups, the host would wait for all that the device has still to do.
+            ranks = self._mesh.mesh.flatten().tolist()
+            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="changed buffers")
+            self._flag_groups = [weakref.ref(group)]
         self._seen = [(None, -1)] * len(self._places)
 
     def before_training_step(self, begins_accumulation: bool) -> None:
@@ -68,10 +80,9 @@ class SameBuffers(Technique):
                 for (module, _), buffer, (seen, version) in zip(self._places, buffers, self._seen, strict=True)
             ],
             dtype=torch.uint8,
-            device=self._device,
         )
-        for group in self._axes:
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group)
+        for flag_group in self._flag_groups:
+            dist.all_reduce(flags, dist.ReduceOp.MAX, flag_group())
         changed = [buffer for buffer, flag in zip(buffers, flags.tolist(), strict=True) if flag and buffer is not None]
         for group in self._axes:
             sent = [buffer.contiguous() for buffer in changed]

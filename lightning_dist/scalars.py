@@ -183,7 +183,7 @@ class ScalarGroup(ParameterGroup):
         for axis in range(self._mesh.ndim):
             dist.all_reduce(sent, group=self._mesh.get_group(axis))
         means, counts = sent.div_(self._mesh.size()).chunk(2)
-        for whole, replicated, mean, count in zip(self._whole, self._replicated, means, counts, strict=True):
+        for whole, replicated, mean, count in zip(self._whole, self._replicated, means, counts.tolist(), strict=True):
             whole.grad = None
             if count == 0:
                 continue

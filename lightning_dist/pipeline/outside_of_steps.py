@@ -207,9 +207,11 @@ class AllStages(TorchFunctionMode):
         if _is_in_place(name) and isinstance(args[0], Tensor):
             return self._in_place(func, args[0], args[1:], kwargs)
         common = frozenset.intersection(*(_holders(tensor) or frozenset() for tensor in tensors))
+        out = kwargs.get("out")
+        if isinstance(out, Tensor) and common and not _has_holders(out):  # Every rank writes its own tensor.
+            common = frozenset()
         if not common:
-            out = kwargs.get("out")
-            if isinstance(out, Tensor):
+            if isinstance(out, Tensor) and _has_holders(out):
                 inputs = {key: value for key, value in kwargs.items() if key != "out"}
                 return self._in_place(_copy, out, (self.__torch_function__(func, types, args, inputs),), {})
             args, kwargs = self.broadcast_missing((args, kwargs))
@@ -317,8 +319,9 @@ class AllStages(TorchFunctionMode):
             total = torch.empty((), dtype=torch.float64, device="meta")
         else:
             values = tensor.detach()
-            values = values.abs() if values.is_complex() else values.double().abs()
-            total = _gathered(values.sum(dtype=torch.float64))
+            if not values.is_floating_point() and not values.is_complex():
+                values = values.double()
+            total = _gathered(torch.linalg.vector_norm(values, 1)).double()
         return total if holders is None else _mark(total, holders)
 
     def _gradient(self, tensor: Tensor) -> Tensor | None:

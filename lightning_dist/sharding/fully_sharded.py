@@ -72,8 +72,14 @@ class Sharding(Technique):
         # FSDP2 would also cast data, such as timesteps, targets and masks, which autocast leaves as they are.
         self._policy = MixedPrecisionPolicy(config.param_dtype, config.reduce_dtype, cast_forward_inputs=False)
         self._is_direct = config.direct_collectives
+        on_host = dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo" and mesh.device_type == "cpu"
+        if self._is_direct and not on_host:
+            raise ValueError(
+                f"direct_collectives=True sends tensors of the CPU over gloo, and this run has tensors on"
+                f" {mesh.device_type}: leave it out, or use False."
+            )
         if self._is_direct is None:
-            self._is_direct = dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo"
+            self._is_direct = on_host
         self._groups: list[ShardedGroup] = []
         self._holders: list[nn.Module] = []
 
@@ -219,8 +225,11 @@ class Sharding(Technique):
             self._check_end()
 
     def after_backward(self, reduces: bool) -> None:
-        """Reduce the gradients that no hook of a module has reduced."""
-        if any(group.has_unreduced_gradients() for group in self._groups):
+        """Reduce the gradients that no hook of a module has reduced, and let the device wait for all reductions.
+
+        FSDP2 makes the device wait at the end of a backward, before the ranks have agreed on used parameters.
+        """
+        if self._unused.has_reduced or any(group.has_unreduced_gradients() for group in self._groups):
             _compat.flush_gradients(self._root)
 
     def around_microbatches(self) -> AbstractContextManager[None]:

@@ -29,6 +29,8 @@ class UnusedParameters:
     """
 
     def __init__(self, groups: Sequence[ShardedGroup], mesh: DeviceMesh) -> None:
+        self.has_reduced = False
+        """Whether the last agreement has reduced gradients, after FSDP2 has ended the backward."""
         self._all_groups = groups
         self._groups = [group for group in groups if group.mesh.size() > 1]
         axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
@@ -44,6 +46,7 @@ class UnusedParameters:
 
         This is a collective over the mesh if this backward reduces gradients.
         """
+        self.has_reduced = False
         for group in self._all_groups:
             group.forget_used()
         if not self._groups or not self._groups[0].syncs_gradients:
@@ -61,7 +64,7 @@ class UnusedParameters:
         used = [[next(agreed) for _ in group] for group in used]
         with torch.no_grad():
             for group, of_any, had in zip(self._groups, used, had_gradient, strict=True):
-                group.end_agreement(of_any, had)
+                self.has_reduced |= group.end_agreement(of_any, had)
 
     def _on_any_rank(self, used: Sequence[bool]) -> list[bool]:
         flags = torch.tensor(used, dtype=torch.uint8)

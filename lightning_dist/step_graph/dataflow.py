@@ -74,7 +74,7 @@ class Dataflow:
     residual: set[str] = field(default_factory=set)
     """Names of the layers whose output is the second summand of a residual sum."""
     draws_random: bool = False
-    """Whether the step has drawn random numbers from torch's generators."""
+    """Whether the step may draw random numbers from torch's generators."""
     leaked_layers: set[str] = field(default_factory=set)
     """Names of the layers whose results leave a block by another way than its output, such as a hook, and are used."""
     draws_per_sample: set[str] = field(default_factory=set)
@@ -140,20 +140,23 @@ class Dataflow:
         if any(True for _ in self.root.get_submodule(reader).children()):
             _mark(param, frozenset({name}), frozenset({name}))
 
-    def on_draw(self, drawn: Any) -> None:
+    def on_draw(self, drawn: Any, is_known: bool) -> None:
         """Record that an operation has drawn random numbers.
 
         Args:
             drawn: The result of the operation. Its first tensor has the shape of the numbers.
+            is_known: Whether the operation is torch's own. Others may draw no numbers, and return anything.
         """
         self.draws_random = True
-        first = next(iter(tensors_in(drawn)), None)
+        first = next(iter(tensors_in(drawn)), None) if is_known else None
         if first is not None and _holds_for_several_tokens(first):
             self.draws_per_sample |= self.blocks.intersection(self._running)
 
     def on_function(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Record a call of a torch function, and mark its results with the sources of all of its inputs."""
         name = getattr(function, "__name__", "")
+        # Whether dropout draws numbers may change after the trace, with the mode of its module or its probability.
+        self.draws_random |= "dropout" in name or name == "scaled_dot_product_attention"
         inputs = list(tensors_in((args, kwargs)))
         outputs = list(tensors_in(out))
         for tensor in inputs if outputs else ():  # A function that returns no tensor only asks for a shape or a dtype.
@@ -225,7 +228,7 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if draws_numbers(func, args, kwargs or {}):
-            self._dataflow.on_draw(out)
+            self._dataflow.on_draw(out, func.namespace == "aten")
         return out
 
 

@@ -256,8 +256,13 @@ def _merged(call: PartCall, other: PartCall) -> PartCall:
         TraceError: If hooks take other tensors out of the part in one of the calls, so that the values have other
             indices.
     """
-    taken = [[(inner.name, inner.occurrence, inner.places) for inner in made.inner] for made in (call, other)]
-    if taken[0] != taken[1]:
+    one, two = (
+        {(inner.name, inner.occurrence, leaf, place) for inner in made.inner for leaf, place in inner.places.items()}
+        for made in (call, other)
+    )
+    if one < two:
+        call, other = other, call  # A stage takes the tensors of both, whichever of them the step uses.
+    elif not one >= two:
         raise TraceError(
             f"The step decides by a value of a tensor which tensors its forward hooks take out of {call.name}: a"
             " pipeline would have to send other tensors for each outcome. Let the hooks take the same ones always."

@@ -229,13 +229,13 @@ def with_tied(
         asked = entries.get(name)
         if asked is not None and asked.source == "user" and first.source != "user":
             alike = _sharing(root, entries, tied[0]) - {name}
+            asked_to_split = [key for key in alike if entries[key].source == "user" and entries[key].is_split]
+            if asked_to_split:
+                raise _conflict(name, asked, asked_to_split[0], entries[asked_to_split[0]])
             why = f"tied to {name}, which plan replicates"
             return with_tied(root, {**entries, **{key: entries[key].replicated(why) for key in alike}}, readers)
         if asked is not None and asked.source == "user":
-            raise PlanError(
-                f"plan: {name} is {asked.style}, and {tied[0]}, which is tied to it, is split as {first.style}: they"
-                " share a parameter. Replicate both, or leave one out."
-            )
+            raise _conflict(name, asked, tied[0], first)
         if isinstance(module, nn.Embedding) and not unsupported_options(module):
             style = "embedding_rowwise"
         elif linear_layer(module) is not None and first.style == "embedding_rowwise":
@@ -251,6 +251,13 @@ def with_tied(
             return with_tied(root, {**entries, **{key: entries[key].replicated(why) for key in alike}}, readers)
         result[name] = Entry(style, first.source, f"tied to {tied[0]}")
     return {name: result[name] for name, _ in root.named_modules() if name in result}
+
+
+def _conflict(name: str, entry: Entry, other: str, split: Entry) -> PlanError:
+    return PlanError(
+        f"plan: {name} is {entry.style}, and {other}, which is tied to it, is split as {split.style}: they share a"
+        " parameter. Replicate both, or leave one out."
+    )
 
 
 def _sharing(root: nn.Module, entries: Mapping[str, Entry], name: str) -> set[str]:

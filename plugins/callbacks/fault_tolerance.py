@@ -134,14 +134,16 @@ class FaultTolerance(Callback):
         timer = threading.Timer(left, self._give_up)
         timer.daemon = True
         timer.start()
-        if self._watchdog is not None:
-            self._watchdog.disarm()
-        must_requeue = number == _compat.requeue_signal(trainer)
-        # Lightning numbers its checkpoints by the files in the folder, which the ranks may see differently.
-        path = trainer.strategy.broadcast(_compat.path_after_requeue(trainer) if must_requeue else stop_path(trainer))
-        if trainer.validating:
-            _compat.put_training_weights_back(trainer)
         try:
+            if self._watchdog is not None:
+                self._watchdog.disarm()
+            must_requeue = number == _compat.requeue_signal(trainer)
+            # Lightning numbers its checkpoints by the files in the folder, which the ranks may see differently.
+            path = trainer.strategy.broadcast(
+                _compat.path_after_requeue(trainer) if must_requeue else stop_path(trainer)
+            )
+            if trainer.validating:
+                _compat.put_training_weights_back(trainer)
             trainer.save_checkpoint(path)
             wait = getattr(trainer.strategy, "wait_for_checkpoints", None)
             if wait is not None:

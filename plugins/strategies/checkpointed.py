@@ -247,10 +247,10 @@ class CheckpointedStrategy(SharedBatchStrategy):
 
     def _go_on_from(self, part: LoadedCheckpoint) -> None:
         has_as_many_ranks = part.manifest.world_size == self.world_size
-        own = dict(part.rank_state)
-        if own and own.get("parts_of_batch", self._parts_of_batch) != self._parts_of_batch:
-            own["buffers"] = {}  # Ranks with the same part of a batch must have the same buffers.
-        self._exact_resume.restore(part.state, own, has_as_many_ranks)
+        own = part.rank_state
+        # Ranks with the same part of a batch must have the same buffers, and the same position in the data.
+        is_divided_alike = has_as_many_ranks and own.get("parts_of_batch", self._parts_of_batch) == self._parts_of_batch
+        self._exact_resume.restore(part.state, own, is_divided_alike)
         if self._parallel is not None and has_as_many_ranks:
             self.parallel.states.load_own(part.rank_state.get("techniques", {}))
         self._checkpoints.go_on_from(part.manifest)

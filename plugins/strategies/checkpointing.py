@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping
@@ -207,11 +208,18 @@ class Checkpoints:
         self._raise_newest_error()
 
     def close(self) -> None:
-        """Wait for the pending saves and removals, and end the writer's thread."""
+        """Wait for the pending saves and removals, and end the writer's thread.
+
+        Raises:
+            CheckpointError: If the newest checkpoint could not be written, and nothing else has failed. It was saved
+                after :meth:`finish`, by a hook that runs at the end of a fit.
+        """
         self._writer.close()
         self.before_step()
         self._bookkeeping.close()
         self._trainer = None
+        if sys.exc_info()[0] is None:
+            self._raise_newest_error()
 
     def _raise_newest_error(self) -> None:
         error, self._newest_error = self._newest_error, None

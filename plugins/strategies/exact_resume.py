@@ -103,35 +103,36 @@ class ExactResume:
             "buffers": {key: _buffers(checkpoint[key], trainer) for key in MODELS if key in checkpoint},
         }
 
-    def restore(self, checkpoint: dict[str, Any], own: Mapping[str, Any], has_as_many_ranks: bool) -> None:
+    def restore(self, checkpoint: dict[str, Any], own: Mapping[str, Any], is_divided_alike: bool) -> None:
         """Put what :meth:`rank_state` returned into the ``checkpoint`` that Lightning is about to load.
 
         Args:
             checkpoint: The checkpoint dictionary as it was read, which is changed in place.
             own: The result of :meth:`rank_state` on this rank when the checkpoint was saved, or an empty mapping.
-            has_as_many_ranks: Whether this run has as many ranks as the one that saved the checkpoint.
+            is_divided_alike: Whether this run divides a batch among its ranks as the one that saved the checkpoint.
 
         Raises:
-            CheckpointError: If the number of ranks differs and a data loader's position can be resumed only on the
-                number of ranks that saved it.
+            CheckpointError: If the ranks have other parts of a batch, and a data loader's position can be resumed only
+                on the ranks that saved it.
         """
         states = _loader_states(checkpoint)
-        if has_as_many_ranks and own:
+        if is_divided_alike and own:
             states[:] = own["loaders"]
             for key, buffers in own["buffers"].items():
                 checkpoint[key].update(buffers)
         elif any(NUM_SEEN not in state for state in states):
             raise CheckpointError(
-                "The checkpoint was saved by another number of ranks, and holds for each of them the position of its"
-                " own stateful data loader, which cannot be divided among other ranks. Resume on the same number of"
-                " ranks, or use a torch DataLoader of a map-style dataset, whose position is kept for all ranks"
-                " together."
+                "The checkpoint was saved by another number of ranks, or by ranks with other parts of a batch, and"
+                " holds for each of them the position of its own stateful data loader, which cannot be divided among"
+                " other ranks. Resume on the same number of ranks and in the same layout, or use a torch DataLoader of"
+                " a map-style dataset, whose position is kept for all ranks together."
             )
         self._rng = own.get("rng")
         self._positions = list(states)
 
     def on_train_start(self, trainer: Trainer) -> None:
         """Restore the checkpoint's random state, now that everything created at the start has drawn its numbers."""
+        self._rng_before_validation = None  # A validation that failed in an earlier fit has left it.
         if self._rng is not None:
             set_rng_state(self._rng)
             self._rng = None

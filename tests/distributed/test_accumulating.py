@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from lightning_dist.sharding import _compat as fsdp2
+from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
 from tests.pool import WorkerPool
 
 
@@ -61,3 +64,39 @@ def test_accumulated_gradients_equal_those_of_one_process(
         tolerance = 1e-6 if param_dtype is None else 0.05
         for actual, param in zip(gradients, model.parameters(), strict=True):
             torch.testing.assert_close(actual, param.grad, rtol=tolerance, atol=tolerance)
+
+
+class LateHead(pl.LightningModule):
+    """Use a head only in every second batch, so that it gets no gradient in the first batch of an accumulation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net, self.late = nn.Linear(6, 6), nn.Linear(6, 6)
+        self.never = nn.Linear(6, 6)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        hidden = self.net(batch)
+        return (self.late(hidden) if batch_idx % 2 else hidden).square().mean()
+
+    def train_dataloader(self) -> Any:
+        torch.manual_seed(1)
+        return torch.utils.data.DataLoader(torch.randn(32, 6), 4 // self.trainer.world_size)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def train_late_head(layout: str) -> Weights:
+    module = LateHead()
+    kwargs = {} if layout == "auto" else {"reduce_dtype": "float32"}
+    make_trainer(
+        layout, kwargs, max_steps=3, precision="64-true", accumulate_grad_batches=2, use_distributed_sampler=True
+    ).fit(module)
+    return weights_of(module)
+
+
+def test_parameters_without_a_gradient_in_some_batches_of_an_accumulation_are_reduced(pool: WorkerPool) -> None:
+    expected = pool.run(train_late_head, 1, "auto")[0]
+    for weights in pool.run(train_late_head, 2, "full_shard"):
+        assert_same(weights, expected, 1e-5)

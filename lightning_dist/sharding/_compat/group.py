@@ -220,6 +220,10 @@ class ShardedGroup(ParameterGroup):
         if self._group.reduce_grads:
             self._mark_used()
             self._is_reduced = True
+            # FSDP2 accumulates gradients in the dtype of the reduction, and reduces a group's gradients in one dtype.
+            if any(param.has_accumulated_gradient for param in self._params):
+                for param in self._params:
+                    param.to_accumulated_gradient(self._group.reduce_scatter_unused_params)
         self._post_backward()
 
     def _mark_used(self) -> None:
@@ -267,20 +271,27 @@ class ShardedGroup(ParameterGroup):
         """Return, for each parameter, whether a backward since :meth:`forget_used` gave it a gradient on this rank."""
         return [param.is_used or param.has_unreduced_gradient for param in self._params]
 
-    def end_agreement(self, used: Sequence[bool], had_gradient: Sequence[bool]) -> None:
+    def end_agreement(self, used: Sequence[bool], had_gradient: Sequence[bool]) -> bool:
         """Reduce the gradients that are still unreduced, and remove those of parameters that no rank has used.
+
+        The device may still be reducing them when this method returns.
 
         Args:
             used: For each parameter, whether any rank has a gradient.
             had_gradient: The value that :meth:`begin_agreement` returned.
+
+        Returns:
+            Whether gradients were reduced now.
         """
-        if any(used) and not self._is_reduced:
+        is_late = any(used) and not self._is_reduced
+        if is_late:
             self._is_kept = False
             self._reduce()
         self._awaits_agreement = self._group.reduce_scatter_unused_params = False
         for param, is_used, had in zip(self._params, used, had_gradient, strict=True):
             if not is_used and not had:
                 param.shard.grad = None
+        return is_late
 
     def abandon_agreement(self) -> None:
         """Undo :meth:`begin_agreement` after a backward that failed."""

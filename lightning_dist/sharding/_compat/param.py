@@ -32,6 +32,8 @@ class ShardedParam:
         self._param = param
         self._group = group
         self._stand_in: nn.Parameter | None = None
+        self._stands_for: nn.Parameter | None = None
+        """The shard that the stand-in stands for; load_state_dict(assign=True) makes a new shard."""
         self._version = 0
         self._shard_version: tuple[int, int] | None = None
         """The version of the shard when it was gathered; if it differs now, the shard is newer than the copy."""
@@ -83,8 +85,9 @@ class ShardedParam:
         self._param._setattr_on_modules(self.shard)
 
     def begin_stand_in(self, make: MakeStandIn) -> None:
-        """Create a stand-in, if there is none yet, which modules may hold while the parameter is sharded."""
-        if self._stand_in is None:
+        """Create a stand-in for the shard, if there is none, which modules may hold while the parameter is sharded."""
+        if self._stand_in is None or self._stands_for is not self.shard:
+            self._stands_for = self.shard
             self._stand_in = cast(nn.Parameter, make(self.shard, self._param.param_dtype, self._set_used))
 
     def _set_used(self) -> None:
@@ -234,6 +237,25 @@ class ShardedParam:
         return self._param.unsharded_accumulated_grad is not None or (
             gathered is not None and gathered.grad is not None
         )
+
+    @property
+    def has_accumulated_gradient(self) -> bool:
+        """Return whether FSDP2 holds a gradient of earlier backwards, in the dtype of the reduction."""
+        return self._param.unsharded_accumulated_grad is not None
+
+    def to_accumulated_gradient(self, with_zeros: bool) -> None:
+        """Convert the gradient on the gathered copy to the dtype of the reduction, as that of earlier backwards is.
+
+        Args:
+            with_zeros: Whether a trainable parameter without a gradient gets zeros.
+        """
+        param, gathered = self._param, self.gathered
+        if param.unsharded_accumulated_grad is not None or gathered is None:
+            return
+        param.to_accumulated_grad_if_needed()
+        is_without = param.unsharded_accumulated_grad is None and gathered.grad is None
+        if is_without and with_zeros and gathered.requires_grad and param.reduce_dtype is not None:
+            param.unsharded_accumulated_grad = torch.zeros_like(gathered, dtype=param.reduce_dtype)
 
     def drop_unreduced(self) -> None:
         """Drop the gradient that a backward left on the gathered copy."""
