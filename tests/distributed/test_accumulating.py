@@ -66,37 +66,45 @@ def test_accumulated_gradients_equal_those_of_one_process(
             torch.testing.assert_close(actual, param.grad, rtol=tolerance, atol=tolerance)
 
 
-class LateHead(pl.LightningModule):
-    """Use a head only in every second batch, so that it gets no gradient in the first batch of an accumulation."""
+class LateBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.late, self.never = (nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, uses_late: bool) -> torch.Tensor:
+        hidden: torch.Tensor = self.first(x)
+        return self.late(hidden) if uses_late else hidden
+
+
+class Late(pl.LightningModule):
+    """Use a layer of each block only in every second batch, so that it has no gradient in the first of two batches."""
 
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.net, self.late = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.never = nn.Linear(6, 6)
+        self.blocks = nn.ModuleList(LateBlock() for _ in range(2))
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
-        hidden = self.net(batch)
-        return (self.late(hidden) if batch_idx % 2 else hidden).square().mean()
+        for block in self.blocks:
+            batch = block(batch, bool(batch_idx % 2))
+        return batch.square().mean()
 
     def train_dataloader(self) -> Any:
-        torch.manual_seed(1)
-        return torch.utils.data.DataLoader(torch.randn(32, 6), 4 // self.trainer.world_size)
+        batches = torch.randn(8, 4, 6, generator=torch.Generator().manual_seed(1))
+        return torch.utils.data.DataLoader(batches.chunk(self.trainer.world_size, 1)[self.trainer.global_rank], None)
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def train_late_head(layout: str) -> Weights:
-    module = LateHead()
+def train_late(layout: str) -> Weights:
+    module = Late()
     kwargs = {} if layout == "auto" else {"reduce_dtype": "float32"}
-    make_trainer(
-        layout, kwargs, max_steps=3, precision="64-true", accumulate_grad_batches=2, use_distributed_sampler=True
-    ).fit(module)
+    make_trainer(layout, kwargs, max_steps=3, precision="64-true", accumulate_grad_batches=2).fit(module)
     return weights_of(module)
 
 
 def test_parameters_without_a_gradient_in_some_batches_of_an_accumulation_are_reduced(pool: WorkerPool) -> None:
-    expected = pool.run(train_late_head, 1, "auto")[0]
-    for weights in pool.run(train_late_head, 2, "full_shard"):
+    expected = pool.run(train_late, 1, "auto")[0]
+    for weights in pool.run(train_late, 2, "full_shard"):
         assert_same(weights, expected, 1e-5)
