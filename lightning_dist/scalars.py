@@ -6,11 +6,11 @@ parameter. In a step, their modules hold plain tensors that share the DTensors' 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -46,6 +46,11 @@ class Scalars(Technique):
             return None
         self._groups.append(ScalarGroup(self._module, unit.params, self._mesh, self._parameter_mesh))
         return self._groups[-1]
+
+    def copies(self) -> Iterable[tuple[str, Tensor, nn.Parameter]]:
+        """Yield name, plain tensor and DTensor of the parameters."""
+        for group in self._groups:
+            yield from group.copies()
 
     def after_backward(self, reduces: bool) -> None:
         """Reduce the gradients unless they are accumulated. This is a collective over the mesh if they are reduced."""
@@ -90,6 +95,8 @@ class ScalarGroup(ParameterGroup):
             dtensor = DTensor.from_local(local, parameter_mesh, self._placements, run_check=False)
             self._replicated.append(nn.Parameter(dtensor, param.requires_grad))
             move_hooks(param, self._replicated[-1])
+        self._requires_grad: list[bool] = []
+        """The last values of ``requires_grad`` that both forms had in common; empty outside of steps."""
         self._put(self._replicated)
 
     @property
@@ -111,6 +118,10 @@ class ScalarGroup(ParameterGroup):
     def names(self) -> list[str]:
         """Return the full names of the parameters."""
         return list(self._names)
+
+    def copies(self) -> Iterator[tuple[str, nn.Parameter, nn.Parameter]]:
+        """Yield name, plain tensor and DTensor of the parameters."""
+        yield from zip(self._names, self._whole, self._replicated, strict=True)
 
     def holds(self, param: torch.Tensor) -> bool:
         """Return whether ``param`` is one of the plain tensors that the modules hold in a step."""
@@ -139,14 +150,26 @@ class ScalarGroup(ParameterGroup):
         """Put the DTensors back into the modules."""
         if self._is_gathered:
             self.write_back()
+            self._take_requires_grad()
             self._put(self._replicated)
             self._is_gathered = False
 
     def copy_requires_grad(self) -> None:
-        """Copy ``requires_grad`` and the tensor hooks from the DTensors to the plain tensors."""
+        """Copy ``requires_grad`` and the tensor hooks from the DTensors to the plain tensors.
+
+        If a step has set ``requires_grad`` of a plain tensor, it is copied to the DTensor instead.
+        """
+        self._take_requires_grad()
         for whole, replicated in zip(self._whole, self._replicated, strict=True):
             whole.requires_grad_(replicated.requires_grad)
             share_hooks(replicated, whole)
+        self._requires_grad = [replicated.requires_grad for replicated in self._replicated]
+
+    def _take_requires_grad(self) -> None:
+        for whole, replicated, before in zip(self._whole, self._replicated, self._requires_grad, strict=False):
+            if whole.requires_grad != before and replicated.requires_grad == before:
+                replicated.requires_grad_(whole.requires_grad)
+        self._requires_grad = []
 
     def drop_cleared(self) -> None:
         """Drop the accumulated gradients that the step has cleared."""

@@ -69,11 +69,15 @@ class FaultTolerance(Callback):
         self._watchdog: Watchdog | None = None
         self._num_beats = 0
         self._looks_within_validation = False
+        self._folder: str | None = None
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         _compat.leave_signals_alone(trainer)
         if stage == "fit":
+            # Lightning gives checkpoint callbacks without a dirpath one after this, which differs from run to run.
+            given = [callback.dirpath for callback in _model_checkpoints(trainer) if callback.dirpath]
+            self._folder = str(given[0]) if given else None
             requeue = _compat.requeue_signal(trainer)
             self._stop = StopRequest({signal.SIGTERM, signal.SIGUSR1} | ({requeue} if requeue else set()))
             self._stop.listen()
@@ -140,7 +144,7 @@ class FaultTolerance(Callback):
             must_requeue = number == _compat.requeue_signal(trainer)
             # Lightning numbers its checkpoints by the files in the folder, which the ranks may see differently.
             path = trainer.strategy.broadcast(
-                _compat.path_after_requeue(trainer) if must_requeue else stop_path(trainer)
+                _compat.path_after_requeue(trainer) if must_requeue else stop_path(trainer, self._folder)
             )
             if trainer.validating:
                 _compat.put_training_weights_back(trainer)
@@ -202,10 +206,19 @@ def _shown(path: str) -> str:
     return path if "://" in path else os.path.relpath(path)
 
 
-def stop_path(trainer: Trainer) -> str:
-    """Return the path or URL of the checkpoint that a stopped run saves."""
-    folders = [callback.dirpath for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
-    return os.path.join(folders[0] if folders and folders[0] else trainer.default_root_dir, STOPPED)
+def stop_path(trainer: Trainer, folder: str | None = None) -> str:
+    """Return the path or URL of the checkpoint that a stopped run saves.
+
+    Args:
+        trainer: The Trainer of the run.
+        folder: The first folder that the user has given a ModelCheckpoint; None: the user has given none.
+    """
+    folders = [folder, *(callback.dirpath for callback in _model_checkpoints(trainer)), trainer.default_root_dir]
+    return os.path.join(next(str(found) for found in folders if found), STOPPED)
+
+
+def _model_checkpoints(trainer: Trainer) -> list[ModelCheckpoint]:
+    return [callback for callback in trainer.checkpoint_callbacks if isinstance(callback, ModelCheckpoint)]
 
 
 def _upload(trainer: Trainer, folder: Path) -> None:

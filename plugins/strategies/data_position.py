@@ -177,7 +177,8 @@ class LoaderPosition:
         progress = training_progress(self._trainer)
         if not progress.has_begun:
             return progress.epoch, 0, 0
-        epoch = self._sampler.running_epoch
+        # Before an epoch's first batch, the sampler may not have been asked for its order yet.
+        epoch = self._sampler.running_epoch if progress.num_batches else progress.epoch
         if progress.is_done:
             return epoch + 1, 0, 0
         entered_epoch, num_seen, batches_before = self._entered_at

@@ -39,7 +39,7 @@ def gradients_of_outer_layers_are_left() -> Iterator[None]:
     with (
         patch.object(ShardedGroup, "wait_for_end_of_backward", lambda self: None),
         patch.object(ShardedGroup, "has_unreduced_gradients", seen_only_while_gathered),
-        patch.object(ShardedGroup, "end_agreement", lambda self, used, had: None),
+        patch.object(ShardedGroup, "end_agreement", lambda self, used, had: False),
     ):
         yield
 

@@ -17,6 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist.parity import whole_parameters
+from lightning_dist.plugins._compat import before_every_batch
 from tests.distributed.fit import make_trainer
 from tests.pool import RankFailed, WorkerPool
 
@@ -160,6 +161,36 @@ def test_a_resumed_run_equals_the_uninterrupted_one(pool: WorkerPool, tmp_path: 
             assert lrs == expected[4], path.name
             is_epoch_done = path.stem.startswith("epoch") or ("max_steps" in kwargs and at == max(steps))
             assert ends == expected[3][at // 5 + is_epoch_done :], path.name
+
+
+class BeforeEpoch(pl.Callback):
+    """Save before the first batch of the second epoch is fetched, as a run does that is asked to stop there."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.has_saved = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        before_every_batch(trainer, "save", lambda: self.save(trainer))
+
+    def save(self, trainer: pl.Trainer) -> None:
+        if trainer.current_epoch == 1 and not self.has_saved:
+            self.has_saved = True
+            trainer.save_checkpoint(self.path)
+
+
+def saving_before_an_epoch(path: Path) -> Any:
+    return fit([BeforeEpoch(path)])
+
+
+def test_a_run_that_stops_before_the_first_batch_of_an_epoch_resumes_with_this_epoch(
+    pool: WorkerPool, tmp_path: Path
+) -> None:
+    whole = pool.run(saving_before_an_epoch, 2, tmp_path / "saved")
+    for rank, (record, *_) in enumerate(pool.run(resumed, 2, tmp_path / "saved")):
+        expected = whole[rank][0]
+        assert record == {key: expected[key] for key in record}
+        assert {key for key in expected if int(key.split()[1]) >= 5} == set(record)
 
 
 def indices(path: Path) -> dict[str, list[int]]:

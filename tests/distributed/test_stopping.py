@@ -67,12 +67,14 @@ def expected(pool: WorkerPool) -> Any:
 def stopped(folder: Path, signals: Signal, slow_saves: bool) -> tuple[str, int, dict[str, Any]]:
     pl.seed_everything(0, verbose=False)
     model = Regression()
+    # Lightning chooses the folder of the first callback, where a resume would not look.
+    without_folder = ModelCheckpoint(save_top_k=0)
     checkpoint = ModelCheckpoint(folder, filename="{step}", every_n_train_steps=7, save_top_k=-1)
     with pytest.MonkeyPatch.context() as patch:
         if slow_saves:
             Slow(patch, seconds=0.2)
         try:
-            fit([checkpoint, signals], model=model, enable_checkpointing=True, **HOW)
+            fit([without_folder, checkpoint, signals], model=model, enable_checkpointing=True, **HOW)
         except TrainingStopped as stop:
             return stop.path, stop.code, model.record
     raise AssertionError("it did not stop")

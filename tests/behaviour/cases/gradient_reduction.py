@@ -336,3 +336,19 @@ def direct_backward_with_hook(run: Run) -> None:
             optimizer.zero_grad()
 
     run.fit(Direct())
+
+
+@case("a step clears each gradient by hand, also that of a parameter without dimensions", refused=PIPELINED)
+def scalar_cleared_by_hand(run: Run) -> None:
+    class Clears(_Manual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.5))
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            self.manual_backward(self.loss(batch) * self.scale)
+            self.optimizers().step()
+            for param in self.parameters():
+                param.grad = None
+
+    run.fit(Clears())

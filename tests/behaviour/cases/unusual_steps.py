@@ -157,6 +157,21 @@ def frozen_in_step(run: Run) -> None:
     run.fit(Freezes())
 
 
+@case("a step freezes and unfreezes a parameter without dimensions")
+def scalar_frozen_in_step(run: Run) -> None:
+    class Freezes(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(1.5))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            if self.global_step in (1, 3):
+                self.scale.requires_grad_(self.global_step == 3)
+            return super().training_step(batch, batch_idx) * self.scale
+
+    run.fit(Freezes())
+
+
 @case(
     "a step changes the weights of a frozen copy of its blocks by functions of lists, by nn.init and by out=",
     refused=dict.fromkeys(STAGES, "The step changes the parameter|uses the parameter"),
