@@ -319,9 +319,8 @@ class AllStages(TorchFunctionMode):
             total = torch.empty((), dtype=torch.float64, device="meta")
         else:
             values = tensor.detach()
-            if not values.is_floating_point() and not values.is_complex():
-                values = values.double()
-            total = _gathered(torch.linalg.vector_norm(values, 1)).double()
+            values = values.abs() if values.is_complex() else values.double().abs()
+            total = _gathered(values.sum(dtype=torch.float64))
         return total if holders is None else _mark(total, holders)
 
     def _gradient(self, tensor: Tensor) -> Tensor | None:
