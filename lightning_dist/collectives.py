@@ -8,7 +8,40 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-__all__ = ["BytesBroadcast", "DirectAllGather", "TwoShotReduceScatter", "gather"]
+__all__ = [
+    "BytesBroadcast",
+    "DirectAllGather",
+    "TwoShotReduceScatter",
+    "direct_all_gather",
+    "exchange",
+    "gather",
+]
+
+
+Exchange = Callable[[torch.Tensor, Sequence[torch.Tensor], dist.ProcessGroup], None]
+"""A function with the first three arguments of :func:`exchange`, and its effect."""
+
+
+def exchange(received: torch.Tensor, sent: Sequence[torch.Tensor], group: dist.ProcessGroup, tag: int = 0) -> None:
+    """Send a tensor to every other rank and receive one from each, all at the same time.
+
+    This is a collective over ``group``, which must be able to send messages between two ranks.
+
+    Args:
+        received: Tensor of shape ``(n, numel)`` for ``n`` ranks. Its rows receive the other ranks' tensors; this rank's
+            row is left as it is.
+        sent: Contiguous tensors of at most ``numel`` elements each, in the order of the ranks that receive them. On
+            gloo, a shorter tensor leaves the end of the receiver's row as it is.
+        group: Process group of the ``n`` ranks.
+        tag: Tag of the messages. Ranks receive only messages with their own tag.
+    """
+    rank, world_size = group.rank(), group.size()
+    others = [(rank + distance) % world_size for distance in range(1, world_size)]
+    messages = [dist.irecv(received[other], group=group, group_src=other, tag=tag) for other in reversed(others)]
+    messages += [dist.isend(sent[other], group=group, group_dst=other, tag=tag) for other in others]
+    for message in messages:
+        assert message is not None
+        message.wait()
 
 
 class DirectAllGather:
@@ -18,11 +51,11 @@ class DirectAllGather:
     ``n - 1``.
 
     Args:
-        before: Function that is called with the group before each all-gather; it may check that all ranks do the same.
+        exchange: Function that transfers the data of each all-gather; it may check that all ranks do the same.
     """
 
-    def __init__(self, before: Callable[[dist.ProcessGroup], None] | None = None) -> None:
-        self._before = before
+    def __init__(self, exchange: Exchange = exchange) -> None:
+        self._exchange = exchange
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised tensor of shape ``size``."""
@@ -37,34 +70,29 @@ class DirectAllGather:
             output_tensor: Tensor of ``n * numel`` elements that receives the chunks in rank order.
             input_tensor: This rank's chunk, of ``numel`` elements; may be a view of its part of ``output_tensor``.
             group: Process group of the ``n`` ranks.
-            async_op: Whether to return at once; the backend's own all-gather is used then.
+            async_op: Whether to return at once; the backend's own all-gather is used then, and nothing is checked.
 
         Returns:
             The backend's work to wait for if ``async_op`` is set, else None.
         """
-        if self._before is not None:
-            self._before(group)
         if async_op:
             work: dist.Work = dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op=True)
             return work
-        direct_all_gather(output_tensor.view(group.size(), -1), input_tensor, group)
+        direct_all_gather(output_tensor.view(group.size(), -1), input_tensor, group, self._exchange)
         return None
 
 
-def direct_all_gather(chunks: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
+def direct_all_gather(
+    chunks: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup, exchange: Exchange = exchange
+) -> None:
     """Send ``mine`` to all other ranks and receive their chunks into ``chunks``, of shape ``(n, numel)``.
 
     This is a function of its own so that stack traces name it.
     """
-    rank, world_size = group.rank(), group.size()
-    others = [(rank + distance) % world_size for distance in range(1, world_size)]
-    transfers = [dist.irecv(chunks[other], group=group, group_src=other) for other in reversed(others)]
-    transfers += [dist.isend(mine, group=group, group_dst=other) for other in others]
-    if chunks[rank].data_ptr() != mine.data_ptr():
-        chunks[rank].copy_(mine)
-    for transfer in transfers:
-        assert transfer is not None
-        transfer.wait()
+    own = chunks[group.rank()]
+    if own.data_ptr() != mine.data_ptr():
+        own.copy_(mine)
+    exchange(chunks, [mine] * group.size(), group)
 
 
 class TwoShotReduceScatter:
@@ -75,12 +103,11 @@ class TwoShotReduceScatter:
     every run. While it runs, it needs one more buffer of the input's size.
 
     Args:
-        before: Function that is called with the group before each reduce-scatter; it may check that all ranks do the
-            same.
+        exchange: Function that transfers the data of each reduce-scatter; it may check that all ranks do the same.
     """
 
-    def __init__(self, before: Callable[[dist.ProcessGroup], None] | None = None) -> None:
-        self._before = before
+    def __init__(self, exchange: Exchange = exchange) -> None:
+        self._exchange = exchange
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised tensor of shape ``size``."""
@@ -110,14 +137,18 @@ class TwoShotReduceScatter:
         """
         if async_op or op not in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
             raise NotImplementedError(f"TwoShotReduceScatter sums or averages, and blocks; got {op=}, {async_op=}.")
-        if self._before is not None:
-            self._before(group)
-        world_size = group.size()
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received, input_tensor, group=group)
-        torch.sum(received.view(world_size, -1), dim=0, out=output_tensor.view(-1))
+        rank, world_size = group.rank(), group.size()
+        chunks = input_tensor.view(world_size, -1)
+        received = torch.empty_like(chunks)
+        self._exchange(received, chunks.unbind(), group)
+        output = output_tensor.view(-1)
+        if world_size == 2:  # This rank's own chunk need not be copied first.
+            torch.add(received[1 - rank], chunks[rank], out=output)
+        else:
+            received[rank].copy_(chunks[rank])
+            torch.sum(received, dim=0, out=output)
         if op == dist.ReduceOp.AVG:
-            output_tensor.div_(world_size)
+            output.div_(world_size)
         return None
 
 

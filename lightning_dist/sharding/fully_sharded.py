@@ -24,10 +24,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
+from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from lightning_dist._compat import NORM
-from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter
+from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter, exchange
 from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
 from lightning_dist.sharding import _compat
 from lightning_dist.sharding._compat import ShardedGroup
@@ -136,8 +137,8 @@ class Sharding(Technique):
             index = next(index for index, other in enumerate(self._parallel.units) if other is unit)
             sharded = cast(FSDPModule, modules[0])
             # torch names the interface of these objects only in a private module.
-            all_gather: Any = DirectAllGather(partial(self._check_path, "gather", index))
-            reduce_scatter: Any = TwoShotReduceScatter(partial(self._check_path, "reduce", index))
+            all_gather: Any = DirectAllGather(partial(self._exchange, "gather", index))
+            reduce_scatter: Any = TwoShotReduceScatter(partial(self._exchange, "reduce", index))
             sharded.set_custom_all_gather(all_gather)
             sharded.set_custom_reduce_scatter(reduce_scatter)
         if self._write_back_data:
@@ -164,18 +165,37 @@ class Sharding(Technique):
             if group.unit.has_forward:
                 for module in group.unit.modules:
                     _compat.gather_before_views(module)
-        self._unused = UnusedParameters(self._groups, self._mesh)
+        self._unused = UnusedParameters(self._groups, self._mesh, self._end if self._is_direct else None)
         self._root = _StepRoot(self._module, self._holders)
         fully_shard(self._root, mesh=self._mesh, ignored_params=set(self._module.parameters()))
         _compat.initialize_root(self._root)
 
-    def _check_path(self, action: Action, unit: int, group: dist.ProcessGroup) -> None:
-        if not self._parallel.stays_gathered:
-            self._path.check(action, unit, group)
+    def _exchange(
+        self, action: Action, unit: int, received: Tensor, sent: Sequence[Tensor], group: dist.ProcessGroup
+    ) -> None:
+        """Exchange data, and check that all ranks take the same action if they run equal numbers of steps."""
+        if self._parallel.stays_gathered:
+            exchange(received, sent, group)
+        else:
+            self._path.exchange(action, unit, received, sent, group)
 
-    def _check_end(self) -> None:
-        if self._is_direct:
-            self._check_path("end", 0, self._mesh.get_group(self._mesh.ndim - 1))
+    def _end(self, flags: Tensor) -> Tensor:
+        """Check that all ranks that share the parameters have ended the forward or the backward.
+
+        This is a collective over the last axis of the mesh.
+
+        Args:
+            flags: Numbers of dtype uint8, of shape ``(m,)``.
+
+        Returns:
+            The largest of each rank's flags.
+        """
+        group = self._mesh.get_group(self._mesh.ndim - 1)
+        # The message is long enough to carry the check.
+        sent = functional.pad(flags, (0, 16))
+        received = sent.repeat(group.size(), 1)
+        self._exchange("end", 0, received, [sent] * group.size(), group)
+        return received.amax(dim=0)[: flags.numel()]
 
     def wrap_step(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """Return a function that runs ``step`` as a forward of the FSDP root."""
@@ -204,8 +224,8 @@ class Sharding(Technique):
 
     def after_step(self, backward_follows: bool) -> None:
         """Check that all ranks have ended the forward, if no backward follows. This is a collective in that case."""
-        if not backward_follows:
-            self._check_end()
+        if self._is_direct and not backward_follows and not self._parallel.stays_gathered:
+            self._end(torch.empty(0, dtype=torch.uint8))
 
     def after_error(self) -> None:
         """Reset FSDP2's state, and drop the gradients of a step that failed in its microbatches."""
@@ -222,7 +242,6 @@ class Sharding(Technique):
         """
         with self._unused.agreed():
             yield
-            self._check_end()
 
     def after_backward(self, reduces: bool) -> None:
         """Reduce the gradients that no hook of a module has reduced, and let the device wait for all reductions.

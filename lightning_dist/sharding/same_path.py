@@ -6,11 +6,15 @@ process.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
-from typing import Literal, NoReturn
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dist.collectives import exchange
 
 __all__ = ["RanksDivergeError", "SamePath"]
 
@@ -18,13 +22,47 @@ Action = Literal["gather", "reduce", "end"]
 
 _ACTIONS: tuple[Action, ...] = ("gather", "reduce", "end")
 
+_FIRST_TAG = 1 << 24
+"""Tag of the messages with the numbers of actions, which no user's message is likely to have."""
+
+_MARK_BYTES = 8
+"""Number of random bytes that are written to the end of a receiver's memory, to notice a message that is too short."""
+
+
+class _Step(NamedTuple):
+    """Describe what a rank does in one exchange.
+
+    Args:
+        action: Index of the action in ``_ACTIONS``.
+        unit: Index of the unit.
+        num_bytes: Size of the message to each other rank.
+    """
+
+    action: int
+    unit: int
+    num_bytes: int
+
+    @property
+    def tag(self) -> int:
+        """Return the tag of the messages with the data, so that no rank receives those of another action."""
+        return _FIRST_TAG + 1 + self.unit * len(_ACTIONS) + self.action
+
+
+_NONE = _Step(-1, -1, -1)
+"""What stands for an action before the first one."""
+
 
 class RanksDivergeError(RuntimeError):
     """Report that ranks which communicate with each other run different parts of the model."""
 
 
 class SamePath:
-    """Compare between ranks which action on which unit they are about to take.
+    """Exchange data between ranks, and check that they take the same actions on the same units, in the same order.
+
+    A message of its own for this check would take longer than the data of a small unit. Messages with data therefore
+    carry the check: the action that followed the last two actions before is expected to follow them again, on all
+    ranks, and the data of the expected action are exchanged directly. A rank that is about to take another action knows
+    what the others wait for, and sends them a message that is too short. All ranks then tell each other their actions.
 
     Args:
         names: Names of the units, in the order of their indices.
@@ -32,44 +70,80 @@ class SamePath:
 
     def __init__(self, names: Sequence[str]) -> None:
         self._names = names
-        self.is_off = False
+        self._last: tuple[_Step, _Step] = (_NONE, _NONE)
+        """The last two actions of all ranks."""
+        self._next: dict[tuple[_Step, _Step], _Step] = {}
+        """For two actions, the action that followed them the last time. It is the same on all ranks."""
+        self._random = random.Random()
 
-    def check(self, action: Action, unit: int, group: dist.ProcessGroup) -> None:
-        """Compare this rank's next action with that of the other ranks. This is a collective over ``group``.
+    def exchange(
+        self, action: Action, unit: int, received: Tensor, sent: Sequence[Tensor], group: dist.ProcessGroup
+    ) -> None:
+        """Exchange the data of an action. This is a collective over ``group``.
 
         Args:
-            action: The next action: gather a unit's parameters, reduce its gradients, or end a forward or backward.
+            action: The action: gather a unit's parameters, reduce its gradients, or end a forward or backward.
             unit: Index of the unit; the error does not show it at the end of a forward or backward.
-            group: Process group of the ranks that must take the same actions.
+            received: As for :func:`lightning_dist.collectives.exchange`.
+            sent: As for :func:`lightning_dist.collectives.exchange`; all are of the same size.
+            group: Process group of the ranks, which must be the same one in all calls, and use gloo.
 
         Raises:
-            RanksDivergeError: On all ranks of ``group``, if their actions or units differ.
+            RanksDivergeError: On all ranks of ``group``, if their actions, units or sizes differ.
         """
-        if self.is_off or group.size() == 1:
+        if group.size() == 1:
             return
-        mine = unit * len(_ACTIONS) + _ACTIONS.index(action)
-        extremes = torch.tensor([mine, -mine])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group)  # It takes less time than an all-gather.
-        highest, negated_lowest = extremes.tolist()
-        if highest != -negated_lowest:
-            self._raise(mine, group)
+        step = _Step(_ACTIONS.index(action), unit, received.shape[1] * received.itemsize)
+        expected = self._next.get(self._last)
+        if step != expected or not self._exchange_expected(step, received, sent, group):
+            if expected not in (None, step):
+                self._send_too_little(expected, group)
+            self._compare(step, group)
+            exchange(received, sent, group, step.tag)
+        if step.num_bytes >= 2 * _MARK_BYTES:
+            self._next[self._last] = step
+        else:  # A message that is too short would overwrite the mark.
+            self._next.pop(self._last, None)
+        self._last = (self._last[1], step)
 
-    def _raise(self, mine: int, group: dist.ProcessGroup) -> NoReturn:
-        """Raise an error that names two ranks with different actions. This is a collective over ``group``."""
-        found: list[int] = [0] * group.size()
-        dist.all_gather_object(found, mine, group)
-        other = next(rank for rank, theirs in enumerate(found) if theirs != found[0])
+    def _exchange_expected(
+        self, step: _Step, received: Tensor, sent: Sequence[Tensor], group: dist.ProcessGroup
+    ) -> bool:
+        """Exchange the data of the expected action, and return whether all ranks have done so."""
+        mark = torch.frombuffer(bytearray(self._random.randbytes(_MARK_BYTES)), dtype=torch.uint8)
+        rows = received.view(torch.uint8)
+        ends = [rows[rank, -_MARK_BYTES:] for rank in range(group.size()) if rank != group.rank()]
+        for end in ends:
+            end.copy_(mark)
+        exchange(received, sent, group, step.tag)
+        return not any(torch.equal(end, mark) for end in ends)
+
+    def _send_too_little(self, expected: _Step, group: dist.ProcessGroup) -> None:
+        """Take part in the exchange that other ranks expect, with messages of one byte."""
+        unused = torch.empty(group.size(), expected.num_bytes, dtype=torch.uint8)
+        exchange(unused, [torch.zeros(1, dtype=torch.uint8)] * group.size(), group, expected.tag)
+
+    def _compare(self, mine: _Step, group: dist.ProcessGroup) -> None:
+        """Raise an error that names two ranks with different actions, if there are any."""
+        numbers = torch.tensor([mine] * group.size())
+        exchange(numbers, list(numbers.clone()), group, _FIRST_TAG)
+        found = [_Step(*row) for row in numbers.tolist()]
+        other = next((rank for rank, theirs in enumerate(found) if theirs != found[0]), None)
+        if other is None:
+            return
+        self._last, self._next = (_NONE, _NONE), {}
         ranks = dist.get_process_group_ranks(group)
+        first, second = (self._described(step) for step in (found[0], found[other]))
         raise RanksDivergeError(
-            f"Ranks took different paths through the model in this step: rank {ranks[0]} is about to"
-            f" {self._described(found[0])}, and rank {ranks[other]} to {self._described(found[other])}. All ranks"
-            " must run the same blocks in the same order: base the choice of blocks on something that is the"
-            " same on all of them, such as a torch.Generator seeded with trainer.global_step."
+            f"Ranks took different paths through the model in this step: rank {ranks[0]} is about to {first}, and rank"
+            f" {ranks[other]} to {second}. All ranks must run the same blocks in the same order, and train the same"
+            " parameters: base the choice of blocks on something that is the same on all of them, such as a"
+            " torch.Generator seeded with trainer.global_step."
         )
 
-    def _described(self, number: int) -> str:
-        unit, place = divmod(number, len(_ACTIONS))
-        action = _ACTIONS[place]
+    def _described(self, step: _Step) -> str:
+        action = _ACTIONS[step.action]
         if action == "end":
             return "end the forward or the backward"
-        return f"{action} {'the gradients of ' if action == 'reduce' else ''}{self._names[unit]}"
+        what = "the gradients of " if action == "reduce" else ""
+        return f"{action} {what}{self._names[step.unit]} ({step.num_bytes} bytes)"

@@ -8,11 +8,12 @@ afterwards, as in a single process, so that optimizers skip it.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist.sharding._compat import ShardedGroup
@@ -26,14 +27,20 @@ class UnusedParameters:
     Args:
         groups: Groups of the model's parameters, in the same order on all ranks.
         mesh: Device mesh of the ranks that reduce gradients together.
+        end: Function that checks that the ranks of the mesh's last axis have ended the backward; it is given flags, and
+            returns the largest of each rank's. None: nothing is checked.
     """
 
-    def __init__(self, groups: Sequence[ShardedGroup], mesh: DeviceMesh) -> None:
+    def __init__(
+        self, groups: Sequence[ShardedGroup], mesh: DeviceMesh, end: Callable[[Tensor], Tensor] | None
+    ) -> None:
         self.has_reduced = False
         """Whether the last agreement has reduced gradients, after FSDP2 has ended the backward."""
         self._all_groups = groups
         self._groups = [group for group in groups if group.mesh.size() > 1]
-        axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        self._end = end
+        num_axes = mesh.ndim if end is None else mesh.ndim - 1
+        axes = [mesh.get_group(axis) for axis in range(num_axes) if mesh.size(axis) > 1]
         if mesh.device_type != "cpu" and axes:  # A read from the device would wait for the whole backward.
             ranks = mesh.mesh.flatten().tolist()
             axes = [dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="used parameters")]
@@ -51,6 +58,8 @@ class UnusedParameters:
             group.forget_used()
         if not self._groups or not self._groups[0].syncs_gradients:
             yield
+            if self._end is not None:
+                self._end(torch.empty(0, dtype=torch.uint8))
             return
         had_gradient = [group.begin_agreement() for group in self._groups]
         try:
@@ -68,6 +77,8 @@ class UnusedParameters:
 
     def _on_any_rank(self, used: Sequence[bool]) -> list[bool]:
         flags = torch.tensor(used, dtype=torch.uint8)
+        if self._end is not None:
+            flags = self._end(flags)
         for group in self._agreeing:
             dist.all_reduce(flags, dist.ReduceOp.MAX, group())
         return [bool(flag) for flag in flags.tolist()]

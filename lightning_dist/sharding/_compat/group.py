@@ -81,7 +81,7 @@ class ShardedGroup(ParameterGroup):
             return
         if self._group.is_unsharded:
             self._leave_gathered()
-        if self._group.device.type == "cpu":
+        if self._group.device.type == "cpu" and not self._group.is_sharded:
             for param in self._params:
                 param.keep_what_numpy_shares()
         # Inside torch.func.functional_call, a block may run again and must find the same tensors.

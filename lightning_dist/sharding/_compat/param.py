@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -37,6 +37,8 @@ class ShardedParam:
         self._version = 0
         self._shard_version: tuple[int, int] | None = None
         """The version of the shard when it was gathered; if it differs now, the shard is newer than the copy."""
+        self._compared: _Compared | None = None
+        """The tensors that :meth:`write_back` compares, which are the same ones in nearly all steps."""
         self._requires_grad: bool | None = None
         """The last value of ``requires_grad`` that the shard and the gathered copy had in common."""
         self.is_used = False
@@ -181,6 +183,8 @@ class ShardedParam:
         Returns:
             Whether the step has changed the copy other than through ``param.data``.
         """
+        if not is_changed and self._is_unchanged():
+            return False
         whole = local_of(self.whole)
         outputs = self._param.all_gather_outputs
         memory = outputs[0] if len(outputs) == 1 else whole
@@ -196,7 +200,29 @@ class ShardedParam:
             shard, own = self._own_part()
             _store(shard, own)
             self._shard_version = self._version_of_shard()
+        self._compared = _Compared(self.whole, whole, memory, self.shard, *self._own_part())
         return is_changed
+
+    def _is_unchanged(self) -> bool:
+        """Return whether neither the gathered copy nor the shard has changed since the gather, and nothing is to do.
+
+        This runs for every parameter each time it is freed, and is therefore kept short.
+        """
+        compared = self._compared
+        if compared is None:
+            return False
+        gathered, whole, memory, shard, local, own = compared
+        return (
+            gathered is self._param._unsharded_param
+            and shard is self._param.sharded_param
+            and local is local_of(shard)
+            and whole._version == self._version
+            and whole.data_ptr() == memory.data_ptr()
+            and (shard._version, local._version) == self._shard_version
+            and local.dtype is own.dtype
+            and local.device.type == "cpu"  # On other devices, the host would have to wait for the comparison.
+            and torch.equal(local, own)
+        )
 
     def is_written(self) -> bool:
         """Return whether the shard has the values of the gathered copy."""
@@ -262,6 +288,23 @@ class ShardedParam:
         self._param.unsharded_accumulated_grad = None
         if self.gathered is not None:
             self.gathered.grad = None
+
+
+class _Compared(NamedTuple):
+    """Hold the tensors of a sharded parameter that are compared when it is freed."""
+
+    gathered: nn.Parameter
+    """The gathered parameter."""
+    whole: torch.Tensor
+    """The gathered parameter as a plain tensor."""
+    memory: torch.Tensor
+    """The tensor that FSDP2 gathers into."""
+    shard: nn.Parameter
+    """The sharded parameter."""
+    local: torch.Tensor
+    """The sharded parameter as a plain tensor."""
+    own: torch.Tensor
+    """The part of ``whole`` that has the elements of ``local``."""
 
 
 def _store(shard: torch.Tensor, own: torch.Tensor) -> None:
