@@ -100,6 +100,7 @@ class CheckpointedStrategy(SharedBatchStrategy):
         """Restore the random state of the run that is resumed."""
         self._exact_resume.on_train_start(self._trainer)
         super().on_train_start()
+        self._exact_resume.watch_accumulations(self._trainer)
 
     @override
     def on_train_end(self) -> None:

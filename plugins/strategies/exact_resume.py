@@ -38,9 +38,9 @@ class ExactResume:
         self._resumed: list[LoaderPosition] = []  # of the loaders that were created, until training starts
         self._by_given_size: dict[int, LoaderPosition] = {}
         """The positions of the loaders that were resumed, by the batch size that the user gave them."""
-        # These are the values after the last optimizer step, kept only if steps accumulate more than one batch.
-        self._rng_at_update: dict[str, Any] | None = None
-        self._buffers_at_update: dict[str, torch.Tensor] = {}
+        # These are the values before the first batch of the current accumulation, of more than one batch.
+        self._rng_at_start: dict[str, Any] | None = None
+        self._buffers_at_start: dict[str, torch.Tensor] = {}
 
     def process_loader(self, loader: Any, trainer: Trainer) -> None:
         """Prepare a loader that Lightning is about to use, and resume its position if it is a training loader."""
@@ -59,14 +59,21 @@ class ExactResume:
         elif trainer.state.fn == TrainerFn.FITTING:
             give_own_generator(loader)
 
-    def after_update(self, trainer: Trainer) -> None:
-        """Keep the random state and the buffers, which a save within the next accumulation must store."""
-        if trainer.accumulate_grad_batches == 1 and not _compat.changes_accumulation(trainer):
+    def watch_accumulations(self, trainer: Trainer) -> None:
+        """Keep the random state and the buffers at the start of each accumulation, from which a save within resumes.
+
+        Call this at the start of a fit, after all functions that set random states before a batch.
+        """
+        if trainer.accumulate_grad_batches != 1 or _compat.changes_accumulation(trainer):
+            _compat.before_every_batch(trainer, "start of accumulation", lambda: self._before_batch(trainer))
+
+    def _before_batch(self, trainer: Trainer) -> None:
+        if progress.training_progress(trainer).in_window:
             return
-        self._rng_at_update = rng_state()
+        self._rng_at_start = rng_state()
         # All buffers are copied, because BatchNorm's kernels change theirs without increasing the tensor's version.
         buffers = trainer.lightning_module.named_buffers()
-        self._buffers_at_update = {name: buffer.detach().clone() for name, buffer in buffers if not is_remote(buffer)}
+        self._buffers_at_start = {name: buffer.detach().clone() for name, buffer in buffers if not is_remote(buffer)}
 
     def before_validation(self, trainer: Trainer) -> None:
         """Keep the random state, so that training can continue with it after validation has drawn random numbers."""
@@ -83,7 +90,7 @@ class ExactResume:
         """Return this rank's own state for ``checkpoint``; empty outside of a fit.
 
         Also set ``checkpoint`` to the point from which a resume starts: its loops, and in a save within an accumulation
-        its buffers, which are set back to the last optimizer step.
+        its buffers, which are set back to those before its first batch.
 
         Args:
             checkpoint: The checkpoint dictionary that this rank has made, which is changed in place.
@@ -94,9 +101,9 @@ class ExactResume:
         rng = self._rng_before_validation or rng_state()
         progress.prepare_resume(trainer, checkpoint["loops"])
         if progress.training_progress(trainer).in_window:
-            rng = self._rng_at_update or rng
+            rng = self._rng_at_start or rng
             weights = checkpoint[next(key for key in MODELS if key in checkpoint)]
-            weights.update({name: value for name, value in self._buffers_at_update.items() if name in weights})
+            weights.update({name: value for name, value in self._buffers_at_start.items() if name in weights})
         return {
             "rng": rng,
             "loaders": _loader_states(checkpoint),
@@ -140,7 +147,6 @@ class ExactResume:
         for position in self._resumed:
             position.on_train_start()
         self._resumed = []
-        self.after_update(trainer)
         progress.leave_finished_epoch(trainer)
 
 

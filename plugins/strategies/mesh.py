@@ -319,7 +319,6 @@ class MeshStrategy(CheckpointedStrategy):
             for local_step in self._local_steps:
                 local_step.restore()
         self.parallel.after_optimizer_step()
-        self._exact_resume.after_update(self._trainer)
         return output
 
     @contextmanager

@@ -50,6 +50,7 @@ class Regression(pl.LightningModule):
         super().__init__()
         self.stateful = stateful
         self.net = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.2), nn.ReLU(), nn.Linear(8, 1))
+        self.register_buffer("drawn", torch.zeros(()))
         self.record: dict[str, Any] = {}
         self.ends: list[int] = []
 
@@ -91,6 +92,13 @@ class Regression(pl.LightningModule):
         return DataLoader(Noisy(8), batch_size=2)
 
 
+class Draws(pl.Callback):
+    """Draw a random number and change a buffer after each batch."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+        pl_module.drawn += torch.rand(())
+
+
 class Everywhere(pl.Callback):
     """Save at all places where a callback may: after each batch, each validation, and each epoch."""
 
@@ -116,7 +124,7 @@ def fit(callbacks: list[Any], ckpt_path: Any = None, seed: int = 0, model: Any =
     model = model or Regression()
     torch.manual_seed(1000 * seed + int(torch.distributed.is_initialized() and torch.distributed.get_rank()))
     trainer = make_trainer(
-        "full_shard", callbacks=callbacks, use_distributed_sampler=True, limit_val_batches=1.0,
+        "full_shard", callbacks=[Draws(), *callbacks], use_distributed_sampler=True, limit_val_batches=1.0,
         **{"max_epochs": NUM_EPOCHS, "check_val_every_n_epoch": 1, **kwargs},
     )  # fmt: skip
     trainer.fit(model, ckpt_path=ckpt_path)
