@@ -15,6 +15,7 @@ __all__ = [
     "direct_all_gather",
     "exchange",
     "gather",
+    "max_of_flags",
 ]
 
 
@@ -93,6 +94,29 @@ def direct_all_gather(
     if own.data_ptr() != mine.data_ptr():
         own.copy_(mine)
     exchange(chunks, [mine] * group.size(), group)
+
+
+def max_of_flags(flags: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the largest of the ranks' values of each flag. This is a collective over ``group``.
+
+    Few ranks send their flags to each other directly, in one round, which takes less time than gloo's all-reduce of
+    ``2 (n - 1)`` rounds.
+
+    Args:
+        flags: Integers of shape ``(m,)`` in the CPU's memory.
+        group: Process group of the ``n`` ranks, which uses gloo.
+    """
+    if group.size() > _MAX_DIRECT_RANKS:
+        largest = flags.clone()
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+        return largest
+    received = flags.new_empty(group.size(), flags.numel())
+    direct_all_gather(received, flags, group)
+    return received.amax(dim=0)
+
+
+_MAX_DIRECT_RANKS = 8
+"""The largest number of ranks that send flags to each other directly."""
 
 
 class TwoShotReduceScatter:

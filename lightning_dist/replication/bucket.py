@@ -17,9 +17,6 @@ __all__ = ["STALE", "Bucket", "as_dtensor", "in_buckets"]
 _BUCKET_BYTES = 25 * 2**20
 """The largest size of a bucket, as in DistributedDataParallel."""
 
-_NUM_BUCKETS = 4
-"""The number of buckets of a small model. With fewer, most of the communication would only begin after the backward."""
-
 _FIRST_BUCKET_BYTES = 2**20
 """The size of the bucket whose gradients come first, which is small so that communication begins soon."""
 
@@ -42,14 +39,12 @@ def in_buckets(params: Sequence[nn.Parameter], reduce_dtype: torch.dtype | None)
         reduce_dtype: The dtype that gradients are reduced in; None: that of each parameter.
     """
     params = [param for param in params if param.is_floating_point() or param.is_complex()]
-    total = sum(local_of(param).numel() * (reduce_dtype or param.dtype).itemsize for param in params)
-    largest = min(max(total // _NUM_BUCKETS, _FIRST_BUCKET_BYTES), _BUCKET_BYTES)
     limit, num_bytes, bucket = _FIRST_BUCKET_BYTES, 0, list[nn.Parameter]()
     for param in params:
         size = local_of(param).numel() * (reduce_dtype or param.dtype).itemsize
         if bucket and (param.dtype != bucket[0].dtype or num_bytes + size > limit):
             yield bucket
-            limit, num_bytes, bucket = largest, 0, []
+            limit, num_bytes, bucket = _BUCKET_BYTES, 0, []
         bucket.append(param)
         num_bytes += size
     if bucket:

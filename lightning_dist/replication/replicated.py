@@ -27,6 +27,7 @@ from lightning_dist._compat import (
     local_of,
     take_post_accumulate_hooks,
 )
+from lightning_dist.collectives import max_of_flags
 from lightning_dist.replication.bucket import STALE, Bucket, as_dtensor, in_buckets
 from lightning_dist.replication.group import ReplicatedGroup
 from lightning_dist.technique import Parallel, Technique
@@ -276,7 +277,9 @@ class Replication(Technique):
         """Reduce the buckets that some rank has used and that are not reduced yet, and set the mean gradients."""
         self._reduces_now = False
         states = torch.tensor([bucket.state for bucket in self._buckets], dtype=torch.uint8)
-        dist.all_reduce(states, dist.ReduceOp.MAX, self._usage_group())
+        group = self._usage_group()
+        assert group is not None
+        states = max_of_flags(states, group)
         # Buckets of frozen parameters come last on all ranks, because a rank whose other buckets were all full has
         # launched the others before.
         for is_frozen in (False, True):

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_dist.collectives import max_of_flags
 from lightning_dist.sharding._compat import ShardedGroup
 
 __all__ = ["UnusedParameters"]
@@ -80,5 +81,7 @@ class UnusedParameters:
         if self._end is not None:
             flags = self._end(flags)
         for group in self._agreeing:
-            dist.all_reduce(flags, dist.ReduceOp.MAX, group())
+            alive = group()
+            assert alive is not None
+            flags = max_of_flags(flags, alive)
         return [bool(flag) for flag in flags.tolist()]
