@@ -41,8 +41,9 @@ lint: $(VENV)/installed-dev
 quick: lint
 	$(BIN)/python -m pytest -q tests/unit tests/distributed/test_technique.py
 
+# Two tests run at the same time, because a test leaves cores idle while its ranks wait for each other.
 test: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 parity: $(VENV)/installed-dev
 	$(BIN)/python -m pytest tests/parity --matrix=full

@@ -88,7 +88,13 @@ def direct_all_gather(
 ) -> None:
     """Send ``mine`` to all other ranks and receive their chunks into ``chunks``, of shape ``(n, numel)``.
 
-    This is a function of its own so that stack traces name it.
+    This is a collective over ``group``.
+
+    Args:
+        chunks: Tensor of ``n`` rows that receives the chunks of all ranks, including this one's.
+        mine: This rank's chunk, of ``numel`` elements; may be its row of ``chunks``.
+        group: Process group of the ``n`` ranks.
+        exchange: Function that transfers the data.
     """
     own = chunks[group.rank()]
     if own.data_ptr() != mine.data_ptr():

@@ -40,7 +40,6 @@ class SameBuffers(Technique):
         self._flag_groups = [weakref.ref(group) for group in self._axes]
         """The process groups over which flags on the host are exchanged."""
         self._places: list[tuple[nn.Module, str]] = []
-        self._are_small = False
         self._seen: list[tuple[Tensor | None, int]] = []
 
     def attach(self, parallel: Parallel) -> None:
@@ -58,11 +57,6 @@ class SameBuffers(Technique):
                 if buffer is not None and not is_remote(buffer):
                     found.setdefault(id(buffer), (module, key))
         self._places = list(found.values())
-        buffers = [module._buffers[key] for module, key in self._places]
-        self._are_small = sum(buffer.nbytes for buffer in buffers if buffer is not None) <= _SMALL_BYTES and all(
-            type(buffer) is Tensor and buffer.device.type == "cpu" and buffer.layout is torch.strided
-            for buffer in buffers
-        )
         if self._mesh.device_type != "cpu" and self._places and self._axes:
             # On the device's own groups, the host would wait for all that the device has still to do.
             ranks = self._mesh.mesh.flatten().tolist()
@@ -77,17 +71,25 @@ class SameBuffers(Technique):
 
     @torch.no_grad()
     def synchronize(self) -> None:
-        """Overwrite the buffers that changed on any rank since the last call by those of the first rank.
+        """Overwrite the buffers by those of the first rank; large ones only if they changed on any rank.
 
         This is a collective over the mesh if the module has buffers.
+
+        Raises:
+            RuntimeError: If buffers have other sizes on this rank than on the first one.
         """
         if not self._places or not self._axes:
             return
         buffers = [module._buffers.get(key) for module, key in self._places]
-        if self._are_small:
+        if _are_small(buffers):
             for group in self._axes:
-                _broadcast_small([buffer for buffer in buffers if buffer is not None], group)
-            return
+                self._broadcast_small(buffers, group)
+        else:
+            self._broadcast_changed(buffers)
+        self._seen = [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
+
+    def _broadcast_changed(self, buffers: Sequence[Tensor | None]) -> None:
+        """Overwrite those ``buffers`` that changed on any rank since the last synchronization."""
         flags = torch.tensor(
             [
                 (isinstance(module, NORM) and module.training)
@@ -103,27 +105,47 @@ class SameBuffers(Technique):
             flags = max_of_flags(flags, alive)
         changed = [buffer for buffer, flag in zip(buffers, flags.tolist(), strict=True) if flag and buffer is not None]
         for group in self._axes:
-            sent = [buffer.contiguous() for buffer in changed]
+            sent = [buffer.resolve_conj().resolve_neg().contiguous() for buffer in changed]
             for work in [dist.broadcast(buffer, group=group, group_src=0, async_op=True) for buffer in sent]:
                 work.wait()
             for buffer, received in zip(changed, sent, strict=True):
                 if received.data_ptr() != buffer.data_ptr():
                     buffer.copy_(received)
-        self._seen = [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
+
+    def _broadcast_small(self, buffers: Sequence[Tensor | None], group: dist.ProcessGroup) -> None:
+        """Overwrite ``buffers`` in one message. Those that are equal are not written to."""
+        present = [buffer for buffer in buffers if buffer is not None]
+        if not present:
+            return
+        sizes = [buffer.nbytes for buffer in present]
+        digest = torch.tensor([hash(tuple(sizes))]).view(torch.uint8)
+        content = torch.cat([digest, *map(_as_bytes, present)])
+        dist.broadcast(content, group=group, group_src=0)
+        received = torch.split(content, [digest.numel(), *sizes])
+        if group.rank() == 0:
+            return
+        if not torch.equal(received[0], digest):
+            shapes = ", ".join(
+                f"{name!r} {[*buffer.shape]}" for name, buffer in self._module.named_buffers() if not is_remote(buffer)
+            )
+            raise RuntimeError(
+                "Every step begins with the buffers of the first rank, and buffers have other sizes on this rank:"
+                f" {shapes}. Give them the same sizes on all ranks, or keep the tensor in a plain attribute."
+            )
+        for buffer, own in zip(present, received[1:], strict=True):
+            if not torch.equal(own, _as_bytes(buffer)):
+                # The message's parts are not aligned to elements. The copy does not count as a change of the buffer,
+                # because graphs of earlier steps may have saved it.
+                buffer.data.copy_(own.clone().view(buffer.dtype).view(buffer.shape))
 
 
-def _broadcast_small(buffers: Sequence[Tensor], group: dist.ProcessGroup) -> None:
-    """Overwrite ``buffers`` in the CPU's memory by those of the first rank, in one message.
+def _are_small(buffers: Sequence[Tensor | None]) -> bool:
+    """Return whether ``buffers`` are plain tensors in the CPU's memory that fit into one small message."""
+    present = [buffer for buffer in buffers if buffer is not None]
+    return sum(buffer.nbytes for buffer in present) <= _SMALL_BYTES and all(
+        type(buffer) is Tensor and buffer.device.type == "cpu" and buffer.layout is torch.strided for buffer in present
+    )
 
-    Buffers that are equal are not written to, because a graph may have saved them for its backward. This is a
-    collective over ``group``.
-    """
-    content = torch.cat([buffer.reshape(-1).view(torch.uint8) for buffer in buffers])
-    dist.broadcast(content, group=group, group_src=0)
-    if group.rank() == 0:
-        return
-    for buffer, received in zip(buffers, torch.split(content, [buffer.nbytes for buffer in buffers]), strict=True):
-        # The parts of the message are not aligned to the elements.
-        values = received.clone().view(buffer.dtype).view(buffer.shape)
-        if not torch.equal(values.view(-1).view(torch.uint8), buffer.reshape(-1).view(torch.uint8)):
-            buffer.copy_(values)
+
+def _as_bytes(buffer: Tensor) -> Tensor:
+    return buffer.resolve_conj().resolve_neg().reshape(-1).view(torch.uint8)

@@ -1,6 +1,8 @@
+import fcntl
 import gc
 import os
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,9 +16,32 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 from tests.pool import WorkerPool, fork_server
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart(session: pytest.Session) -> None:
     """Start the fork server now, since it imports for seconds, during which this process can collect the tests."""
+    if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
+        return  # This process only distributes the tests.
     fork_server("tests.preload_more")
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Let tests that are marked as ``alone`` run while no other process of the session runs a test."""
+    if "PYTEST_XDIST_TESTRUNUID" not in os.environ:
+        return (yield)
+    folder = Path(tempfile.gettempdir())
+    session = os.environ["PYTEST_XDIST_TESTRUNUID"]
+    with open(folder / f"{session}.gate", "w") as gate, open(folder / f"{session}.running", "w") as running:
+        fcntl.flock(gate, fcntl.LOCK_EX)  # Whoever waits for its turn holds the gate, so that nobody overtakes it.
+        fcntl.flock(running, fcntl.LOCK_EX if item.get_closest_marker("alone") else fcntl.LOCK_SH)
+        fcntl.flock(gate, fcntl.LOCK_UN)
+        return (yield)
+
+
+def pytest_sessionfinish() -> None:
+    """Remove the files by which the processes of this session took turns."""
+    if session := os.environ.get("PYTEST_XDIST_TESTRUNUID"):
+        for name in ("gate", "running"):
+            (Path(tempfile.gettempdir()) / f"{session}.{name}").unlink(missing_ok=True)
 
 
 @pytest.fixture(scope="session")

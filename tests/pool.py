@@ -186,11 +186,14 @@ def _serve(connection: Connection, environment: dict[str, str], stacks: str) -> 
             function, args, kwargs, env = connection.recv()
         except EOFError:
             return
+        before = dict(os.environ)
         os.environ.update(env)
         try:
             answer = (True, function(*args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())
+        os.environ.clear()  # Otherwise a seed that Lightning keeps there would be that of later tests.
+        os.environ.update(before)
         _leave_process_group(destroy=answer[0])
         sys.stdout.flush()
         try:

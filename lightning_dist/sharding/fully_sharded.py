@@ -12,6 +12,7 @@ model) are gathered for the whole step, as FSDP2's root is, so that ``F.linear(x
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -94,7 +95,8 @@ class Sharding(Technique):
         units = parallel.units
         self._last_block = next((unit for unit in reversed(units) if unit.kind == "block"), None)
         names = [" and ".join(filter(None, unit.names)) or type(self._module).__name__ for unit in units]
-        self._path = SamePath(names)
+        # Units that stay sharded over some ranks after their forward are gathered over a smaller group.
+        self._paths: defaultdict[str, SamePath] = defaultdict(lambda: SamePath(names))
         self._shard_dims = bound(parallel.techniques, "shard_dim")
         self._write_back_data = bound(parallel.techniques, "write_back_data")
         self._is_form = bound(parallel.techniques, "is_form_of_parameter")
@@ -177,7 +179,7 @@ class Sharding(Technique):
         if self._parallel.stays_gathered:
             exchange(received, sent, group)
         else:
-            self._path.exchange(action, unit, received, sent, group)
+            self._paths[group.group_name].exchange(action, unit, received, sent, group)
 
     def _end(self, flags: Tensor) -> Tensor:
         """Check that all ranks that share the parameters have ended the forward or the backward.

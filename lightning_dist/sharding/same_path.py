@@ -144,6 +144,6 @@ class SamePath:
     def _described(self, step: _Step) -> str:
         action = _ACTIONS[step.action]
         if action == "end":
-            return "end the forward or the backward"
+            return f"end the forward or the backward ({step.num_bytes} bytes)"
         what = "the gradients of " if action == "reduce" else ""
         return f"{action} {what}{self._names[step.unit]} ({step.num_bytes} bytes)"

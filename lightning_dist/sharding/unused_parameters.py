@@ -52,7 +52,8 @@ class UnusedParameters:
     def agreed(self) -> Iterator[None]:
         """Agree on parameters with gradients at the end of the context, in which a backward runs.
 
-        This is a collective over the mesh if this backward reduces gradients.
+        This is a collective over the mesh if this backward reduces gradients, and else one over its last axis if the
+        end is checked.
         """
         self.has_reduced = False
         for group in self._all_groups:
@@ -65,12 +66,12 @@ class UnusedParameters:
         had_gradient = [group.begin_agreement() for group in self._groups]
         try:
             yield
+            used = [group.used() for group in self._groups]
+            agreed = iter(self._on_any_rank([flag for flags in used for flag in flags]))
         except BaseException:
             for group in self._groups:
                 group.abandon_agreement()
             raise
-        used = [group.used() for group in self._groups]
-        agreed = iter(self._on_any_rank([flag for flags in used for flag in flags]))
         used = [[next(agreed) for _ in group] for group in used]
         with torch.no_grad():
             for group, of_any, had in zip(self._groups, used, had_gradient, strict=True):

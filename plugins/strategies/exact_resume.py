@@ -64,11 +64,10 @@ class ExactResume:
 
         Call this at the start of a fit, after all functions that set random states before a batch.
         """
-        if trainer.accumulate_grad_batches != 1 or _compat.changes_accumulation(trainer):
-            _compat.before_every_batch(trainer, "start of accumulation", lambda: self._before_batch(trainer))
+        _compat.before_every_batch(trainer, "start of accumulation", lambda: self._before_batch(trainer))
 
     def _before_batch(self, trainer: Trainer) -> None:
-        if progress.training_progress(trainer).in_window:
+        if trainer.accumulate_grad_batches == 1 or progress.training_progress(trainer).in_window:
             return
         self._rng_at_start = rng_state()
         # All buffers are copied, because BatchNorm's kernels change theirs without increasing the tensor's version.

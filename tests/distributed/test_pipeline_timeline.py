@@ -27,6 +27,8 @@ from lightning_dist.plugins.callbacks import StepTelemetry
 from lightning_dist.plugins.loggers import MLflowLogger
 from tests.pool import WorkerPool
 
+pytestmark = pytest.mark.alone
+
 PP_SIZE = 4
 NUM_BLOCKS = 8
 NUM_STEPS = 16

@@ -73,8 +73,18 @@ def test_all_ranks_may_change_their_path_together(pool: WorkerPool, world_size: 
     [
         ([STEP, "ab"], [STEP, "b"], r"gather a \(4012 bytes\)", r"gather b \(160 bytes\)"),
         ([STEP] * 4, [*[STEP] * 3, "abdcba"], r"gather c \(28 bytes\)", r"gather d \(4 bytes\)"),
-        ([STEP] * 4, [*[STEP] * 3, "abcdc"], r"gather b \(160 bytes\)", "end the forward or the backward"),
-        ([STEP] * 4, [*[STEP] * 3, STEP + "a"], "end the forward or the backward", r"gather a \(4012 bytes\)"),
+        (
+            [STEP] * 4,
+            [*[STEP] * 3, "abcdc"],
+            r"gather b \(160 bytes\)",
+            r"end the forward or the backward \(24 bytes\)",
+        ),
+        (
+            [STEP] * 4,
+            [*[STEP] * 3, STEP + "a"],
+            r"end the forward or the backward \(24 bytes\)",
+            r"gather a \(4012 bytes\)",
+        ),
         ([*[STEP] * 3, "bb"], [*[STEP] * 3, "cc"], r"gather b \(160 bytes\)", r"gather c \(28 bytes\)"),
     ],
     ids=["first", "skips", "ends_early", "ends_late", "both_change"],

@@ -8,9 +8,13 @@ import socket
 import time
 from pathlib import Path
 
+import pytest
+
 from tests.faults import soak_rank
 from tests.faults.soak import lives
 from tests.launched import Forked
+
+pytestmark = pytest.mark.alone
 
 NUM_STEPS = 60
 

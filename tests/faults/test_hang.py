@@ -7,8 +7,12 @@ import signal
 import time
 from pathlib import Path
 
+import pytest
+
 from lightning_dist.watchdog import EXIT_HANG
 from tests.launched import launch
+
+pytestmark = pytest.mark.alone
 
 SCRIPT = """
 import sys, time

@@ -18,6 +18,8 @@ from lightning_dist.watchdog import EXIT_HANG, Watchdog
 from tests.faults import hanging_rank
 from tests.faults.hanging_rank import TIMEOUT_S
 
+pytestmark = pytest.mark.alone
+
 KILLED = -signal.SIGKILL
 WAITS = "rank 0 waits in all_reduce #6 of group default_pg (ranks 0, 1)"
 NOT_ENTERED = (

@@ -38,7 +38,7 @@ class ShardedParam:
         self._shard_version: tuple[int, int] | None = None
         """The version of the shard when it was gathered; if it differs now, the shard is newer than the copy."""
         self._compared: _Compared | None = None
-        """The tensors that :meth:`write_back` compares, which are the same ones in nearly all steps."""
+        """The tensors that :meth:`write_back` compares, which are the same ones in nearly all steps; None: unknown."""
         self._requires_grad: bool | None = None
         """The last value of ``requires_grad`` that the shard and the gathered copy had in common."""
         self.is_used = False
@@ -131,6 +131,7 @@ class ShardedParam:
         _, _, held = next(self.held())
         is_stand_in = self._stand_in is not None and held is self._stand_in
         if self._group.is_sharded and not is_stand_in:
+            self._compared = None  # It would keep the old shard.
             FSDPParam.reset_sharded_param(self._param)  # type: ignore[no-untyped-call]
 
     def keep_what_numpy_shares(self) -> None:
@@ -147,6 +148,7 @@ class ShardedParam:
         FSDP2 does so itself for parameters of modules that it was given, when these are converted.
         """
         if not self._has_sent_memory():
+            self._compared = None  # It would keep the old memory.
             FSDPParam.reset_sharded_param(self._param)  # type: ignore[no-untyped-call]
 
     def _has_sent_memory(self) -> bool:
@@ -200,7 +202,10 @@ class ShardedParam:
             shard, own = self._own_part()
             _store(shard, own)
             self._shard_version = self._version_of_shard()
-        self._compared = _Compared(self.whole, whole, memory, self.shard, *self._own_part())
+        shard, own = self._own_part()
+        # On other devices, the host would have to wait for a comparison.
+        can_compare = shard.device.type == "cpu" and shard.dtype is own.dtype
+        self._compared = _Compared(self.whole, whole, memory, self.shard, shard, own) if can_compare else None
         return is_changed
 
     def _is_unchanged(self) -> bool:
@@ -219,8 +224,6 @@ class ShardedParam:
             and whole._version == self._version
             and whole.data_ptr() == memory.data_ptr()
             and (shard._version, local._version) == self._shard_version
-            and local.dtype is own.dtype
-            and local.device.type == "cpu"  # On other devices, the host would have to wait for the comparison.
             and torch.equal(local, own)
         )
 

@@ -230,7 +230,7 @@ class StepResult:
             ``"update"`` and the changed attributes of an object of the user's code with the names of removed ones; or
             ``"set"`` and the new value.
         """
-        packages = packages_of(self._module)
+        packages = packages_of(self._module) if self.graph.changed else frozenset()
         found: list[tuple[Literal["append", "update", "set"], Any]] = []
         for (owner, key), (before, items) in zip(self.graph.changed, self._before, strict=True):
             value: Any = vars(self._module.get_submodule(owner)).get(key)
