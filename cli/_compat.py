@@ -1,6 +1,6 @@
 """Collect the command's uses of private API of jsonargparse and LightningCLI, each with what could replace it.
 
-Tested with jsonargparse 4.53 and lightning 2.6.
+The module was tested with jsonargparse 4.53 and lightning 2.6.
 """
 
 import argparse
@@ -27,8 +27,8 @@ class StrategyAction(ActionTypeHint):
     """Parse ``trainer.strategy`` as a registered name, a class name or an import path, each with arguments.
 
     Lightning's annotation is ``str | Strategy``, which jsonargparse treats as two unrelated alternatives: a name, which
-    cannot have arguments, and a class. Replaceable by an annotation in Lightning that knows the registry, or by a hook
-    in jsonargparse that normalizes a value before it is checked.
+    cannot have arguments, and a class. This could be replaced by an annotation in Lightning that knows the registry, or
+    by a hook in jsonargparse that normalizes a value before it is checked.
     """
 
     def _check_type(
@@ -67,7 +67,7 @@ class StrategyAction(ActionTypeHint):
 class StrategyHelpAction(_ActionHelpClassPath):
     """Explain a strategy for ``--trainer.strategy.help NAME``, where NAME may be a registered name or a class.
 
-    Replaceable in the same way as StrategyAction.
+    This could be replaced in the same way as StrategyAction.
     """
 
     def resolve_help_type(self, value: str | None, option_string: str) -> type:
@@ -104,7 +104,7 @@ def install_strategy_actions(parser: ArgumentParser, key: str) -> None:
 class CommandLine(LightningCLI):
     """Extend LightningCLI by a public method that handles ``ckpt_path`` and can be overridden.
 
-    Replaceable by a public hook in LightningCLI before parsing.
+    This could be replaced by a public hook in LightningCLI before parsing.
     """
 
     def _parse_ckpt_path(self) -> None:
@@ -120,7 +120,7 @@ class CommandLine(LightningCLI):
 def active_parser(parser: ArgumentParser, error: Exception | None) -> ArgumentParser:
     """Return the parser of the command that an error is about.
 
-    Replaceable by jsonargparse calling ``error`` on that parser.
+    This could be replaced by jsonargparse calling ``error`` on that parser.
     """
     at_fault = getattr(error, "subcommand_parser", None)
     if at_fault is None and parser._subcommands_action is not None:
@@ -129,19 +129,28 @@ def active_parser(parser: ArgumentParser, error: Exception | None) -> ArgumentPa
 
 
 def child_processes(trainer: Trainer) -> list[Popen[bytes]]:
-    """Return the processes that the Trainer's launcher has started. Replaceable by a public method that ends them."""
+    """Return the processes that the Trainer's launcher has started.
+
+    This could be replaced by a public method that ends them.
+    """
     return list(getattr(trainer.strategy.launcher, "procs", []))
 
 
 def option_names(parser: ArgumentParser) -> set[str]:
-    """Return a parser's long options without dashes. Replaceable by a public listing of a parser's arguments."""
+    """Return a parser's long options without dashes.
+
+    This could be replaced by a public listing of a parser's arguments.
+    """
     return {
         option.removeprefix("--").rstrip("+") for option in parser._option_string_actions if option.startswith("--")
     }
 
 
 def type_of(parser: ArgumentParser, key: str) -> Any:
-    """Return the type hint of an argument, None if it has none. Replaceable in the same way as ``option_names``."""
+    """Return the type hint of an argument, None if it has none.
+
+    This could be replaced in the same way as ``option_names``.
+    """
     action: argparse.Action | None = parser._option_string_actions.get(f"--{key}")
     return getattr(action, "_typehint", None)
 
@@ -190,7 +199,7 @@ def _with_registered_arguments(value: Any) -> Any:
 
 
 def _without_sizes_of(before: Any, spec: dict[str, Any]) -> dict[str, Any]:
-    """Reset the sizes of the strategy ``before``, which another one replaces; jsonargparse would keep the arguments.
+    """Reset the sizes given for the strategy ``before``, which another strategy replaces; jsonargparse would keep them.
 
     Args:
         before: The strategy that was given earlier, in a file or by a flag.

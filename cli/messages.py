@@ -30,7 +30,7 @@ def shorten(message: str, parser: ArgumentParser, arguments: Sequence[str]) -> s
     Args:
         message: The message that jsonargparse would print below the usage.
         parser: The parser that raised the error.
-        arguments: The command line, which shows what configuration file has the option.
+        arguments: The command line, which shows which configuration file has the option.
 
     Returns:
         A message of at most three lines, without the usage. A message of an unknown form is cut to three lines.
@@ -98,7 +98,7 @@ def _explain(lines: list[str], key: str, parser: ArgumentParser, arguments: Sequ
         lines: Lines of the tree below a key.
         key: The key in the parser, such as ``model``.
         parser: The parser that raised the error.
-        arguments: The command line, which shows what configuration file has the key.
+        arguments: The command line, which shows which configuration file has the key.
         path: Import path of the class whose arguments the tree is about; empty until a branch has named one.
 
     Returns:

@@ -56,7 +56,7 @@ def _run_folder(trainer: Trainer) -> str | None:
 
 
 def _write_new(folder: str, name: str, text: str) -> None:
-    """Write a file under ``name``, or with a number appended to its stem if that exists."""
+    """Write a file under ``name``, or, if that name exists, with a number appended to its stem."""
     filesystem = get_filesystem(folder)
     filesystem.makedirs(folder, exist_ok=True)
     stem, suffix = os.path.splitext(name)

@@ -103,7 +103,7 @@ class TrainerCommand(CommandLine):
     def __init__(self, progress: Progress, args: list[str] | None = None) -> None:
         self._progress = progress
         self._command = (args or sys.argv[1:])[0]
-        # This lets ${trainer.max_steps} refer to this command's option, though options are stored under its name.
+        # This lets ${trainer.max_steps} refer to this command's option, which is stored under the command's name.
         set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
         header = [f"{name}=={version}" for name, version in versions().items()]
         shared = {"dump_header": header}

@@ -1,13 +1,13 @@
-"""Detect that a step clears gradients, although the tensors that it clears do not hold these gradients.
+"""Detect that a step clears a gradient on a tensor other than the one that holds the gradient.
 
 In a step, modules hold copies of the parameters, such as gathered parameters, while the gradients are on the parameters
-that the optimizer sees. A step that sets ``param.grad = None`` would therefore clear nothing. Here the copies get a
-stand-in as their gradient: if it is gone later, the gradient of the parameter is cleared.
+that the optimizer sees. A step that sets ``param.grad = None`` would therefore clear nothing. This module therefore
+gives each copy a stand-in as its gradient. If the stand-in is missing later, the gradient of the parameter is cleared.
 
 The opposite happens after a backward that does not reduce gradients. It leaves the gradients of sharded parameters on
 the gathered parameters, whereas ``optimizer.zero_grad()`` clears those of the sharded ones. Until the next backward of
-the step, the sharded parameters therefore have a stand-in as their gradient. If it is gone when that backward begins,
-the accumulated gradient is dropped.
+the step, the sharded parameters therefore have a stand-in as their gradient. If the stand-in is missing when that
+backward begins, the accumulated gradient is dropped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CONVERSIONS = frozenset({"bfloat16", "cpu", "cuda", "double", "float", "half", 
 
 
 class UnreducedGradient(torch.Tensor):
-    """Stand in for the gradient of a sharded parameter that no backward has reduced yet, without elements to read.
+    """Stand in, without elements, for the gradient of a sharded parameter that no backward has reduced yet.
 
     Args:
         param: The sharded parameter, whose shape and strides the stand-in gets.

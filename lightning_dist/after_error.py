@@ -21,7 +21,7 @@ _num_errors: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
 def announce_error(error: BaseException) -> None:
-    """Record in the store that a run has ended with ``error`` on this rank. This is no collective."""
+    """Record in the store that a run has ended with ``error`` on this rank. This is not a collective."""
     if not dist.is_initialized():
         return
     group = default_group()

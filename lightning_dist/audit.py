@@ -250,10 +250,10 @@ class FirstStepAudit(Technique):
                     self._raise_unless_rounding(name, local, axis, group)
 
     def _replicated(self) -> dict[tuple[str, dist.ProcessGroup], list[tuple[str, Tensor]]]:
-        """Return the parameters that are replicated over each mesh axis.
+        """Return, for each mesh axis, the parameters that are replicated over it.
 
         Returns:
-            A mapping of a mesh axis's name and process group to the parameters' names and local tensors.
+            A mapping from the name and process group of a mesh axis to the parameters' names and local tensors.
         """
         found: dict[tuple[str, dist.ProcessGroup], list[tuple[str, Tensor]]] = defaultdict(list)
         managed = [

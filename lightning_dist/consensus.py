@@ -102,7 +102,7 @@ _LEFT = 2**62
 def go_on() -> None:
     """Announce to the other ranks that this rank has begun an operation that all ranks begin, such as a step.
 
-    The announcement is written into the store, and is no collective.
+    The announcement is written into the store, and is not a collective.
     """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return
@@ -167,12 +167,12 @@ def _progress_of(rank: int) -> int:
 
 
 def check_agreement(what: str, text: str) -> None:
-    """Check that ``text`` is the same on all ranks, because they might hang otherwise.
+    """Check that ``text`` is the same on all ranks, because ranks with different texts might hang.
 
     This is a collective over all processes.
 
     Args:
-        what: Name, for the message, of the thing that ``text`` describes: a noun in the singular.
+        what: Singular noun that names the object described by ``text``, for the message.
         text: This rank's description of it.
 
     Raises:

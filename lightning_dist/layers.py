@@ -31,7 +31,7 @@ class LinearLayer:
 
 
 def linear_layer(module: nn.Module) -> LinearLayer | None:
-    """Return the description of ``module``; None if it is no linear layer, or its weight is computed, not stored."""
+    """Return the description of ``module``; None if it is not a linear layer, or its weight is computed, not stored."""
     if module._parameters.get("weight") is None:
         return None
     if isinstance(module, nn.Linear):

@@ -159,7 +159,7 @@ def _wrap(key: str, value: Any, param: DTensor, before: DTensor | None) -> Any:
 
     Args:
         key: Name of the value in the state.
-        value: The value; it is returned unchanged if it is no tensor, or ``key`` is one of :data:`_COUNTERS`.
+        value: The value; it is returned unchanged if it is not a tensor, or ``key`` is one of :data:`_COUNTERS`.
         param: The sharded parameter, whose mesh, placements and shape the result gets.
         before: The DTensor that the state had before the step, which is returned if ``value`` is still its local
             tensor; None: the state had none.

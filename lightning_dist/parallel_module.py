@@ -206,7 +206,7 @@ class ParallelModule:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Allow the module to be called in this context, by all ranks alike, as when activations are recomputed."""
+        """Allow all ranks to call the module together in this context, for example to recompute activations."""
         self._running += 1
         try:
             yield
@@ -222,7 +222,8 @@ class ParallelModule:
             begins_accumulation: Whether the step is the first one of an accumulation, whose gradients are reduced
                 together. It is the same on all ranks, also in a run that was resumed.
         """
-        # A call of the module before the first step, as for an example input, has left outer units gathered.
+        # A call of the module before the first step, for example on an example input, may have left outer units
+        # gathered.
         if any(group.is_gathered for group in self.groups):
             self.free()
         for before_training_step in self._points.before_training_step:
@@ -309,8 +310,8 @@ class ParallelModule:
 
     @contextmanager
     def _any_backward(self) -> Iterator[None]:
-        """Run a backward in this context, whether Lightning or the step itself has called it. This is no collective."""
-        if self._in_backward:  # This is so in manual_backward, and if a recomputation of activations runs a backward.
+        """Run a backward in this context, called by Lightning or by the step itself. This is not a collective."""
+        if self._in_backward:  # Backwards nest in manual_backward and in recomputations.
             yield
             return
         self.gradients.before_backward()
@@ -468,11 +469,11 @@ class ParallelModule:
 
     @property
     def holds_whole_model(self) -> bool:
-        """Return whether no parameter is sharded, so that gathering them is no collective."""
+        """Return whether no parameter is sharded, so that gathering them is not a collective."""
         return not any(group.is_sharded for group in self.groups)
 
     def stay_gathered(self) -> None:
-        """Gather the whole model on every rank, so that ranks may run unequal numbers of steps without backwards.
+        """Gather the whole model on every rank, so that ranks may run unequal numbers of steps without a backward.
 
         It stays gathered until :meth:`stop_staying_gathered`. This is a collective.
         """

@@ -126,7 +126,7 @@ class ParameterGroup(ABC):
         return
 
     def watch_unreduced(self) -> None:
-        """Begin to detect whether the step clears gradients that a backward left unreduced; it may have failed."""
+        """Begin to detect whether the step clears gradients that a backward, even a failed one, left unreduced."""
         return
 
     # The following methods are for the audit of the first step.

@@ -56,7 +56,7 @@ def _accelerator() -> torch.device | None:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set the state that :func:`rng_state` returned; that of an accelerator only if this process uses the same type."""
+    """Restore a state from :func:`rng_state`; that of an accelerator only if this process uses the same device type."""
     python, numpy_state = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["numbers"].tolist()), python["gauss"]))
     key = numpy_state["state"]["key"].numpy().astype(np.uint32)

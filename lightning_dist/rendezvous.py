@@ -21,7 +21,7 @@ _KEY = "lightning_dist/start"
 def fresh_store(store: dist.Store, rank: int, world_size: int, timeout: timedelta) -> dist.Store:
     """Return ``store`` with a key prefix that only this start uses. All ranks must call this.
 
-    Rank 0 returns when all ranks have called it, the others when rank 0 has.
+    Rank 0 returns when all ranks have called this, and the others return when rank 0 has called it.
 
     Args:
         store: Store that all ranks use, in this start and in earlier ones.

@@ -67,7 +67,7 @@ class ReplacedParameters:
         self._params += [(name, weakref.ref(param)) for name, param in params.items()]
 
     def refuse(self, module: nn.Module) -> None:
-        """Refuse all later uses of those recorded parameters that ``module`` no longer has."""
+        """Raise an error at any later use of a recorded parameter that ``module`` no longer has."""
         kept = set(map(id, module.parameters()))
         for name, reference in self._params:
             param = reference()

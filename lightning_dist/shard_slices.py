@@ -57,7 +57,7 @@ def _slices(tensor: DTensor) -> Iterator[ShardSlice]:
     if not packed:
         yield ShardSlice(offsets, sizes, (slice(None),) * tensor.ndim)
         return
-    # The tensor packs several layers, of each of which this rank has a part, but torch describes these as one box.
+    # The tensor packs several layers. This rank has a part of each of them, but torch describes these parts as one box.
     ((axis, number),) = packed
     dim = tensor.placements[axis].dim  # type: ignore[attr-defined]
     rows, length = tensor.shape[dim] // number, sizes[dim] // number

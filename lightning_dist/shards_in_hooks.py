@@ -67,7 +67,7 @@ class ShardsInHooks(TorchFunctionMode):
 
     @contextmanager
     def hook_context(self, what: str) -> Iterator[None]:
-        """Treat shards as whole tensors in this context. A nested call has no effect.
+        """Show shards as whole tensors in this context. A nested context has no effect.
 
         Args:
             what: Description, for error texts, of the code that runs.
@@ -88,7 +88,7 @@ class ShardsInHooks(TorchFunctionMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Treat shards as shards in this context, as for the update within an overridden ``optimizer_step``."""
+        """Pause the conversion in this context, for example for the update within an overridden ``optimizer_step``."""
         if not self._is_on:
             yield
             return
@@ -265,7 +265,7 @@ class ShardsInHooks(TorchFunctionMode):
         """Assign ``value`` to ``target.data``; DTensor by itself ignores such an assignment.
 
         Raises:
-            RuntimeError: If the shapes differ, or if ``value`` is no shard and is not the same on all ranks.
+            RuntimeError: If the shapes differ, or if ``value`` is not a shard and is not the same on all ranks.
         """
         if not isinstance(target, DTensor):
             _DATA_SET(target, self._whole(value))

@@ -1,4 +1,4 @@
-"""Let steps and hooks clear gradients themselves, although the gradients may be on other tensors than they see.
+"""Let steps and hooks clear gradients even if the gradients are on other tensors than those that they see.
 
 In a step, modules hold gathered parameters or stand-ins, and not the parameters that the optimizer sees. The gradients
 of earlier backwards, however, are on the optimizer's parameters, or on the gathered ones if they are not reduced over
@@ -25,7 +25,7 @@ Copies = Callable[[], Iterable[tuple[str, Tensor, nn.Parameter]]]
 
 
 class StepGradients:
-    """Clear the gradients that the optimizer sees if a step or a hook clears them on the tensors that it sees.
+    """Clear the optimizer's gradients when a step or a hook clears those of the tensors that modules hold.
 
     Args:
         module: The user's module, which holds copies of the parameters during a step.
@@ -44,7 +44,7 @@ class StepGradients:
 
     @contextmanager
     def watched(self, runs_backwards: bool) -> Iterator[None]:
-        """Clear on the optimizer's parameters what the step in this context clears on the tensors that it sees.
+        """Clear the optimizer's gradients of the parameters whose gradients the step clears in this context.
 
         The caller must call :meth:`show` when the modules hold the tensors that the step sees.
 
@@ -67,7 +67,7 @@ class StepGradients:
             self._is_shown = False
 
     def show(self) -> None:
-        """Give the tensors that modules hold stand-ins as gradients, if the step runs its backwards itself.
+        """Give the tensors that modules hold stand-ins as gradients, if the step runs its own backwards.
 
         Without them, an assignment ``param.grad = None`` in such a step would be silently ignored.
         """
@@ -87,7 +87,7 @@ class StepGradients:
         self._of_copies.take_cleared()
 
     def before_backward(self) -> None:
-        """Clear on the optimizer's parameters what the step has cleared, before a backward adds gradients."""
+        """Clear the optimizer's gradients that the step has cleared on copies, before a backward adds gradients."""
         self.take_cleared()
         for group in self._groups:
             group.drop_cleared()

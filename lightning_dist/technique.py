@@ -164,7 +164,7 @@ class Technique:
         """
 
     def after_error(self) -> None:
-        """Reset the state that a step has left which raised an error."""
+        """Reset the state that a failed step has left behind."""
 
     # The following methods are called in every backward, and in the optimizer's step.
 
@@ -282,7 +282,7 @@ class Technique:
         return nullcontext()
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's state of the technique for a checkpoint: tensors, and values that torch.load accepts."""
+        """Return the technique's state on this rank for a checkpoint: tensors, and values that torch.load accepts."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:

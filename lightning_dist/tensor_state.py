@@ -1,4 +1,4 @@
-"""Say why a tensor has no values on this rank: only other ranks have it, or it is not initialised yet.
+"""Find out why a tensor has no values on this rank: only other ranks have them, or it is not initialised yet.
 
 Both kinds are on the meta device, but never at the same time. Until a module has been made parallel, a tensor there is
 not initialised yet. From then on, :mod:`lightning_dist.initialization` has initialised all tensors of this rank, and a
@@ -15,7 +15,7 @@ __all__ = ["is_remote", "is_uninitialized"]
 def is_remote(tensor: Tensor) -> bool:
     """Return whether only other ranks have the values of ``tensor``, which belongs to a module that is parallel.
 
-    It may also be from the module's state dict, a gradient, or from an optimizer's state.
+    The tensor may also come from the module's state dict or an optimizer's state, or be a gradient.
     """
     return tensor.is_meta
 

@@ -5,8 +5,8 @@ The units are found once, without the user's help, and used by all techniques. T
 - ``block``: an instance of the model's repeated block classes. These are named by the user or by a Hugging Face model
   (``_no_split_modules``), or else they are found: a block class has parameters and children, and some container
   (ModuleList, Sequential, ModuleDict) holds two instances of it with the same parameter shapes. Blocks do not nest: of
-  nested candidates, the outermost is the block, such as a layer that contains experts. A CNN's stages usually have
-  different shapes, so that not they but the blocks in them are found.
+  nested candidates, the outermost is the block, such as a layer that contains experts. The stages of a CNN usually have
+  different shapes, so the blocks inside them are found instead.
 - ``large``: a module outside the blocks with at least ``min_num_params`` parameters, cut bottom-up (a CNN's stage).
 - ``outer``: the rest of a child of the root (embeddings, norms, heads, or all of a small model).
 - ``shared``: parameters that only modules of several blocks or large units own, such as one weight in every block.
@@ -133,7 +133,7 @@ def find_units(
 
 
 def _is_repeated(root: nn.Module) -> set[nn.Module]:
-    """Return the candidates for blocks: instances, in containers, of the classes that repeat with equal shapes."""
+    """Return the candidates for blocks: the instances in containers of classes that repeat with equal shapes."""
     in_containers: dict[type, list[nn.Module]] = defaultdict(list)
     repeated: set[type] = set()
     for container in root.modules():
@@ -152,7 +152,7 @@ def _is_repeated(root: nn.Module) -> set[nn.Module]:
 
 
 def _outermost(root: nn.Module, wanted: set[nn.Module]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield name and module of those in ``wanted`` with parameters that are inside no other one, except the root."""
+    """Yield name and module of the outermost modules in ``wanted`` that have parameters, except the root."""
     inside = {id(sub) for module in wanted - {root} for sub in module.modules() if sub is not module}
     for name, module in root.named_modules():
         if (
@@ -277,7 +277,7 @@ def _assign(root: nn.Module, units: list[Unit], owners: dict[nn.Parameter, list[
 
 
 def _apart_from_shared(root: nn.Module, units: list[Unit], owners: dict[nn.Parameter, list[str]]) -> Iterator[Unit]:
-    """Move parameters whose owners are all inside inner units from large and outer units to the shared unit.
+    """Move parameters that only modules of inner units own from large and outer units to the shared unit.
 
     The forward of a large or outer unit gathers only the parameters that its modules outside of inner units own. The
     shared unit is yielded before the root unit.

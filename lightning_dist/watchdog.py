@@ -36,7 +36,7 @@ __all__ = ["EXIT_HANG", "Watchdog"]
 EXIT_HANG = 76
 """Exit code of ranks that were ended because a rank hangs. Ranks that cannot answer are killed instead."""
 
-_RUN_PACKAGE = (  # like `python -m`, but without importing the parent package, which would import torch
+_RUN_PACKAGE = (  # It is `python -m` without an import of the parent package, which imports torch.
     "import runpy, sys; folder, name = sys.argv[1:3]; del sys.argv[1:3]; sys.path.append(folder);"
     " runpy.run_module(name, run_name='__main__')"
 )

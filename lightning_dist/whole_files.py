@@ -61,7 +61,7 @@ def register(root: nn.Module, units: Sequence[nn.Module]) -> None:
         _modules[module] = None
         vars(module)["__deepcopy__"] = partial(_refuse_copy, type(root).__name__)
     for name, module in root.named_modules():
-        if hasattr(type(module), "save_pretrained"):  # Hugging Face's own would gather weights on this rank alone.
+        if hasattr(type(module), "save_pretrained"):  # Hugging Face's method would gather weights on this rank alone.
             vars(module)["save_pretrained"] = partial(_save_pretrained, module, name)
 
 
@@ -111,7 +111,7 @@ def whole_state_dicts(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iter
     def copy_own(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
         for key, param in module._parameters.items():
             name = prefix + key
-            if param is None or isinstance(state_dict.get(name), nn.Parameter | None):  # It is one with keep_vars=True.
+            if param is None or isinstance(state_dict.get(name), nn.Parameter | None):  # keep_vars=True returns it.
                 continue
             place = (param.data_ptr(), param.shape, param.stride(), param.dtype)
             copy = copies.get(place)

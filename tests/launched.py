@@ -31,8 +31,8 @@ class Forked:
         function: Function at module level that the process calls with ``args``.
         args: Arguments of the function, which are pickled.
         environment: All environment variables of the process.
-        is_parent: Whether the process starts further processes by multiprocessing. Such a process is no daemon, so the
-            test must end it: it is not killed at the end of the test session.
+        is_parent: Whether the process starts further processes by multiprocessing. Such a process is not a daemon, so
+            the test must end it: it is not killed at the end of the test session.
     """
 
     def __init__(

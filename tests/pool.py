@@ -57,7 +57,7 @@ def in_parallel(first: Callable[[], First], second: Callable[[], Second]) -> tup
         return first(), future.result()
 
 
-class RankFailed(AssertionError):  # noqa: N818 - reads as what it is in a test report
+class RankFailed(AssertionError):  # noqa: N818 - The name reads well in a test report.
     """Report that at least one rank raised, died or hung. ``errors`` maps each failed rank to its traceback."""
 
     def __init__(self, errors: dict[int, str]) -> None:

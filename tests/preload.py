@@ -1,5 +1,5 @@
 """Import modules in the fork server, so that its workers need not. No import here may start a thread."""
-# ruff: noqa: F401 - what is imported here is used by the workers that are forked
+# ruff: noqa: F401 - The forked workers use these imports.
 
 import gc
 

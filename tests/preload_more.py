@@ -3,7 +3,7 @@
 They are not in ``tests.preload``, because the benchmarks measure the memory of workers that do not need them. One
 thread is started here, by the allocator of MLflow's pyarrow; it is safe to fork.
 """
-# ruff: noqa: F401 - what is imported here is used by the workers that are forked
+# ruff: noqa: F401 - The forked workers use these imports.
 
 import gc
 

@@ -71,7 +71,7 @@ class TextDataModule(LightningDataModule):
         super().__init__()
         self.save_hyperparameters()
         if not 0 < val_fraction < 1:
-            raise ValueError(f"val_fraction={val_fraction} is no share: use a number between 0 and 1, such as 0.05.")
+            raise ValueError(f"val_fraction={val_fraction} must be a fraction between 0 and 1, such as 0.05.")
         self.path = path
         self.pattern = pattern
         self.context = context
@@ -165,8 +165,7 @@ class TextDataModule(LightningDataModule):
                 num_left -= len(text)
 
         shares = {file: int.from_bytes(digests[file][:8]) / 2**64 for file in texts}
-        # At least one file must be held out, even if no share is below val_fraction: then it is the file of the least
-        # share.
+        # If no share is below val_fraction, the file with the smallest share is held out, so that there is always one.
         threshold = max(self.val_fraction, min(shares.values(), default=0.0))
         train = [text for file, text in texts.items() if shares[file] > threshold]
         held_out = [text for file, text in texts.items() if shares[file] <= threshold]

@@ -13,7 +13,7 @@ VOCAB_SIZE = 256  # The vocabulary has one entry per byte.
 
 
 class Linear(nn.Linear):
-    """Apply a linear layer without bias, with normal initial weights of deviation ``gain / sqrt(in_features)``."""
+    """Apply a linear layer without bias, initialized with the standard deviation ``gain / sqrt(in_features)``."""
 
     def __init__(self, in_features: int, out_features: int, gain: float = 1.0) -> None:
         self.gain = gain  # It must be set first, because super().__init__() calls reset_parameters().
@@ -59,7 +59,7 @@ class RotaryEmbedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Apply causal multi-head self-attention with rotary positions."""
+    """Apply causal multi-head self-attention with rotary position embeddings."""
 
     def __init__(self, dim: int, num_heads: int, max_len: int, residual_gain: float) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Predict the next byte with a decoder of RMSNorm, rotary positions and SwiGLU.
+    """Predict the next byte by a decoder-only transformer with RMSNorm, rotary position embeddings and SwiGLU.
 
     The initial weights of projections into the residual stream are smaller by a factor of ``sqrt(2 * num_layers)``, so
     that the variance of the stream does not grow with depth (Radford et al., 2019, GPT-2, section 2.3).
@@ -177,7 +177,7 @@ class GPTModule(LightningModule):
         lr: Peak learning rate.
         warmup_steps: Number of optimizer steps until the peak.
         min_lr_ratio: Final learning rate as a fraction of the peak.
-        weight_decay: Weight decay of the matrices; norms have none.
+        weight_decay: Weight decay of the weight matrices; the weights of norms are not decayed.
         betas: Decay rates of AdamW's two moments.
     """
 

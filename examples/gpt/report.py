@@ -13,7 +13,7 @@ from examples.gpt.data import TextDataModule
 from examples.gpt.model import GPTModule
 from lightning_dist import full_parameters
 
-MAX_WIDTH = 96  # This is the largest number of columns of the report.
+MAX_WIDTH = 96  # The report has at most this number of columns.
 
 
 class TextReport(Callback):

@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from examples.batching import per_rank_batch_size
 
-# This is the number of images for validation, and for testing. 2, 4, 8... ranks share it without repeats.
+# Validation and testing each use this number of images, which 2, 4, 8... ranks share without repeating an image.
 NUM_HELD_OUT = 256
 
 

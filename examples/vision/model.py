@@ -25,7 +25,7 @@ class ResidualBlock(nn.Module):
 
 
 class DigitsModule(LightningModule):
-    """Classify 8x8 images of digits, trained with SGD and a one-cycle schedule.
+    """Classify 8x8 images of digits, and train with SGD and a one-cycle learning rate schedule.
 
     Args:
         num_channels: Number of channels of every convolution.

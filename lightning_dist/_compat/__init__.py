@@ -1,6 +1,6 @@
 """Wrap every private name of torch that this package uses.
 
-- ``autograd``: Follows backwards.
+- ``autograd``: Runs functions when a backward begins or ends.
 - ``hooks``: Reads, moves and calls hooks.
 - ``modules``: Changes what modules hold and what a call of them runs.
 - ``processes``: Reaches process groups and the record of their collectives.

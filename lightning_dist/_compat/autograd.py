@@ -1,4 +1,4 @@
-"""Follow backwards, and act at their beginning and end."""
+"""Run functions when a backward begins or ends, and write tensors without autograd's version check."""
 
 from __future__ import annotations
 
@@ -111,9 +111,9 @@ def is_in_backward() -> bool:
 
 @torch.no_grad()
 def overwrite(memory: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy ``values`` into ``memory`` without counting it as an in-place change, which autograd would refuse later.
+    """Copy ``values`` into ``memory`` without increasing its version counter, so that autograd accepts the change.
 
-    Use it only where the graph was computed with ``values``, and not with what is in ``memory`` so far.
+    Use this only if the autograd graph was computed with ``values``, and not with the present content of ``memory``.
 
     Replaced by: a public way to write without increasing a tensor's version counter.
     """

@@ -63,7 +63,7 @@ def take_post_accumulate_hooks(param: torch.Tensor, but: int | None) -> dict[int
 
     Args:
         param: The parameter.
-        but: Key of a hook that is not removed; None: all hooks are removed.
+        but: Key of the one hook that is kept; None: all hooks are removed.
     """
     hooks: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     if len(hooks) <= (but is not None):
@@ -95,7 +95,7 @@ _OURS = ("torch.distributed", "lightning_dist")
 
 
 def leave_out_hooks(module: nn.Module) -> None:
-    """Remove the hooks of torch.distributed and of this package from ``module``.
+    """Remove from ``module`` the hooks that torch.distributed and this package have registered.
 
     The dictionaries of hooks are replaced by new ones, so that the caller can put the old ones back later.
     """

@@ -61,7 +61,8 @@ class LocalStorage(CheckpointStorage):
                 raise CheckpointError(
                     f"another run ({owner}) saves to {self.path.parent}. Let each run save to a folder of its own"
                 ) from None
-            # Without locks, the leftovers of a dead run cannot be told from the files of a live one, so they are kept.
+            # Without locks, the leftovers of a dead run cannot be distinguished from the files of a live one, so they
+            # are kept.
             except OSError:
                 return partial(os.close, file)
             if _is_same(path, file):
@@ -146,7 +147,7 @@ class LocalStorage(CheckpointStorage):
         return folder
 
     def _link_in_place(self, folder: Path) -> Path | None:
-        """Move ``folder`` to ``.versions/`` and link to it at the path; return the target of the link before, if any.
+        """Move ``folder`` to ``.versions/`` and link the path to it; return the previous target of the link, if any.
 
         Raises:
             CheckpointError: If there is something other than a symbolic link at the path.
@@ -261,7 +262,7 @@ _renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None) if sy
 
 
 def _rename(source: Path, target: Path, flag: int) -> None:
-    """Rename ``source`` to ``target`` by renameat2(2), which replaces nothing.
+    """Rename ``source`` to ``target`` by renameat2(2), without replacing an existing file.
 
     Args:
         source: The path to rename.
@@ -276,7 +277,7 @@ def _rename(source: Path, target: Path, flag: int) -> None:
 
 
 def _can_exchange(folder: Path) -> bool:
-    """Try to exchange two directories in ``folder``, and return whether its file system can do so."""
+    """Return whether the file system of ``folder`` can exchange two directories, by trying it."""
     first, second = (folder / f"exchange-{os.urandom(4).hex()}" for _ in range(2))
     os.mkdir(first)
     os.mkdir(second)

@@ -101,7 +101,7 @@ def write(
         The time of the save in seconds since the epoch, as the manifest has it in ``saved_at``.
 
     Raises:
-        CheckpointError: On all ranks, if any rank failed. What was at ``path`` before is then still there.
+        CheckpointError: On all ranks, if any rank failed. A previous checkpoint at ``path`` is then still there.
     """
     rank, num_ranks = (dist.get_rank(group), dist.get_world_size(group)) if dist.is_initialized() else (0, 1)
     is_first = rank == 0
@@ -337,7 +337,7 @@ def _check_files(reader: Reader, manifest: Manifest, check: Verify, share: tuple
 
 
 def _check_small_files(reader: Reader, manifest: Manifest, check: Verify, share: tuple[int, int]) -> list[str]:
-    """Check this rank's share of the files except those of tensors, and return the names of those of tensors."""
+    """Check this rank's share of the files without tensors, and return the names of the files with tensors."""
     _check_sizes(reader, manifest, check)
     mine = _share_of(manifest, share) if check == "full" else []
     for name in mine:
@@ -347,9 +347,9 @@ def _check_small_files(reader: Reader, manifest: Manifest, check: Verify, share:
 
 
 def _share_of(manifest: Manifest, share: tuple[int, int]) -> list[str]:
-    """Return the names of the files that this rank checks: rank N modulo num_ranks checks those that rank N wrote.
+    """Return the names of the files that this rank checks: rank N modulo num_ranks checks the files of rank N.
 
-    With as many ranks as saved the checkpoint, each one checks the files that it is likely to read anyway.
+    If as many ranks load the checkpoint as saved it, each one checks the files that it is likely to read anyway.
     """
     rank, num_ranks = share
     number = re.compile(r"rank_(\d+)\.")
@@ -377,7 +377,7 @@ def _check_digest(reader: Reader, manifest: Manifest, name: str) -> None:
 
 
 def _content(reader: Reader, manifest: Manifest, name: str, optional: bool = False) -> bytearray:
-    """Return the content of the file ``name``, whatever the storage's prefix; empty if ``optional`` and missing."""
+    """Return the content of the file ``name``, given without prefix; empty if ``optional`` and missing."""
     full_name = next((file for file in manifest.files if os.path.basename(file) == name), None)
     if full_name is None and optional:
         return bytearray()

@@ -21,7 +21,7 @@ _POSITIONS = "lightning_dist.positions_in_data"
 def read_whole(
     source: str | Path, map_location: Any = None, weights_only: bool = True, weights_alone: bool = False
 ) -> dict[str, Any]:
-    """Read the checkpoint directory ``source`` in one process, with the same result as ``torch.load`` of a file.
+    """Read the checkpoint directory ``source`` in one process, and return what ``torch.load`` returns for a file.
 
     Args:
         source: Checkpoint directory that a sharded run saved.
@@ -52,7 +52,7 @@ def read_whole(
 
 
 def consolidate(source: str | Path, destination: Path, trust: bool = False) -> None:
-    """Write the checkpoint directory ``source`` as one file, in one process and with the whole checkpoint in memory.
+    """Convert the checkpoint directory ``source`` to one file, in one process that holds the whole checkpoint.
 
     Args:
         source: Checkpoint directory that a sharded run saved.

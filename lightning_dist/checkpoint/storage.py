@@ -29,7 +29,7 @@ class Reader(Protocol):
 
 
 class CheckpointStorage(Protocol):
-    """Store the checkpoint of one path, which may not exist yet.
+    """Store a checkpoint at one path, at which there may be none yet.
 
     A save calls ``begin``, then ``create`` for each file, and ends with ``commit`` or ``abort``.
     """

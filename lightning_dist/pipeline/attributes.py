@@ -46,7 +46,7 @@ def restore(root: nn.Module, names: Names, kept: Sequence[tuple[Any, list[Any] |
     Args:
         root: The user's module, in which the modules of ``names`` are looked up.
         names: The same names, in the same order, that :func:`save_attributes` was given.
-        kept: What :func:`save_attributes` returned for these names.
+        kept: Result of :func:`save_attributes` for these names.
     """
     for (module, key), (value, items) in zip(names, kept, strict=True):
         attributes = vars(root.get_submodule(module))

@@ -69,8 +69,8 @@ class Attempt:
 def agreed_path(path: int, failure: Failure | None, group: dist.ProcessGroup, device: torch.device) -> int:
     """Return the number of a step's path if all ranks have the same one, else -1. This is a collective over ``group``.
 
-    If the result is -1, all ranks must trace the step. It may be that only one rank finds that its step takes another
-    path, because the path depends on an attribute that only its own part of the model changes.
+    If the result is -1, all ranks must trace the step. A single rank may find that its step takes another path, because
+    the path depends on an attribute that only its own part of the model changes.
 
     Args:
         path: The number of the known path that the step takes on this rank; -1: none of the known paths.

@@ -233,13 +233,14 @@ class AllStages(TorchFunctionMode):
     def _in_place(self, func: Any, target: Tensor, others: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an in-place function on the ranks that hold ``target``, and return ``target``.
 
-        This is a collective over the pipeline if some of these ranks lack other arguments, which are then sent to them.
+        If some of these ranks lack the values of other arguments, the values are sent to them, which is a collective
+        over the pipeline.
 
         Args:
             func: The function, whose first argument is ``target``.
-            target: The tensor that it changes.
-            others: Its other positional arguments.
-            kwargs: Its keyword arguments.
+            target: The tensor that the function changes.
+            others: The further positional arguments of the function.
+            kwargs: The keyword arguments of the function.
         """
         holders = _holders(target)
         # Every rank draws random numbers, so that the generators of all ranks stay in the same state.
@@ -259,7 +260,7 @@ class AllStages(TorchFunctionMode):
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
-        """Raise an error that code in this context raises on one rank on all ranks.
+        """Raise an error on all ranks if the code in this context raises one on any rank.
 
         This is a collective over the pipeline. Only the first :data:`_NUM_CHECKED_CALLS` contexts in each hook do this;
         later ones do nothing. An error on some ranks arises, for example, if ranks that have the same shard of a weight
@@ -281,7 +282,7 @@ class AllStages(TorchFunctionMode):
         raise_together(failure, self._group, self._device)
 
     def _one_by_one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a function of lists of tensors separately on each item, because the items may be on different stages."""
+        """Run a function of tensor lists separately on each item, because the items may be on different stages."""
         length = next(len(arg) for arg in args if isinstance(arg, list | tuple))
 
         def at(place: int, arg: Any) -> Any:

@@ -209,7 +209,7 @@ class Pipeline(Technique):
         This is a collective over ``pp``.
 
         Args:
-            checkpoint: The entries of a checkpoint that are no state of the module or of an optimizer.
+            checkpoint: The entries of a checkpoint other than the states of the module and of the optimizers.
         """
         with self.all_stages.switched_off():
             return with_one_writer_per_tensor(checkpoint, self.group, self._mesh)

@@ -3,9 +3,10 @@
 Every rank of a pipeline has the whole batch. To run one of its stages on a microbatch, a rank runs the user's step:
 
 - A part of an earlier stage does not run. It returns the tensors that the earlier stage has sent, and stand-ins of the
-  right shape for its other tensors. The trace found the latter unused; using one raises (see :mod:`.stand_in`).
+  right shape for its other tensors. The trace found the latter unused; using one raises an error (see
+  :mod:`.stand_in`).
 - A part of the stage itself runs.
-- At the first call of a part of a later stage the step ends. The tensors that later stages use are sent.
+- The step ends at the first call of a part of a later stage. The tensors that later stages use are sent.
 
 The code between the parts runs on every stage. It draws the same random numbers on all stages, because the generators
 are seeded for each microbatch. Each call of a part has a seed of its own, and restores the generators at its end.
@@ -67,8 +68,8 @@ class StagePlan:
     def sent(self) -> list[Value]:
         """Return the values that this stage sends to the next stage, in order.
 
-        The last stage sends nothing. For it, these are the values that the end of the step uses when it is run once
-        more on the whole batch; there are none if it is not.
+        For the last stage, which sends nothing, these are the values that the end of the step uses when it is run again
+        on the whole batch. There are none if it is not run again.
         """
         if self.is_last and self.graph.of_whole_batch is None:
             return []
@@ -151,9 +152,8 @@ class _StageRunState:
     Args:
         plan: Plan of the stage that runs.
         seed: Seeds of the microbatch that runs.
-        given: The tensors that this stage has received, by the value in the graph that each of them is.
-        made: The tensors that parts of this stage have returned and that this stage sends, by their values in the
-            graph.
+        given: The tensors that this stage has received, by their values in the graph.
+        made: The tensors that parts of this stage have returned and that it sends, by their values in the graph.
         num_calls: The number of calls of parts so far, including those of parts of earlier stages.
         is_inside: Whether a part is running, so that a call of another part inside it is an ordinary call.
     """
@@ -193,7 +193,7 @@ class Replay:
     def run(
         self, plan: StagePlan, seed: MicrobatchSeed, received: Sequence[Tensor], step: Callable[[], Any]
     ) -> tuple[Any, tuple[Tensor, ...]]:
-        """Run ``step`` on one stage for one microbatch. No communication.
+        """Run ``step`` on one stage for one microbatch, without communication.
 
         Args:
             plan: Plan of the stage to run.

@@ -78,8 +78,8 @@ class _StepState:
         plans: The plan of each stage of this rank, by the stage's index.
         steps: The user's step on each microbatch, with its arguments bound.
         run_root: Function that runs a given function as a forward of the whole module.
-        loss_of: Function from what the step returned to the tensor at which the backward begins; None: there is no
-            backward.
+        loss_of: Function that returns the tensor at which the backward begins, given the result of the step; None:
+            there is no backward.
         base: The seed from which the seeds of all microbatches are derived.
         results: What the step returned on each microbatch; empty on ranks without the last stage.
         buffers: Copies, made before the step, of the buffers that are restored at the start of each microbatch.
@@ -106,7 +106,7 @@ class ScheduleRunner:
     Args:
         root: The user's module with the parameters of this rank's stages.
         config: Number of ranks and stages of the pipeline, and the name of its schedule.
-        stages: How the module is cut: the stages on which each part and each parameter is.
+        stages: Assignment of the module's parts and parameters to stages.
         group: Process group of the pipeline's ranks, for sends and receives.
         replay: Object that runs the user's step on one stage.
         data_parallel_rank: Index of this rank's part of the global batch, on which the seeds of microbatches depend.
@@ -215,7 +215,7 @@ class ScheduleRunner:
             prepared: The prepared step, for the same number of microbatches.
             steps: For each microbatch, a function without arguments that runs the user's step on it.
             run_root: Function that runs a given function as a forward of the whole module.
-            loss_of: Function from what the step returned on a microbatch to the microbatch's part of the loss; None:
+            loss_of: Function that returns a microbatch's part of the loss, given the result of the step on it; None:
                 there is no backward.
 
         Returns:
@@ -256,8 +256,8 @@ class ScheduleRunner:
         sending: list[tuple[dist.Work | None, Tensor]] = []
         for stage, plan in running.plans.items():
             before, after = (self._config.rank_of(s % self._stages.num_stages) for s in (stage - 1, stage + 1))
-            # NCCL runs the messages of a group in order. Where the stages go round the ranks, ranks that all send at
-            # once would all wait for the next rank to receive, so stages after the first send when they have ended.
+            # NCCL runs the messages of a group in order. If stages are placed round-robin and all ranks sent at once,
+            # each would wait for the next rank to receive. Stages after the first therefore send when they have ended.
             is_at_once = stage == 0 or len(running.plans) == 1
             waiting: list[Tensor] = []
             for microbatch in range(len(running.steps)):

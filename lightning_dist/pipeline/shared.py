@@ -21,8 +21,8 @@ class SharedParameters:
 
     Args:
         root: The user's module with the parameters of this rank's stages.
-        stages: How the module is cut: the stages that need each parameter.
-        config: The configuration of the pipeline, which tells which rank has each stage.
+        stages: Assignment of the module's parts and parameters to stages.
+        config: The configuration of the pipeline, which says which rank has each stage.
         group: Process group of the pipeline's ranks, for sends and receives.
     """
 

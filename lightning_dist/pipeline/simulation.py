@@ -65,7 +65,7 @@ def simulate(order: Order, costs: Mapping[Kind, float] = EVEN) -> Timeline:
         costs: The time of each kind of action, in any unit.
 
     Raises:
-        ValueError: If the order deadlocks, because ranks would wait for each other for ever.
+        ValueError: If the order deadlocks, because ranks would wait for each other forever.
     """
     ends: dict[Action, float] = {}
     spans: list[Span] = []

@@ -202,7 +202,7 @@ def find_stages(
             raise
         try:
             parts, blocks, graph = trace(config.step_in_run)
-        except Exception:  # The first error is raised, because the user knows the step alone.
+        except Exception:  # The first error is raised, because it is of the step without hooks.
             raise error from error.__cause__
     called = costs(graph, root, config.num_microbatches)
     names = [call.name for call in graph.calls]
@@ -286,7 +286,7 @@ def drop_remote(root: nn.Module, stages: Stages, own: Sequence[int], units: Sequ
 
     Args:
         root: The user's module with the parameters of all stages.
-        stages: How the module is cut: the stages on which each part and each parameter is.
+        stages: Assignment of the model's parts and parameters to stages.
         own: The indices of this rank's stages.
         units: The model's units, in which parameters that could not keep their identity are replaced as well.
 

@@ -7,8 +7,8 @@ last end on any rank.
 Each rank has its own clock. The clocks are aligned by the step's messages: neither an activation nor a gradient is
 received before it was sent. Neighbours send each other activations in one direction and gradients in the other, so that
 the difference of their clocks has a lower and an upper bound, as in NTP (Mills, 1991). The middle between the bounds is
-used. Its error is less than the time of one message, because a rank waits for a message at the start of a step and at
-its end.
+used. The error of this estimate is less than the time of one message, because a rank waits for a message at the start
+of a step and at its end.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class TimedStage(PipelineStage):
     def backward_one_chunk(
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
     ) -> None:
-        """Run a backward or its part for the input, and record its time."""
+        """Run a whole backward, or only its part for the input, and record its time."""
         start = self.recorder.now()
         self._microbatch = bwd_chunk_id
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
@@ -213,7 +213,7 @@ class TimedStage(PipelineStage):
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> Any:
-        """Run autograd; after an error, return None for every gradient, for which torch's stage sends zeros."""
+        """Run autograd; after an error, return None for every gradient, so that torch's stage sends zeros."""
         backward = partial(super().backward_maybe_with_nosync, backward_type, bwd_kwargs, last_backward)
         result = self.run_backward(self.stage_index, self._microbatch, backward)
         return ((None,) * len(bwd_kwargs.get("input_values", ())), None) if result is None else result

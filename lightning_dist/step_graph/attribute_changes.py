@@ -13,20 +13,20 @@ from lightning_dist.step_graph.fake_run import tensors_in
 __all__ = ["AttributeChanges"]
 
 _Attribute = tuple[str, str]
-"""The name of a module, and the name of one of its attributes."""
+"""The full name of a module, and the name of one of its attributes."""
 
 _TORCH_ATTRIBUTES = frozenset(vars(nn.Module())) - {"training"}
-"""Attributes of every module that are torch's own, such as the registers of hooks."""
+"""Names of the attributes that torch itself gives every module, such as its dictionaries of hooks."""
 
 _ABSENT = object()
 
 
 class AttributeChanges:
-    """Find the attributes of modules that a step sets, or whose containers and objects it changes.
+    """Find the module attributes that a step assigns, or whose content (see :mod:`.contents`) it changes.
 
     Args:
         root: The user's module.
-        parts: The names of the parts.
+        parts: Full names of the parts; attributes of modules inside parts are recorded separately.
     """
 
     def __init__(self, root: nn.Module, parts: Collection[str]) -> None:
@@ -41,7 +41,7 @@ class AttributeChanges:
         self.changed: list[_Attribute] = []
         """The attributes outside of parts that the step has changed."""
         self.changed_in_parts: list[_Attribute] = []
-        """The attributes in parts that the step has changed, but for those that hold tensors."""
+        """The attributes in parts that the step has changed, except those that hold tensors."""
 
     @property
     def restored(self) -> list[_Attribute]:
@@ -97,7 +97,7 @@ class AttributeChanges:
         return tensors
 
     def _attributes(self, in_parts: bool) -> Iterator[tuple[str, str, Any]]:
-        """Yield the attributes of modules inside or outside of parts: module name, attribute name and value."""
+        """Yield module name, attribute name and value of the attributes of modules inside or outside of parts."""
         for name, module in self._root.named_modules():
             if in_parts == any(name == part or name.startswith(f"{part}.") for part in self._parts):
                 for key, value in vars(module).items():

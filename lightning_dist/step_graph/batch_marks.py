@@ -75,5 +75,5 @@ def _is_written(argument: Any) -> bool:
 
 
 def _key_of(storage: torch.UntypedStorage) -> StorageWeakRef:
-    """Return a key that is equal for all Python objects of the same storage, which has no memory if it is a fake."""
+    """Return a key that is equal for all Python objects of one storage, even of a fake one, which has no memory."""
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""Read and set what a model's attributes contain: items of containers, and attributes of objects of the user's code.
+"""Read and set the content of a model's attributes: items of containers, and attributes of the user's objects.
 
-A step may change these, for example if it counts in a dictionary, or calls an object that lowers a temperature.
+A step may change this content, for example if it counts in a dictionary, or calls an object that lowers a temperature.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def items_of(value: Any, packages: Collection[str]) -> list[Any] | None:
 
 
 def set_items(value: Any, items: list[Any]) -> None:
-    """Replace what ``value`` contains by ``items``, which :func:`items_of` has returned for it before."""
+    """Replace the content of ``value`` by ``items``, which :func:`items_of` has returned for it before."""
     container = value if isinstance(value, dict | list | deque | set) else vars(value)
     container.clear()
     if isinstance(container, list | deque):
         container.extend(items)
     elif isinstance(container, dict):
-        container.update(dict(items))  # A Counter would count items that are no mapping.
+        container.update(dict(items))  # A Counter would count items that are not a mapping.
     else:
         container.update(items)
 

@@ -42,7 +42,7 @@ class Call:
         name: Full name of the module.
         args: Positional arguments of the call, with fake tensors.
         kwargs: Keyword arguments of the call, with fake tensors.
-        output: What the call returned, with fake tensors.
+        output: Result of the call, with fake tensors.
     """
 
     name: str
@@ -155,7 +155,7 @@ class Dataflow:
     def on_function(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Record a call of a torch function, and mark its results with the sources of all of its inputs."""
         name = getattr(function, "__name__", "")
-        # Whether dropout draws numbers may change after the trace, with the mode of its module or its probability.
+        # After the trace, the mode or the probability of a dropout may change, and with it whether it draws numbers.
         self.draws_random |= "dropout" in name or name == "scaled_dot_product_attention"
         inputs = list(tensors_in((args, kwargs)))
         outputs = list(tensors_in(out))
@@ -168,7 +168,7 @@ class Dataflow:
         if function in _SUMS and len(inputs) == 2:
             for stream, added in (inputs, reversed(inputs)):
                 of_stream, of_added = sources(stream) - BATCH, sources(added) - BATCH
-                # Attention scores can be sums too, but of terms that have the queries or the keys as common source.
+                # Attention scores can be sums too, but their terms have the queries or the keys as a common source.
                 is_residual = of_stream and of_stream <= _ancestors(added) and of_stream.isdisjoint(of_added)
                 if is_residual and not of_added <= _ancestors(stream):
                     self.residual |= {name for name in of_added if self._returns_features_in(name, added)}

@@ -90,5 +90,5 @@ def draws_numbers(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
         return False
     names = [argument.name for argument in operation._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    # Attention has the tag for its dropout alone.
+    # Attention has the tag only because of its dropout.
     return "dropout_p" not in names or given.get("dropout_p", 0.0) > 0

@@ -15,7 +15,7 @@ __all__ = ["FakeRules"]
 
 
 class FakeRules(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Compute the results of operations on fake tensors in place of torch's own rules.
+    """Compute the results of some operations on fake tensors by rules that replace torch's own.
 
     Args:
         makes_up_sizes: Whether a result whose size depends on values (``nonzero``, ``x[mask]``) gets the greatest size
@@ -27,7 +27,7 @@ class FakeRules(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._rules: Mapping[Any, Callable[..., Any]] = _RULES | _SIZED if makes_up_sizes else _RULES
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Return the result of an operation by its rule here, or else by torch's."""
+        """Return the result of an operation by the rule of this class if it has one, and otherwise by torch's."""
         rule = self._rules.get(func)
         result = NotImplemented if rule is None else rule(*args, **(kwargs or {}))
         if result is not NotImplemented:

@@ -35,7 +35,7 @@ _CACHED = type(functools.cache(lambda: None))
 
 
 class RefusalError(ValueError):
-    """Report an error of an observer, which :func:`run_on_fakes` passes on because it is no failure of the step."""
+    """Report an error of an observer, which :func:`run_on_fakes` passes on because it is not a failure of the step."""
 
 
 class FailureReason(str):
@@ -171,7 +171,7 @@ def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
     """
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, _COLLECTIONS):  # They are looked for first, because a test for Mapping takes long.
+    elif isinstance(value, _COLLECTIONS):  # They are checked first, because a check for Mapping is slow.
         for item in value if depth else ():
             yield from tensors_in(item, depth - 1)
     elif isinstance(value, Mapping):

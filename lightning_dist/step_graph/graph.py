@@ -58,8 +58,8 @@ class Output:
     """Describe the output of a module as a flattened pytree.
 
     Args:
-        leaves: For each leaf, the description of the tensor; None if the leaf is no tensor.
-        constants: For each leaf, the leaf itself if it is no tensor; else None.
+        leaves: For each leaf, the description of the tensor; None if the leaf is not a tensor.
+        constants: For each leaf, the leaf itself if it is not a tensor; else None.
         structure: The tree from which the leaves were flattened.
     """
 
@@ -83,7 +83,7 @@ class InnerCall:
         name: Full name of the module.
         occurrence: The index of this call among the module's calls within one call of the part.
         args: Description of the positional arguments of the call.
-        output: Description of what the call returned.
+        output: Description of the result of the call.
         places: The index of each taken tensor in the leaves of the part's call, by its index in ``output``.
     """
 
@@ -103,9 +103,9 @@ class PartCall:
         uses: The values that the call uses, directly or through tensors that code between parts computed from them.
         params: The names of the parameters that the call uses, directly or through tensors that code between parts
             computed from them.
-        leaves: The leaves of the output, with None for a leaf that is no tensor; followed by the tensors that hooks
+        leaves: The leaves of the output, with None for a leaf that is not a tensor, followed by the tensors that hooks
             take from modules inside the part.
-        output: Description of what the call returned, with the leaves that are no tensors.
+        output: Description of the result of the call, including the leaves that are not tensors.
         inner: The calls of modules inside the part from which hooks take tensors.
         cost: The estimated time of the forward, in floating-point operations.
         draws: The kinds of random number generators that the call draws from (see
@@ -134,13 +134,14 @@ class StepGraph:
         params_between: The names of the parameters that the code between parts uses.
         changed: The attributes of modules outside of parts that the step sets, or whose containers it changes, each
             as the module's name and the attribute's name.
-        restored_attributes: The attributes that the step changes and has restored at its end, named likewise.
-        changed_in_parts: The attributes of modules in parts that the step changes, but for tensors, named likewise.
+        restored_attributes: The attributes that the step changes and has restored at its end, named in the same way.
+        changed_in_parts: The attributes of modules in parts that the step changes, except tensors, named in the same
+            way.
         batch_independent_buffers: The names of the buffers in parts that the step changes to values independent of the
             batch.
         batch_buffers: The names of the other buffers in parts that the step changes.
         buffers_between: The names of the buffers outside of parts that the step changes.
-        logs_otherwise: Whether the step logs or returns a value that is no mean over samples.
+        logs_otherwise: Whether the step logs or returns a value that is not a mean over samples.
         numbers: The Python numbers that the step logs or returns, in order.
         hooked: The tensors on which the code between parts registers a gradient hook, each as a pair: the values from
             which it is computed, and the number of calls of parts before the hook is registered.
@@ -192,7 +193,7 @@ class StepGraph:
         return replace(self, fixed_sizes=frozenset(fixed))
 
     def with_whole_batch(self, whole: StepGraph) -> StepGraph:
-        """Return this step with ``of_whole_batch`` set to ``whole``, if its side effects must be of the whole batch.
+        """Return this step with ``of_whole_batch`` set to ``whole``, if its side effects must cover the whole batch.
 
         These are attributes, buffers and logged values. The step is returned unchanged if they are the same for
         microbatches, or if ``whole`` calls other parts.
@@ -234,7 +235,7 @@ class StepGraph:
         """Return, in order, the values that ``stage`` receives: those of earlier stages that it or a later one uses.
 
         Args:
-            stage_of: Function from the index of a call to the call's stage.
+            stage_of: Function that returns the stage of the call with a given index.
             stage: The receiving stage. The number of stages stands for the end of the step.
         """
         consumers = [(stage_of(index), call) for index, call in enumerate(self.calls)]

@@ -255,7 +255,7 @@ class _Reads:
         if kind not in _PLAIN and not isinstance(value, _CONTAINERS) and not _is_settings(value):
             return value
         cls = type(module)
-        # Attributes of torch's layers are their sizes, which do not change; p is the probability of a dropout.
+        # Attributes of torch's layers are sizes and options, which do not change, except the dropout probability p.
         if cls.__module__.startswith("torch.nn.") and name != "p":
             return value
         key = (cls, name)
@@ -341,7 +341,7 @@ def _is_empty(value: Any) -> Any:
 
 
 def _outline(value: Any) -> Any:
-    """Return the plain values in ``value``, and the types of its other values."""
+    """Return the plain values that ``value`` contains, and the types of the other values in it."""
     if isinstance(value, _PLAIN):
         return value
     if not isinstance(value, _CONTAINERS):

@@ -28,7 +28,7 @@ class LoggedValues:
 
     def __init__(self) -> None:
         self.are_otherwise = False
-        """Whether the step logs or returns a value that is no mean over samples."""
+        """Whether the step logs or returns a value that is not a mean over samples."""
         self.numbers: list[float] = []
         """The Python numbers that the step logs or returns, in order."""
         self._sizes: dict[tuple[str, int], int] = {}
@@ -84,14 +84,14 @@ class LoggedValues:
             self._no_means_read.append(tensor)
 
     def on_exchange(self) -> None:
-        """Record that the step combines tensors of several ranks, which may make no mean."""
+        """Record that the step combines tensors of several ranks, so that results need not be means over samples."""
         self.are_otherwise = True
 
     def on_result(self, result: Any, loss: Tensor | None) -> None:
         """Record what the step returns at its end: its loss, and the numbers besides it.
 
         Args:
-            result: What the step returns.
+            result: The result of the step.
             loss: The loss in ``result``; None if there is none.
         """
         others = result
@@ -104,7 +104,8 @@ class LoggedValues:
             elif isinstance(leaf, int | float):
                 self.numbers.append(float(leaf))
         no_means = [*self._no_means, *(self._no_means_read if self.numbers else ())]
-        # What is logged of the loss is the mean of the microbatches' losses, as is the loss itself.
+        # If the loss itself is logged, the mean of the microbatches' losses is logged, because that is the pipeline's
+        # loss.
         self.are_otherwise |= any(loss is None or not is_same_value(tensor, loss) for tensor in no_means)
 
     def _note_kind(self, tensor: Tensor) -> None:
@@ -113,11 +114,11 @@ class LoggedValues:
 
 
 def _refuse_value_of_batch(value: Any, takes: str | None) -> None:
-    """Refuse to update a metric with a value of the whole batch, of which a pipeline knows that of a microbatch.
+    """Refuse to update a metric with a value of the whole batch, because a pipeline only has those of microbatches.
 
     Args:
         value: The arguments of the update.
-        takes: How the metric combines values; None for a metric of samples.
+        takes: The way in which the metric combines values, such as ``"sums"``; None for a metric of samples.
 
     Raises:
         TraceError: If the metric would see other values than in one process.

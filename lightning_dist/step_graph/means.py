@@ -41,7 +41,7 @@ _LOSSES = frozenset({"binary_cross_entropy", "binary_cross_entropy_with_logits",
 
 
 def is_mean(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` has dimensions, or is a mean over samples, as far as the functions before it tell."""
+    """Return whether ``tensor`` has dimensions, or is a mean over samples judging by the functions that computed it."""
     return tensor.ndim > 0 or _kind(tensor) != _OTHER
 
 
@@ -56,14 +56,14 @@ def is_same_value(tensor: Tensor, other: Tensor) -> bool:
 
 
 def follow(name: str, args: Any, kwargs: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> None:
-    """Note the kind of what a torch function between parts returns.
+    """Record the kind of each tensor that a torch function between parts returns.
 
     Args:
         name: Name of the torch function, such as ``__add__``.
         args: Positional arguments of the call.
         kwargs: Keyword arguments of the call.
         inputs: The tensors among the arguments, in their order.
-        outputs: The tensors that the function returned or changed in place, on which their kind is noted.
+        outputs: The tensors that the function returned or changed in place, on which their kind is recorded.
     """
     for output in outputs:
         if not inputs or any(output is given for given in inputs[1:]):
@@ -87,7 +87,7 @@ def _source(tensor: Tensor) -> Tensor:
 
 
 def _kind(tensor: Tensor) -> str:
-    """Return the kind of ``tensor``. What a part of the model returns without dimensions counts as a mean."""
+    """Return the kind of ``tensor``. A 0-dimensional tensor that a part of the model returns counts as a mean."""
     kind: str | None = tensor.__dict__.get("_kind")
     return kind or (_SAMPLES if tensor.ndim else _MEAN)
 
@@ -128,7 +128,7 @@ _DIVISIONS = frozenset({"div", "__div__", "__truediv__", "divide", "true_divide"
 
 
 def _num_summed(name: str, inputs: Sequence[Tensor], output: Tensor) -> tuple[int, ...]:
-    """Return by which numbers a sum over samples can be divided to become a mean: of its terms, or of the samples."""
+    """Return the divisors that turn a sum over samples into a mean: the number of its terms, or of the samples."""
     if name in _COPIES:
         known: tuple[int, ...] = inputs[0].__dict__.get("_summed", ())
         return known
@@ -146,10 +146,10 @@ _REDUCTIONS = frozenset({
     "all", "amax", "amin", "any", "argmax", "argmin", "count_nonzero", "logsumexp", "max", "median", "min", "nanmean",
     "nansum", "norm", "prod", "quantile", "std", "sum", "var",
 })  # fmt: skip
-"""Functions that may reduce over samples, and whose result is no mean then."""
+"""Functions that may reduce over samples, in which case their result is not a mean."""
 
 
 def _is_as_long(tensor: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors have the same first size, if it is known: a fake tensor's may depend on values."""
+    """Return whether the sizes of dimension 0 are known and equal; that of a fake tensor may depend on values."""
     sizes = [shape[0] if shape else None for shape in (tensor.shape, other.shape)]
     return all(type(size) is int for size in sizes) and sizes[0] == sizes[1]

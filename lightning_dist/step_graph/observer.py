@@ -198,15 +198,15 @@ class GraphObserver:
             self._use(self._end, tensor)
 
     def on_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
-        """Record a call of ``self.log``: the tensors or the number logged, and whether it is reduced by a mean."""
+        """Record the tensors or the number that ``self.log`` is called with, and whether they are reduced by a mean."""
         for tensor in tensors_in(value):
             self._use(self._end, tensor)
         self._logged.on_log(name, value, args, kwargs)
 
     def on_function(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Record a call of a torch function: which values and parameters its result depends on, and its cost."""
+        """Record the values and parameters that the result of a torch function depends on, and the cost of the call."""
         if function == _BASE:
-            return  # This class itself reads _base.
+            return  # The observer itself reads _base.
         if function is note_exchange:
             if self._active is None:
                 self._logged.on_exchange()

@@ -26,15 +26,15 @@ def find_parts(
     """Return the names of the parts of ``root``, in the order of their first calls.
 
     The parts are the blocks, and outside of them the outermost modules that have parameters and contain no blocks. An
-    ``nn.Sequential`` is replaced by its children. While there are fewer parts than wanted, the largest part that is
-    no block, and has several children with parameters, is replaced by these.
+    ``nn.Sequential`` is replaced by its children. While there are fewer parts than wanted, the largest part that is not
+    a block and has several children with parameters is replaced by these children.
 
     Args:
         root: The user's module, on any device; it is unchanged afterwards.
         step: Function that runs the step, as for :func:`trace_step`.
         device: Device that the fake tensors pretend to be on.
         blocks: The repeated blocks of the model, by full name.
-        num_wanted: Minimum number of parts that are wanted; a model that cannot be divided further has fewer.
+        num_wanted: Number of parts to reach; the result has fewer if the model cannot be divided further.
 
     Raises:
         TraceError: If the step does not run on fake tensors, or calls no module with parameters.

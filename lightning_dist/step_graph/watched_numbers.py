@@ -63,11 +63,11 @@ class _WatchedFloat(_Watched, float):
 
 
 def watched(value: Any, evaluate: Callable[[], Any], answer: Answer) -> Any:
-    """Return ``value`` as a watched number; anything but an ``int`` or a ``float`` is returned as it is.
+    """Return ``value`` as a watched number; a value that is neither an ``int`` nor a ``float`` is returned unchanged.
 
     Args:
         value: The number's value now.
-        evaluate: Function without arguments that returns the number's value at the later time at which it is called.
+        evaluate: Function without arguments that returns the number's value at the time of the call.
         answer: Function that is called with every question about the number, or about a result computed from it.
     """
     if type(value) not in (int, float):

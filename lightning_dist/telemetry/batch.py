@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class BatchSize(NamedTuple):
-    """Hold the numbers of samples and tokens in the batch of one process; 0 if the batch does not show the number."""
+    """Hold the numbers of samples and tokens in the batch of one process; a number is 0 if it is not known."""
 
     samples: int
     tokens: int

@@ -1,8 +1,8 @@
 """Apply a tensor-parallel plan: make parameters DTensors over ``tp``, and add the exchanges between the split parts.
 
-Inside its own forward, a split module holds plain tensors, which are this rank's parts of its parameters, so that the
-model's code runs as on one device with fewer heads or features. Everywhere else in a step, the module's parameters are
-whole, for penalties on weights and for functions that are given a weight.
+In its own forward, a split module holds this rank's parts of its parameters as plain tensors, so that the model's code
+runs as on one device with fewer heads or features. Everywhere else in a step, the module's parameters are whole, for
+penalties on weights and for functions that are given a weight.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TensorParallel(Technique):
     Args:
         root: The model with whole parameters. Its modules get hooks, and attributes such as numbers of heads are
             changed in place.
-        plan: How each module is split, from :func:`~lightning_dist.tensor_parallel.planner.make_plan`.
+        plan: The plan by which modules are split, from :func:`~lightning_dist.tensor_parallel.planner.make_plan`.
         mesh: The one-dimensional mesh of the ranks of ``tp``.
         num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
 
@@ -207,7 +207,7 @@ class TensorParallel(Technique):
 
         Args:
             owners: Modules that hold parameters of a gathered group.
-            running: Those of ``owners`` whose forward has begun.
+            running: The modules among ``owners`` whose forward has begun.
         """
         if self._is_whole:
             return
@@ -221,7 +221,7 @@ class TensorParallel(Technique):
                     self._parts.follow_memory(cast(nn.Parameter, param))
                 if (owner, key) in self._whole and self.is_form_of_parameter(owner, key, param):
                     holders.append((owner, key, self._whole[owner, key]))
-        # The parts are made with gradients in any case, because the next call may need them if this one does not.
+        # The parts are made with gradients enabled, because the next call may need gradients even if this one does not.
         with torch.inference_mode(False), torch.enable_grad():
             parts: dict[int, Tensor] = {id(whole): self._parts.part_of(whole) for _, _, whole in holders}
             partial_grads = {id(whole) for owner, key, whole in holders if self._has_partial_grad(owner, key)}

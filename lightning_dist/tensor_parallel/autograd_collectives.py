@@ -41,7 +41,7 @@ def copy_to(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Args:
         tensor: The input of the split layers, which is the same on all ranks.
-        group: Process group of the ranks of ``tp``; the other functions of this module take the same.
+        group: Process group of the ranks of ``tp``, as for all functions of this module.
     """
     return _exchange(tensor, group, 0, _same, _summed)
 
@@ -61,7 +61,7 @@ def sum_from(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def gather(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """All-gather ``tensor``, of which each rank has a part along ``dim``. All ranks must use the result alike."""
+    """All-gather ``tensor``, of which each rank has a part along ``dim``; all ranks must use the result identically."""
     return _exchange(tensor, group, dim, whole, _part)
 
 

@@ -112,7 +112,7 @@ class SequenceFinder:
         return replace(found, chains=tuple(chains)), why_not
 
     def _chains(self) -> list[list[str]]:
-        """Return chains of blocks, in which each block is given the output of the one before, used nowhere else."""
+        """Return chains of blocks, in which only the next block is given a block's output."""
         chains: list[list[str]] = []
         before: Tensor | None = None
         for call in self._dataflow.calls:
@@ -130,10 +130,11 @@ class SequenceFinder:
     def _of_block(
         self, name: str, entries: Mapping[str, Entry], sizes: Mapping[str, Mapping[str, int]]
     ) -> tuple[SplitSequence | None, str]:
-        """Find how hidden states can be split inside one block, and try it.
+        """Find out how hidden states can be split inside one block, and try the result.
 
         Returns:
-            Where they are split, or None if that is not possible; and the reason in that case, or an empty text.
+            A pair: where hidden states are split, or None if that is not possible; and the reason in that case, or an
+            empty text.
         """
         call = self._calls[name]
         kind, stream = type(self._blocks[name]).__name__, _stream(call)
@@ -170,7 +171,7 @@ class SequenceFinder:
 
 
 def _around(names: Sequence[str]) -> str:
-    """Return the name of the innermost module that contains, or is, every module of ``names``."""
+    """Return the name of the innermost module that contains every module of ``names``; a module contains itself."""
     parts = [name.split(".") for name in names]
     common = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
     return ".".join(level[0] for level in common)

@@ -97,7 +97,7 @@ def inferred(root: nn.Module, dataflow: Dataflow, num_ranks: int) -> Inferred:
 
 
 def innermost_around(names: Iterable[str], among: Mapping[str, object]) -> str:
-    """Return the innermost module that contains, or is, every module of ``names``.
+    """Return the innermost module that contains every module of ``names``; a module contains itself.
 
     Args:
         names: Full names of modules.

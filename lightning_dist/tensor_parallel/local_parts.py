@@ -65,7 +65,7 @@ class LocalParts:
     def _gather(self, whole: nn.Parameter, split: Tensor, split_axis: str | None = None) -> Tensor:
         """All-gather a parameter or its detached values over ``tp``.
 
-        This is a collective, and all ranks must use the result alike.
+        This is a collective, and all ranks must use the result in the same way.
 
         Args:
             whole: The parameter, a DTensor over ``tp``.
@@ -91,7 +91,7 @@ class LocalParts:
         return True
 
     def follow_memory(self, whole: nn.Parameter) -> None:
-        """Let the part of ``whole`` share its memory again, which ``module.to(...)`` may have replaced."""
+        """Let the part of ``whole`` share the memory of ``whole`` again, which ``module.to(...)`` may have replaced."""
         part, memory = self._parts.get(whole), _compat.local_of(whole)
         if part is not None and part.data_ptr() != memory.data_ptr():
             part.data = memory.detach()

@@ -2,7 +2,7 @@
 
 The user's plan (names with wildcards, from the strategy's arguments or the module's ``tensor_parallel_plan()``) takes
 precedence over that of a Hugging Face model (``_tp_plan``). A module that neither plan names is split if
-:mod:`~lightning_dist.tensor_parallel.infer` finds a way to, and else replicated.
+:mod:`~lightning_dist.tensor_parallel.infer` finds a way to split it, and replicated otherwise.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Entry:
 
     Args:
         style: One of the keys of :data:`STYLES`.
-        source: Who chose the style: the user, Hugging Face's plan of the model, or the inference from a traced step.
+        source: Origin of the style: the user, Hugging Face's plan of the model, or the inference from a traced step.
         why: The reason for the style, or another remark for the start-up table; empty: none.
         num_packed: Number of layers that are packed in a ``packed_colwise`` layer; 1 for other styles.
     """
@@ -130,9 +130,9 @@ class Plan:
         entries: The entry of each module that says how it is treated, by full module name.
         sizes: The values on each rank of the attributes that count heads or features, by full module name and then by
             the attribute's name.
-        sequence: How hidden states are split along the sequence; None: they are not.
-        draws_random: Whether the model may draw random numbers; ranks must then draw the same ones where activations
-            are replicated, and different ones where they are split.
+        sequence: Description of the split of hidden states along the sequence; None: they are not split.
+        draws_random: Whether the model may draw random numbers. Ranks must then draw the same numbers where activations
+            are replicated, and different numbers where they are split.
         splits_logits: Whether the output of a ``colwise_gather_output`` layer stays split until a function needs the
             whole of it.
         notes: Further lines of the start-up table.
@@ -151,7 +151,7 @@ class Plan:
     heads: Mapping[str, SplitHeads] = field(default_factory=dict)
 
     def outline(self) -> str:
-        """Return a text of all that ranks must agree on, without the reasons, which may name a rank's own device."""
+        """Return as text everything that ranks must agree on, without reasons, which may name a rank's own device."""
         styles = {name: (entry.style, entry.num_packed) for name, entry in self.entries.items()}
         others = (self.sizes, self.sequence, self.draws_random, self.splits_logits, self.parameters, self.heads)
         return repr((styles, *others))

@@ -110,7 +110,7 @@ class StepTrace:
 
     Args:
         dataflow: The recorded data flow; None: no step could be run.
-        why_not: Why the step ended early or could not begin; empty: it ran to its end.
+        why_not: The reason why the step ended early or could not begin; empty: it ran to its end.
     """
 
     dataflow: Dataflow | None
@@ -235,14 +235,15 @@ class _Planner:
     def _without_leaked(
         self, entries: dict[str, Entry], groups: list[LayerGroup], leaked_layers: Collection[str]
     ) -> tuple[dict[str, Entry], list[LayerGroup]]:
-        """Replicate groups whose features reach code outside of the blocks through a hook or an attribute.
+        """Replicate inferred groups whose features leave a block other than by its output.
 
-        That code would see this rank's features only.
+        A hook or an attribute may pass the features of a layer to code outside of the blocks. That code would see only
+        this rank's features.
 
         Args:
-            entries: The entries that the user and Hugging Face give.
+            entries: The entries that the user and Hugging Face give, by full module name.
             groups: The inferred groups.
-            leaked_layers: Names of the layers whose features reach code outside of the blocks in such a way.
+            leaked_layers: Full names of the layers whose features leave a block in this way.
 
         Returns:
             The entries together with those of the replicated groups, and the groups that are not replicated.
@@ -314,7 +315,7 @@ class _Planner:
         """Return the entries of a group that no trial can confirm.
 
         A plain feed-forward group (at most two ``colwise`` layers, not packed, without heads or other parameters) is
-        split all the same; any other group is replicated.
+        split nevertheless; any other group is replicated.
         """
         if len(group.cols) <= 2 and group.num_packed == 1 and not group.parameters and not group.heads:
             return group.entries()
@@ -322,7 +323,7 @@ class _Planner:
         return {name: entry.replicated(why) for name, entry in group.entries().items()}
 
     def _without_shared(self, entries: dict[str, Entry]) -> dict[str, Entry]:
-        """Replicate modules that several blocks share, because each block is tried alone and may be split otherwise."""
+        """Replicate modules that several blocks share, because each block is tried, and perhaps split, separately."""
         names: dict[nn.Module, list[str]] = defaultdict(list)
         for name, module in self._root.named_modules(remove_duplicate=False):
             names[module].append(name)

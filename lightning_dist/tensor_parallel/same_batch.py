@@ -38,14 +38,14 @@ class SameBatch:
 
         Args:
             batch: Tensors, NumPy arrays, strings and numbers, in nested mappings, lists, tuples and other objects.
-            what: Description of the batch for the error text, such as "the batch of a training_step".
+            what: Description of the batch for the error text, such as ``"the batch of a training_step"``.
 
         Raises:
             DifferentBatchError: If the batch of the previous call differed between the ranks.
         """
         self.finish()
         number = digest(batch).to(self._device, non_blocking=True)
-        extremes = torch.stack((number, ~number))  # MAX leaves the greatest digest, and ~ of the least.
+        extremes = torch.stack((number, ~number))  # The MAX of ~number is ~ of the smallest digest.
         work = dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group, async_op=True)
         assert work is not None
         self._pending = work, extremes, what
@@ -123,7 +123,7 @@ def digest(batch: Any) -> torch.Tensor:
 
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_GOLDEN = -0x61C8864680B583EB  # 2**64 / golden ratio, odd: Knuth's multiplicative hashing
+_GOLDEN = -0x61C8864680B583EB  # This is 2**64 / golden ratio as an odd int64, from Knuth's multiplicative hashing.
 
 
 def hash_of_elements(tensor: torch.Tensor) -> torch.Tensor:

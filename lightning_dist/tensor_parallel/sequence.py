@@ -2,8 +2,8 @@
 
 This follows Korthikanti et al., 2022, https://arxiv.org/abs/2205.05198. Norms, dropouts and residual sums are computed
 on each rank's own tokens. Attention and feed-forward layers are given all tokens (an all-gather) and return some of
-them (a reduce-scatter, in place of an all-reduce). Tokens lie along the second last dimension. If the number of tokens
-does not divide by the number of ranks, hidden states are not split in that call.
+them (a reduce-scatter, in place of an all-reduce). Tokens lie along the second-to-last dimension. If the number of
+tokens does not divide by the number of ranks, hidden states are not split in that call.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class SequenceParallel:
 
     Args:
         root: The model, to whose modules the hooks are added.
-        plan: Where hidden states are split, with full names of modules in ``root``.
+        plan: Description of where hidden states are split, with full names of modules in ``root``.
         entries: The entries of the tensor-parallel plan, by full module name.
         group: Process group of the ranks of ``tp``.
         random: Object that lets ranks draw different random numbers while tokens are split; None: the model draws no
@@ -172,7 +172,7 @@ class SequenceParallel:
         return not self.is_disabled and index is not None and self._is_active[index]
 
     def sees_own_tokens(self, owner: nn.Module, key: str) -> bool:
-        """Return whether a parameter currently is applied to this rank's tokens, so that its gradient must be summed.
+        """Return whether a parameter is now applied to this rank's tokens only, so that its gradient must be summed.
 
         Args:
             owner: The module that holds the parameter.
@@ -185,7 +185,7 @@ class SequenceParallel:
         return any(tensor is gathered for gathered in self._gathered)
 
     def gathers(self, layer: nn.Module) -> bool:
-        """Return whether ``layer`` currently is given only this rank's tokens, and must gather all of them."""
+        """Return whether ``layer`` is now given only this rank's tokens, and must gather all of them."""
         return layer in self._layers and self.is_active_in(layer)
 
     @property

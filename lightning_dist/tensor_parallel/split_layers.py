@@ -32,7 +32,7 @@ class SplitLayers:
 
     Args:
         group: Process group of the ranks of ``tp``.
-        sequence: Object that knows where hidden states are split along the sequence; None: nowhere.
+        sequence: Object that knows where hidden states are split along the sequence; None: they are not split.
         random: Object that lets ranks draw different random numbers, for dropout between split layers; None: the model
             draws no random numbers.
         splits_logits: Whether logits stay split along the vocabulary until they are used.
@@ -45,7 +45,7 @@ class SplitLayers:
         self._sequence = sequence
         self._random = random
         self._splits_logits = splits_logits
-        # The last input of a split layer, the result of its exchange, and whether gradients were enabled.
+        # These are the last input of a split layer, the result of its exchange, and whether gradients were enabled.
         self._entered: tuple[Tensor, Tensor, bool] | None = None
 
     def around(self, style: str) -> tuple[BeforeForward, AfterForward]:

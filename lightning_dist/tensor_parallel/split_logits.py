@@ -67,7 +67,7 @@ class SplitLogits(Tensor):
         return wrapper
 
     def __init__(self, local: Tensor, group: dist.ProcessGroup, dim: int = -1) -> None:
-        """Do nothing, because ``__new__`` has done everything."""
+        """Do nothing, because ``__new__`` has already set all attributes."""
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Return a text without the values, because showing them would be a collective."""
@@ -129,10 +129,10 @@ class SplitLogits(Tensor):
         return func(*gathered(args), **gathered(kwargs))
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch's stub has it as an instance's
+    def __torch_dispatch__(  # type: ignore[override]  # In torch's stub, it is not a class method.
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Detach the part, or refuse any other operation that was called past ``__torch_function__``."""
+        """Detach the part, and refuse any other operation that bypassed ``__torch_function__``."""
         if func is torch.ops.aten.detach.default:
             return SplitLogits(args[0].local.detach(), args[0].group, args[0].split_dim)
         raise RuntimeError(

@@ -38,8 +38,8 @@ class Trial:
         call: A recorded call of the block on fake tensors; the random inputs have their shapes.
         mesh: The one-dimensional mesh of the ranks of ``tp``.
         num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
-        used: Indices of the returned tensors that the model uses; empty: all are compared. The others may differ:
-            attention scores that the model does not use may be those of a rank's own heads.
+        used: Indices of the returned tensors that the model uses, which are compared; empty: all are compared. The
+            others may differ, such as unused attention scores of a rank's own heads.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Trial:
             plan: A plan in which the block's name is :data:`BLOCK`.
 
         Returns:
-            How the results differ, or the error that the split block raises; empty: they are the same.
+            A description of the difference, or the error that the split block raises; empty: the results are the same.
 
         Raises:
             PlanError: If the block cannot be split as the plan says.

@@ -75,7 +75,7 @@ class UnitTrials:
     Args:
         root: The model with whole parameters.
         dataflow: The recorded data flow of a step; None: no step could be run.
-        why_not: Why the step ended early or could not begin; empty: it ran to its end.
+        why_not: The reason why the step ended early or could not begin; empty: it ran to its end.
         mesh: The one-dimensional mesh of the ranks of ``tp``.
         num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
         is_strict: Whether to raise an error if a unit that is split as inferred does not compute the same.
@@ -116,7 +116,8 @@ class UnitTrials:
         Args:
             name: Full name of the unit in the model.
             unit: The module itself, with whole parameters; the trial works on copies of it.
-            given: The part of the plan that the user, Hugging Face and the vocabulary give for the unit.
+            given: The part of the plan for the unit that the user, Hugging Face and the split of the vocabulary
+                determine.
             groups: The inferred groups inside the unit.
 
         Returns:
@@ -160,7 +161,7 @@ class UnitTrials:
         return kept
 
     def _tried_of_given(self, name: str, given: PartialPlan) -> PartialPlan:
-        """Try a unit without its inferred groups.
+        """Try a unit whose inferred groups are not split.
 
         If the given entries do not come from the user, those that change the unit's results are replicated.
 
@@ -222,7 +223,7 @@ class UnitTrials:
         return split, first
 
     def _candidate_sizes(self, name: str, entries: Mapping[str, Entry]) -> Iterator[dict[str, dict[str, int]]]:
-        """Yield the attributes to divide: none, those that count heads, those that count features, and both.
+        """Yield the sets of attributes to divide: none, those that count heads, those that count features, and both.
 
         ``num_key_value_groups`` is adapted in each of them.
         """
@@ -280,13 +281,13 @@ class UnitTrials:
     ) -> str:
         """Return how a unit differs from the whole one if it is split as given; empty: it does not.
 
-        The parameters and heads of the unit are split as those of its part of the plan that has passed already.
+        The parameters and heads of the unit are split as in the part of the plan that has already passed for it.
 
         Args:
             name: Full name of a unit that :meth:`try_unit` has tried.
             entries: The entries of the unit's modules, by full name.
             sizes: The attribute sizes of the unit's modules, as in the plan.
-            sequence: Where hidden states are split along the sequence; None: they are not.
+            sequence: Description of the split of hidden states along the sequence; None: they are not split.
         """
         return self._difference(name, replace(self.kept.inside(name), entries=entries, sizes=sizes), sequence)
 

@@ -55,7 +55,7 @@ class Node:
             # This limits the time that counts after this process was stopped itself.
             elapsed, before = min(now - before, 2 * self._interval_s), now
             watched = [rank for rank in self._ranks if not rank.is_closed and not rank.has_ended]
-            if all(rank.state in STOPPED for rank in watched):  # Ctrl-Z, or a scheduler that suspended the job
+            if all(rank.state in STOPPED for rank in watched):  # Ctrl-Z or a scheduler has suspended the job.
                 continue
             for rank in watched:
                 rank.follow(elapsed)
@@ -81,7 +81,7 @@ class Node:
         self._ranks.sort(key=lambda rank: rank.number)
         self._selector.register(connection, selectors.EVENT_READ, lambda: self._read(rank))
         self._selector.register(rank.process, selectors.EVENT_READ, lambda: self._note_end(rank))
-        if len(self._ranks) == self._num_ranks:  # closing the socket lets the next run use its name
+        if len(self._ranks) == self._num_ranks:  # Closing the socket lets the next run use its name.
             self._selector.unregister(self._listener)
             self._listener.close()
 

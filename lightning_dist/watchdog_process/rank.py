@@ -31,7 +31,7 @@ _EXCHANGES = ("lightning_dist/collectives.py", "torch/distributed/distributed_c1
 
 
 class Rank:
-    """Represent one rank of this node, with the data that it has sent and that the kernel has of its process.
+    """Represent one rank of this node, with the data that it has sent and the kernel's data about its process.
 
     Args:
         connection: Socket of the rank, on which it has sent its first message.
@@ -43,7 +43,7 @@ class Rank:
     def __init__(self, connection: socket.socket) -> None:
         pid, uid, _ = struct.unpack("3i", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
         if uid != os.getuid():
-            raise PermissionError(f"process {pid} is another user's")
+            raise PermissionError(f"process {pid} belongs to another user")
         connection.settimeout(ANSWER_S)
         hello, files, _, _ = socket.recv_fds(connection, 4096, 2)
         beats, self._stacks = files
@@ -68,7 +68,7 @@ class Rank:
         self.entries: list[dict[str, Any]] | None = None
 
     def follow(self, elapsed_s: float) -> None:
-        """Count the time since the last beat, if the rank is in the loop.
+        """Count the time since the last beat, unless the rank has not begun to beat or is disarmed.
 
         Args:
             elapsed_s: Seconds since the last call.

@@ -25,13 +25,14 @@ __all__ = [
 
 
 LINK_CHECKPOINT = "_link_checkpoint"
-"""Name of the method of ModelCheckpoint that links its last checkpoint, assuming that this has been written."""
+"""Name of the method of ModelCheckpoint that links its last checkpoint, which it assumes to be written already."""
 
 
 def read_checkpoint_directories() -> None:
     """Make ``load_from_checkpoint`` accept a checkpoint directory. Calling this again is safe.
 
-    Replaceable by a registry of formats in Lightning, or by ``load_from_checkpoint`` using a CheckpointIO.
+    This could be replaced by a registry of formats in Lightning, or by a ``load_from_checkpoint`` that uses a
+    CheckpointIO.
     """
     load = saving.pl_load
     if hasattr(load, "__wrapped__"):
@@ -54,7 +55,8 @@ def intercept_checkpoint_paths(
 ) -> None:
     """Change how Trainers with strategies of a given class resolve and load ``ckpt_path``; calling this again is safe.
 
-    Replaceable by Lightning telling the strategy the user's ``ckpt_path``, and not only the path derived from it.
+    This could be replaced by Lightning telling the strategy the user's ``ckpt_path``, and not only the path derived
+    from it.
 
     Args:
         strategy: Class of the strategies to which this applies; with others, ``ckpt_path="auto"`` is refused.
@@ -62,9 +64,10 @@ def intercept_checkpoint_paths(
             function that returns the path that Lightning derives from it.
         resume: Function that loads a checkpoint. Its arguments are the Trainer, the value that ``choose`` returned, and
             a function that reads the path that it is given, or nothing for None.
-        postpone: Function that is given the Trainer and a function that restores the weights, the data module and the
-            callbacks, and that calls the latter when the strategy is ready. Lightning would call it before the
-            strategy's ``setup``, or else after ``on_fit_start``, when callbacks already need their states.
+        postpone: Function that is given the Trainer and a restoring function, which restores the weights, the data
+            module and the callbacks, and that calls the restoring function when the strategy is ready. Lightning would
+            call it before the strategy's ``setup``, or else after ``on_fit_start``, when callbacks already need their
+            states.
     """
     connector = _CheckpointConnector
     if hasattr(connector._parse_ckpt_path, "__wrapped__"):

@@ -33,7 +33,7 @@ __all__ = [
 def mode_of_loaders(trainer: Trainer) -> str | None:
     """Return how the training loaders of a fit are combined, such as ``"max_size_cycle"``; None if there are none yet.
 
-    Replaceable by a public property of the ``CombinedLoader``.
+    This could be replaced by a public property of the ``CombinedLoader``.
     """
     loaders = trainer.fit_loop._combined_loader
     return None if loaders is None else loaders._mode
@@ -66,8 +66,8 @@ def validates_alike(trainer: Trainer) -> bool:
 def num_evaluation_batches(trainer: Trainer) -> list[int | float]:
     """Return this rank's number of batches of each loader in the evaluation or prediction that begins.
 
-    It is infinite for a loader whose length is unknown. Replaceable by public properties of the Trainer for all of its
-    loops.
+    It is infinite for a loader whose length is unknown. This could be replaced by public properties of the Trainer for
+    all of its loops.
     """
     loop = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
     return list(_known_batches(loop.max_batches, loop._combined_loader))
@@ -77,8 +77,8 @@ def make_dataloader(trainer: Trainer) -> Any:
     """Return the loaders that the user's hook or argument gives for the run that begins.
 
     Their samplers are not replaced yet. Lightning gets the same loaders later, so that the hook is called only once,
-    unless a checkpoint is loaded in between, which may change what the hook returns. Replaceable by a public property
-    of the loops.
+    unless a checkpoint is loaded in between, which may change the result of the hook. This could be replaced by a
+    public property of the loops.
     """
     loops: dict[TrainerFn, Any] = {
         TrainerFn.FITTING: trainer.fit_loop,
@@ -103,7 +103,7 @@ def make_dataloader(trainer: Trainer) -> Any:
 def transferred(trainer: Trainer, batch: Any, dataloader_idx: int = 0) -> Any:
     """Return ``batch`` as Lightning passes it to a step: converted, on the device, and after the hooks for batches.
 
-    Replaceable by a public function of the loops.
+    This could be replaced by a public function of the loops.
     """
     batch = trainer.precision_plugin.convert_input(batch)
     batch = trainer.lightning_module._on_before_batch_transfer(batch, dataloader_idx=dataloader_idx)
@@ -113,7 +113,7 @@ def transferred(trainer: Trainer, batch: Any, dataloader_idx: int = 0) -> Any:
 def are_sequential(loaders: Any) -> bool:
     """Return whether an evaluation runs over ``loaders`` one after another, which is the default.
 
-    Replaceable by a public property of the ``CombinedLoader``.
+    This could be replaced by a public property of the ``CombinedLoader``.
     """
     return not isinstance(loaders, CombinedLoader) or loaders._mode == "sequential"
 
@@ -121,7 +121,7 @@ def are_sequential(loaders: Any) -> bool:
 def seed_workers_by(loader: object, rank: int) -> None:
     """Seed the workers of ``loader`` by ``rank`` if Lightning would seed them by the global rank.
 
-    Replaceable by a hook that gives Lightning this rank.
+    This could be replaced by a hook that gives Lightning this rank.
     """
     if isinstance(loader, DataLoader) and int(os.environ.get("PL_SEED_WORKERS", 0)) and loader.worker_init_fn is None:
         loader.worker_init_fn = partial(pl_worker_init_function, rank=rank)

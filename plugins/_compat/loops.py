@@ -1,4 +1,4 @@
-"""Read what Lightning's loops are doing, and act at points where they have no hooks."""
+"""Read the state of Lightning's loops, and run functions at points where the loops have no hooks."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def logging_step(trainer: Trainer) -> int:
     """Return the step under which Lightning logs the current batch's metrics.
 
     ``trainer.global_step`` counts every optimizer's steps, so that two optimizers advance it by two per batch; curves
-    over it would not line up with those of ``self.log``. Replaceable by a public property of the Trainer, which
-    LearningRateMonitor would use too.
+    over it would not line up with those of ``self.log``. This could be replaced by a public property of the Trainer,
+    which LearningRateMonitor would use too.
     """
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
@@ -39,8 +39,8 @@ def logging_step(trainer: Trainer) -> int:
 def observe_fetching(trainer: Trainer, before: Callable[[], None], after: Callable[[], None]) -> None:
     """Call ``before`` and ``after`` around every wait for a training batch, from the start of the next epoch on.
 
-    Replaceable by a hook around the fetching of a batch. A profiler could observe it, but would slow down every other
-    action too.
+    This could be replaced by a hook around the fetching of a batch. A profiler could observe it, but would slow down
+    every other action too.
     """
     loop = trainer.fit_loop.epoch_loop
     on_before_fetch, on_after_fetch = loop._on_before_fetch, loop._on_after_fetch
@@ -59,8 +59,8 @@ def observe_fetching(trainer: Trainer, before: Callable[[], None], after: Callab
 def before_every_batch(trainer: Trainer, name: str, function: Callable[[], None]) -> None:
     """Call ``function`` before every training batch is fetched.
 
-    Replaceable by a hook at this place: ``on_train_batch_start`` runs after the batch has been created, which may have
-    drawn random numbers.
+    This could be replaced by a hook at this place: ``on_train_batch_start`` runs after the batch has been created,
+    which may have drawn random numbers.
 
     Args:
         trainer: The Trainer of the fit.
@@ -83,8 +83,8 @@ def before_every_batch(trainer: Trainer, name: str, function: Callable[[], None]
 def before_reducing_evaluation(trainer: Trainer, function: Callable[[], None]) -> Callable[[], None]:
     """Call ``function`` after the last batch of each loader of an evaluation, before logged values are reduced.
 
-    In a prediction it is called once, after all loaders. Replaceable by a hook at this place: Lightning's first hook
-    runs after the logged values have been reduced.
+    In a prediction it is called once, after all loaders. This could be replaced by a hook at this place: Lightning's
+    first hook runs after the logged values have been reduced.
 
     Args:
         trainer: The Trainer whose evaluation or prediction begins.
@@ -119,11 +119,11 @@ def step_name(trainer: Trainer) -> str:
 
 
 def agree_on_decisions(trainer: Trainer) -> None:
-    """Make all ranks take those decisions of the first rank that Lightning lets each rank take by its own values.
+    """Make all ranks follow the first rank in decisions that Lightning lets each rank take by its own values.
 
     Schedulers of learning rates may monitor a metric that is logged without ``sync_dist``, but shards of one weight
     must not be trained with different rates. A ``val_check_interval`` in seconds is measured by each rank's own clock.
-    Replaceable by hooks for both.
+    This could be replaced by hooks for both.
     """
     loop = trainer.fit_loop.epoch_loop
 
@@ -146,14 +146,14 @@ def agree_on_decisions(trainer: Trainer) -> None:
 def leave_signals_alone(trainer: Trainer) -> None:
     """Keep Lightning from handling signals in this run, because its handler deadlocks if only one rank gets a SIGTERM.
 
-    Replaceable by a way to give a Trainer another handler.
+    This could be replaced by a way to give a Trainer another handler.
     """
     vars(trainer._signal_connector)["register_signal_handlers"] = lambda: None
     vars(trainer.fit_loop.epoch_loop)["_broadcast_sigterm_tensor"] = lambda: None
 
 
 def put_training_weights_back(trainer: Trainer) -> None:
-    """Undo the swap of weights that averaging callbacks have made for the running validation."""
+    """Undo the swap by which averaging callbacks run the current validation with averaged weights."""
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(callback, WeightAveraging):
             callback.on_validation_epoch_end(trainer, trainer.lightning_module)
@@ -162,7 +162,7 @@ def put_training_weights_back(trainer: Trainer) -> None:
 def changes_accumulation(trainer: Trainer) -> bool:
     """Return whether ``accumulate_grad_batches`` changes during the fit.
 
-    Replaceable by a public property of the Trainer.
+    This could be replaced by a public property of the Trainer.
     """
     callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]  # set by a connector
     return any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks)
@@ -178,6 +178,6 @@ def scheduled_accumulation(trainer: Trainer, epoch: int) -> int:
 def average_model(callback: Callback) -> AveragedModel | None:
     """Return the averaged model of a ``WeightAveraging`` callback; None for other callbacks.
 
-    Replaceable by a public property of the callback.
+    This could be replaced by a public property of the callback.
     """
     return callback._average_model if isinstance(callback, WeightAveraging) else None

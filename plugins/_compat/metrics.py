@@ -16,14 +16,17 @@ __all__ = ["gather_metrics_over", "metric_state", "set_metric_state", "update_me
 def update_metrics_apart(collection: MetricCollection) -> None:
     """Make ``collection`` update each of its metrics, without comparing states to find metrics that can share one.
 
-    Replaceable by a way to switch off ``compute_groups`` of an existing collection.
+    This could be replaced by a way to switch off ``compute_groups`` of an existing collection.
     """
     names = list(collection._modules)
     vars(collection).update(_groups={index: [name] for index, name in enumerate(names)}, _groups_checked=True)
 
 
 def metric_state(metric: Metric) -> dict[str, Any]:
-    """Return a copy of the state that updates of ``metric`` change. Replaceable by a public method of torchmetrics."""
+    """Return a copy of the state that updates of ``metric`` change.
+
+    This could be replaced by a public method of torchmetrics.
+    """
     states = {
         key: value.clone() if isinstance(value, torch.Tensor) else list(value)
         for key, value in metric.metric_state.items()
@@ -39,10 +42,10 @@ def set_metric_state(metric: Metric, state: Mapping[str, Any]) -> None:
 def gather_metrics_over(ranks: dist.ProcessGroup) -> Callable[[], None]:
     """Let metrics that have no process group of their own gather their states over ``ranks`` instead of all processes.
 
-    Replaceable by a default process group in torchmetrics.
+    This could be replaced by a default process group in torchmetrics.
 
     Returns:
-        A function that ends this.
+        A function that restores torchmetrics' default.
     """
     name = "gather_all_tensors"
     own = getattr(metric_module, name)

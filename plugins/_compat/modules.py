@@ -34,8 +34,8 @@ def log_graph_before_sharding(trainer: Trainer, is_sharded: bool) -> Callable[[]
     """Let loggers with ``log_graph=True`` run the module on rank 0 now, before it is sharded.
 
     Lightning lets them do so after ``setup``, when no rank can run the module alone. If the module is sharded already,
-    or has parameters on the meta device, a warning is issued instead. Replaceable by a hook of the strategy around
-    Lightning's call. This is a collective over all processes if a graph is logged.
+    or has parameters on the meta device, a warning is issued instead. This could be replaced by a hook of the strategy
+    around Lightning's call. This is a collective over all processes if a graph is logged.
 
     Args:
         trainer: The Trainer that is about to run the module.
@@ -63,14 +63,17 @@ def log_graph_before_sharding(trainer: Trainer, is_sharded: bool) -> Callable[[]
 
 
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
-    """Set ``module.device_mesh`` as Lightning's own ModelParallelStrategy does. Replaceable by a public setter."""
+    """Set ``module.device_mesh`` as Lightning's own ModelParallelStrategy does.
+
+    This could be replaced by a public setter.
+    """
     module._device_mesh = mesh
 
 
 def run_examples_by(run: Callable[[LightningModule, Callable[[], None]], None]) -> None:
     """Make Lightning's ``ModelSummary`` call ``run`` to run a model on its example; calling this again is safe.
 
-    Replaceable by a hook of the strategy.
+    This could be replaced by a hook of the strategy.
 
     Args:
         run: Function that is called with the model and a function that runs it on its ``example_input_array``.
@@ -113,7 +116,9 @@ def logging_to(
 
 
 def check_output_of_training_step(output: Any) -> None:
-    """Check that ``output`` is a valid output of ``training_step``, as Lightning does. Replaceable by a public check.
+    """Check that ``output`` is a valid output of ``training_step``, as Lightning does.
+
+    This could be replaced by a public check.
 
     Raises:
         MisconfigurationException: If the output is invalid.

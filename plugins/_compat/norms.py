@@ -16,8 +16,8 @@ __all__ = ["compute_gradient_norms_of_shards", "total_norms"]
 def compute_gradient_norms_of_shards() -> None:
     """Make Lightning's ``grad_norm`` accept sharded modules, on which its ``torch.tensor(norms)`` does not work.
 
-    The code of the function is replaced, because users may have imported the function before this package. Replaceable
-    by ``torch.stack`` in Lightning's function.
+    The code of the function is replaced, because users may have imported the function before this package. This could
+    be replaced by ``torch.stack`` in Lightning's function.
     """
 
     def grad_norm(module: Any, norm_type: Any, group_separator: str = "/") -> Any:
@@ -34,8 +34,8 @@ def total_norms(
 ) -> Generator[None, None, None]:
     """Make torch's ``clip_grad_norm_`` and ``get_total_norm`` use ``total_norm`` in this context.
 
-    Lightning's gradient clipping calls them, and so may users' own. Replaceable by a hook of the strategy for the norm,
-    such as Fabric's ``clip_gradients_norm``.
+    Lightning's gradient clipping calls them, and so may users' own. This could be replaced by a hook of the strategy
+    for the norm, such as Fabric's ``clip_gradients_norm``.
 
     Args:
         total_norm: Function that returns the norm of all ranks' gradients, given this rank's gradients and the order of

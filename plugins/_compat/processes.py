@@ -43,7 +43,7 @@ def reduce_across_processes(
 ) -> torch.Tensor:
     """Reduce ``value`` over ``group`` as Lightning's own strategies do.
 
-    Replaceable by a public ``reduce`` in Fabric.
+    This could be replaced by a public ``reduce`` in Fabric.
     """
     return _sync_ddp_if_available(value, group, reduce_op=reduce_op)
 
@@ -53,7 +53,7 @@ def init_process_group(
 ) -> str:
     """Start torch.distributed as Lightning's own strategies do, and return the backend.
 
-    Replaceable by a base class in Lightning for strategies that run one process per device.
+    This could be replaced by a base class in Lightning for strategies that run one process per device.
     """
     reset_seed()
     backend = backend or _get_default_process_group_backend_for_device(device)
@@ -73,11 +73,11 @@ def set_timeout(timeout: timedelta | None) -> None:
     """Set the timeout of all process groups of this rank; None leaves them as they are.
 
     A device mesh creates its groups with torch's default timeout, whatever timeout the group of all processes has.
-    Replaceable by a ``timeout`` argument of ``init_device_mesh``.
+    This could be replaced by a ``timeout`` argument of ``init_device_mesh``.
     """
     if timeout is None:
         return
-    with warnings.catch_warnings():  # torch warns of backends without a timeout, such as a debugging wrapper.
+    with warnings.catch_warnings():  # torch warns about backends without a timeout, such as a debugging wrapper.
         warnings.filterwarnings("ignore", message="Set timeout is now only supported")
         for group in process_groups():
             dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -97,7 +97,7 @@ def set_rank_zero(global_rank: int) -> None:
 def let_children_exit(trainer: Trainer) -> None:
     """Keep Lightning's launcher from killing this process when the processes that it launched exit with an error code.
 
-    Replaceable by a launcher with an option for this.
+    This could be replaced by a launcher with an option for this.
     """
     launcher = trainer.strategy.launcher
     if isinstance(launcher, _SubprocessScriptLauncher):
@@ -107,7 +107,7 @@ def let_children_exit(trainer: Trainer) -> None:
 def let_groups_be_copied() -> None:
     """Make deep copies of modules and metrics share their process groups.
 
-    Replaceable by a ``ProcessGroup.__deepcopy__`` in torch.
+    This could be replaced by a ``ProcessGroup.__deepcopy__`` in torch.
     """
     if not hasattr(dist.ProcessGroup, "__deepcopy__"):
         dist.ProcessGroup.__deepcopy__ = lambda self, memo: self  # type: ignore[attr-defined]

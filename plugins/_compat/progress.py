@@ -1,6 +1,7 @@
 """Read the progress of Lightning's loops from their private state, and correct it where a resume would go wrong.
 
-Tested with Lightning 2.6. A public view of the loops' progress, and fixes in Lightning, could replace this module.
+The module was tested with Lightning 2.6. A public view of the loops' progress, and fixes in Lightning, could replace
+this module.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def prepare_resume(trainer: Trainer, loops: dict[str, Any]) -> None:
     the middle of an accumulation without the gradients so far, and count an epoch or an update twice.
 
     Args:
-        trainer: The Trainer in whose fit the checkpoint is saved.
+        trainer: The Trainer whose fit saves the checkpoint.
         loops: The ``"loops"`` of the checkpoint dictionary, which are changed in place.
     """
     loop, progress = trainer.fit_loop.epoch_loop, loops["fit_loop"]

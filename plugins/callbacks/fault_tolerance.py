@@ -75,7 +75,7 @@ class FaultTolerance(Callback):
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         _compat.leave_signals_alone(trainer)
         if stage == "fit":
-            # Lightning gives checkpoint callbacks without a dirpath one after this, which differs from run to run.
+            # Lightning later gives checkpoint callbacks without a dirpath a folder that differs from run to run.
             given = [callback.dirpath for callback in _model_checkpoints(trainer) if callback.dirpath]
             self._folder = str(given[0]) if given else None
             requeue = _compat.requeue_signal(trainer)

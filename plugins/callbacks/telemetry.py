@@ -39,7 +39,7 @@ class StepTelemetry(Callback):
     Once per run, an :class:`~lightning_dist.plugins.loggers.MLflowLogger` gets a picture of the pipeline's step as the
     artifact ``pipeline/schedule.png``.
 
-    The first step after a start is left out, because much is initialized in it. The time of validation, of saving
+    The first step after a start is left out, because it includes initializations. The time of validation, of saving
     checkpoints and between epochs is left out as well. The device is synchronized once per interval, and the ranks
     exchange one small tensor, or two with a pipeline.
 

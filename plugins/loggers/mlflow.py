@@ -50,8 +50,8 @@ class MLflowLogger(MLFlowLogger):
         tags: Tags to set on the run, in addition to those for versions and the git commit, which a new run gets.
         save_dir: Folder for the run's local files, such as checkpoints. By default ``mlruns``: beside the database
             if that is an SQLite file, else in the working directory.
-        log_model: When the checkpoints of every ModelCheckpoint are uploaded: ``"all"`` during training, True at its
-            end (during training if ``save_top_k`` is -1), False never.
+        log_model: Whether and when the checkpoints of every ModelCheckpoint are uploaded. ``"all"``: during training.
+            True: at its end, or during training if ``save_top_k`` is -1. False: never.
         prefix: Text that is put before the name of every metric, followed by a dash.
         artifact_location: URI of a new experiment's artifacts: by default the experiment's folder under ``save_dir``
             with an SQLite store, else what the tracking server chooses.
@@ -411,7 +411,7 @@ def _checkpoints(callback: ModelCheckpoint) -> dict[Path, float | None]:
 
 
 def _is_unreachable(error: Exception) -> bool:
-    """Return whether MLflow's client has given up to reach the server. It retries each call for minutes."""
+    """Return whether MLflow's client has given up reaching the server. It retries each call for minutes."""
     from mlflow.exceptions import MlflowException
 
     return type(error) is MlflowException and error.message.startswith("API request to ")

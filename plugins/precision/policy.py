@@ -41,7 +41,8 @@ def precision_policy(plugin: Precision, reduce_dtype: str | None = None) -> Prec
 
     Args:
         plugin: The plugin that ``Trainer(precision=...)`` created, or that was passed by ``Trainer(plugins=...)``.
-        reduce_dtype: ``"float32"``, ``"float64"`` or ``"bfloat16"``; None: the dtype in the table above.
+        reduce_dtype: Dtype in which gradients are reduced: ``"float32"``, ``"float64"`` or ``"bfloat16"``; None: the
+            dtype in the table above.
 
     Raises:
         ValueError: If sharded training does not support ``plugin`` or ``reduce_dtype``.

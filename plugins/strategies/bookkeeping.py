@@ -1,4 +1,4 @@
-"""Keep the records of ModelCheckpoint and of the loggers in line with the checkpoints that were really committed.
+"""Keep the records of ModelCheckpoint and of the loggers consistent with the checkpoints that were committed.
 
 ModelCheckpoint assumes that a save is done as soon as it has requested it: it forgets and removes the previous
 checkpoint, tells loggers of a directory that is not there yet, and gives two checkpoints one name. All of this is wrong
@@ -43,7 +43,7 @@ class Bookkeeping:
         self._loggers: list[Logger] = []
         self._exists: dict[str, bool] = {}
         self._newest = ""
-        self._removed_for: dict[str, list[str]] = {}  # It maps a save to the checkpoints to remove once it succeeded.
+        self._removed_for: dict[str, list[str]] = {}  # It maps a save to the checkpoints to remove if it succeeds.
         self._notices: list[tuple[Callable[[Any], None], Any]] = []
         self._failed: list[str] = []
         self._is_unfinished: set[str] = set()

@@ -36,7 +36,7 @@ AFTER_ERROR_S = 30.0
 
 
 class CheckpointedStrategy(SharedBatchStrategy):
-    """Save checkpoints of which every rank writes its part, and load them into any layout.
+    """Save checkpoints to which every rank writes its part, and load them into any layout.
 
     Args:
         checkpoint: Options for saving and loading checkpoints; None: the defaults.
@@ -167,7 +167,7 @@ class CheckpointedStrategy(SharedBatchStrategy):
             # Names that contain the time, and relative names, may differ between ranks.
             path = self.broadcast(absolute(filepath))
             self._checkpoints.save(checkpoint, partial(self._rank_state, checkpoint), path)
-            # Callbacks that average weights change them before the next step, in a way that is not noticed.
+            # Callbacks that average weights change them before the next step, which the strategy does not notice.
             if self._has_averages:
                 self._checkpoints.before_update()
 

@@ -33,8 +33,8 @@ class CheckpointOptions:
     Args:
         asynchronous: Whether to write in the background, so that a training step waits only until the weights are
             copied. If False, it waits until they are on the disk.
-        verify: How a checkpoint is checked before it is loaded: ``"full"`` (sizes and digests of all files),
-            ``"size"`` or ``"off"``.
+        verify: Extent of the check before a checkpoint is loaded: ``"full"`` (sizes and digests of all files),
+            ``"size"`` (sizes only) or ``"off"``.
         weights_only: Whether to refuse to load pickled objects other than tensors and plain values, as torch.load does.
             ``fit(weights_only=...)`` takes precedence.
         keep_last: Number of the run's newest checkpoints that are kept, even if no ModelCheckpoint wants them any
@@ -129,7 +129,7 @@ class Checkpoints:
             self._raise_newest_error()
 
     def is_own(self, path: str) -> bool:
-        """Return whether this process has taken part in writing the checkpoint ``path``, and so knows its content."""
+        """Return whether this process took part in writing the checkpoint ``path``, and therefore knows its content."""
         return path in self._saved
 
     @property
@@ -243,5 +243,5 @@ class Checkpoints:
                 "checkpoint/mib": save.num_bytes / 2**20,
             }
         for logger in self._trainer.loggers:
-            # A save for which a rank could not take a snapshot does not know its step.
+            # If a rank could not take a snapshot for a save, the save has no record of its step.
             logger.log_metrics(metrics, save.about.get("global_step", self._trainer.global_step))

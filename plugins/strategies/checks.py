@@ -71,9 +71,9 @@ def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
 
 
 def warn_of_idle_arguments(config: ParallelConfig, layout: ParallelLayout) -> None:
-    """Warn of arguments that are about shards if the sizes of the mesh leave nothing to shard.
+    """Warn about arguments for sharding that have no effect because the sizes of the mesh leave nothing to shard.
 
-    This is no error, so that a configuration for several devices can be tried on one.
+    This is not an error, so that a configuration for several devices can be tried on one.
 
     Args:
         config: The configuration from the strategy's arguments.

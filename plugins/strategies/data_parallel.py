@@ -13,14 +13,15 @@ __all__ = ["DataParallelStrategy"]
 class DataParallelStrategy(MeshStrategy):
     """Replicate the model on every process and average the gradients, as DDP does.
 
-    Parameters that only some ranks use need no ``find_unused_parameters``.
+    No ``find_unused_parameters`` is needed for parameters that only some ranks use.
 
     Args:
-        dp_replicate_size: Number of replicas, which must be that of all processes; None and -1 stand for this number.
+        dp_replicate_size: Number of replicas, which must be the number of all processes. None or -1: one replica on
+            each process.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
 
     Raises:
-        ValueError: If an argument is the size of an axis that this strategy does not have, or is about shards.
+        ValueError: If an argument is the size of an axis that this strategy does not have, or configures sharding.
     """
 
     strategy_name = "data_parallel"

@@ -35,7 +35,7 @@ def make_resumable(loader: Any, trainer: Trainer) -> LoaderPosition | None:
         trainer: A Trainer in a fit whose loops have been restored.
 
     Returns:
-        The position; None if the loader has none that this project keeps.
+        The position; None if this project does not keep a position for the loader.
     """
     batches = getattr(loader, "batch_sampler", None)
     sampler = _shared_order(getattr(batches, "sampler", None))
@@ -127,7 +127,7 @@ class LoaderPosition:
         self._sampler.enter(state[EPOCH], state[NUM_SEEN])
 
     def on_train_start(self) -> None:
-        """Correct what Lightning has set since the position was loaded."""
+        """Correct the counts and sizes that Lightning has set since the position was loaded."""
         epoch, _, num_batches = self._entered_at
         if self._is_recounted:  # If the loader was made early, Lightning has restored the checkpoint's counts since.
             count_batches(self._trainer, num_batches)
@@ -140,13 +140,13 @@ class LoaderPosition:
         return self._given.per_rank
 
     def resize_like(self, other: LoaderPosition) -> None:
-        """Take batches of the size of ``other``, which a resume has set for the loader of an earlier epoch."""
+        """Set the batch size to that of ``other``, which a resume has set for the loader of an earlier epoch."""
         self._given = other._given
         self._batches.batch_size = other._batches.batch_size
 
     @property
     def _batch(self) -> Batch:
-        # A GradientAccumulationScheduler changes the number of accumulated batches, which is not the position's then.
+        # If a GradientAccumulationScheduler sets the number of accumulated batches, it is not a part of the position.
         accumulate = 1 if changes_accumulation(self._trainer) else self._trainer.accumulate_grad_batches
         return Batch(self._batches.batch_size, accumulate, self._sampler.num_replicas)
 

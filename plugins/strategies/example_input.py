@@ -1,4 +1,4 @@
-"""Run a model whose ranks have different layers on its ``example_input_array``, for Lightning's summary."""
+"""Run a model on its ``example_input_array`` for Lightning's summary, even if ranks have different layers."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ class FullShardStrategy(MeshStrategy):
     """Shard parameters, gradients and optimizer states over all processes (FSDP2, ZeRO-3).
 
     Args:
-        dp_shard_size: Number of processes to shard over, which must be all processes; None and -1 stand for their
-            number.
+        dp_shard_size: Number of processes to shard over, which must be the number of all processes. None or -1: all
+            processes.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
     """
 

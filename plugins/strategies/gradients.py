@@ -37,7 +37,7 @@ def are_free_before_forward(module: LightningModule, trainer: Trainer) -> bool:
 
 
 def free_gradients(trainer: Trainer) -> None:
-    """Free the optimizers' gradients if the batch begins a new optimizer step, as Lightning's ``zero_grad`` will."""
+    """Free the optimizers' gradients if the batch begins a new optimizer step, as ``zero_grad`` would do later."""
     if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
         for optimizer in trainer.optimizers:
             optimizer.zero_grad()

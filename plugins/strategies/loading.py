@@ -45,7 +45,7 @@ def load(
         module: The LightningModule, whose parameters are sharded already.
         with_optimizers: Whether the optimizers' states are read as well.
         weights_only: Whether to refuse pickled objects other than tensors and plain values.
-        verify: How a directory is checked; every rank checks its part of the files.
+        verify: Extent of the check of a directory; every rank checks its part of the files.
         go_on: Function that is called with the checkpoint after it was read from a directory; its errors are raised on
             all ranks.
 
@@ -122,7 +122,7 @@ def _load_file(path: Path, weights_only: bool) -> dict[str, Any]:
 
 
 def _empty_like(target: torch.Tensor | None, info: TensorInfo) -> torch.Tensor | None:
-    """Return an empty tensor for ``info``, sharded like ``target`` if the shape allows it; None for other stages'."""
+    """Return an empty tensor for ``info``, sharded like ``target`` if the shape allows it; None for other stages."""
     if target is not None and is_remote(target):
         return None  # The parameter belongs to another stage.
     if isinstance(target, DTensor):

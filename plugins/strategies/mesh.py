@@ -205,7 +205,7 @@ class MeshStrategy(CheckpointedStrategy):
 
         Args:
             module: The user's module, or a copy of it.
-            copied: The parallel module whose module ``module`` is a copy of; None: it is no copy.
+            copied: The parallel module whose module ``module`` is a copy of; None: it is not a copy.
         """
         existing = parallelized(module)
         if existing is not None:
@@ -341,7 +341,7 @@ class MeshStrategy(CheckpointedStrategy):
         self._local_steps = []
         self._restore_loggers()
         self._restore_metrics()
-        self._forget_evaluation()  # An evaluation that failed has not ended itself.
+        self._forget_evaluation()  # A failed evaluation has not ended itself.
         self._give_callbacks_back()
         if self._parallel is not None:
             self._parallel.free()

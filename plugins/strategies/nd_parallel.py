@@ -26,10 +26,12 @@ class NDParallelStrategy(PipelineParallelStrategy):
         dp_shard_size: Number of processes that a stage and the batch are sharded over. None: the number of processes
             divided by the other sizes.
         tp_size: Number of processes that a layer is split over. None: 1.
-        cp_size: Not implemented yet.
-        ep_size: Not implemented yet.
-        num_microbatches: Number of microbatches that a rank's part of the batch is split into. None: chosen by the
-            batch size.
+        cp_size: Number of processes that the sequence is split over (context parallelism). It must be None, because
+            this axis is not implemented.
+        ep_size: Number of processes that experts are distributed over (expert parallelism). It must be None, because
+            this axis is not implemented.
+        num_microbatches: Number of microbatches that a rank's part of the batch is split into. None: it is derived from
+            the batch size.
         schedule: Name of the pipeline's schedule.
         virtual_stages: Number of stages on a process. None: 1, or 2 for a schedule that needs several.
         split: Names of the modules that each stage but the first begins with. None: stages are balanced by cost.

@@ -32,7 +32,7 @@ class Retention:
 
     @property
     def is_on(self) -> bool:
-        """Return whether a limit is set, so that this changes what callbacks keep."""
+        """Return whether a limit is set, so that the retention differs from that of the callbacks."""
         return self._keep_last is not None or self._every is not None
 
     def found(self, steps: Mapping[str, int]) -> None:

@@ -62,14 +62,14 @@ class SharedBatchStrategy(ProcessStrategy):
     def layout(self) -> ParallelLayout:
         """Return the sizes of the mesh's axes."""
         if self._layout is None:
-            raise RuntimeError("The layout is known once the Trainer has been made.")
+            raise RuntimeError("The layout is known once the Trainer has been created.")
         return self._layout
 
     @property
     def mesh(self) -> DeviceMesh:
         """Return the device mesh, with one dimension for each axis of the layout."""
         if self._mesh is None:
-            raise RuntimeError("The mesh is there once the processes have been launched.")
+            raise RuntimeError("The mesh exists once the processes have been launched.")
         return self._mesh
 
     @property
@@ -119,7 +119,7 @@ class SharedBatchStrategy(ProcessStrategy):
             if isinstance(metric, Metric) and metric.process_group is None:
                 metric.process_group = self._data_parallel_group
         self._restore_metrics()
-        if self._data_parallel_group is not None:  # for those of callbacks, and those that are made later
+        if self._data_parallel_group is not None:  # This covers metrics of callbacks and later ones.
             self._restore_metrics = _compat.gather_metrics_over(self._data_parallel_group)
 
     @override
@@ -188,7 +188,7 @@ class SharedBatchStrategy(ProcessStrategy):
     def on_validation_start(self) -> None:
         """Give every rank the same buffers, as DDP does, so that all evaluate the same model."""
         go_on()
-        # In the sanity check, equal buffers would change a resumed run.
+        # The sanity check leaves buffers as they are, because making them equal would change a resumed run.
         self._begin_evaluation(agrees_on_buffers=not self._trainer.sanity_checking)
 
     @override

@@ -32,10 +32,10 @@ class TensorParallelStrategy(MeshStrategy):
             step; name a module with ``replicate`` to keep it whole.
         strict_plan: Whether to raise an error where no plan can be inferred, or where an inferred plan does not compute
             the same as the whole model. If False, such modules are replicated.
-        sequence_parallel: Whether hidden states between split layers are split along the sequence. None: they are
-            where this computes the same.
-        loss_parallel: Whether logits stay split along the vocabulary, for ``F.cross_entropy``. None: they do unless a
-            step needs whole logits.
+        sequence_parallel: Whether hidden states between split layers are split along the sequence. None: they are split
+            where this does not change the results.
+        loss_parallel: Whether logits stay split along the vocabulary, for ``F.cross_entropy``. None: they stay split
+            unless a step needs whole logits.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
     """
 

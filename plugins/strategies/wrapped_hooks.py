@@ -1,4 +1,4 @@
-"""Run inside a context the hooks that the user's module and callbacks define."""
+"""Run the hooks that the user's module and callbacks define inside a context."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Classifier(pl.LightningModule):
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
-    """Make an optimizer of plain gradient descent, whose updates are proportional to the gradients' errors."""
+    """Make a plain gradient descent optimizer; errors of its updates are proportional to those of the gradients."""
     return torch.optim.SGD(params, lr=0.05)
 
 

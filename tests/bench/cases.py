@@ -54,7 +54,7 @@ class Case:
         theirs: Name of the side that it is compared with. The same name as ``ours`` makes a control, which shows the
             error of the method.
         bound: Largest accepted value of ours / theirs (ours - theirs for ``startup``); None: the value is only shown.
-        at_least: Smallest accepted value, if there is a bound; None: there is no smallest one.
+        at_least: Smallest accepted value, if there is a bound; None: any value up to the bound is accepted.
     """
 
     kind: Literal["step", "large_step", "startup", "memory", "heap", "stall", "write", "load", "traffic"]

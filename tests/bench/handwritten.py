@@ -76,7 +76,7 @@ def shard(model: GPT, mesh: DeviceMesh, two_shot: bool) -> None:
     Args:
         model: The model with whole parameters, which is sharded in place.
         mesh: Device mesh of one dimension, or of two: replicas and shards.
-        two_shot: As for :func:`train`.
+        two_shot: Whether to reduce-scatter as the project's strategies do on gloo, as for :func:`train`.
     """
     for block in model.blocks:
         fully_shard(block, mesh=mesh)

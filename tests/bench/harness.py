@@ -201,7 +201,7 @@ def compare_steps(ours: Train, theirs: Train, pace: Pace, is_ours_first: bool) -
     Args:
         ours: Training run whose figure is the first of each pair.
         theirs: Training run whose figure is the second of each pair.
-        pace: Number of steps in a turn, and when there are enough pairs.
+        pace: Number of steps in a turn, and rule for the number of pairs.
         is_ours_first: Whether ``ours`` is built first. The run that is built first may be slower by a twentieth
             throughout, because its memory is allocated elsewhere. A comparison therefore takes the mean of both orders
             (:func:`average_orders`).

@@ -99,7 +99,7 @@ def compare_transfers(kind: str, ours: str, theirs: str, workload: Workload, pac
         ours: Key of ``TRANSFERS``.
         theirs: Another key of ``TRANSFERS``.
         workload: Model whose weights and optimizer state are saved.
-        pace: When there are enough pairs.
+        pace: Rule for the number of pairs.
     """
     dist.init_process_group("gloo")
     with _shared_folder() as folder:

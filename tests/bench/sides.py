@@ -37,7 +37,7 @@ __all__ = ["SIDES", "STRATEGIES", "make_loader", "make_module", "make_trainer", 
 
 
 class UnloggedGPT(GPTModule):
-    """Log nothing, like the loops by hand, because a logged mean over the ranks takes a collective of its own."""
+    """Log nothing, like the hand-written loops, because a logged mean over the ranks takes an additional collective."""
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the mean cross entropy, in nats per byte."""

@@ -1,4 +1,4 @@
-"""Test that tensors that were written in one layout are read in any other, and the ranks share the writing."""
+"""Test that tensors written in one layout are read in any other, and that the ranks share the writing."""
 
 from __future__ import annotations
 

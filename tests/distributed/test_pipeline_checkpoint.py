@@ -155,7 +155,7 @@ def test_each_stage_saves_its_buffers(pool: WorkerPool, tmp_path: Path) -> None:
 
 
 class Remembers(torch.optim.SGD):
-    """Keep a plain tensor, which is no DTensor and has a dimension, as optimizer state of each parameter."""
+    """Keep a plain tensor (not a DTensor) with one dimension as optimizer state of each parameter."""
 
     def step(self, closure: Any = None) -> Any:
         result = super().step(closure)
@@ -166,7 +166,7 @@ class Remembers(torch.optim.SGD):
         return result
 
 
-class Counting(PIPELINE_MODELS["deep_gpt"]):  # type: ignore[misc]  # a class by name
+class Counting(PIPELINE_MODELS["deep_gpt"]):  # type: ignore[misc]  # The class is looked up by name.
     """Count samples in a buffer after the model was called, a part of the step that only the last stage reaches."""
 
     def __init__(self, **kwargs: Any) -> None:

@@ -36,7 +36,7 @@ SECONDS = 0.02
 
 
 class Sleeping(torch.autograd.Function):
-    """Sleep in forward and, twice as long, in backward; so two cores can run four ranks at the same time."""
+    """Sleep in the forward, and twice as long in the backward, so that two cores can run four ranks at once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:

@@ -304,7 +304,7 @@ def test_the_error_names_the_tensors_and_files_that_do_not_fit(folders: dict[str
 
 
 class Tied(nn.Module):
-    """Have a tied weight, a persistent buffer and another one, and a parameter without dimensions."""
+    """Hold a tied weight, a persistent and a non-persistent buffer, and a parameter without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()

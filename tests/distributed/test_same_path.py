@@ -22,7 +22,7 @@ STEP = "abcdcba"
 
 
 def walk(steps_of_ranks: list[list[str]]) -> tuple[str | None, list[bool], int]:
-    """Gather the units of some steps in turn; return the error, whether data were right, and how often ranks asked."""
+    """Gather the units of steps in turn; return the error, whether data were right, and the number of comparisons."""
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     path, asked, is_right = SamePath(list(UNITS)), Counter[int](), list[bool]()

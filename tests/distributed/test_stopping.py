@@ -1,4 +1,4 @@
-"""Test that runs that get a signal to stop save, exit with a certain code, and resume without any difference."""
+"""Test that runs that are stopped by a signal save, exit with a certain code, and resume without any difference."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from tests.pool import WorkerPool
 
 
 class Signal(pl.Callback):
-    """Send a signal to the own process in batch 6.
+    """Send a signal to this process in batch 6.
 
     Args:
-        where: Part of the batch to send it in: ``"step"``, ``"save"`` or ``"validation"``.
-        ranks: Ranks that send it.
+        where: Part of the batch in which the signal is sent: ``"step"``, ``"save"`` or ``"validation"``.
+        ranks: Ranks that send the signal.
         number: Number of the signal.
     """
 

@@ -1,7 +1,7 @@
 """Simulate power loss after each operation of a save: everything that was not flushed to the disk is lost.
 
 The save is recorded on a model of the worst file system that POSIX allows. There, the content of a file is on the disk
-only after an fsync of the file. That an entry was created in, renamed into or removed from a folder is on the disk only
+only after an fsync of the file. The creation, the renaming and the removal of an entry of a folder are on the disk only
 after an fsync of the folder. Killing the process cannot show such losses, because the system's cache outlives it.
 """
 

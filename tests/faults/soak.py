@@ -47,7 +47,7 @@ class Life:
 
 
 def lives(folder: Path, rank: int) -> list[Life]:
-    """Read the lives that a rank has recorded so far."""
+    """Read the records of the processes of a rank so far."""
     path = folder / f"rank{rank}.txt"
     found: list[Life] = []
     for line in path.read_text().splitlines() if path.exists() else []:

@@ -15,7 +15,7 @@ from tests.pool import WorkerPool, in_parallel
 
 AXES = {"layout": list(LAYOUTS), "model": ["gpt", "resnet", "gan", "llama"], "accumulate": [1, 3], "clip": [None, 0.1]}
 EVERY = [Case(*values) for values in itertools.product(*AXES.values())]
-# 1x4 is what FullShardStrategy does, a hybrid strategy with one replica. So one case of it is enough.
+# FullShardStrategy is a hybrid strategy with one replica (1x4), so one case of it is enough.
 ONE_REPLICA = Case("1x4", "llama", 3, 0.1)
 EXTRA = [
     *(Case(layout, model, 1, None, precision="32-true") for layout in ("full_shard", "2x2") for model in AXES["model"]),

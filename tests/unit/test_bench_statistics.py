@@ -17,7 +17,7 @@ from tests.bench.harness import EndStep, Pace, Pairs, alternate, compare_steps, 
 
 @pytest.mark.parametrize(
     ("num_values", "expected"),
-    # Ranks of the two order statistics among the sorted values, from tables of the sign test.
+    # These are the ranks of the two order statistics among the sorted values, from tables of the sign test.
     [(5, None), (6, (1, 6)), (10, (2, 9)), (20, (6, 15)), (50, (18, 33))],
 )
 def test_the_interval_of_the_median_is_that_of_the_sign_test(num_values: int, expected: tuple[int, int] | None) -> None:

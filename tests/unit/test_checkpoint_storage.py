@@ -1,4 +1,4 @@
-"""Checkpoints of one process on file systems with and without directory exchange, and in object stores."""
+"""One process stores checkpoints in object stores, and on file systems with and without directory exchange."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random number generators and seeds of a pipeline's microbatches."""
+"""Generators are seeded and restored as asked, and each microbatch of a pipeline has seeds of its own."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def masked(logits: Tensor, targets: Tensor) -> Tensor:
     return functional.cross_entropy(logits[targets != -100], targets[targets != -100])
 
 
-# The losses that are computed from the parts of the ranks, without gathering the logits.
+# These losses are computed from the parts of the ranks, without gathering the logits.
 SPLIT: dict[str, Use] = {
     "flatten": lambda x, y: functional.cross_entropy(x.flatten(0, 1), y.flatten()),
     "view": lambda x, y: functional.cross_entropy(x.view(-1, x.size(-1)), y.view(-1)),
@@ -48,7 +48,7 @@ SPLIT: dict[str, Use] = {
     "none": lambda x, y: functional.cross_entropy(x.flatten(0, 1), y.flatten(), reduction="none").square().sum(),
     "index": lambda x, y: functional.cross_entropy(x.flatten(0, 1), y.clamp(0).flatten(), ignore_index=0),
 }
-# The uses for which the logits are gathered.
+# For these uses, the logits are gathered.
 GATHERED: dict[str, Use] = {
     "accuracy": accuracy,
     "masked": masked,

@@ -75,14 +75,14 @@ def test_peak_memory_is_the_peak_of_the_resident_set() -> None:
 def test_step_timer_leaves_out_pauses_and_synchronizes_only_at_pauses_and_resumes() -> None:
     clock, waits = Clock(), []
     timer = StepTimer(lambda: waits.append(clock.now), clock)
-    clock.pass_ms(500)  # before the start
+    clock.pass_ms(500)  # This time is before the start.
     timer.resume()
     for _ in range(3):
         clock.pass_ms(20)
         timer.step()
     assert timer.pause() is True
     assert timer.pause() is False
-    clock.pass_ms(1000)  # validation
+    clock.pass_ms(1000)  # A validation takes this time.
     timer.resume()
     timer.resume()
     clock.pass_ms(20)

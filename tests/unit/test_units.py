@@ -146,7 +146,7 @@ def test_a_model_without_parameters_has_no_units() -> None:
 
 
 class Pair(nn.Sequential):
-    """Be a block, unlike a plain ``nn.Sequential``, which counts as a container."""
+    """Represent a block, unlike a plain ``nn.Sequential``, which counts as a container."""
 
 
 def test_parameters_of_a_rarer_dtype_are_a_unit_of_their_own() -> None:

@@ -103,7 +103,7 @@ class Steps(ABC):
         """
 
     def outside_of_hooks(self) -> AbstractContextManager[None]:
-        """Return a context for an optimizer step within a hook, in which shards are treated as outside of hooks."""
+        """Return a context for an optimizer step within a hook, in which shards behave as they do outside of hooks."""
         return self._shards.paused()
 
     def _context(self, name: str) -> AbstractContextManager[None]:

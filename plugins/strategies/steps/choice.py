@@ -59,7 +59,7 @@ def complete_config(
         module: The user's module, or a copy of it.
         trainer: The Trainer whose run begins, which gives the first batch.
         tracing: Object that replaces collectives by stand-ins while a step is traced.
-        copied: The parallel module of which ``module`` is a copy; None: it is no copy.
+        copied: The parallel module of which ``module`` is a copy; None: it is not a copy.
     """
     return replace(
         config,

@@ -141,7 +141,7 @@ class _Replacement:
 
 @cache
 def _signature(function: Callable[..., Any]) -> inspect.Signature:
-    while isinstance(function, partial):  # It is replaced already, by an outer context.
+    while isinstance(function, partial):  # An outer context has replaced it already.
         function = function.args[1]
     return inspect.signature(function)
 

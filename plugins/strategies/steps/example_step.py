@@ -245,7 +245,7 @@ def without_updates(
         on_log("metric", [args, kwargs], takes=_takes(metric))
 
     def forward(metric: Metric, *args: Any, **kwargs: Any) -> Tensor:
-        # What the forward of a RunningMean returns is the mean over the microbatches, as in one process.
+        # The forward of a RunningMean returns the mean over the microbatches, as in one process.
         on_log("metric", [args, kwargs], takes=None if isinstance(metric, RunningMean) else _takes(metric))
         tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
         return sum((tensor.double().mean() for tensor in tensors), torch.zeros(()))
@@ -267,10 +267,10 @@ def without_updates(
 
 
 def _takes(metric: Metric) -> str | None:
-    """Return how ``metric`` combines the values that it is updated with, if these may concern a whole batch.
+    """Return the way in which ``metric`` combines values that it is updated with and that may concern a whole batch.
 
     Returns:
-        ``"sums"`` if it adds them up, ``"values"`` if it looks at each of them, and None for metrics of samples.
+        ``"sums"`` if it adds the values up, ``"values"`` if it looks at each of them, and None for metrics of samples.
     """
     if isinstance(metric, SumMetric):
         return "sums"
@@ -319,7 +319,7 @@ def _copied(dataset: Any) -> Any:
     shared = [v for v in vars(dataset).values() if isinstance(v, Tensor | np.ndarray | nn.Module) or callable(v)]
     try:
         return copy.deepcopy(dataset, {id(value): value for value in shared})
-    except Exception as error:  # It has an open file, or a connection.
+    except Exception as error:  # The dataset has an open file or a connection.
         rank_zero_warn(
             f"A batch is taken from the {type(dataset).__name__} before the run, to trace a step of the model. The"
             f" dataset cannot be copied for that ({error}): if its iterators share a position, the run begins behind"

@@ -53,8 +53,8 @@ class _ObservedForward:
 class SharedMetrics:
     """Let all ranks of a pipeline compute the metrics of ``module``, whose states only the last stage has.
 
-    Outside of a step, ``compute`` of a metric is a collective over the pipeline; with data parallelism it is a
-    collective without a pipeline as well.
+    Outside of a step, ``compute`` of a metric is a collective over the pipeline, and, as without a pipeline, over the
+    data-parallel ranks.
 
     Args:
         module: The user's module; ``compute`` and ``forward`` of the metrics in it are replaced.
@@ -66,8 +66,8 @@ class SharedMetrics:
         self._pipeline = pipeline
         self._in_step = False
         self._is_undone = False
-        # Both are keyed by id: _of_batch by the metric's, whose hash changes with its state, and _returned_values by
-        # the tensor's.
+        # Both are keyed by id: _of_batch by the id of a metric, whose hash changes with its state, and _returned_values
+        # by the id of a tensor.
         self._of_batch: dict[int, Metric] = {}
         self._returned_values: dict[int, tuple[Tensor, Metric, str | None, bool]] = {}
         self._copies: list[Metric] = []
@@ -220,7 +220,7 @@ class SharedMetrics:
 
 
 def _refuse_hidden_metrics(module: LightningModule) -> None:
-    """Refuse metrics in plain lists and dicts, which are no submodules.
+    """Refuse metrics in plain lists and dicts, because such metrics are not submodules.
 
     Raises:
         ValueError: If a module has such metrics.

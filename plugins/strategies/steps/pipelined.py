@@ -98,7 +98,7 @@ class PipelinedSteps(Steps):
                 kept = [(param, param.grad) for param in self._parameters if param.grad is not None]
             for param in self._parameters:
                 param.grad = None
-            self._parallel.gradients.drop_unreduced()  # those that a stopped or failed run has left
+            self._parallel.gradients.drop_unreduced()  # A stopped or failed run may have left some.
         weights, accumulate = self._weights, self._module.trainer.accumulate_grad_batches
         losses: list[Tensor] = []
 
@@ -175,7 +175,7 @@ class PipelinedSteps(Steps):
         )
 
     def _key(self, name: str, batch: Any, kwargs: dict[str, Any], number: int) -> object:
-        """Return a hashable key of all that always influences the path of the step ``name`` and the gradients it needs.
+        """Return a hashable key of everything that always influences the path of the step ``name`` and its gradients.
 
         Args:
             name: Name of the step's method, such as ``training_step``.
@@ -271,8 +271,8 @@ class PipelinedSteps(Steps):
             args: Positional arguments of the step, the batch first.
             kwargs: Keyword arguments of the step.
             group: Process group of the ranks that run a step now; None: all processes.
-            loss_of: Function that returns a microbatch's part of the loss, given the number of microbatches and what
-                the step returned on the microbatch; None: there is no backward.
+            loss_of: Function that returns a microbatch's part of the loss, given the number of microbatches and the
+                result of the step on it; None: there is no backward.
 
         Returns:
             The object that has recorded the side effects of the step, and the outcome of its microbatches.
@@ -381,7 +381,8 @@ class PipelinedSteps(Steps):
         if result.graph.changes_batch:  # All stages of this rank run on the same batch.
             batch = apply_to_collection(batch, Tensor, Tensor.clone)
         result.microbatch = index
-        # The rank of the last stage may have other stages as well. What the step logs and measures there is undone.
+        # The rank of the last stage may have other stages as well. Logs and metrics of the step on these stages are
+        # undone.
         result.is_recorded = self._pipeline.runner.runs_last_stage or not self._pipeline.is_last
         with self._context(name), nullcontext() if result.is_recorded else self._metrics.unchanged():
             return getattr(self._module, name)(batch, *others[0], **others[1])

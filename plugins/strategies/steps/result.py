@@ -251,7 +251,7 @@ class StepResult:
         return found
 
     def _merged(self, call: _Call, calls: list[_Logged]) -> _Logged:
-        """Merge one call of ``self.log`` in all microbatches into what the whole batch would have logged.
+        """Merge one call of ``self.log`` in all microbatches into the call that the whole batch would have made.
 
         Args:
             call: The name under which the call logs, and the number of the call with this name.
@@ -295,10 +295,10 @@ _Call = tuple[str, int]
 
 @dataclass(frozen=True)
 class _OfWholeBatch:
-    """Hold what the code between parts has returned and logged for the whole batch.
+    """Hold the result and the logged values of the code between parts for the whole batch.
 
     Args:
-        result: What the step returned, detached.
+        result: The detached result of the step.
         logged: The logged values by call, without metric objects.
     """
 
@@ -430,7 +430,7 @@ def merge_values(results: list[Any]) -> Any:
         return sum(results)
     if isinstance(first, Mapping):
         items = {key: merge_values([result[key] for result in results]) for key in first}
-        return type(first)(**items) if is_dataclass(first) else items  # such as a ModelOutput of Hugging Face
+        return type(first)(**items) if is_dataclass(first) else items  # ModelOutput is a Mapping and a dataclass.
     if isinstance(first, tuple):
         columns = [merge_values(list(column)) for column in zip(*results, strict=True)]
         return type(first)(*columns) if hasattr(first, "_fields") else tuple(columns)
@@ -447,12 +447,12 @@ def merge_values(results: list[Any]) -> Any:
 def _is_equal(value: Any, other: Any) -> bool:
     try:
         return (value == other) is True
-    except Exception:  # Such as that of a table with another length.
+    except Exception:  # Comparing tables of different lengths raises an error, for example.
         return False
 
 
 class Unmerged:
-    """Stand in for objects that a step returned for its microbatches and that cannot be merged. Using it raises.
+    """Stand in for outputs of microbatches that cannot be merged, and raise an error when it is used.
 
     Args:
         kind: The name of the objects' class.

@@ -43,7 +43,7 @@ class SilentLoggers:
 
         members = {name: ignore for name in _WRITES if hasattr(type(logger), name)}
         cls = type(type(logger).__name__, (type(logger),), {**members, "experiment": property(experiment)})
-        silent: Logger = object.__new__(cls)  # Copying could connect to a server.
+        silent: Logger = object.__new__(cls)  # A real copy could connect to a server.
         vars(silent).update(vars(logger))
         return silent
 

@@ -38,7 +38,7 @@ class WholeSteps(Steps):
         if self._frees_gradients_first:
             free_gradients(self._module.trainer)
         if automatic and begins_accumulation(self._module.trainer):
-            self._parallel.gradients.drop_unreduced()  # those that a stopped or failed run has left
+            self._parallel.gradients.drop_unreduced()  # A stopped or failed run may have left some.
         with self._context("training_step"):
             output = self._parallel.step(partial(self._module.training_step, *args, **kwargs), automatic)
         if automatic:
@@ -60,7 +60,7 @@ class WholeSteps(Steps):
             return self._parallel.step(partial(getattr(self._module, name), *args, **kwargs), backward_follows=False)
 
     def around_hook(self, name: str) -> AbstractContextManager[None]:
-        """Let a hook use and change parameters as in one process, even where torch does not support it with shards."""
+        """Let a hook use and change parameters as in one process, even where torch does not support this for shards."""
         # Between a forward and its backward some parameters are gathered and others sharded.
         if name.endswith((".on_before_zero_grad", ".on_before_backward")):
             return self._parallel.between_forward_and_backward()

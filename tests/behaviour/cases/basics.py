@@ -1,4 +1,4 @@
-"""Plain training, a tied language model, and the most common callbacks."""
+"""Test plain training, a tied language model, and the most common callbacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Buffers that change during training, and precisions."""
+"""Test buffers that change during training, and precisions."""
 
 from __future__ import annotations
 

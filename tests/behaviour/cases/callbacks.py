@@ -1,4 +1,4 @@
-"""Lightning's own callbacks, except those for checkpoints, and callbacks of the user."""
+"""Test Lightning's own callbacks, except those for checkpoints, and callbacks of the user."""
 
 from __future__ import annotations
 

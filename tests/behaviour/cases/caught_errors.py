@@ -1,4 +1,4 @@
-"""Errors in a run after which a checkpoint is saved, and which the user catches."""
+"""Test errors in a run after which a checkpoint is saved, and which the user catches."""
 
 from __future__ import annotations
 

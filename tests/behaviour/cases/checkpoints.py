@@ -1,4 +1,4 @@
-"""ModelCheckpoint with all kinds of options, checkpoints that are saved by hand, and loading of both."""
+"""Test ModelCheckpoint with all kinds of options, checkpoints that are saved by hand, and loading of both."""
 
 from __future__ import annotations
 
@@ -240,7 +240,7 @@ def hyperparameters_ignored(run: Run) -> None:
     run.record("weights", loaded.state_dict())
 
 
-# Errors of the other ranks after rank 0 has left them.
+# These are errors of the other ranks after rank 0 has ended.
 _OTHERS_END = r"closed by peer|reset by peer|did not arrive|DistNetworkError|Broken pipe"
 
 

@@ -1,4 +1,4 @@
-"""Communication of decisions and tensors between processes by the user."""
+"""Test communication of decisions and tensors between processes by the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Contrastive and self-supervised learning: queues, memory banks, prototypes, prompts."""
+"""Test contrastive and self-supervised learning: queues, memory banks, prototypes, prompts."""
 
 from __future__ import annotations
 

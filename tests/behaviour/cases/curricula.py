@@ -1,4 +1,4 @@
-"""Data, weights of losses, learning rates and states of the user that change in the course of training."""
+"""Test data, loss weights, learning rates and states of the user that change in the course of training."""
 
 from __future__ import annotations
 

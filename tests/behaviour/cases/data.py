@@ -1,4 +1,4 @@
-"""Batches, loaders and datasets of all kinds."""
+"""Test batches, loaders and datasets of all kinds."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class _Data:
 
 
 class _Own:
-    """Hold a batch in a class of the user, like those of PyTorch Geometric."""
+    """Hold a batch in a class of the user's, like those of PyTorch Geometric."""
 
     def __init__(self, x: Tensor, y: Tensor) -> None:
         self.x, self.y = x, y

@@ -1,4 +1,4 @@
-"""Diffusion models: noise schedules in buffers, hand-written weight averages, sampling, guidance, distillation."""
+"""Test diffusion models: noise schedules in buffers, hand-written weight averages, sampling, guidance, distillation."""
 
 from __future__ import annotations
 

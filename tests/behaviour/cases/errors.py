@@ -1,4 +1,4 @@
-"""Exceptions in every hook, and wrong modules: every rank ends with the user's own error."""
+"""Test that every rank ends with the user's own error after exceptions in hooks and in wrong modules."""
 
 from __future__ import annotations
 

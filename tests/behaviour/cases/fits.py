@@ -1,4 +1,4 @@
-"""Several fits of one module, evaluations, and predictions."""
+"""Test several fits of one module, evaluations, and predictions."""
 
 from __future__ import annotations
 

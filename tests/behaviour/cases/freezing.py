@@ -1,4 +1,4 @@
-"""Frozen and unfrozen parameters, gradients, and hooks on them."""
+"""Test frozen and unfrozen parameters, gradients, and hooks on them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variational autoencoders, quantisation, normalising flows, and critics with clipped weights."""
+"""Test variational autoencoders, quantisation, normalising flows, and critics with clipped weights."""
 
 from __future__ import annotations
 

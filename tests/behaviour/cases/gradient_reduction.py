@@ -1,4 +1,4 @@
-"""Backwards that reduce gradients at unusual times: unsynced, interrupted, direct, of other graphs, of no parameter."""
+"""Test backwards that reduce gradients at unusual times: unsynced, interrupted, direct, or of other graphs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def cleared_between_backwards(run: Run) -> None:
             with optimizer.toggle_model(sync_grad=False):
                 self.manual_backward(3 * self.loss(batch))
             optimizer.zero_grad()
-            if batch_idx % 2:  # the parameters of the head alone
+            if batch_idx % 2:  # This backward reaches the parameters of the head only.
                 self.manual_backward(self.head(batch[0]).square().mean())
             else:
                 self.manual_backward(self.loss(batch))

@@ -1,4 +1,4 @@
-"""Hooks of the LightningModule, of callbacks and of the DataModule."""
+"""Test hooks of the LightningModule, of callbacks and of the DataModule."""
 
 from __future__ import annotations
 

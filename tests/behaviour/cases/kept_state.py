@@ -1,4 +1,4 @@
-"""State that has to survive: weights after any optimizer step, data in low precision, and what checkpoints hold."""
+"""Test state that must survive: weights after any optimizer step, data in low precision, and checkpoints."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def gradients_of_inputs(run: Run) -> None:
 
 
 class _Helper:
-    """Count steps, and know the module."""
+    """Count steps, and hold a reference to the module."""
 
     def __init__(self, module: Any) -> None:
         self.module, self.num_steps, self.classes = module, 0, collections.Counter[int]()
@@ -94,7 +94,7 @@ def uneven_evaluation_first(run: Run) -> None:
 
 
 class _ByData(torch.optim.Optimizer):
-    """Descend along the gradient by changing ``param.data``, as many optimizers do that are not torch's."""
+    """Descend along the gradient by changing ``param.data``, as many third-party optimizers do."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.05})
@@ -133,7 +133,7 @@ def two_optimizers_in_a_row(run: Run) -> None:
 
 
 class _Timed(nn.Module):
-    """A block that is given a time in float32, which the low precisions cannot hold."""
+    """Take a time in float32 as input of a block, which the low precisions cannot represent."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -186,7 +186,7 @@ def unfrozen_in_low_precision(run: Run) -> None:
 
 
 class _Norms(nn.Module):
-    """A block with running statistics, a count of its forwards, and random numbers of Python's."""
+    """Keep running statistics and a count of forwards in a block, and draw random numbers by Python's generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -281,7 +281,7 @@ def whole_copy_in_callback(run: Run) -> None:
 
 
 class _Bank(nn.Module):
-    """A layer whose buffer has the size of what it has collected, and whose loading code depends on its version."""
+    """Collect samples in a buffer that grows with them, and load the buffer by code that depends on its version."""
 
     _version = 2
 

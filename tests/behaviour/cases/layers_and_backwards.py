@@ -1,4 +1,4 @@
-"""Layers that are direct children of the LightningModule, and backwards of every kind."""
+"""Test direct child layers of the LightningModule, and backwards of every kind."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ for _kind in ("two backwards", "two forwards first", "one graph", "two steps"):
 
 
 class _SharpnessAware(Classifier):
-    """Minimise sharpness-aware: ascend, compute the gradient there, return and descend (Foret et al., 2021)."""
+    """Train by sharpness-aware minimisation: ascend, compute the gradient, return and descend (Foret et al., 2021)."""
 
     def __init__(self) -> None:
         super().__init__()

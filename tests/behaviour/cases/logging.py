@@ -1,4 +1,4 @@
-"""Metrics that ``self.log`` and loggers get."""
+"""Test the metrics that ``self.log`` passes to loggers and callbacks."""
 
 from __future__ import annotations
 

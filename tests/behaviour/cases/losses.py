@@ -1,4 +1,4 @@
-"""Losses of many kinds, and further code in training steps."""
+"""Test losses of many kinds, and further code in training steps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Manual optimization: GANs, sharpness-aware minimisation, several optimizers, accumulation by hand."""
+"""Test manual optimization: GANs, sharpness-aware minimisation, several optimizers, accumulation by hand."""
 
 from __future__ import annotations
 

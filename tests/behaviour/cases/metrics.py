@@ -1,4 +1,4 @@
-"""Metrics of torchmetrics."""
+"""Test metrics of torchmetrics."""
 
 from __future__ import annotations
 

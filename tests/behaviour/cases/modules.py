@@ -1,4 +1,4 @@
-"""Modules of many architectures."""
+"""Test modules of many architectures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers of torch and of the user."""
+"""Test optimizers of torch and of the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training steps whose path through the model changes between steps or depends on values of tensors."""
+"""Test training steps whose path through the model changes between steps or depends on values of tensors."""
 
 from __future__ import annotations
 

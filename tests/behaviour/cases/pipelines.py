@@ -1,4 +1,4 @@
-"""Lightning's features, callbacks and hooks with a model that is cut into stages."""
+"""Test Lightning's features, callbacks and hooks with a model that is cut into stages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Regularisation and constraints: dropped blocks, standardised and quantised weights, pruning, margins."""
+"""Test regularisation and constraints: dropped blocks, standardised and quantised weights, pruning, margins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reinforcement learning on stored transitions: target networks, clipped ratios, entropies."""
+"""Test reinforcement learning on stored transitions: target networks, clipped ratios, entropies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The states that a run restores, when it restores them, and how a run starts."""
+"""Test which states a run restores, when it restores them, and how a run starts."""
 
 from __future__ import annotations
 

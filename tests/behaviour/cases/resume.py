@@ -1,4 +1,4 @@
-"""Runs that resume inside an epoch and at its end, from the best and the last checkpoint, with all kinds of states."""
+"""Test runs that resume inside an epoch or at its end, from the best or last checkpoint, with many kinds of states."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedulers."""
+"""Test learning-rate schedulers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sequence models: attention of several kinds, decoding, padded lengths, structured losses."""
+"""Test sequence models: attention of several kinds, decoding, padded lengths, structured losses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that the user's code shares, reads, changes, penalises, or registers hooks on."""
+"""Test weights that the user's code shares, reads, changes, penalises, or registers hooks on."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ class _Penalty(Classifier):
             penalty = sum(param.abs().sum() for param in self.net[2].parameters())
         elif self.kind == "norm of a block's weight":
             penalty = self.net[2].up.weight.norm()
-        else:  # orthogonality
+        else:  # This penalises weights that are not orthogonal.
             weight = self.net[3].down.weight
             penalty = (weight @ weight.T - torch.eye(len(weight), dtype=weight.dtype)).square().mean()
         self.log("penalty", penalty)

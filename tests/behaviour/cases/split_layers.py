@@ -1,4 +1,4 @@
-"""Layers that tensor parallelism splits by an inferred plan, in models without a plan of their own."""
+"""Test layers that tensor parallelism splits by an inferred plan, in models without a plan of their own."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Layer(nn.Module):
 
 
 class Head(nn.Module):
-    """Have the output layer's bias as an attribute too, as in BERT, without using it."""
+    """Hold the output layer's bias as a second attribute, as BERT does, without using it."""
 
     def __init__(self, embedding: nn.Embedding) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Data and networks of other structures: graphs, boxes, ensembles, differential equations, forecasts."""
+"""Test data and networks of other structures: graphs, boxes, ensembles, differential equations, forecasts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Options of the Trainer."""
+"""Test options of the Trainer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that are transferred from one training to another: backbones, adapters, soups, averages."""
+"""Test weights that are transferred from one training to another: backbones, adapters, soups, averages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that behave differently: parameters unused on some, unequal numbers of batches, buffers that steps change."""
+"""Test ranks that differ in unused parameters or in numbers of batches, and buffers that steps change."""
 
 from __future__ import annotations
 

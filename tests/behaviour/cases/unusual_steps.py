@@ -1,4 +1,4 @@
-"""Steps that keep metric values, draw numbers from generators of their own, or clear gradients in unusual places."""
+"""Test steps that keep metric values, use generators of their own, or clear gradients in unusual places."""
 
 from __future__ import annotations
 
@@ -216,7 +216,7 @@ def signs_around_model(run: Run) -> None:
 
         def forward(self, x: Tensor) -> Tensor:
             signs = torch.randint(2, (len(x), 1)).to(x) * 2 - 1
-            return signs * self.head(self.net(signs * x))  # linear, so that the signs cancel
+            return signs * self.head(self.net(signs * x))  # The network is linear, so the signs cancel.
 
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             self.num_steps += 1
@@ -247,7 +247,7 @@ def activations_from_hooks(run: Run) -> None:
 
 
 class _Scaled(nn.Module):
-    """A block that changes one of its parameters in its own forward."""
+    """Change a parameter of a block in the block's own forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -301,7 +301,7 @@ def cleared_by_hand(run: Run) -> None:
             self.automatic_optimization = False
 
         def training_step(self, batch: Any, batch_idx: int) -> None:
-            if batch_idx % 2:  # Gradients of two steps are added up, but for those of the body.
+            if batch_idx % 2:  # The head adds up the gradients of two steps.
                 for param in self.net.parameters():
                     param.grad = None
             loss = self.loss(batch)
@@ -390,7 +390,7 @@ def optimizer_made_in_init(run: Run) -> None:
 
 
 class _Annealed(nn.Module):
-    """A block that lowers its temperature in each forward, and counts them in an object of its own."""
+    """Lower the temperature of a block in each forward, and count the forwards in an object of the user's."""
 
     def __init__(self, annealer: _Annealer) -> None:
         super().__init__()
@@ -447,7 +447,8 @@ def unseeded_generators(run: Run) -> None:
     class Draws(Classifier):
         def __init__(self) -> None:
             super().__init__()
-            # Each process would make another one; the seed stands for the first one's, so that runs can be compared.
+            # Unseeded generators would differ between processes. They are seeded by the rank, so that rank 0 draws the
+            # same numbers as the reference.
             self.rng = np.random.default_rng(run.rank)
             self.further = random.Random(run.rank)
 

@@ -1,4 +1,4 @@
-"""Hooks that change weights and gradients by views and assignments, and by values of tensors that are no parameters."""
+"""Test hooks that change weights and gradients by views, by assignments, and by values of plain tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whole weights that are saved, loaded, read and copied by the same calls as in one process."""
+"""Test whole weights that are saved, loaded, read and copied by the same calls as in one process."""
 
 from __future__ import annotations
 
