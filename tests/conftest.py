@@ -44,6 +44,15 @@ def pytest_sessionfinish() -> None:
             (Path(tempfile.gettempdir()) / f"{session}.{name}").unlink(missing_ok=True)
 
 
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Restore the environment variables after each test, such as the seed that Lightning keeps in one."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[WorkerPool]:
     workers = WorkerPool()
