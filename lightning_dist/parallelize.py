@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from lightning_dist.activation_checkpointing import ActivationCheckpointing
 from lightning_dist.audit import FirstStepAudit
 from lightning_dist.compilation import Compilation
+from lightning_dist.compression import Compression, CompressionConfig
 from lightning_dist.initialization import agreed_seed, broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import ParallelModule
@@ -44,6 +45,7 @@ class ParallelConfig:
         check_replicas_every_n_steps: Number of optimizer steps after which replicas are compared; None: never.
         tensor_parallel: Options of the splitting of layers over ``tp``.
         pipeline: Options of the pipeline; None: the module is not cut into stages.
+        compression: Options of the compression of gradients; None: they are not compressed.
     """
 
     units: Sequence[str] | None = None
@@ -54,6 +56,7 @@ class ParallelConfig:
     check_replicas_every_n_steps: int | None = None
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     pipeline: PipelineConfig | None = None
+    compression: CompressionConfig | None = None
 
     def for_shards(self) -> dict[str, object]:
         """Return the arguments that differ from their defaults and have an effect only if parameters are sharded."""
@@ -125,6 +128,8 @@ def _techniques(
         pipeline = Pipeline(module, config.pipeline, units, group, stage_to_stage, same_stage, part, splits_backward)
         techniques.append(pipeline)
     sharding_mesh, parameter_mesh = layout.sharding_mesh(mesh), layout.parameter_mesh(mesh)
+    if config.compression is not None:
+        techniques.append(Compression(config.compression, sharding_mesh))
     if layout.dp_shard > 1:
         techniques.append(Scalars(parameter_mesh, parameter_mesh))  # FSDP2 does not accept scalars.
         techniques.append(Sharding(sharding_mesh, config.sharding))

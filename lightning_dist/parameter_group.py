@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_dist.gradient_reducer import GradientReducer
 from lightning_dist.units import Unit
 
 __all__ = ["ParameterGroup"]
@@ -26,6 +27,9 @@ class ParameterGroup(ABC):
 
     owners: list[nn.Module]
     """The modules that hold the parameters, in the same order on all ranks; set when the module is built."""
+
+    reducer: GradientReducer | None = None
+    """What averages the gradients over ``dp_replicate``; None: an all-reduce."""
 
     on_change: Callable[[ParameterGroup, Sequence[str]], None] = staticmethod(lambda group, names: None)
     """Function that :meth:`write_back` calls with the group and the names of parameters that a step has changed."""

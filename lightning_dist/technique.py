@@ -31,6 +31,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor, nn
 
+from lightning_dist.gradient_reducer import GradientReducer
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.units import Unit
 
@@ -101,6 +102,9 @@ class Technique:
 
     def shard_dim(self, param: nn.Parameter) -> int | None:
         """Return the dimension along which ``param`` must be sharded; None leaves it to the sharding technique."""
+
+    def gradient_reducer(self) -> GradientReducer | None:
+        """Return what averages gradients over ``dp_replicate`` in place of an all-reduce; None: the next technique."""
 
     def manage_unit(self, unit: Unit) -> ParameterGroup | None:
         """Return a group that manages the parameters of ``unit``; None leaves them to the next technique."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 
 from lightning_dist._compat import local_of
+from lightning_dist.gradient_reducer import GradientReducer, LocalGradient, Reduction
 
 __all__ = ["STALE", "Bucket", "as_dtensor", "in_buckets"]
 
@@ -62,9 +63,18 @@ class Bucket:
         mesh: The mesh over whose first axis the parameters are replicated.
         dtype: The dtype that gradients are reduced in; None: that of the parameters. Complex gradients are always
             reduced in the dtype of the parameters.
+        names: Full names of the parameters.
+        reducer: Object that averages the gradients in place of an all-reduce; None: there is none.
     """
 
-    def __init__(self, params: Sequence[nn.Parameter], mesh: DeviceMesh, dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        params: Sequence[nn.Parameter],
+        mesh: DeviceMesh,
+        dtype: torch.dtype | None,
+        names: Sequence[str],
+        reducer: GradientReducer | None = None,
+    ) -> None:
         self.params = list(params)
         self.has_gradient = [False] * len(params)
         """For each parameter, whether it has got a gradient in the current backward."""
@@ -74,14 +84,16 @@ class Bucket:
         """Whether a gradient came after the all-reduce had begun."""
         self.num_pending = self.num_expected = 0
         self._mesh = mesh
-        self._scale = 1.0 / mesh.size()
+        self._names = list(names)
+        self._reducer = reducer
+        self._scale = 1.0 if reducer is not None else 1.0 / mesh.size()
         self._dtype = params[0].dtype if dtype is None or params[0].is_complex() else dtype
         self._shapes = [local_of(param).shape for param in params]
         self._sizes = [*(shape.numel() for shape in self._shapes), len(params)]
         self._is_copied = [False] * len(params)
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
-        self._work: dist.Work | None = None
+        self._work: dist.Work | Reduction | None = None
 
     @property
     def is_launched(self) -> bool:
@@ -116,6 +128,8 @@ class Bucket:
     def copy_in(self, index: int) -> None:
         """Copy a parameter's gradient, divided by the number of ranks, into the bucket; zeros if there is none.
 
+        If there is a reducer, the gradient is not divided.
+
         This runs once for each parameter in each backward, and is therefore kept short.
 
         Args:
@@ -143,7 +157,7 @@ class Bucket:
         """Allocate the bucket's tensor.
 
         It has one dimension, with the elements of all gradients, followed by one number per parameter. After the
-        all-reduce, this is the number of ranks that have used the parameter.
+        all-reduce, this is the number of ranks that have used the parameter, or the mean that a reducer returns.
         """
         self._flat = torch.empty(sum(self._sizes), dtype=self._dtype, device=self.params[0].device)
         parts = torch.split(self._flat, self._sizes)
@@ -164,13 +178,26 @@ class Bucket:
         """Begin to all-reduce the gradients, once the bucket's previous all-reduce has ended. This is a collective."""
         if self._work is not None:
             self._work.wait()
+            self._discard(range(len(self.params)))
             self._is_copied = [False] * len(self.params)
         for index, is_copied in enumerate(self._is_copied):
             if not is_copied:
                 self.copy_in(index)
         assert self._flat is not None
         self._flat[-len(self.params) :] = torch.tensor(self.is_used, dtype=self._dtype)
-        self._work = dist.all_reduce(self._flat, group=self._mesh.get_group(0), async_op=True)
+        if self._reducer is not None:
+            gradients = [*self._gradients(range(len(self.params))), LocalGradient("", self._flat[-len(self.params) :])]
+            self._work = self._reducer.reduce(self._flat, gradients)
+        else:
+            self._work = dist.all_reduce(self._flat, group=self._mesh.get_group(0), async_op=True)
+
+    def _gradients(self, indices: Iterable[int]) -> list[LocalGradient]:
+        return [LocalGradient(self._names[index], self._views[index]) for index in indices]
+
+    def _discard(self, indices: Iterable[int]) -> None:
+        """Tell the reducer that means are not used."""
+        if self._reducer is not None:
+            self._reducer.discard(self._gradients(indices))
 
     @torch.no_grad()
     def set_gradients(self) -> list[nn.Parameter]:
@@ -188,6 +215,7 @@ class Bucket:
         # Reading the counts from an accelerator synchronizes with it. If this rank has used all parameters, it is not
         # necessary to read them.
         counts = self._flat[-len(self.params) :].tolist() if not all(is_used) else [1.0] * len(self.params)
+        self._discard(index for index, count in enumerate(counts) if not count)
         used: list[nn.Parameter] = []
         for param, view, count in zip(self.params, self._views, counts, strict=True):
             if not count:

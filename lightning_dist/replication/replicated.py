@@ -30,7 +30,7 @@ from lightning_dist._compat import (
 from lightning_dist.collectives import max_of_flags
 from lightning_dist.replication.bucket import STALE, Bucket, as_dtensor, in_buckets
 from lightning_dist.replication.group import ReplicatedGroup
-from lightning_dist.technique import Parallel, Technique
+from lightning_dist.technique import Parallel, Technique, bound
 from lightning_dist.tensor_state import is_remote
 from lightning_dist.units import Unit
 
@@ -62,6 +62,8 @@ class Replication(Technique):
     def attach(self, parallel: Parallel) -> None:
         """Switch embeddings to dense gradients, which can be reduced in buckets and have the same values."""
         self._parallel = parallel
+        reducers = (reducer() for reducer in bound(parallel.techniques, "gradient_reducer"))
+        self._reducer = next((reducer for reducer in reducers if reducer is not None), None)
         for part in parallel.module.modules():
             if isinstance(part, nn.Embedding | nn.EmbeddingBag):
                 part.sparse = False
@@ -71,11 +73,15 @@ class Replication(Technique):
         # A stand-in must not keep this object alive, since hooks of tensors hold it.
         on_gradient = partial(_on_late_gradient, weakref.ref(self))
         self._groups.append(ReplicatedGroup(unit, self._mesh, self._parallel.techniques, on_gradient))
+        self._groups[-1].reducer = self._reducer
         return self._groups[-1]
 
     def finish(self) -> None:
         """Put the parameters into buckets, in the order in which a backward reaches them. This is a collective."""
         params = [param for group in self._groups for param in group.params]
+        self._names = {
+            param: name for group in self._groups for name, param in zip(group.names, group.params, strict=True)
+        }
         hooks = self._fill_buckets(params) if self._mesh.size() > 1 else {}
         self._params = [(param, hooks.get(param)) for param in params]
 
@@ -95,7 +101,8 @@ class Replication(Technique):
         self._usage_group = weakref.ref(usage_group)
         hooks: dict[nn.Parameter, int] = {}
         for bucket_params in in_buckets(list(reversed(params)), self._reduce_dtype):
-            bucket = Bucket(bucket_params, self._mesh, self._reduce_dtype)
+            names = [self._names[param] for param in bucket_params]
+            bucket = Bucket(bucket_params, self._mesh, self._reduce_dtype, names, self._reducer)
             for index, param in enumerate(bucket_params):
                 requires_grad = param.requires_grad
                 param.requires_grad_(True)  # A tensor takes a hook only then, and a frozen parameter needs one too.

@@ -100,6 +100,8 @@ class Sharding(Technique):
         self._shard_dims = bound(parallel.techniques, "shard_dim")
         self._write_back_data = bound(parallel.techniques, "write_back_data")
         self._is_form = bound(parallel.techniques, "is_form_of_parameter")
+        reducers = (reducer() for reducer in bound(parallel.techniques, "gradient_reducer"))
+        self._reducer = next((reducer for reducer in reducers if reducer is not None), None)
 
     def manage_unit(self, unit: Unit) -> ShardedGroup:
         """Let FSDP2 shard the parameters of ``unit``. This is a collective over the mesh."""
@@ -147,6 +149,8 @@ class Sharding(Technique):
             group.write_back_data = self._was_replaced
         if self._is_form:
             group.is_other_form = self._is_other_form
+        if self._reducer is not None:
+            group.reduce_between_replicas_by(self._reducer)
         self._groups.append(group)
         return group
 

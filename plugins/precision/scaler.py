@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-__all__ = ["ShardedGradScaler", "agree_on_overflows"]
+__all__ = ["ShardedGradScaler", "agree_on_overflows", "scales_losses"]
 
 
 class ShardedGradScaler(torch.amp.GradScaler):
@@ -43,6 +43,11 @@ class ShardedGradScaler(torch.amp.GradScaler):
             torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
         dist.all_reduce(found_inf, dist.ReduceOp.MAX)
         return {found_inf.device: found_inf}
+
+
+def scales_losses(plugin: Precision) -> bool:
+    """Return whether ``plugin`` multiplies losses by a scale, and skips steps whose gradients are not finite."""
+    return isinstance(plugin, MixedPrecision) and plugin.scaler is not None
 
 
 def agree_on_overflows(plugin: Precision) -> None:

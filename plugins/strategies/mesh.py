@@ -22,18 +22,20 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.after_error import check_that_all_ranks_failed
+from lightning_dist.compression import CompressionConfig, Compressor, compressor_from
 from lightning_dist.consensus import go_on
 from lightning_dist.local_step import LocalStep
 from lightning_dist.parallel_module import ParallelModule, parallelized
 from lightning_dist.parallelize import ParallelConfig, parallelize
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.callbacks import FaultTolerance
-from lightning_dist.plugins.precision import PrecisionPolicy, agree_on_overflows, precision_policy
+from lightning_dist.plugins.precision import PrecisionPolicy, agree_on_overflows, precision_policy, scales_losses
 from lightning_dist.plugins.strategies.checkpointed import AFTER_ERROR_S, CheckpointedStrategy
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
 from lightning_dist.plugins.strategies.checks import (
     check_optimizers,
     explaining_optimizer_errors,
+    refuse_compression,
     refuse_what_cannot_work,
     warn_of_idle_arguments,
 )
@@ -73,6 +75,9 @@ class MeshStrategy(CheckpointedStrategy):
             with every other one. None: if the backend is gloo, whose own collectives take more rounds or more bytes.
         check_replicas_every_n_steps: Number of optimizer steps after which the replicas' weights are compared bit by
             bit; a difference raises an error. None: they are never compared.
+        compression: How gradients are compressed that replicas send each other: the name of a compressor (``bf16``,
+            ``fp16``, ``int8``, ``powersgd``, ``topk``), or a :class:`~lightning_dist.compression.Compressor`. None or
+            ``"none"``: they are not compressed.
         checkpoint: Options for saving and loading checkpoints: the arguments of
             :class:`~lightning_dist.plugins.strategies.checkpointing.CheckpointOptions`.
         process_group_backend: Backend such as ``"nccl"`` or ``"gloo"``; None: the default for the device.
@@ -91,6 +96,7 @@ class MeshStrategy(CheckpointedStrategy):
         compile: bool | str = False,
         direct_collectives: bool | None = None,
         check_replicas_every_n_steps: int | None = None,
+        compression: str | Compressor | None = None,
         checkpoint: CheckpointOptions | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -107,6 +113,7 @@ class MeshStrategy(CheckpointedStrategy):
             activation_checkpointing=activation_checkpointing,
             compile_backend="inductor" if compile is True else compile or None,
             check_replicas_every_n_steps=check_replicas_every_n_steps,
+            compression=None if compression in (None, "none") else CompressionConfig(compressor_from(compression)),
         )
         self._reduce_dtype = reduce_dtype
         self._steps: Steps | None = None
@@ -130,6 +137,12 @@ class MeshStrategy(CheckpointedStrategy):
             precision_policy(plugin)
             agree_on_overflows(plugin)
         self._precision_plugin = plugin
+
+    @override
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        if self._config.compression is not None:
+            refuse_compression(self._config.compression, self.layout, self.precision_plugin, self.strategy_name)
 
     @override
     def setup_environment(self) -> None:
@@ -225,8 +238,14 @@ class MeshStrategy(CheckpointedStrategy):
         sharding = replace(self._config.sharding, param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
         assert self._tracing is not None
         config = complete_config(self._config, self.layout, module, self._trainer, self._tracing, copied)
-        config = replace(config, sharding=sharding)
+        config = replace(config, sharding=sharding, compression=self._compression_of(copied))
         return parallelize(module, self.layout, self.mesh, config, self._stage_to_stage_group)
+
+    def _compression_of(self, copied: ParallelModule | None) -> CompressionConfig | None:
+        """Return how gradients are compressed; a copy of the module, such as an average, has none."""
+        if copied is not None or self._config.compression is None:
+            return None
+        return replace(self._config.compression, scales_losses=scales_losses(self.precision_plugin))
 
     @override
     def model_to_device(self) -> None:

@@ -10,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
 
 from lightning_dist._compat import is_in_backward, local_of, move_hooks, share_hooks
 from lightning_dist.accumulated_gradients import AccumulatedGradients
+from lightning_dist.gradient_reducer import GradientReducer, LocalGradient
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.sharding._compat.param import MakeStandIn, ShardedParam
 
@@ -38,6 +40,8 @@ class ShardedGroup(ParameterGroup):
         self._awaits_agreement = False
         self._is_reduced = False
         self._accumulated = AccumulatedGradients()
+        self._reducing: list[ShardedParam] = []
+        self._means: dict[str, LocalGradient] = {}
         # FSDP2 reduces and frees a group when the gradients of its modules' inputs are known. Gradients from uses of
         # its parameters outside of these modules may be computed later. Replaced by: a public way to reduce at the end
         # of a backward.
@@ -182,6 +186,46 @@ class ShardedGroup(ParameterGroup):
         for param in self._params:
             move_hooks(originals[param.place], param.shard)
 
+    def reduce_between_replicas_by(self, reducer: GradientReducer) -> None:
+        """Let ``reducer`` average gradients between replicas, in place of FSDP2's all-reduce.
+
+        FSDP2 calls a hook in place of the all-reduce only for a group without replicas. The group is therefore told
+        that it has none; its parameters stay DTensors over the mesh with replicas.
+
+        Replaced by: an ``FSDPModule.set_custom_all_reduce``, like ``set_custom_reduce_scatter``.
+
+        Args:
+            reducer: Object that averages the gradients.
+        """
+        info, after_forward = self._group.mesh_info, self._group.post_forward_mesh_info
+        self._group.mesh_info = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+        if after_forward is info:
+            self._group.post_forward_mesh_info = self._group.mesh_info
+        self._group._all_reduce_hook = self._reduce_between_replicas
+        self.reducer = reducer
+
+    def _reduce_between_replicas(self, flat: torch.Tensor) -> None:
+        """Average the gradients over the replicas; FSDP2 calls this after the reduce-scatter.
+
+        Args:
+            flat: The shards of the gradients one after another, with padding.
+        """
+        assert self.reducer is not None
+        gradients, begin = [], 0
+        for param in self._reducing:
+            value, size = param.gradient_in(flat, begin)
+            gradients.append(LocalGradient(param.name, value))
+            begin += size
+        # FSDP2 puts views of this tensor into the parameters next. Only then may it still change afterwards.
+        is_final = flat.dtype in (torch.float32, torch.bfloat16) and flat.dtype == self._group._orig_dtype
+        if is_final and all(param.takes_gradient_as_it_is for param in self._reducing):
+            self.reducer.reduce_later(flat, gradients)
+        else:
+            self.reducer.reduce(flat, gradients).wait()
+            if flat.dtype not in (torch.float32, torch.bfloat16):  # FSDP2 divides other dtypes once more.
+                gradients = [LocalGradient(name, value.clone()) for name, value in gradients]
+        self._means = {gradient.name: gradient for gradient in gradients}
+
     @property
     def mesh(self) -> DeviceMesh:
         """Return the mesh over which the parameters are sharded and replicated."""
@@ -224,6 +268,8 @@ class ShardedGroup(ParameterGroup):
             if any(param.has_accumulated_gradient for param in self._params):
                 for param in self._params:
                     param.to_accumulated_gradient(self._group.reduce_scatter_unused_params)
+            with_zeros = self._group.reduce_scatter_unused_params
+            self._reducing = [param for param in self._params if param.is_reduced(with_zeros)]
         self._post_backward()
 
     def _mark_used(self) -> None:
@@ -291,6 +337,9 @@ class ShardedGroup(ParameterGroup):
         for param, is_used, had in zip(self._params, used, had_gradient, strict=True):
             if not is_used and not had:
                 param.shard.grad = None
+                if self.reducer is not None and param.name in self._means:
+                    self.reducer.discard([self._means[param.name]])
+        self._means = {}
         return is_late
 
     def abandon_agreement(self) -> None:

@@ -286,6 +286,31 @@ class ShardedParam:
         if is_without and with_zeros and gathered.requires_grad and param.reduce_dtype is not None:
             param.unsharded_accumulated_grad = torch.zeros_like(gathered, dtype=param.reduce_dtype)
 
+    def is_reduced(self, with_zeros: bool) -> bool:
+        """Return whether FSDP2 reduces a gradient of this parameter when it next reduces its group.
+
+        Args:
+            with_zeros: Whether zeros are reduced for a trainable parameter without a gradient.
+        """
+        gathered = self.gathered
+        return gathered is not None and (self.has_unreduced_gradient or (with_zeros and gathered.requires_grad))
+
+    def gradient_in(self, flat: torch.Tensor, begin: int) -> tuple[torch.Tensor, int]:
+        """Return this parameter's shard of the gradient in FSDP2's flat tensor, and the size with padding.
+
+        Args:
+            flat: The shards of the gradients of all reduced parameters of a group.
+            begin: Position of this parameter's shard in ``flat``.
+        """
+        param = self._param
+        view = torch.as_strided(flat, param.sharded_size, param.contiguous_sharded_stride, begin)
+        return view, param.padded_sharded_param_size.numel()
+
+    @property
+    def takes_gradient_as_it_is(self) -> bool:
+        """Return whether FSDP2 makes a view of its flat tensor the gradient, and neither adds it nor calls a hook."""
+        return self.shard.grad is None and not getattr(self.shard, "_post_accumulate_grad_hooks", None)
+
     def drop_unreduced(self) -> None:
         """Drop the gradient that a backward left on the gathered copy."""
         self._param.unsharded_accumulated_grad = None

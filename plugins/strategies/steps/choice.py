@@ -10,6 +10,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_dist.compression import Compression
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.parallelize import ParallelConfig
@@ -133,8 +134,16 @@ def refuse_other_config(existing: ParallelModule, config: ParallelConfig, layout
         layout: The sizes of the mesh's axes.
 
     Raises:
-        MisconfigurationException: If the module is cut into other stages.
+        MisconfigurationException: If the module is cut into other stages, or compresses gradients in another way.
     """
+    compression = existing.get(Compression)
+    before = None if compression is None else compression.compressor.arguments
+    after = None if config.compression is None else config.compression.compressor.arguments
+    if before != after:
+        raise MisconfigurationException(
+            f"An earlier Trainer has made this {type(existing.module).__name__} parallel with compression={before},"
+            f" which cannot be changed to {after}. Make a new one, and load the weights from a checkpoint."
+        )
     pipeline = existing.get(Pipeline)
     was = None if pipeline is None else pipeline.config
     is_cut = layout.pp > 1 and any(True for _ in existing.module.parameters())

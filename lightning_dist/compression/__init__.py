@@ -1,0 +1,30 @@
+"""Compress the gradients that replicas send each other.
+
+- ``compressor``: Defines the base class of compressors.
+- ``compressors``: Implements them, one per file.
+- ``two_shot``: Implements the exchange of those that encode each number or block on its own.
+- ``wire``: Runs their collectives and counts the bytes.
+- ``background``: Runs them beside the backward.
+- ``compression``: Implements the technique.
+"""
+
+from lightning_dist.compression.compression import Compression, CompressionConfig
+from lightning_dist.compression.compressor import Compressor, compressor_from
+from lightning_dist.compression.compressors import COMPRESSORS
+from lightning_dist.compression.compressors.half import BF16, FP16
+from lightning_dist.compression.compressors.int8 import Int8
+from lightning_dist.compression.compressors.powersgd import PowerSGD
+from lightning_dist.compression.compressors.topk import TopK
+
+__all__ = [
+    "BF16",
+    "COMPRESSORS",
+    "FP16",
+    "Compression",
+    "CompressionConfig",
+    "Compressor",
+    "Int8",
+    "PowerSGD",
+    "TopK",
+    "compressor_from",
+]

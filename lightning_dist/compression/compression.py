@@ -1,0 +1,214 @@
+"""Compress the gradients that replicas send each other."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_dist.collectives import max_of_flags
+from lightning_dist.compression.background import InBackground
+from lightning_dist.compression.compressor import Compressor, CompressorState, Gradient
+from lightning_dist.compression.wire import Wire
+from lightning_dist.gradient_reducer import GradientReducer, LocalGradient, Reduction
+from lightning_dist.technique import Parallel, Rows, Technique
+
+__all__ = ["Compression", "CompressionConfig"]
+
+
+@dataclass(frozen=True)
+class CompressionConfig:
+    """Configure how gradients are compressed.
+
+    Args:
+        compressor: The compressor.
+        scales_losses: Whether losses are scaled, so that the scaler skips steps with non-finite gradients by itself.
+    """
+
+    compressor: Compressor
+    scales_losses: bool = False
+
+
+class Compression(Technique):
+    """Average gradients over replicas by a compressor in place of an all-reduce.
+
+    The techniques that manage parameters call this one where they would all-reduce gradients over ``dp_replicate``:
+    after FSDP2 has reduced them inside a replica, or for each bucket of whole gradients. Parameters that the compressor
+    does not take are reduced exactly, or by its fallback.
+
+    If a gradient is not finite, no rank changes its weights in that step, and the compressor forgets its state, which
+    the gradient may have made non-finite as well.
+
+    Args:
+        config: The compressor and its surroundings.
+        mesh: A mesh with the axes ``(dp_replicate, dp_shard)``.
+    """
+
+    def __init__(self, config: CompressionConfig, mesh: DeviceMesh) -> None:
+        self.compressor = config.compressor
+        self.num_skipped_steps = 0
+        """Number of optimizer steps that were skipped because a gradient was not finite."""
+        self._mesh = mesh
+        self._scales_losses = config.scales_losses
+        self._fallback = config.compressor.made_fallback()
+        self.states: dict[str, CompressorState] = {}
+        """The compressor's tensors about each parameter, by the parameter's full name."""
+        self._num_reductions: Counter[str] = Counter()
+        self._background = InBackground(torch.device(mesh.device_type))
+        self._defers = False
+        self._deferred: list[Reduction] = []
+        self._all_finite: list[Tensor] = []
+
+    def attach(self, parallel: Parallel) -> None:
+        """Check that the compressor fits the model, and create its process group. This is a collective."""
+        self._parallel = parallel
+        self.compressor.check({name: param.shape for name, param in parallel.module.named_parameters()})
+        # A thread communicates over this group while the main thread uses the others.
+        ranks = dist.get_process_group_ranks(self._mesh.get_group("dp_replicate"))
+        backend = dist.get_backend(self._mesh.get_group("dp_replicate"))
+        group = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc="compression")
+        self.wire = Wire(group)
+        everyone = dist.new_group(backend="gloo", group_desc="non-finite gradients")
+        self._everyone = weakref.ref(everyone)
+
+    def gradient_reducer(self) -> GradientReducer:
+        """Return this object, which reduces gradients between replicas."""
+        return self
+
+    def finish(self) -> None:
+        """Check that this object reduces the gradients of all parameters that the compressor takes.
+
+        Raises:
+            RuntimeError: If a parameter group reduces such gradients in another way.
+        """
+        for group in self._parallel.groups:
+            shapes = {name: param.shape for name, param in zip(group.names, group.params, strict=True)}
+            missed = [name for name, shape in shapes.items() if self.compressor.compresses(name, shape)]
+            if missed and group.reducer is not self:
+                raise RuntimeError(
+                    f"compression={self.compressor} was requested, and the gradient of {missed[0]} would not be"
+                    f" compressed: {type(group).__name__} does not call its hook."
+                )
+
+    # Reduction
+
+    def reduce(self, flat: Tensor, gradients: Sequence[LocalGradient]) -> Reduction:
+        """Begin to average ``gradients`` over the replicas. This is a collective over the replicas."""
+        return self._background.run(partial(self._average, flat, gradients))
+
+    def reduce_later(self, flat: Tensor, gradients: Sequence[LocalGradient]) -> None:
+        """Begin the same reduction, for which :meth:`after_backward` waits."""
+        reduction = self.reduce(flat, gradients)
+        if self._defers:
+            self._deferred.append(reduction)
+        else:
+            reduction.wait()
+
+    def discard(self, gradients: Sequence[LocalGradient]) -> None:
+        """Add means that are not used to the residuals, so that a later reduction includes them."""
+        if self.compressor.error_feedback and gradients:
+            self._background.run(partial(self._add_to_residuals, gradients)).wait()
+
+    def _add_to_residuals(self, gradients: Sequence[LocalGradient]) -> None:
+        for name, value in gradients:
+            residual = self.states.get(name, {}).get("residual")
+            if residual is not None:
+                residual.add_(value)
+
+    def _average(self, flat: Tensor, gradients: Sequence[LocalGradient]) -> None:
+        compressed, exact = list[Gradient](), list[Tensor]()
+        by_fallback = list[Gradient]()
+        for name, value in gradients:
+            num_reductions = self._num_reductions[name]
+            self._num_reductions[name] += 1
+            gradient = Gradient(name, value, self.states.setdefault(name, {}), num_reductions)
+            is_late = num_reductions >= self.compressor.start_step
+            if is_late and self.compressor.compresses(name, value.shape):
+                compressed.append(gradient)
+            elif self._fallback is not None and name:
+                by_fallback.append(gradient)
+            else:
+                exact.append(value)
+        if exact:
+            self._average_exactly(exact, flat)
+        if by_fallback:
+            assert self._fallback is not None
+            self._fallback.average(by_fallback, self.wire)
+        if compressed:
+            self.compressor.average(compressed, self.wire)
+        self._all_finite.append(torch.isfinite(torch.linalg.vector_norm(flat, torch.inf)))
+
+    def _average_exactly(self, values: Sequence[Tensor], flat: Tensor) -> None:
+        if sum(value.numel() for value in values) == flat.numel():
+            self.wire.sum(flat)
+            flat.div_(self.wire.size)
+            return
+        together = torch.cat([value.reshape(-1) for value in values])
+        self.wire.sum(together)
+        together.div_(self.wire.size)
+        for value, mean in zip(values, torch.split(together, [value.numel() for value in values]), strict=True):
+            value.copy_(mean.view_as(value))
+
+    @contextmanager
+    def around_backward(self) -> Iterator[None]:
+        """Let reductions run beside the backward in this context."""
+        self._defers = True
+        try:
+            yield
+        finally:
+            self._defers = False
+
+    def after_backward(self, reduces: bool) -> None:
+        """Wait for the reductions that run beside the backward."""
+        deferred, self._deferred = self._deferred, []
+        for reduction in deferred:
+            reduction.wait()
+
+    def after_microbatches(self, reduces: bool) -> None:
+        """Wait for the reductions that have not ended."""
+        self.after_backward(reduces)
+
+    def after_error(self) -> None:
+        """Forget the reductions of a failed step, whose other ranks may never take part in them."""
+        self._deferred = []
+        self._all_finite = []
+
+    def before_optimizer_step(self) -> None:
+        """Skip the optimizer step on all ranks if a gradient is not finite on any. This is a collective.
+
+        The compressor forgets its state then.
+        """
+        self.after_backward(True)
+        all_finite, self._all_finite = self._all_finite, []
+        is_finite = not all_finite or bool(torch.stack(all_finite).all())
+        everyone = self._everyone()
+        assert everyone is not None
+        if not max_of_flags(torch.tensor([not is_finite], dtype=torch.uint8), everyone)[0]:
+            return
+        self.states.clear()
+        if self._scales_losses:
+            return
+        self.num_skipped_steps += 1
+        for group in self._parallel.groups:
+            for param in group.params:
+                param.grad = None
+        if dist.get_rank() == 0:
+            warnings.warn(
+                "A gradient is not finite: no rank changes its weights in this optimizer step, and the state of"
+                f" compression={self.compressor} begins anew.",
+                stacklevel=2,
+            )
+
+    def table_rows(self) -> Rows:
+        """Return a row with the compressor and its arguments."""
+        described = ", ".join(f"{key}={value}" for key, value in self.compressor.describe().items())
+        yield "compression", f"{self.compressor} between {self._mesh['dp_replicate'].size()} replicas ({described})"

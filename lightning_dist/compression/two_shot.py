@@ -1,0 +1,70 @@
+"""Average gradients in two rounds, in each of which encoded numbers are sent.
+
+In the first round each replica sends every other one that replica's chunk of the gradients. Each replica decodes and
+averages the chunks that it gets, in float32, and sends their mean to all others in the second round. Sums of encoded
+numbers, which could overflow or lose precision, are never computed.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from lightning_dist.compression.compressor import Compressor, Gradient, wide_dtype
+from lightning_dist.compression.wire import Wire
+
+__all__ = ["TwoShot"]
+
+
+class TwoShot(Compressor):
+    """Average encoded gradients in two rounds; subclasses say how numbers are encoded.
+
+    With error feedback, a replica's residual also takes up what the second encoding of its own chunk lacks, times the
+    number of replicas, because the mean of the residuals is what counts.
+    """
+
+    takes_any_shape = True
+
+    block_size = 1
+    """The number of elements of a chunk is a multiple of this."""
+
+    @abstractmethod
+    def encode(self, rows: Tensor) -> Tensor:
+        """Return the bytes that are sent for ``rows``.
+
+        Args:
+            rows: Numbers in float32 or float64, of shape ``(n, numel)``; ``numel`` is a multiple of ``block_size``.
+
+        Returns:
+            A contiguous tensor of dtype uint8 with ``n`` rows.
+        """
+
+    @abstractmethod
+    def decode(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the numbers that ``rows``, from :meth:`encode`, stand for, of shape ``(n, numel)``."""
+
+    def average(self, gradients: Sequence[Gradient], wire: Wire) -> None:
+        """Replace the values of ``gradients`` by an approximation of their means. This is a collective."""
+        inputs = self.add_residuals(gradients)
+        dtype, sizes = wide_dtype(inputs[0]), [value.numel() for value in inputs]
+        per_chunk = -(-sum(sizes) // (wire.size * self.block_size)) * self.block_size
+        chunks = inputs[0].new_empty((wire.size, per_chunk), dtype=dtype)
+        *parts, padding = torch.split(chunks.view(-1), [*sizes, chunks.numel() - sum(sizes)])
+        for part, value in zip(parts, inputs, strict=True):
+            part.copy_(value.reshape(-1))
+        padding.zero_()
+        encoded = self.encode(chunks)
+        if self.error_feedback:
+            chunks.sub_(self.decode(encoded, dtype))
+        mean = self.decode(wire.transpose(encoded), dtype).mean(dim=0, keepdim=True)
+        reply = self.encode(mean)
+        if self.error_feedback:
+            chunks[wire.rank].add_(mean.sub_(self.decode(reply, dtype))[0], alpha=wire.size)
+            for part, value in zip(parts, inputs, strict=True):
+                value.copy_(part.view_as(value))
+        means = torch.split(self.decode(wire.gather(reply[0]), dtype).view(-1), [*sizes, padding.numel()])
+        for gradient, mean_value in zip(gradients, means, strict=False):
+            gradient.value.copy_(mean_value.view_as(gradient.value))

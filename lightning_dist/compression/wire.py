@@ -1,0 +1,79 @@
+"""Send compressed gradients between replicas, and count the bytes."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dist.collectives import direct_all_gather, exchange
+
+__all__ = ["Wire"]
+
+
+class Wire:
+    """Run the collectives of compressors among the replicas of this rank's shard, and count the bytes that it sends.
+
+    Args:
+        group: Process group of the replicas, which nothing else uses while gradients are reduced.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        # torch.distributed keeps the group. A second reference would keep its connections open after an error here.
+        self._group = weakref.ref(group)
+        self._is_gloo = dist.get_backend(group) == "gloo"
+        self.rank = group.rank()
+        """Index of this rank among the replicas."""
+        self.size = group.size()
+        """The number of replicas."""
+        self.num_bytes = 0
+        """The number of bytes that this rank has sent to other replicas, by the algorithms' formulas."""
+
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Return the process group of the replicas."""
+        group = self._group()
+        assert group is not None
+        return group
+
+    def sum(self, tensor: Tensor) -> None:
+        """Replace ``tensor`` by its sum over the replicas. The result has the same bits on all of them.
+
+        The ranks of a ring send ``2 (n - 1) / n`` of the tensor each.
+
+        Args:
+            tensor: A contiguous tensor of any shape and of a dtype that the backend can sum.
+        """
+        self.num_bytes += 2 * (self.size - 1) * tensor.numel() * tensor.itemsize // self.size
+        dist.all_reduce(tensor, group=self.group)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the tensors of all replicas, stacked along a new first dimension.
+
+        Args:
+            tensor: A contiguous tensor, with the same shape on all replicas.
+        """
+        self.num_bytes += (self.size - 1) * tensor.numel() * tensor.itemsize
+        gathered = tensor.new_empty((self.size, *tensor.shape))
+        if self._is_gloo:
+            direct_all_gather(gathered.view(self.size, -1), tensor.view(-1), self.group)
+        else:
+            dist.all_gather_into_tensor(gathered.view(-1), tensor.view(-1), self.group)
+        return gathered
+
+    def transpose(self, chunks: Tensor) -> Tensor:
+        """Send row ``i`` of ``chunks`` to replica ``i``, and return the rows that all replicas sent to this one.
+
+        Args:
+            chunks: A contiguous tensor of shape ``(n, numel)`` for ``n`` replicas.
+        """
+        self.num_bytes += (self.size - 1) * chunks[0].numel() * chunks.itemsize
+        received = torch.empty_like(chunks)
+        if self._is_gloo:
+            received[self.rank].copy_(chunks[self.rank])
+            exchange(received, chunks.unbind(), self.group)
+        else:
+            dist.all_to_all_single(received, chunks, group=self.group)
+        return received

@@ -1,0 +1,311 @@
+"""Test the compression of gradients between replicas."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_dist._compat import local_of
+from lightning_dist.compression import BF16, COMPRESSORS, FP16, Compression, Compressor, Int8, PowerSGD, TopK
+from lightning_dist.compression.compressor import Gradient
+from lightning_dist.compression.wire import Wire
+from lightning_dist.parallel_module import parallelized
+from lightning_dist.parity import whole_gradients
+from tests.distributed.fit import make_trainer, weights_of
+from tests.models import GPT
+from tests.pool import WorkerPool
+
+WITH_FEEDBACK: dict[str, Compressor] = {
+    "bf16": BF16(error_feedback=True),
+    "fp16": FP16(error_feedback=True),
+    "int8": Int8(block_size=64, min_numel=64),
+    "powersgd": PowerSGD(rank=2, min_numel=64, min_compression_rate=1.0),
+    "topk": TopK(ratio=0.05, block_size=100, min_numel=64),
+}
+"""Every compressor with error feedback, and arguments that compress the small models of these tests."""
+
+
+def test_every_compressor_is_tested() -> None:
+    assert WITH_FEEDBACK.keys() == COMPRESSORS.keys()
+
+
+# Compressors by themselves
+
+
+def apply_sums(compressor: Compressor, dtype: torch.dtype) -> tuple[float, bool, float]:
+    """Average random gradients for 20 steps.
+
+    Returns:
+        The largest deviation of what was applied from the true means minus the residuals, relative to the largest sum;
+        whether all ranks have applied the same bits; and the bytes sent relative to those of an exact all-reduce.
+    """
+    dist.init_process_group("gloo")
+    rank, size = dist.get_rank(), dist.get_world_size()
+    wire, generator = Wire(dist.group.WORLD), torch.Generator().manual_seed(rank)
+    shapes = {"matrix": (40, 30), "tensor": (9, 5, 3, 3), "tall": (301, 4)}
+    states: dict[str, dict[str, torch.Tensor]] = {name: {} for name in shapes}
+    true, applied = ({name: torch.zeros(shape, dtype=torch.float64) for name, shape in shapes.items()} for _ in "ab")
+    sent_exactly = 0
+    for step in range(20):
+        gradients = [
+            Gradient(name, torch.randn(shape, generator=generator).to(dtype), states[name], step)
+            for name, shape in shapes.items()
+        ]
+        for gradient in gradients:
+            mean = gradient.value.double().clone()
+            dist.all_reduce(mean)
+            true[gradient.name] += mean / size
+            sent_exactly += 2 * (size - 1) * gradient.value.numel() * 4 // size
+        compressor.average(gradients, wire)
+        for gradient in gradients:
+            applied[gradient.name] += gradient.value.double()
+    worst, is_same = 0.0, True
+    for name in shapes:
+        missing = states[name]["residual"].double().clone()
+        dist.all_reduce(missing)
+        error = applied[name] + missing / size - true[name]
+        worst = max(worst, float(error.abs().max() / true[name].abs().max()))
+        first = applied[name].clone()
+        dist.broadcast(first, 0)
+        is_same &= torch.equal(first, applied[name])
+    return worst, is_same, wire.num_bytes / sent_exactly
+
+
+EXPECTED_BYTES = {"bf16": 1 / 2, "fp16": 1 / 2, "int8": 17 / 64, "powersgd": 2 * 419 / 2809, "topk": 0.05 * 6 / 4}
+"""Bytes sent by two replicas relative to an exact all-reduce in float32, by formula; top-k sends float32 and int16."""
+
+
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_what_is_applied_is_the_sum_of_gradients_minus_the_residuals(
+    pool: WorkerPool, name: str, world_size: int
+) -> None:
+    for worst, is_same, _ in pool.run(apply_sums, world_size, WITH_FEEDBACK[name], torch.float64):
+        assert worst < 1e-6
+        assert is_same
+    for worst, is_same, ratio in pool.run(apply_sums, 2, WITH_FEEDBACK[name], torch.float32):
+        assert worst < 1e-4
+        assert is_same
+        assert ratio == pytest.approx(EXPECTED_BYTES[name], rel=0.2)
+
+
+# Compressors in a training
+
+
+class SGDGPT(GPT):
+    def __init__(self, lr: float) -> None:
+        torch.manual_seed(0)
+        super().__init__()
+        self.lr = lr
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def gradients_of(
+    layout: str, compression: Compressor | str | None, precision: Any, accumulate: int
+) -> list[dict[str, Any]]:
+    """Return the gradients of four steps, in which weights do not change."""
+    recorded = []
+
+    class Record(pl.Callback):
+        def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+            recorded.append({name: grad.numpy() for name, grad in whole_gradients(pl_module).items()})
+
+    trainer = make_trainer(
+        layout,
+        {"compression": compression},
+        max_steps=4,
+        callbacks=[Record()],
+        precision=precision,
+        accumulate_grad_batches=accumulate,
+    )
+    trainer.fit(SGDGPT(lr=0.0))
+    return recorded
+
+
+@pytest.mark.parametrize("layout", ["2x2", "4x1"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_gradients_that_are_not_compressed_have_the_same_bits(pool: WorkerPool, layout: str, precision: str) -> None:
+    native = pool.run(gradients_of, 4, layout, None, precision, 2)[0]
+    late = pool.run(gradients_of, 4, layout, PowerSGD(start_step=100), precision, 2)[0]
+    assert len(native) == len(late) == 4
+    for expected, actual in zip(native, late, strict=True):
+        assert expected.keys() == actual.keys()
+        assert all((expected[name] == actual[name]).all() for name in expected)
+
+
+@pytest.mark.parametrize("layout", ["2x2", "4x1"])
+def test_bf16_is_within_its_epsilon(pool: WorkerPool, layout: str) -> None:
+    native = pool.run(gradients_of, 4, layout, None, "32-true", 1)[0]
+    halved = pool.run(gradients_of, 4, layout, "bf16", "32-true", 1)[0]
+    differ = False
+    for expected, actual in zip(native, halved, strict=True):
+        for name in expected:
+            # Each replica rounds its gradient, and the mean is rounded once more.
+            bound = 2 * torch.finfo(torch.bfloat16).eps * abs(expected[name]).max() + 1e-12
+            assert abs(expected[name] - actual[name]).max() <= bound, name
+            differ |= bool((expected[name] != actual[name]).any())
+    assert differ
+
+
+def missing_sums(layout: str, compressor: Compressor, accumulate: int) -> dict[str, Any]:
+    """Return, for this rank's shards, what four steps applied plus the mean residual of the replicas."""
+    sums: dict[str, torch.Tensor] = {}
+
+    class Record(pl.Callback):
+        def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: Any, optimizer: Any) -> None:
+            for name, param in pl_module.named_parameters():
+                if param.grad is not None:
+                    sums[name] = sums.get(name, 0) + local_of(param.grad).clone()
+
+    trainer = make_trainer(
+        layout,
+        {"compression": compressor} if compressor else {},
+        max_steps=4,
+        callbacks=[Record()],
+        precision="64-true",
+        accumulate_grad_batches=accumulate,
+    )
+    model = SGDGPT(lr=0.0)
+    trainer.fit(model)
+    compression = parallelized(model).get(Compression)
+    if compression is not None:
+        num_compressed = 0
+        for name, state in compression.states.items():
+            if "residual" in state:
+                num_compressed += 1
+                residual = state["residual"].clone()
+                dist.all_reduce(residual, group=trainer.strategy.mesh["dp_replicate"].get_group())
+                sums[name] += residual / trainer.strategy.layout.dp_replicate
+        assert num_compressed >= 4
+    return {name: value.numpy() for name, value in sums.items()}
+
+
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+@pytest.mark.parametrize("layout", ["2x2", "4x1"])
+def test_residuals_hold_what_a_training_has_not_applied(pool: WorkerPool, name: str, layout: str) -> None:
+    expected = pool.run(missing_sums, 4, layout, None, 2)
+    for rank, actual in enumerate(pool.run(missing_sums, 4, layout, WITH_FEEDBACK[name], 2)):
+        assert actual.keys() == expected[rank].keys()
+        for key in actual:
+            largest = max(abs(expected[rank][key]).max(initial=0), 1e-3)
+            assert abs(actual[key] - expected[rank][key]).max(initial=0) <= 1e-6 * largest, key
+
+
+def train(layout: str, compressor: Compressor, num_steps: int) -> tuple[dict[str, Any], float]:
+    losses = []
+
+    class Record(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+            losses.append(float(trainer.callback_metrics["train/loss"]))
+
+    options = {"compression": compressor, "check_replicas_every_n_steps": 10}
+    trainer = make_trainer(layout, options, max_steps=num_steps, callbacks=[Record()])
+    model = SGDGPT(lr=0.1)
+    trainer.fit(model)
+    assert losses[-1] < 0.8 * losses[0]
+    return weights_of(model), losses[-1]
+
+
+@pytest.mark.parametrize("layout", ["2x2", "4x1"])
+@pytest.mark.parametrize("name", WITH_FEEDBACK)
+def test_replicas_stay_equal_bit_by_bit(pool: WorkerPool, layout: str, name: str) -> None:
+    pool.run(train, 4, layout, WITH_FEEDBACK[name], 50)
+
+
+def overflow(layout: str) -> tuple[list[bool], list[int], list[str]]:
+    """Train with a gradient that is not finite in the third step of one rank."""
+    changed, kept = [], []
+
+    class Poisoned(GPT):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("nan") if batch_idx == 2 and self.trainer.global_rank == 1 else loss
+
+    class Record(pl.Callback):
+        before: Any = None
+
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+            now = [local_of(param.detach()).clone() for param in pl_module.parameters()]
+            if self.before is not None:
+                changed.append(any(not torch.equal(a, b) for a, b in zip(self.before, now, strict=True)))
+            self.before = now
+            compression = parallelized(pl_module).get(Compression)
+            kept.append(sum("residual" in state for state in compression.states.values()))
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = Poisoned()
+        options = {"compression": WITH_FEEDBACK["int8"], "check_replicas_every_n_steps": 1}
+        make_trainer(layout, options, max_steps=5, callbacks=[Record()]).fit(model)
+    assert all(torch.isfinite(local_of(param)).all() for param in model.parameters())
+    return changed, kept, [str(warning.message) for warning in caught if "not finite" in str(warning.message)]
+
+
+@pytest.mark.parametrize("layout", ["2x2", "4x1"])
+def test_all_ranks_skip_a_step_with_a_gradient_that_is_not_finite(pool: WorkerPool, layout: str) -> None:
+    for rank, (changed, kept, texts) in enumerate(pool.run(overflow, 4, layout)):
+        assert changed == [True, False, True, True]
+        assert [number > 0 for number in kept] == [True, True, False, True, True]
+        assert len(texts) == (rank == 0)
+
+
+# Bad input
+
+
+def refusal(layout: str, compression: Any, **kwargs: Any) -> str:
+    try:
+        make_trainer(layout, {"compression": compression() if callable(compression) else compression}, max_steps=1).fit(
+            GPT()
+        )
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("layout", "compression", "text"),
+    [
+        (
+            "2x1",
+            "zip",
+            "compression='zip': there is no such compressor. The names are bf16, fp16, int8, powersgd, topk",
+        ),
+        ("1x2", "bf16", "there is one replica. Set dp_replicate_size to at least 2"),
+        ("full_shard", "int8", "compression='int8' with strategy 'full_shard' on dp_replicate 1 x dp_shard 2"),
+        ("2x1", PowerSGD(rank=1000), "rank=1000 is above the rank of every matrix of this model"),
+        ("2x1", Int8(min_numel=10**9), "compression=int8 compresses no parameter of this model"),
+        ("2x1", Int8(fallback=TopK()), "fallback='topk' keeps residuals"),
+    ],
+)
+def test_compression_that_cannot_be_honoured_is_refused(
+    pool: WorkerPool, layout: str, compression: Any, text: str
+) -> None:
+    for error in pool.run(refusal, 2, layout, compression):
+        assert error.startswith("ValueError")
+        assert text in error
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "text"),
+    [
+        (PowerSGD, {"rank": 0}, "rank=0 must be at least 1"),
+        (PowerSGD, {"min_compression_rate": 0.5}, "min_compression_rate=0.5 must be at least 1"),
+        (TopK, {"ratio": 0.0}, "ratio=0.0 must be above 0 and at most 1"),
+        (TopK, {"ratio": 1.5}, "ratio=1.5 must be above 0 and at most 1"),
+        (TopK, {"momentum": 0.9, "error_feedback": False}, "momentum=0.9 with error_feedback=False"),
+        (Int8, {"block_size": 0}, "block_size=0 must be"),
+        (Int8, {"start_step": -1}, "start_step=-1 must be"),
+        (Int8, {"exclude": ["("]}, r"exclude='\(' is not a regular expression"),
+        (Int8, {"save_residuals": "some"}, "save_residuals='some' must be 'all', 'mean' or 'none'"),
+    ],
+)
+def test_arguments_that_are_not_valid_are_refused(kind: type[Compressor], arguments: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        kind(**arguments)
