@@ -129,7 +129,7 @@ def _techniques(
         techniques.append(pipeline)
     sharding_mesh, parameter_mesh = layout.sharding_mesh(mesh), layout.parameter_mesh(mesh)
     if config.compression is not None:
-        techniques.append(Compression(config.compression, sharding_mesh))
+        techniques.append(Compression(config.compression, sharding_mesh, parameter_mesh))
     if layout.dp_shard > 1:
         techniques.append(Scalars(parameter_mesh, parameter_mesh))  # FSDP2 does not accept scalars.
         techniques.append(Sharding(sharding_mesh, config.sharding))

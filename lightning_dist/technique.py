@@ -29,6 +29,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from lightning_dist.gradient_reducer import GradientReducer
@@ -286,11 +287,29 @@ class Technique:
         return nullcontext()
 
     def state(self) -> dict[str, Any]:
-        """Return the technique's state on this rank for a checkpoint: tensors, and values that torch.load accepts."""
+        """Return the technique's state for a checkpoint. This is a collective.
+
+        The state must not change while the checkpoint is written in the background.
+
+        Returns:
+            Nested dictionaries with the same keys on all ranks, of values that ``torch.load`` accepts. Tensors that
+            differ between ranks are DTensors, those that only other ranks have are on the meta device, and other values
+            are the same on all ranks.
+        """
         return {}
 
+    def state_template(self, path: Sequence[Any], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Return an empty tensor of any placement, to read a tensor of a saved :meth:`state` into; None leaves it out.
+
+        Args:
+            path: Keys that lead to the tensor in the state.
+            shape: Shape of the whole tensor.
+            dtype: Dtype of the tensor.
+        """
+        return torch.empty(shape, dtype=dtype)
+
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore the state that :meth:`state` returned when the checkpoint was saved."""
+        """Restore the state that :meth:`state` returned when a run with any layout saved the checkpoint."""
 
     def table_rows(self) -> Rows:
         """Return the rows about this technique for the table at the start of a run."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from lightning_dist.checkpoint.snapshot import with_metadata
 from lightning_dist.initialization import broadcast_weights
@@ -95,12 +97,30 @@ class TechniqueStates:
             parts = collect_parts(parts)
         return parts
 
-    def own(self) -> dict[str, dict[str, Any]]:
-        """Return the states of the techniques on this rank for a checkpoint, by the names of their classes."""
+    def of_techniques(self) -> dict[str, dict[str, Any]]:
+        """Return the states of the techniques for a checkpoint, by the names of their classes. This is a collective."""
         return {type(technique).__name__: state for technique in self._techniques if (state := technique.state())}
 
-    def load_own(self, states: Mapping[str, dict[str, Any]]) -> None:
-        """Restore the states that :meth:`own` returned when the same number of ranks saved the checkpoint."""
+    def template(self, path: Sequence[Any], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Return an empty tensor to read a tensor into that :meth:`of_techniques` has saved; None leaves it out.
+
+        Args:
+            path: Keys that lead to the tensor: the name of the technique's class, and those in its state.
+            shape: Shape of the whole tensor.
+            dtype: Dtype of the tensor.
+        """
+        technique = next((own for own in self._techniques if type(own).__name__ == path[0]), None)
+        return None if technique is None else technique.state_template(path[1:], shape, dtype)
+
+    def load_techniques(self, states: Mapping[str, dict[str, Any]]) -> None:
+        """Restore the states that :meth:`of_techniques` returned, in a run with any layout."""
+        names = {type(technique).__name__ for technique in self._techniques}
+        for name in sorted(states.keys() - names):
+            warnings.warn(
+                f"The checkpoint has the state of {name} ({', '.join(map(str, states[name]))}), which this run does not"
+                " use: it is dropped.",
+                stacklevel=2,
+            )
         for technique in self._techniques:
             if (state := states.get(type(technique).__name__)) is not None:
                 technique.load_state(state)

@@ -55,6 +55,7 @@ from lightning_dist._compat.tensors import (
     on_scalar_read,
     packed_shard,
     replace_local,
+    shifted,
 )
 
 __all__ = [
@@ -92,6 +93,7 @@ __all__ = [
     "replace_local",
     "route_calls",
     "share_hooks",
+    "shifted",
     "take_post_accumulate_hooks",
     "without_torch_functions",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Placement
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 __all__ = [
@@ -19,6 +19,7 @@ __all__ = [
     "on_scalar_read",
     "packed_shard",
     "replace_local",
+    "shifted",
 ]
 
 
@@ -50,6 +51,13 @@ def packed_shard(dim: int, num_packed: int) -> Placement:
 def num_packed(placement: Placement) -> int:
     """Return the ``num_packed`` of a :func:`packed_shard`; 0 for other placements."""
     return int(placement.split_factor) if isinstance(placement, _StridedShard) else 0
+
+
+def shifted(placement: Placement) -> Placement:
+    """Return the placement of a tensor that has one more dimension, in front of the others."""
+    if isinstance(placement, _StridedShard):
+        return _StridedShard(placement.dim + 1, split_factor=placement.split_factor)
+    return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
 
 
 def on_scalar_read(function: Callable[[DTensor], int | float | bool | complex]) -> None:

@@ -26,12 +26,13 @@ from lightning_dist.checkpoint.format import (
     write,
 )
 from lightning_dist.checkpoint.manifest import CheckpointError, CheckpointNotFoundError, Manifest
-from lightning_dist.checkpoint.single_file import NUM_SEEN, consolidate, put_positions_back, read_whole
+from lightning_dist.checkpoint.single_file import NUM_SEEN, TECHNIQUES, consolidate, put_positions_back, read_whole
 from lightning_dist.checkpoint.snapshot import Snapshot, take_snapshot
 from lightning_dist.checkpoint.writer import Save, Writer
 
 __all__ = [
     "NUM_SEEN",
+    "TECHNIQUES",
     "CheckpointError",
     "CheckpointNotFoundError",
     "LoadedCheckpoint",

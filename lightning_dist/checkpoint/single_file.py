@@ -10,12 +10,15 @@ import torch
 from lightning_dist.checkpoint.format import TensorInfo, read
 from lightning_dist.checkpoint.state import by_index
 
-__all__ = ["NUM_SEEN", "consolidate", "put_positions_back", "read_whole"]
+__all__ = ["NUM_SEEN", "TECHNIQUES", "consolidate", "put_positions_back", "read_whole"]
 
 NUM_SEEN = "num_seen"
 """The key of a position in an ordinary data loader: the number of samples that all ranks have seen in the epoch."""
 
 _POSITIONS = "lightning_dist.positions_in_data"
+
+TECHNIQUES = "lightning_dist.techniques"
+"""The key of the states of techniques, such as residuals of compressed gradients, in sharded checkpoints only."""
 
 
 def read_whole(
@@ -40,11 +43,13 @@ def read_whole(
     device = map_location if isinstance(map_location, str | torch.device) else "cpu"
 
     def whole(info: TensorInfo) -> torch.Tensor | None:
-        if weights_alone and info.path[0] != "state_dict":
+        is_left_out = info.path[0] != "state_dict" if weights_alone else info.path[0] == TECHNIQUES
+        if is_left_out:
             return None
         return torch.empty(info.shape, dtype=info.dtype, device=device)
 
     checkpoint = read(source, whole, weights_only)
+    checkpoint.pop(TECHNIQUES, None)
     if "optimizer_states" not in checkpoint:
         return checkpoint
     states = [by_index(state) if "param_groups" in state else state for state in checkpoint["optimizer_states"]]

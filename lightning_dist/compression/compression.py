@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_dist.collectives import max_of_flags
 from lightning_dist.compression.background import InBackground
 from lightning_dist.compression.compressor import Compressor, CompressorState, Gradient
+from lightning_dist.compression.saved_states import SavedStates
 from lightning_dist.compression.wire import Wire
 from lightning_dist.gradient_reducer import GradientReducer, LocalGradient, Reduction
-from lightning_dist.technique import Parallel, Rows, Technique
+from lightning_dist.technique import Parallel, Rows, Technique, bound
 
 __all__ = ["Compression", "CompressionConfig"]
 
@@ -51,18 +53,20 @@ class Compression(Technique):
     Args:
         config: The compressor and its surroundings.
         mesh: A mesh with the axes ``(dp_replicate, dp_shard)``.
+        parameter_mesh: The same mesh, and ``tp`` as its last axis if layers are split.
     """
 
-    def __init__(self, config: CompressionConfig, mesh: DeviceMesh) -> None:
+    def __init__(self, config: CompressionConfig, mesh: DeviceMesh, parameter_mesh: DeviceMesh) -> None:
         self.compressor = config.compressor
         self.num_skipped_steps = 0
         """Number of optimizer steps that were skipped because a gradient was not finite."""
         self._mesh = mesh
+        self._parameter_mesh = parameter_mesh
         self._scales_losses = config.scales_losses
         self._fallback = config.compressor.made_fallback()
         self.states: dict[str, CompressorState] = {}
         """The compressor's tensors about each parameter, by the parameter's full name."""
-        self._num_reductions: Counter[str] = Counter()
+        self.num_reductions: Counter[str] = Counter()
         self._background = InBackground(torch.device(mesh.device_type))
         self._defers = False
         self._deferred: list[Reduction] = []
@@ -128,8 +132,8 @@ class Compression(Technique):
         compressed, exact = list[Gradient](), list[Tensor]()
         by_fallback = list[Gradient]()
         for name, value in gradients:
-            num_reductions = self._num_reductions[name]
-            self._num_reductions[name] += 1
+            num_reductions = self.num_reductions[name]
+            self.num_reductions[name] += 1
             gradient = Gradient(name, value, self.states.setdefault(name, {}), num_reductions)
             is_late = num_reductions >= self.compressor.start_step
             if is_late and self.compressor.compresses(name, value.shape):
@@ -201,14 +205,46 @@ class Compression(Technique):
         for group in self._parallel.groups:
             for param in group.params:
                 param.grad = None
-        if dist.get_rank() == 0:
-            warnings.warn(
-                "A gradient is not finite: no rank changes its weights in this optimizer step, and the state of"
-                f" compression={self.compressor} begins anew.",
-                stacklevel=2,
+        _warn(
+            "A gradient is not finite: no rank changes its weights in this optimizer step, and the state of"
+            f" compression={self.compressor} begins anew."
+        )
+
+    # Checkpoints
+
+    def state(self) -> dict[str, Any]:
+        """Return the compressor's state by its name and the names of parameters. This is a collective."""
+        collects = bound(self._parallel.techniques, "collect_parts")
+        return {str(self.compressor): self._saved_states().save(self.states, self.num_reductions, collects)}
+
+    def _saved_states(self) -> SavedStates:
+        pairs = (zip(group.names, group.params, strict=True) for group in self._parallel.groups)
+        params = {name: param for group in pairs for name, param in group}
+        return SavedStates(self.compressor, params, self._parameter_mesh)
+
+    def state_template(self, path: Sequence[Any], shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Return an empty tensor for what this rank needs of a saved tensor of the same compressor."""
+        kind, name, key = path
+        return self._saved_states().template(name, key, shape, dtype) if kind == str(self.compressor) else None
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore the compressor's state, if a compressor of the same name saved the checkpoint."""
+        if str(self.compressor) not in state:
+            _warn(
+                f"The checkpoint was saved with compression={next(iter(state))}, and this run has"
+                f" compression={self.compressor}: the residuals in the checkpoint are dropped."
             )
+            return
+        self.states, num_reductions = self._saved_states().load(state[str(self.compressor)])
+        self.num_reductions = Counter(num_reductions)
 
     def table_rows(self) -> Rows:
         """Return a row with the compressor and its arguments."""
         described = ", ".join(f"{key}={value}" for key, value in self.compressor.describe().items())
         yield "compression", f"{self.compressor} between {self._mesh['dp_replicate'].size()} replicas ({described})"
+
+
+def _warn(text: str) -> None:
+    """Warn on the first rank."""
+    if dist.get_rank() == 0:
+        warnings.warn(text, stacklevel=3)

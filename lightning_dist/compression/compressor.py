@@ -143,6 +143,15 @@ class Compressor(ABC):
             wire: Connection to the other replicas.
         """
 
+    def shard_state_shape(self, key: str, shape: torch.Size) -> torch.Size:
+        """Return the shape of a state that is not in ``per_replica``.
+
+        Args:
+            key: Name of the state.
+            shape: Shape of the gradient, or of this rank's shard of it.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no state {key!r}.")
+
     def add_residuals(self, gradients: Sequence[Gradient]) -> list[Tensor]:
         """Return what is to be compressed: each gradient plus its residual.
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.after_error import announce_error
-from lightning_dist.checkpoint import LoadedCheckpoint
+from lightning_dist.checkpoint import TECHNIQUES, LoadedCheckpoint
 from lightning_dist.consensus import (
     OtherRankError,
     raise_on_all_ranks,
@@ -189,12 +189,14 @@ class CheckpointedStrategy(SharedBatchStrategy):
     def _rank_state(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's own state for ``checkpoint``, and change ``checkpoint`` so that it can be written."""
         own = self._exact_resume.rank_state(checkpoint, self._trainer)
+        if "optimizer_states" in checkpoint:
+            checkpoint[TECHNIQUES] = self.parallel.states.of_techniques()
         if own:
-            own["techniques"] = self.parallel.states.own()
             own["parts_of_batch"] = self._parts_of_batch
         for key in checkpoint.keys() & set(MODELS):
             checkpoint[key] = self.parallel.states.state_to_write(checkpoint[key])
-        others = {key: value for key, value in checkpoint.items() if key not in (*MODELS, "optimizer_states")}
+        apart = (*MODELS, "optimizer_states", TECHNIQUES)
+        others = {key: value for key, value in checkpoint.items() if key not in apart}
         checkpoint |= self.parallel.states.hook_state_to_write(others)
         return own
 
@@ -240,7 +242,10 @@ class CheckpointedStrategy(SharedBatchStrategy):
         if weights_only is None:
             weights_only = options.weights_only and not self._checkpoints.is_own(path)
         go_on_from = self._go_on_from if is_fitting else None
-        checkpoint = loading.load(path, self.lightning_module, is_fitting, weights_only, options.verify, go_on_from)
+        states = None if self._parallel is None else self.parallel.states
+        checkpoint = loading.load(
+            path, self.lightning_module, is_fitting, states, weights_only, options.verify, go_on_from
+        )
         if self._parallel is not None:
             for key in checkpoint.keys() & set(MODELS):
                 self.parallel.states.add_remote_state(checkpoint[key])
@@ -252,8 +257,9 @@ class CheckpointedStrategy(SharedBatchStrategy):
         # Ranks with the same part of a batch must have the same buffers, and the same position in the data.
         is_divided_alike = has_as_many_ranks and own.get("parts_of_batch", self._parts_of_batch) == self._parts_of_batch
         self._exact_resume.restore(part.state, own, is_divided_alike)
-        if self._parallel is not None and has_as_many_ranks:
-            self.parallel.states.load_own(part.rank_state.get("techniques", {}))
+        states = part.state.pop(TECHNIQUES, {})
+        if self._parallel is not None:
+            self.parallel.states.load_techniques(states)
         self._checkpoints.go_on_from(part.manifest)
 
     @override

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.optim import Optimizer
 
 from lightning_dist.checkpoint import (
+    TECHNIQUES,
     CheckpointError,
     LoadedCheckpoint,
     TensorInfo,
@@ -23,6 +24,7 @@ from lightning_dist.checkpoint import (
 from lightning_dist.checkpoint.state import load_model, load_optimizer
 from lightning_dist.consensus import raise_on_all_ranks
 from lightning_dist.plugins.strategies.exact_resume import MODELS
+from lightning_dist.technique_states import TechniqueStates
 from lightning_dist.tensor_state import is_remote
 
 __all__ = ["load", "load_optimizers", "load_weights"]
@@ -32,6 +34,7 @@ def load(
     path: str,
     module: LightningModule,
     with_optimizers: bool,
+    states: TechniqueStates | None,
     weights_only: bool,
     verify: Verify,
     go_on: Callable[[LoadedCheckpoint], None] | None = None,
@@ -44,6 +47,7 @@ def load(
         path: A checkpoint directory, saved with any layout, or a file that any strategy of Lightning saved.
         module: The LightningModule, whose parameters are sharded already.
         with_optimizers: Whether the optimizers' states are read as well.
+        states: States of the module's techniques, which are read as well if the optimizers' are; None: there are none.
         weights_only: Whether to refuse pickled objects other than tensors and plain values.
         verify: Extent of the check of a directory; every rank checks its part of the files.
         go_on: Function that is called with the checkpoint after it was read from a directory; its errors are raised on
@@ -65,6 +69,10 @@ def load(
                     return None
                 # The path is ("optimizer_states", index, "state", full name of the parameter, name of the state).
                 return _empty_like(params.get(str(info.path[3])), info)
+            if info.path[0] == TECHNIQUES:
+                if states is None or not with_optimizers:
+                    return None
+                return states.template(info.path[1:], info.shape, info.dtype)
             target = targets.get(str(info.path[-1]))
             if info.path[0] not in MODELS and (info.was_whole or (target is not None and is_remote(target))):
                 return torch.empty(info.shape, dtype=info.dtype)  # Lightning reads such tensors on the CPU as well.

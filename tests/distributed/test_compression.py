@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 
+from lightning_dist import NDParallelStrategy
 from lightning_dist._compat import local_of
 from lightning_dist.compression import BF16, COMPRESSORS, FP16, Compression, Compressor, Int8, PowerSGD, TopK
 from lightning_dist.compression.compressor import Gradient
 from lightning_dist.compression.wire import Wire
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.parity import whole_gradients
-from tests.distributed.fit import make_trainer, weights_of
+from tests.distributed.fit import make_strategy, make_trainer, weights_of
 from tests.models import GPT
 from tests.pool import WorkerPool
 
@@ -254,6 +257,126 @@ def test_all_ranks_skip_a_step_with_a_gradient_that_is_not_finite(pool: WorkerPo
         assert changed == [True, False, True, True]
         assert [number > 0 for number in kept] == [True, True, False, True, True]
         assert len(texts) == (rank == 0)
+
+
+# Checkpoints
+
+
+def strategy_of(layout: str, compression: Any) -> Any:
+    """Make the strategy of ``"RxS"``, or of ``"ppP-R"`` or ``"tpT-R"`` with ``R`` replicas."""
+    if "-" not in layout:
+        return make_strategy(layout, compression=compression)
+    sizes, replicas = layout.split("-")
+    return NDParallelStrategy(
+        **{f"{sizes[:2]}_size": int(sizes[2:])},
+        dp_replicate_size=int(replicas),
+        compression=compression,
+        check_replicas_every_n_steps=1,
+    )
+
+
+def fit(
+    layout: str, compression: Any, num_steps: int, save: Path | None = None, resume: Path | None = None
+) -> tuple[dict[str, Any], dict[str, Any], dict[str, int], list[str]]:
+    """Train, and save at the end, or resume.
+
+    Returns:
+        The weights, the means over the replicas of this rank's residuals at the end, or right after they were loaded
+        if ``num_steps`` have been trained already, the numbers of reductions, and the warnings.
+    """
+    held: dict[str, Any] = {}
+    counts: dict[str, int] = {}
+
+    class Record(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            if resume is not None:
+                self.record(trainer, pl_module)
+
+        def on_train_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            if resume is None:
+                self.record(trainer, pl_module)
+
+        def record(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            compression = parallelized(pl_module).get(Compression)
+            params = dict(pl_module.named_parameters())
+            mesh = trainer.strategy.mesh["dp_replicate"]
+            for name, state in sorted(compression.states.items()):
+                if "residual" in state:
+                    residual = state["residual"].clone()
+                    dist.all_reduce(residual, group=mesh.get_group())
+                    held[name] = (residual / mesh.size()).numpy()
+                    if isinstance(params[name], DTensor) and "-" not in layout:
+                        like = DTensor.from_local(
+                            torch.from_numpy(held[name]), params[name].device_mesh, params[name].placements,
+                            shape=params[name].shape, stride=params[name].stride(),
+                        )  # fmt: skip
+                        held[name] = like.full_tensor().numpy()
+                    counts[name] = compression.num_reductions[name]
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = make_trainer(
+            "auto", max_steps=num_steps, callbacks=[Record()], strategy=strategy_of(layout, compression)
+        )
+        torch.manual_seed(0)
+        model = GPT(optimizer="adamw")
+        trainer.fit(model, ckpt_path=resume)
+        if save is not None:
+            trainer.save_checkpoint(save)
+            trainer.strategy.wait_for_checkpoints()
+    texts = [str(warning.message) for warning in caught if "compression" in str(warning.message)]
+    return weights_of(model), held, counts, texts
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        *(("2x2", name) for name in WITH_FEEDBACK),
+        ("4x1", "powersgd"),
+        ("4x1", "int8"),
+        ("tp2-2", "powersgd"),
+        ("tp2-2", "topk"),
+        ("pp2-2", "powersgd"),
+    ],
+)
+def test_a_resumed_run_goes_on_bit_by_bit(pool: WorkerPool, tmp_path: Path, layout: str, name: str) -> None:
+    whole = pool.run(fit, 4, layout, WITH_FEEDBACK[name], 6)
+    pool.run(fit, 4, layout, WITH_FEEDBACK[name], 3, save=tmp_path / "saved")
+    resumed = pool.run(fit, 4, layout, WITH_FEEDBACK[name], 6, resume=tmp_path / "saved")
+    for (expected, *_), (actual, residuals, counts, texts) in zip(whole, resumed, strict=True):
+        assert residuals
+        assert set(counts.values()) == {3}
+        assert not texts
+        assert expected.keys() == actual.keys()
+        assert all((expected[key] == actual[key]).all() for key in expected)
+
+
+@pytest.mark.parametrize("save_residuals", ["all", "mean", "none"])
+@pytest.mark.parametrize(("before", "after"), [("2x2", "4x1"), ("4x1", "2x2"), ("2x1", "2x2")])
+def test_residuals_survive_a_change_of_replicas_and_shards(
+    pool: WorkerPool, tmp_path: Path, before: str, after: str, save_residuals: Any
+) -> None:
+    compressor = PowerSGD(rank=2, min_numel=16, min_compression_rate=1.0, save_residuals=save_residuals)
+    path, num_ranks = tmp_path / "saved", 2 if before == "2x1" else 4
+    saved = pool.run(fit, num_ranks, before, compressor, 3, save=path)[0][1]
+    loaded = pool.run(fit, 4, after, compressor, 4, resume=path)[0][1]
+    assert len(saved) >= 4
+    if save_residuals == "none":
+        assert not loaded
+        return
+    assert loaded.keys() == saved.keys()
+    for name in saved:
+        assert abs(loaded[name] - saved[name]).max() <= 1e-6 * abs(saved[name]).max(), name
+
+
+def test_another_compressor_drops_the_residuals_and_says_so(pool: WorkerPool, tmp_path: Path) -> None:
+    path = tmp_path / "saved"
+    pool.run(fit, 2, "2x1", WITH_FEEDBACK["powersgd"], 3, save=path)
+    _, loaded, _, texts = pool.run(fit, 2, "2x1", WITH_FEEDBACK["int8"], 4, resume=path)[0]
+    assert not loaded
+    assert len(texts) == 1
+    assert "saved with compression=powersgd" in texts[0]
+    assert "compression=int8: the residuals in the checkpoint are dropped" in texts[0]
 
 
 # Bad input

@@ -117,6 +117,10 @@ class PowerSGD(Compressor):
         start = torch.randn(matrix.shape[1], self.rank, generator=generator, dtype=matrix.dtype)
         return start.to(matrix.device)
 
+    def shard_state_shape(self, key: str, shape: torch.Size) -> torch.Size:
+        """Return the shape of the second factor of a gradient of the shape ``shape``."""
+        return torch.Size([shape[1:].numel(), self.rank])
+
     def describe(self) -> dict[str, Any]:
         """Return the arguments that matter for the results."""
         return {"rank": self.rank, **super().describe()}
