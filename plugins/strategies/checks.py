@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -18,22 +17,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
 
-from lightning_dist.compression import CompressionConfig
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.parallelize import ParallelConfig
-from lightning_dist.plugins.precision import scales_losses
 
 if TYPE_CHECKING:
     from lightning_dist.plugins.strategies.mesh import MeshStrategy
 
-__all__ = [
-    "check_optimizers",
-    "refuse_compression",
-    "refuse_for_pipeline",
-    "refuse_what_cannot_work",
-    "warn_of_idle_arguments",
-]
+__all__ = ["check_optimizers", "refuse_for_pipeline", "refuse_what_cannot_work", "warn_of_idle_arguments"]
 
 
 def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
@@ -91,34 +82,6 @@ def warn_of_idle_arguments(config: ParallelConfig, layout: ParallelLayout) -> No
     if layout.dp_shard == 1 and (idle := config.for_shards()):
         asked = ", ".join(f"{name}={value!r}" for name, value in idle.items())
         rank_zero_warn(f"{asked} has no effect: dp_shard_size is 1, so that nothing is sharded.")
-
-
-def refuse_compression(
-    config: CompressionConfig, layout: ParallelLayout, precision: Precision, strategy_name: str
-) -> None:
-    """Refuse the compression of gradients where there is nothing to compress, or residuals would be scaled.
-
-    Args:
-        config: The requested compression.
-        layout: The sizes of the mesh's axes.
-        precision: The run's precision plugin.
-        strategy_name: Name of the strategy, for the error.
-
-    Raises:
-        ValueError: If the layout has one replica, or if losses are scaled and the compressor keeps residuals.
-    """
-    compressor = config.compressor
-    if layout.dp_replicate == 1:
-        raise ValueError(
-            f"compression={str(compressor)!r} with strategy {strategy_name!r} on {layout}: it compresses gradients that"
-            " replicas send each other, and there is one replica. Set dp_replicate_size to at least 2 (hybrid_shard,"
-            " data_parallel or nd_parallel), or leave compression out."
-        )
-    if compressor.error_feedback and scales_losses(precision):
-        raise ValueError(
-            f"compression={str(compressor)!r} with error_feedback=True and precision={precision.precision!r}: residuals"
-            " would be added to gradients of another loss scale. Use precision='bf16-mixed', or error_feedback=False."
-        )
 
 
 def refuse_for_pipeline(module: LightningModule) -> None:

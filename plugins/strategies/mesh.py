@@ -22,24 +22,28 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.after_error import check_that_all_ranks_failed
-from lightning_dist.compression import CompressionConfig, Compressor, compressor_from
 from lightning_dist.consensus import go_on
 from lightning_dist.local_step import LocalStep
 from lightning_dist.parallel_module import ParallelModule, parallelized
 from lightning_dist.parallelize import ParallelConfig, parallelize
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.callbacks import FaultTolerance
-from lightning_dist.plugins.precision import PrecisionPolicy, agree_on_overflows, precision_policy, scales_losses
+from lightning_dist.plugins.precision import PrecisionPolicy, agree_on_overflows, precision_policy
 from lightning_dist.plugins.strategies.checkpointed import AFTER_ERROR_S, CheckpointedStrategy
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
 from lightning_dist.plugins.strategies.checks import (
     check_optimizers,
     explaining_optimizer_errors,
-    refuse_compression,
     refuse_what_cannot_work,
     warn_of_idle_arguments,
 )
 from lightning_dist.plugins.strategies.example_input import run_example
+from lightning_dist.plugins.strategies.gradient_compression import (
+    CompressionArgument,
+    compression_config,
+    refuse_compression,
+    with_loss_scaling,
+)
 from lightning_dist.plugins.strategies.startup_table import startup_table
 from lightning_dist.plugins.strategies.steps.base import Steps, begins_accumulation
 from lightning_dist.plugins.strategies.steps.choice import complete_config, make_steps, refuse_other_config
@@ -96,7 +100,7 @@ class MeshStrategy(CheckpointedStrategy):
         compile: bool | str = False,
         direct_collectives: bool | None = None,
         check_replicas_every_n_steps: int | None = None,
-        compression: str | Compressor | None = None,
+        compression: CompressionArgument = None,
         checkpoint: CheckpointOptions | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -113,7 +117,7 @@ class MeshStrategy(CheckpointedStrategy):
             activation_checkpointing=activation_checkpointing,
             compile_backend="inductor" if compile is True else compile or None,
             check_replicas_every_n_steps=check_replicas_every_n_steps,
-            compression=None if compression in (None, "none") else CompressionConfig(compressor_from(compression)),
+            compression=compression_config(compression),
         )
         self._reduce_dtype = reduce_dtype
         self._steps: Steps | None = None
@@ -141,8 +145,7 @@ class MeshStrategy(CheckpointedStrategy):
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        if self._config.compression is not None:
-            refuse_compression(self._config.compression, self.layout, self.precision_plugin, self.strategy_name)
+        refuse_compression(self._config, self.layout, self.precision_plugin, self.strategy_name)
 
     @override
     def setup_environment(self) -> None:
@@ -238,14 +241,10 @@ class MeshStrategy(CheckpointedStrategy):
         sharding = replace(self._config.sharding, param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
         assert self._tracing is not None
         config = complete_config(self._config, self.layout, module, self._trainer, self._tracing, copied)
-        config = replace(config, sharding=sharding, compression=self._compression_of(copied))
+        config = with_loss_scaling(replace(config, sharding=sharding), self.precision_plugin)
+        if copied is not None:  # A copy, such as an average of the weights, gets no gradients.
+            config = replace(config, compression=None)
         return parallelize(module, self.layout, self.mesh, config, self._stage_to_stage_group)
-
-    def _compression_of(self, copied: ParallelModule | None) -> CompressionConfig | None:
-        """Return how gradients are compressed; a copy of the module, such as an average, has none."""
-        if copied is not None or self._config.compression is None:
-            return None
-        return replace(self._config.compression, scales_losses=scales_losses(self.precision_plugin))
 
     @override
     def model_to_device(self) -> None:

@@ -33,7 +33,16 @@ from tests.bench import handwritten, handwritten_pp, handwritten_tp
 from tests.bench.harness import EndStep
 from tests.bench.workload import Workload
 
-__all__ = ["SIDES", "STRATEGIES", "make_loader", "make_module", "make_trainer", "missing_package", "startup_seconds"]
+__all__ = [
+    "SIDES",
+    "SLOW_LINK_SIDES",
+    "STRATEGIES",
+    "make_loader",
+    "make_module",
+    "make_trainer",
+    "missing_package",
+    "startup_seconds",
+]
 
 
 class UnloggedGPT(GPTModule):
@@ -85,12 +94,19 @@ number of ranks that split a layer (2 without a number). The name of a ``pipelin
 
 def with_trainer(name: str, workload: Workload, end_step: EndStep) -> None:
     """Train by Lightning's Trainer and the strategy ``STRATEGIES[name]``."""
+    strategy, cls = STRATEGIES[name]
+    with_strategy(strategy, cls, workload, end_step)
+
+
+def with_strategy(
+    strategy: Callable[[], Strategy], cls: type[GPTModule], workload: Workload, end_step: EndStep
+) -> None:
+    """Train a module of the class ``cls`` by Lightning's Trainer and ``strategy``."""
 
     class EndOfStep(Callback):
         def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
             trainer.should_stop = not end_step(outputs["loss"])
 
-    strategy, cls = STRATEGIES[name]
     trainer = make_trainer(strategy(), workload, EndOfStep())
     trainer.fit(make_module(cls, workload), make_loader(trainer, workload))
 
@@ -136,6 +152,20 @@ SIDES: dict[str, Callable[[Workload, EndStep], None]] = {
 }
 
 
+def _compressed(compression: Any, workload: Workload, end_step: EndStep) -> None:
+    strategy = partial(HybridShardStrategy, int(os.environ["WORLD_SIZE"]) // 2, 2, compression=compression)
+    with_strategy(strategy, UnloggedGPT, workload, end_step)
+
+
+SLOW_LINK_SIDES: dict[str, Callable[[Workload, EndStep], None]] = {
+    "by_hand_ddp": handwritten.train_ddp,
+    "by_hand_full_shard": handwritten.train,
+    "by_hand_hsdp": partial(handwritten.train, dp_replicate_size=2),
+    **{name: partial(_compressed, name) for name in ("none", "bf16", "fp16", "int8", "topk", "powersgd")},
+}
+"""Ways of training on nodes with slow links: by hand, or by ``hybrid_shard`` with the compressor of the name."""
+
+
 def missing_package(name: str) -> str | None:
     """Return the package that the side called ``name`` needs and that is not installed, or None."""
     return "deepspeed" if name == "deepspeed" and importlib.util.find_spec("deepspeed") is None else None
@@ -176,6 +206,7 @@ def make_trainer(strategy: Strategy, workload: Workload, callback: Callback, max
     return Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
+        num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=strategy,
         max_steps=max_steps or workload.num_steps,
         use_distributed_sampler=False,

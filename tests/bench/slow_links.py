@@ -1,0 +1,213 @@
+"""Compare ways of reducing gradients between two nodes with slow links, which network namespaces emulate.
+
+All ways train in the same four processes, two on each node, and take turns, so that they share the machine's changes of
+speed. The rate of the link is changed between the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+# Each rank has half a core or more. torch reads this variable when it is imported.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+from tests.bench.nodes import TwoNodes, sent_to_other_node, why_not
+
+ROOT = Path(__file__).parents[2]
+NUM_NODES, RANKS_PER_NODE = 2, 2
+RATES: dict[str, float | None] = {"unshaped": None, "10": 10.0, "1": 1.0, "0.1": 0.1}
+"""Rates of the link in Gbit/s by the names of the command line."""
+
+BOUNDS: list[tuple[str, str, str, float]] = [
+    ("0.1", "powersgd", "by_hand_hsdp", 5.0),
+    ("0.1", "powersgd", "by_hand_full_shard", 14.0),
+    ("0.1", "topk", "by_hand_hsdp", 4.0),
+    ("0.1", "int8", "by_hand_hsdp", 2.3),
+    ("0.1", "bf16", "by_hand_hsdp", 1.6),
+    ("1", "powersgd", "by_hand_hsdp", 1.25),
+    ("1", "int8", "by_hand_hsdp", 1.1),
+    ("unshaped", "bf16", "by_hand_hsdp", 0.98),
+]
+"""Rate, way, opponent, and the least factor by which the way must be faster."""
+
+
+# Ranks
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """Train in turn on this rank, as rank 0 asks for it, and let rank 0 print the figures."""
+    import torch.distributed as dist
+
+    from tests.bench.harness import PausableTraining
+    from tests.bench.sides import SLOW_LINK_SIDES
+    from tests.bench.workload import Workload
+
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    workload = Workload(
+        dim=arguments.dim, num_layers=arguments.layers, num_heads=8, context=64, global_batch_size=2 * 4
+    )
+    trainings = {way: PausableTraining(partial(SLOW_LINK_SIDES[way], workload)) for way in arguments.ways}
+
+    def turn(way: str, num_steps: int) -> tuple[float, float]:
+        """Return the milliseconds and the MB that node 0 sends to node 1, both for a step."""
+        dist.barrier()
+        before, start = sent_to_other_node(), time.perf_counter()
+        trainings[way].run_steps(num_steps)
+        dist.barrier()
+        seconds, sent = time.perf_counter() - start, sent_to_other_node() - before
+        return 1000 * seconds / num_steps, sent / num_steps / 1e6
+
+    _set_rate("unshaped", rank)
+    for way in arguments.ways:
+        turn(way, 6)
+    for round_number in range(arguments.rounds):
+        for rate in arguments.rates:
+            _set_rate(rate, rank)
+            shift = round_number % len(arguments.ways)
+            for way in [*arguments.ways[shift:], *arguments.ways[:shift]]:
+                milliseconds, megabytes = turn(way, arguments.steps)
+                if rank == 0:
+                    print(json.dumps({"rate": rate, "way": way, "ms": milliseconds, "mb": megabytes}), flush=True)
+    sys.stdout.flush()
+    os._exit(0)  # The threads of the trainings wait for their next turn.
+
+
+def _set_rate(rate: str, rank: int) -> None:
+    """Let the parent process change the rate of the link."""
+    import torch.distributed as dist
+
+    dist.barrier()
+    if rank == 0:
+        print(json.dumps({"set_rate": rate}), flush=True)
+        sys.stdin.readline()
+    dist.barrier()
+
+
+# The parent process
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measure, print a table, and return 1 if a bound is missed."""
+    from tests.bench.harness import median_interval
+
+    arguments = _parse(argv)
+    if arguments.worker:
+        work(arguments)
+    if (reason := why_not()) is not None:
+        print(f"Slow links cannot be emulated here: {reason}.")
+        return 2
+    rows = _measure(arguments)
+    figures: dict[tuple[str, str], list[float]] = {}
+    megabytes: dict[str, list[float]] = {}
+    for row in rows:
+        figures.setdefault((row["rate"], row["way"]), []).append(row["ms"])
+        megabytes.setdefault(row["way"], []).append(row["mb"])
+    print(f"\n{'ms a step':<22}" + "".join(f"{rate:>12}" for rate in arguments.rates) + f"{'MB a step':>12}")
+    for way in arguments.ways:
+        cells = "".join(f"{median(figures[rate, way]):>12.0f}" for rate in arguments.rates)
+        print(f"{way:<22}{cells}{median(megabytes[way]):>12.2f}")
+    print(f"\nfactor over {arguments.opponent} (95% interval of the median)")
+    for way in arguments.ways:
+        cells = []
+        for rate in arguments.rates:
+            ratios = [b / a for a, b in zip(figures[rate, way], figures[rate, arguments.opponent], strict=True)]
+            interval = median_interval(ratios)
+            spread = f" ({interval[0]:.2f}-{interval[1]:.2f})" if interval else ""
+            cells.append(f"{median(ratios):>8.2f}{spread:<14}")
+        print(f"{way:<22}" + "".join(cells))
+    failed = False
+    for rate, way, opponent, bound in BOUNDS:
+        if (rate, way) in figures and (rate, opponent) in figures:
+            ratios = [b / a for a, b in zip(figures[rate, way], figures[rate, opponent], strict=True)]
+            is_met = median(ratios) >= bound
+            failed |= not is_met
+            verdict = "met" if is_met else "NOT MET"
+            print(
+                f"{rate:>9} Gbit/s: {way} is {median(ratios):.2f} times as fast as {opponent}; bound {bound}: {verdict}"
+            )
+    if arguments.json:
+        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    return int(failed)
+
+
+def _measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    with TwoNodes.made() as nodes:
+        ranks = [_start(nodes, rank, arguments) for rank in range(NUM_NODES * RANKS_PER_NODE)]
+        try:
+            first = ranks[0]
+            assert first.stdout is not None and first.stdin is not None
+            for line in first.stdout:
+                if not line.startswith("{"):
+                    print(line, end="", flush=True)
+                    continue
+                row = json.loads(line)
+                if "set_rate" in row:
+                    nodes.set_rate(RATES[row["set_rate"]])
+                    first.stdin.write("\n")
+                    first.stdin.flush()
+                else:
+                    rows.append(row)
+                    print(f"{row['rate']:>9} {row['way']:<22}{row['ms']:>9.0f} ms{row['mb']:>9.2f} MB", flush=True)
+            if first.wait(timeout=60):
+                raise RuntimeError(f"Rank 0 has failed with exit code {first.returncode}.")
+        finally:
+            for rank in ranks:
+                rank.kill()
+    return rows
+
+
+def _start(nodes: TwoNodes, rank: int, arguments: argparse.Namespace) -> subprocess.Popen[str]:
+    node = rank // RANKS_PER_NODE
+    environment = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank % RANKS_PER_NODE),
+        "GROUP_RANK": str(node),
+        "WORLD_SIZE": str(NUM_NODES * RANKS_PER_NODE),
+        "LOCAL_WORLD_SIZE": str(RANKS_PER_NODE),
+        "MASTER_PORT": "29500",
+        "TORCHELASTIC_RUN_ID": "slow-links",
+        **nodes.environment(node),
+    }
+    given = [f"--rounds={arguments.rounds}", f"--steps={arguments.steps}", f"--dim={arguments.dim}"]
+    given += [f"--layers={arguments.layers}", "--rates", *arguments.rates, "--ways", *arguments.ways, "--worker"]
+    return subprocess.Popen(
+        [*nodes.command(node), sys.executable, "-m", "tests.bench.slow_links", *given],
+        env={**os.environ, **environment},
+        cwd=ROOT,
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+    )
+
+
+WAYS = ("by_hand_ddp", "by_hand_full_shard", "by_hand_hsdp", "none", "bf16", "int8", "topk", "powersgd")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("python -m tests.bench.slow_links", description=__doc__)
+    parser.add_argument("--rates", nargs="+", choices=RATES, default=["unshaped", "1", "0.1"], help="Gbit/s")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), help="ways of reducing gradients (default: all)")
+    parser.add_argument("--rounds", type=int, default=6, help="number of turns of each way at each rate")
+    parser.add_argument("--steps", type=int, default=2, help="number of steps in a turn")
+    parser.add_argument("--dim", type=int, default=512, help="width of the model")
+    parser.add_argument("--layers", type=int, default=4, help="number of blocks of the model")
+    parser.add_argument("--opponent", default="by_hand_hsdp", help="the way with which the others are compared")
+    parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures to this file")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
