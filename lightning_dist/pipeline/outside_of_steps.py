@@ -154,7 +154,8 @@ class AllStages(TorchFunctionMode):
         for place in places:
             source = min(_holders(leaves[place]) or ())
             batches.setdefault((source, leaves[place].dtype), []).append(place)
-        with torch.no_grad():
+        # A hook's self.log calls this while the mode is active, which would take these operations for the hook's.
+        with self.switched_off(), torch.no_grad():
             for (source, dtype), members in sorted(batches.items(), key=str):
                 tensors = [leaves[place] for place in members]
                 is_here = self._rank in (_holders(tensors[0]) or ())

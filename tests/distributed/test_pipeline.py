@@ -77,6 +77,10 @@ class Outputs(pl.Callback):
         self.logged: list[dict[str, float]] = []
         self.shapes: list[Any] = []
 
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        params = list(pl_module.parameters())
+        self.log_dict({"first norm": params[0].detach().norm(), "last sum": params[-1].detach().sum()})
+
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, out: Any, *args: Any) -> None:
         self.logged.append({name: float(value) for name, value in trainer.callback_metrics.items()})
         self.shapes.append((tuple(out["logits"].shape), float(out["logits"].sum())))
