@@ -252,15 +252,25 @@ class ParallelLayout:
         )[0]
         return group
 
-    def sharding_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the mesh that FSDP2 works on: ``(dp_replicate, dp_shard)``, or ``(dp_shard,)`` with one replica."""
-        return mesh["dp_replicate", "dp_shard"] if self.dp_replicate > 1 else mesh["dp_shard"]
+    def sharding_mesh(self, mesh: DeviceMesh, within_replica: bool = False) -> DeviceMesh:
+        """Return the mesh that FSDP2 works on: ``(dp_replicate, dp_shard)``, or ``(dp_shard,)`` with one replica.
 
-    def parameter_mesh(self, mesh: DeviceMesh) -> DeviceMesh:
-        """Return the mesh over which parameters are DTensors: the sharding mesh and ``tp``."""
+        Args:
+            mesh: The mesh from :meth:`build_mesh`.
+            within_replica: Whether each replica trains on its own, so that the mesh has no axis of replicas.
+        """
+        has_replicas = self.dp_replicate > 1 and not within_replica
+        return mesh["dp_replicate", "dp_shard"] if has_replicas else mesh["dp_shard"]
+
+    def parameter_mesh(self, mesh: DeviceMesh, within_replica: bool = False) -> DeviceMesh:
+        """Return the mesh over which parameters are DTensors: the sharding mesh and ``tp``.
+
+        The arguments are those of :meth:`sharding_mesh`.
+        """
         if self.tp == 1:
-            return self.sharding_mesh(mesh)
-        return mesh["dp_replicate", "dp_shard", "tp"] if self.dp_replicate > 1 else mesh["dp_shard", "tp"]
+            return self.sharding_mesh(mesh, within_replica)
+        has_replicas = self.dp_replicate > 1 and not within_replica
+        return mesh["dp_replicate", "dp_shard", "tp"] if has_replicas else mesh["dp_shard", "tp"]
 
     def describe(self) -> dict[str, int]:
         """Return the entries of a log about the layout: ``<axis>_size`` of every axis."""

@@ -358,6 +358,17 @@ class ParallelModule:
             self._gather_root_groups()
             self.gradients.show()
 
+    @property
+    def lets_replicas_differ(self) -> bool:
+        """Return whether weights may differ between replicas until :meth:`synchronize_replicas`."""
+        return bool(self._points.synchronize_replicas)
+
+    def synchronize_replicas(self) -> None:
+        """Give all replicas the same weights. This is a collective if their weights may differ now."""
+        for synchronize_replicas in self._points.synchronize_replicas:
+            self.free()
+            synchronize_replicas()
+
     def total_norm(self, gradients: Sequence[Tensor], order: float = 2.0) -> Tensor | None:
         """Return the norm of the whole model's gradients; None if torch's norm of ``gradients`` is that already.
 

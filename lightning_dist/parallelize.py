@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from lightning_dist.activation_checkpointing import ActivationCheckpointing
 from lightning_dist.audit import FirstStepAudit
 from lightning_dist.compilation import Compilation
-from lightning_dist.compression import Compression, CompressionConfig
+from lightning_dist.compression import Compression, CompressionConfig, LocalUpdates, SyncConfig
 from lightning_dist.initialization import agreed_seed, broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import ParallelModule
@@ -46,6 +46,7 @@ class ParallelConfig:
         tensor_parallel: Options of the splitting of layers over ``tp``.
         pipeline: Options of the pipeline; None: the module is not cut into stages.
         compression: Options of the compression of gradients; None: they are not compressed.
+        sync: How replicas that train on their own are synchronized; None: they reduce their gradients in every step.
     """
 
     units: Sequence[str] | None = None
@@ -57,6 +58,7 @@ class ParallelConfig:
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     pipeline: PipelineConfig | None = None
     compression: CompressionConfig | None = None
+    sync: SyncConfig | None = None
 
     def for_shards(self) -> dict[str, object]:
         """Return the arguments that differ from their defaults and have an effect only if parameters are sharded."""
@@ -104,7 +106,7 @@ def parallelize(
     devices = [] if on_cpu else [torch.get_device_module(mesh.device_type).current_device()]
     with torch.random.fork_rng(devices, device_type="cuda" if on_cpu else mesh.device_type), torch.no_grad():
         torch.manual_seed(seed)
-        return ParallelModule(module, units, techniques, layout.sharding_mesh(mesh))
+        return ParallelModule(module, units, techniques, layout.sharding_mesh(mesh, config.sync is not None))
 
 
 def _techniques(
@@ -116,18 +118,21 @@ def _techniques(
     stage_to_stage: dist.ProcessGroup | None,
 ) -> list[Technique]:
     """Return the techniques, from the outside in. This is a collective over all processes."""
+    is_apart = config.sync is not None
+    sharding_mesh, parameter_mesh = layout.sharding_mesh(mesh, is_apart), layout.parameter_mesh(mesh, is_apart)
     techniques: list[Technique] = [
         ReplicaComparison(mesh, config.check_replicas_every_n_steps),
         FirstStepAudit(),
-        SameBuffers(layout.sharding_mesh(mesh)),
+        SameBuffers(sharding_mesh),
     ]
     if config.pipeline is not None and stage_to_stage is not None:
         splits_backward = layout.tp == 1 and not config.activation_checkpointing
-        group, same_stage = layout.get_mesh(mesh, "pp").get_group(), layout.parameter_mesh(mesh)
+        group, same_stage = layout.get_mesh(mesh, "pp").get_group(), parameter_mesh
         part = layout.data_parallel_rank(dist.get_rank())
         pipeline = Pipeline(module, config.pipeline, units, group, stage_to_stage, same_stage, part, splits_backward)
         techniques.append(pipeline)
-    sharding_mesh, parameter_mesh = layout.sharding_mesh(mesh), layout.parameter_mesh(mesh)
+    if config.sync is not None:
+        techniques.append(LocalUpdates(config.sync, layout.parameter_mesh(mesh)))
     if config.compression is not None:
         techniques.append(Compression(config.compression, sharding_mesh, parameter_mesh))
     if layout.dp_shard > 1:

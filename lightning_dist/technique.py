@@ -194,6 +194,12 @@ class Technique:
     def after_optimizer_step(self) -> None:
         """Act after an optimizer step, when no parameter is gathered."""
 
+    def synchronize_replicas(self) -> None:
+        """Give all replicas the same weights, before an evaluation or a checkpoint, when no parameter is gathered.
+
+        This is a collective.
+        """
+
     # The following methods are called in a pipeline's step, which runs many forwards and backwards in any order, and
     # reduces gradients only at its end.
 

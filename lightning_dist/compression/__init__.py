@@ -6,6 +6,9 @@
 - ``wire``: Runs their collectives and counts the bytes.
 - ``background``: Runs them beside the backward.
 - ``compression``: Implements the technique.
+- ``saved_states``: Writes their tensors into checkpoints, and reads them in a run with any layout.
+- ``local_updates``: Implements a second technique: replicas train on their own, and synchronize their weights.
+- ``sync_methods``: Say how they do so.
 """
 
 from lightning_dist.compression.compression import Compression, CompressionConfig
@@ -15,6 +18,8 @@ from lightning_dist.compression.compressors.half import BF16, FP16
 from lightning_dist.compression.compressors.int8 import Int8
 from lightning_dist.compression.compressors.powersgd import PowerSGD
 from lightning_dist.compression.compressors.topk import TopK
+from lightning_dist.compression.local_updates import LocalUpdates, SyncConfig
+from lightning_dist.compression.sync_methods import DiLoCo, LocalSGD, SyncMethod
 
 __all__ = [
     "BF16",
@@ -23,8 +28,13 @@ __all__ = [
     "Compression",
     "CompressionConfig",
     "Compressor",
+    "DiLoCo",
     "Int8",
+    "LocalSGD",
+    "LocalUpdates",
     "PowerSGD",
+    "SyncConfig",
+    "SyncMethod",
     "TopK",
     "compressor_from",
 ]

@@ -63,6 +63,7 @@ class Compression(Technique):
         self._mesh = mesh
         self._parameter_mesh = parameter_mesh
         self._scales_losses = config.scales_losses
+        self._shared: set[str] = set()
         self._fallback = config.compressor.made_fallback()
         self.states: dict[str, CompressorState] = {}
         """The compressor's tensors about each parameter, by the parameter's full name."""
@@ -91,6 +92,8 @@ class Compression(Technique):
     def finish(self) -> None:
         """Check that this object reduces the gradients of all parameters that the compressor takes.
 
+        This is a collective over ranks with other parameters.
+
         Raises:
             RuntimeError: If a parameter group reduces such gradients in another way.
         """
@@ -102,6 +105,13 @@ class Compression(Technique):
                     f"compression={self.compressor} was requested, and the gradient of {missed[0]} would not be"
                     f" compressed: {type(group).__name__} does not call its hook."
                 )
+
+        # Stages sum the gradients of a parameter that they share after the reduction, and each would have a residual.
+        parts = [{name: None for group in self._parallel.groups for name in group.names}]
+        for collect in bound(self._parallel.techniques, "collect_parts"):
+            parts = collect(parts)
+        counts = Counter(name for part in parts for name in part)
+        self._shared = {name for name, count in counts.items() if count > 1}
 
     # Reduction
 
@@ -136,7 +146,7 @@ class Compression(Technique):
             self.num_reductions[name] += 1
             gradient = Gradient(name, value, self.states.setdefault(name, {}), num_reductions)
             is_late = num_reductions >= self.compressor.start_step
-            if is_late and self.compressor.compresses(name, value.shape):
+            if is_late and name not in self._shared and self.compressor.compresses(name, value.shape):
                 compressed.append(gradient)
             elif self._fallback is not None and name:
                 by_fallback.append(gradient)
@@ -152,15 +162,11 @@ class Compression(Technique):
         self._all_finite.append(torch.isfinite(torch.linalg.vector_norm(flat, torch.inf)))
 
     def _average_exactly(self, values: Sequence[Tensor], flat: Tensor) -> None:
-        if sum(value.numel() for value in values) == flat.numel():
-            self.wire.sum(flat)
-            flat.div_(self.wire.size)
+        if sum(value.numel() for value in values) < flat.numel():
+            self.wire.average(values)
             return
-        together = torch.cat([value.reshape(-1) for value in values])
-        self.wire.sum(together)
-        together.div_(self.wire.size)
-        for value, mean in zip(values, torch.split(together, [value.numel() for value in values]), strict=True):
-            value.copy_(mean.view_as(value))
+        self.wire.sum(flat)
+        flat.div_(self.wire.size)
 
     @contextmanager
     def around_backward(self) -> Iterator[None]:
@@ -241,6 +247,8 @@ class Compression(Technique):
     def table_rows(self) -> Rows:
         """Return a row with the compressor and its arguments."""
         described = ", ".join(f"{key}={value}" for key, value in self.compressor.describe().items())
+        if self._shared:
+            described += f"; {len(self._shared)} parameters that several stages share are not compressed"
         yield "compression", f"{self.compressor} between {self._mesh['dp_replicate'].size()} replicas ({described})"
 
 

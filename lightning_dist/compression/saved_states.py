@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
@@ -16,7 +16,7 @@ from lightning_dist._compat import local_of, shifted
 from lightning_dist.compression.compressor import Compressor, CompressorState
 from lightning_dist.tensor_state import is_remote
 
-__all__ = ["SavedStates"]
+__all__ = ["SavedStates", "add_states_of_others", "empty_dtensor", "placements_of", "to_dtensor"]
 
 CollectParts = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
 
@@ -36,7 +36,7 @@ class SavedStates:
         mesh: Device mesh over which parameters are DTensors; its first axis is that of the replicas.
     """
 
-    def __init__(self, compressor: Compressor, params: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
+    def __init__(self, compressor: Compressor, params: Mapping[str, Tensor], mesh: DeviceMesh) -> None:
         self._compressor = compressor
         self._params = params
         self._mesh = mesh
@@ -64,14 +64,7 @@ class SavedStates:
             tensors = {key: self._saved(name, key, state.get(key)) for key in sorted(kinds)}
             saved[name] = {key: value for key, value in tensors.items() if value is not None}
             saved[name]["num_reductions"] = num_reductions.get(name, 0)
-        parts: list[dict[str, Any]] = [
-            {name: {key: _outline(value) for key, value in entry.items()} for name, entry in saved.items()}
-        ]
-        for collect in collects:
-            parts = collect(parts)
-        for name, entry in (item for part in parts for item in part.items()):
-            if name not in saved:
-                saved[name] = {key: _on_meta(value) for key, value in entry.items()}
+        add_states_of_others(saved, collects)
         return saved
 
     def _saved(self, name: str, key: str, local: Tensor | None) -> DTensor | None:
@@ -82,35 +75,29 @@ class SavedStates:
             local = torch.zeros(shape, device=param.device) if local is None else local.clone()
             whole = torch.Size([self._num_shards, *shape])
             placements: list[Placement] = [Replicate(), *[Shard(0)] * (self._mesh.ndim - 1)]
-            return _as_dtensor(local.unsqueeze(0), self._mesh, placements, whole)
+            return to_dtensor(local.unsqueeze(0), self._mesh, placements, whole)
         if self._compressor.save_residuals == "none":
             return None
         # The background thread of a save reads the copy while the next backward changes the original.
         local = torch.zeros_like(local_of(param), dtype=torch.float32) if local is None else local.clone()
-        placements = self._placements(param)
+        placements = placements_of(param, self._mesh)[1:]
         if self._compressor.save_residuals == "mean":
             dist.all_reduce(local, group=self._mesh.get_group(0))
-            return _as_dtensor(local.div_(self._num_replicas), self._mesh, [Replicate(), *placements], param.shape)
+            return to_dtensor(local.div_(self._num_replicas), self._mesh, [Replicate(), *placements], param.shape)
         whole = torch.Size([self._num_replicas, *param.shape])
-        return _as_dtensor(local.unsqueeze(0), self._mesh, [Shard(0), *map(shifted, placements)], whole)
-
-    def _placements(self, param: nn.Parameter) -> list[Placement]:
-        """Return the placements of a parameter on the axes of the mesh after the first."""
-        own = list(param.placements) if isinstance(param, DTensor) else []
-        missing = self._mesh.ndim - len(own)
-        return [Replicate()] * (missing - 1) + own if missing else own[1:]
+        return to_dtensor(local.unsqueeze(0), self._mesh, [Shard(0), *map(shifted, placements)], whole)
 
     def template(self, name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
         """Return an empty tensor for what this rank needs of a saved tensor; None if it needs nothing."""
         param = self._params.get(name)
         if param is None or is_remote(param):
             return None
-        empty = partial(torch.distributed.tensor.empty, *shape, dtype=dtype, device_mesh=self._mesh)
+        empty = partial(empty_dtensor, self._mesh, shape=shape, dtype=dtype)
         if key not in self._compressor.per_replica:
             if shape[0] == self._num_shards:
                 return empty(placements=[Replicate(), *[Shard(0)] * (self._mesh.ndim - 1)])
             return torch.empty(shape, dtype=dtype)
-        placements = self._placements(param)
+        placements = placements_of(param, self._mesh)[1:]
         if shape == param.shape:
             return empty(placements=[Replicate(), *placements])
         if shape[1:] != param.shape:
@@ -132,7 +119,7 @@ class SavedStates:
             states[name] = {key: value for key, value in tensors.items() if value is not None}
         return states, num_reductions
 
-    def _loaded(self, key: str, value: Tensor, param: nn.Parameter) -> Tensor | None:
+    def _loaded(self, key: str, value: Tensor, param: Tensor) -> Tensor | None:
         """Return this rank's tensor; None if what was saved does not fit, so that the compressor begins anew."""
         local = local_of(value)
         if key in self._compressor.per_replica:
@@ -150,9 +137,39 @@ class SavedStates:
         return local[0].to(param.device) if fits and local.any() else None
 
 
-def _as_dtensor(local: Tensor, mesh: DeviceMesh, placements: list[Placement], shape: torch.Size) -> DTensor:
+def placements_of(param: Tensor, mesh: DeviceMesh) -> list[Placement]:
+    """Return the placements of a parameter on the axes of ``mesh``, of which it may be a DTensor over the last ones."""
+    own = list(param.placements) if isinstance(param, DTensor) else []
+    return [*[Replicate()] * (mesh.ndim - len(own)), *own]
+
+
+def to_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size) -> DTensor:
+    """Return a DTensor of the shape ``shape``, of which ``local`` is this rank's part."""
     stride = torch.empty(shape, device="meta").stride()
     return DTensor.from_local(local.contiguous(), mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+def empty_dtensor(mesh: DeviceMesh, placements: Sequence[Placement], shape: torch.Size, dtype: torch.dtype) -> DTensor:
+    """Return a DTensor without values."""
+    empty: DTensor = torch.distributed.tensor.empty(*shape, dtype=dtype, device_mesh=mesh, placements=placements)
+    return empty
+
+
+def add_states_of_others(saved: dict[str, dict[str, Any]], collects: Iterable[CollectParts]) -> None:
+    """Add to ``saved`` what ranks with other parameters save, with tensors on the meta device. This is a collective.
+
+    Args:
+        saved: Tensors and plain values by the full names of parameters.
+        collects: Functions that gather dictionaries from ranks with other parameters.
+    """
+    parts: list[dict[str, Any]] = [
+        {name: {key: _outline(value) for key, value in entry.items()} for name, entry in saved.items()}
+    ]
+    for collect in collects:
+        parts = collect(parts)
+    for name, entry in (item for part in parts for item in part.items()):
+        if name not in saved:
+            saved[name] = {key: _on_meta(value) for key, value in entry.items()}
 
 
 def _outline(value: Any) -> Any:

@@ -49,13 +49,15 @@ class TwoShot(Compressor):
     def average(self, gradients: Sequence[Gradient], wire: Wire) -> None:
         """Replace the values of ``gradients`` by an approximation of their means. This is a collective."""
         inputs = self.add_residuals(gradients)
-        dtype, sizes = wide_dtype(inputs[0]), [value.numel() for value in inputs]
-        per_chunk = -(-sum(sizes) // (wire.size * self.block_size)) * self.block_size
-        chunks = inputs[0].new_empty((wire.size, per_chunk), dtype=dtype)
-        *parts, padding = torch.split(chunks.view(-1), [*sizes, chunks.numel() - sum(sizes)])
+        dtype = wide_dtype(inputs[0])
+        # Each gradient is divided among the replicas by itself, so that its mean does not depend on the others, which
+        # may differ between ranks that hold the same parameter.
+        per_row = self.block_size * wire.size
+        lengths = [-(-value.numel() // per_row) * self.block_size for value in inputs]
+        chunks = inputs[0].new_empty((wire.size, sum(lengths)), dtype=dtype)
+        parts = torch.split(chunks, lengths, dim=1)
         for part, value in zip(parts, inputs, strict=True):
-            part.copy_(value.reshape(-1))
-        padding.zero_()
+            _copy_in(part, value.reshape(-1))
         encoded = self.encode(chunks)
         if self.error_feedback:
             chunks.sub_(self.decode(encoded, dtype))
@@ -64,7 +66,25 @@ class TwoShot(Compressor):
         if self.error_feedback:
             chunks[wire.rank].add_(mean.sub_(self.decode(reply, dtype))[0], alpha=wire.size)
             for part, value in zip(parts, inputs, strict=True):
-                value.copy_(part.view_as(value))
-        means = torch.split(self.decode(wire.gather(reply[0]), dtype).view(-1), [*sizes, padding.numel()])
-        for gradient, mean_value in zip(gradients, means, strict=False):
-            gradient.value.copy_(mean_value.view_as(gradient.value))
+                _copy_out(part, value.view(-1))
+        means = torch.split(self.decode(wire.gather(reply[0]), dtype), lengths, dim=1)
+        for gradient, part in zip(gradients, means, strict=True):
+            _copy_out(part, gradient.value.view(-1))
+
+
+def _copy_in(part: Tensor, flat: Tensor) -> None:
+    """Copy ``flat`` into the rows of ``part``, and fill the end with zeros."""
+    num_whole, rest = divmod(flat.numel(), part.shape[1])
+    part[:num_whole].copy_(flat[: num_whole * part.shape[1]].view(num_whole, part.shape[1]))
+    if num_whole < len(part):
+        part[num_whole:].zero_()
+        if rest:
+            part[num_whole, :rest].copy_(flat[num_whole * part.shape[1] :])
+
+
+def _copy_out(part: Tensor, flat: Tensor) -> None:
+    """Copy the rows of ``part`` into ``flat``, without the end that :func:`_copy_in` has filled."""
+    num_whole, rest = divmod(flat.numel(), part.shape[1])
+    flat[: num_whole * part.shape[1]].view(num_whole, part.shape[1]).copy_(part[:num_whole])
+    if rest:
+        flat[num_whole * part.shape[1] :].copy_(part[num_whole, :rest])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,20 @@ class Wire:
         """
         self.num_bytes += 2 * (self.size - 1) * tensor.numel() * tensor.itemsize // self.size
         dist.all_reduce(tensor, group=self.group)
+
+    def average(self, tensors: Sequence[Tensor]) -> None:
+        """Replace ``tensors`` by their exact means over the replicas, in one message for each dtype.
+
+        Args:
+            tensors: Tensors of any shapes, in the same order on all replicas.
+        """
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+            together = torch.cat([tensor.reshape(-1) for tensor in alike])
+            self.sum(together)
+            together.div_(self.size)
+            for tensor, mean in zip(alike, torch.split(together, [t.numel() for t in alike]), strict=True):
+                tensor.copy_(mean.view_as(tensor))
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all replicas, stacked along a new first dimension.

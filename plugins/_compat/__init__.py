@@ -34,6 +34,7 @@ from lightning_dist.plugins._compat.loops import (
     average_model,
     before_every_batch,
     before_reducing_evaluation,
+    before_validation,
     changes_accumulation,
     leave_signals_alone,
     logging_step,
@@ -73,7 +74,7 @@ from lightning_dist.plugins._compat.processes import (
 
 __all__ = [
     "LINK_CHECKPOINT", "agree_on_decisions", "are_sequential", "average_model", "before_every_batch",
-    "before_reducing_evaluation", "changes_accumulation", "check_output_of_training_step",
+    "before_reducing_evaluation", "before_validation", "changes_accumulation", "check_output_of_training_step",
     "compute_gradient_norms_of_shards", "gather_metrics_over", "init_process_group", "intercept_checkpoint_paths",
     "leave_signals_alone", "let_children_exit", "let_groups_be_copied", "log_graph_before_sharding", "logging_step",
     "logging_to", "made_optimizers", "make_dataloader", "metric_state", "mode_of_loaders", "num_evaluation_batches",

@@ -16,6 +16,7 @@ __all__ = [
     "average_model",
     "before_every_batch",
     "before_reducing_evaluation",
+    "before_validation",
     "changes_accumulation",
     "leave_signals_alone",
     "logging_step",
@@ -78,6 +79,24 @@ def before_every_batch(trainer: Trainer, name: str, function: Callable[[], None]
 
     advance.functions = functions  # type: ignore[attr-defined]
     vars(loop)["advance"] = advance
+
+
+def before_validation(trainer: Trainer, function: Callable[[], None]) -> None:
+    """Call ``function`` before each validation of a fit, and before its first hook.
+
+    This could be replaced by a hook of strategies at this place: theirs run after those of callbacks.
+
+    Args:
+        trainer: The Trainer of the fit.
+        function: The function; that of a later call for ``trainer`` replaces it.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop.val_loop
+
+    def on_run_start() -> None:
+        function()
+        type(loop).on_run_start(loop)
+
+    vars(loop)["on_run_start"] = on_run_start
 
 
 def before_reducing_evaluation(trainer: Trainer, function: Callable[[], None]) -> Callable[[], None]:

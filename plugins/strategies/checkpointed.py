@@ -23,6 +23,7 @@ from lightning_dist.consensus import (
     timed_barrier,
     timed_barrier_unless_missed,
 )
+from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies import loading
 from lightning_dist.plugins.strategies.bookkeeping import absolute
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions, Checkpoints, optimizer_state
@@ -101,6 +102,8 @@ class CheckpointedStrategy(SharedBatchStrategy):
         self._exact_resume.on_train_start(self._trainer)
         super().on_train_start()
         self._exact_resume.watch_accumulations(self._trainer)
+        if self.parallel.lets_replicas_differ:
+            _compat.before_validation(self._trainer, self._synchronize_replicas)
 
     @override
     def on_train_end(self) -> None:
@@ -111,6 +114,7 @@ class CheckpointedStrategy(SharedBatchStrategy):
         """
         super().on_train_end()
         self._checkpoints.finish()
+        self.parallel.synchronize_replicas()
 
     @override
     def on_validation_start(self) -> None:
@@ -139,7 +143,15 @@ class CheckpointedStrategy(SharedBatchStrategy):
         with self.parallel.without_hook_views():
             self.parallel.stop_staying_gathered()
             self.parallel.free()
+            if self.parallel.lets_replicas_differ:
+                self._wait_to_save()
+                self._synchronize_replicas()
             return self.lightning_module.state_dict()
+
+    def _synchronize_replicas(self) -> None:
+        """Give all replicas the same weights. This is a collective if their weights may differ now."""
+        self._checkpoints.before_update()
+        self.parallel.synchronize_replicas()
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:

@@ -40,8 +40,11 @@ from lightning_dist.plugins.strategies.checks import (
 from lightning_dist.plugins.strategies.example_input import run_example
 from lightning_dist.plugins.strategies.gradient_compression import (
     CompressionArgument,
+    SyncArgument,
     compression_config,
     refuse_compression,
+    refuse_manual_optimization,
+    sync_config,
     with_loss_scaling,
 )
 from lightning_dist.plugins.strategies.startup_table import startup_table
@@ -82,6 +85,9 @@ class MeshStrategy(CheckpointedStrategy):
         compression: How gradients are compressed that replicas send each other: the name of a compressor (``bf16``,
             ``fp16``, ``int8``, ``powersgd``, ``topk``), or a :class:`~lightning_dist.compression.Compressor`. None or
             ``"none"``: they are not compressed.
+        sync: How replicas are synchronized that train on their own for a number of steps, instead of reducing their
+            gradients in every step: :class:`~lightning_dist.compression.LocalSGD` or
+            :class:`~lightning_dist.compression.DiLoCo`. None: gradients are reduced.
         checkpoint: Options for saving and loading checkpoints: the arguments of
             :class:`~lightning_dist.plugins.strategies.checkpointing.CheckpointOptions`.
         process_group_backend: Backend such as ``"nccl"`` or ``"gloo"``; None: the default for the device.
@@ -101,6 +107,7 @@ class MeshStrategy(CheckpointedStrategy):
         direct_collectives: bool | None = None,
         check_replicas_every_n_steps: int | None = None,
         compression: CompressionArgument = None,
+        sync: SyncArgument = None,
         checkpoint: CheckpointOptions | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -118,6 +125,7 @@ class MeshStrategy(CheckpointedStrategy):
             compile_backend="inductor" if compile is True else compile or None,
             check_replicas_every_n_steps=check_replicas_every_n_steps,
             compression=compression_config(compression),
+            sync=sync_config(sync),
         )
         self._reduce_dtype = reduce_dtype
         self._steps: Steps | None = None
@@ -185,6 +193,7 @@ class MeshStrategy(CheckpointedStrategy):
         assert module is not None
         self.accelerator.setup(trainer)
         refuse_what_cannot_work(self, trainer)
+        refuse_manual_optimization(self._config, module)
         is_new = parallelized(module) is None
         self._give_metrics_their_group(module)
         if is_new:
@@ -225,7 +234,7 @@ class MeshStrategy(CheckpointedStrategy):
         """
         existing = parallelized(module)
         if existing is not None:
-            wanted = self.layout.sharding_mesh(self.mesh)
+            wanted = self.layout.sharding_mesh(self.mesh, self._config.sync is not None)
             if existing.mesh != wanted:
                 raise MisconfigurationException(
                     f"This {type(module).__name__} is sharded over {existing.mesh} by an earlier Trainer, and cannot be"
@@ -243,7 +252,7 @@ class MeshStrategy(CheckpointedStrategy):
         config = complete_config(self._config, self.layout, module, self._trainer, self._tracing, copied)
         config = with_loss_scaling(replace(config, sharding=sharding), self.precision_plugin)
         if copied is not None:  # A copy, such as an average of the weights, gets no gradients.
-            config = replace(config, compression=None)
+            config = replace(config, compression=None, sync=None)
         return parallelize(module, self.layout, self.mesh, config, self._stage_to_stage_group)
 
     @override

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import NDParallelStrategy
 from lightning_dist._compat import local_of
@@ -275,6 +276,17 @@ def strategy_of(layout: str, compression: Any) -> Any:
     )
 
 
+class Resumable(GPT):
+    """Use a loader to which Lightning gives a sampler, so that its position in the data is saved."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        super().__init__(optimizer="adamw")
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(*self.data()), batch_size=2)
+
+
 def fit(
     layout: str, compression: Any, num_steps: int, save: Path | None = None, resume: Path | None = None
 ) -> tuple[dict[str, Any], dict[str, Any], dict[str, int], list[str]]:
@@ -316,10 +328,13 @@ def fit(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer = make_trainer(
-            "auto", max_steps=num_steps, callbacks=[Record()], strategy=strategy_of(layout, compression)
+            "auto",
+            max_steps=num_steps,
+            callbacks=[Record()],
+            strategy=strategy_of(layout, compression),
+            use_distributed_sampler=True,
         )
-        torch.manual_seed(0)
-        model = GPT(optimizer="adamw")
+        model = Resumable()
         trainer.fit(model, ckpt_path=resume)
         if save is not None:
             trainer.save_checkpoint(save)

@@ -10,7 +10,7 @@ from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_dist.compression import Compression
+from lightning_dist.compression import Compression, LocalUpdates
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.parallelize import ParallelConfig
@@ -137,13 +137,16 @@ def refuse_other_config(existing: ParallelModule, config: ParallelConfig, layout
         MisconfigurationException: If the module is cut into other stages, or compresses gradients in another way.
     """
     compression = existing.get(Compression)
-    before = None if compression is None else compression.compressor.arguments
-    after = None if config.compression is None else config.compression.compressor.arguments
-    if before != after:
-        raise MisconfigurationException(
-            f"An earlier Trainer has made this {type(existing.module).__name__} parallel with compression={before},"
-            f" which cannot be changed to {after}. Make a new one, and load the weights from a checkpoint."
-        )
+    local_updates = existing.get(LocalUpdates)
+    for name, before, after in (
+        ("compression", compression and compression.compressor, config.compression and config.compression.compressor),
+        ("sync", local_updates and local_updates.method, config.sync and config.sync.method),
+    ):
+        if (before and before.arguments) != (after and after.arguments):
+            raise MisconfigurationException(
+                f"An earlier Trainer has made this {type(existing.module).__name__} parallel with {name}={before},"
+                f" which cannot be changed to {after}. Make a new one, and load the weights from a checkpoint."
+            )
     pipeline = existing.get(Pipeline)
     was = None if pipeline is None else pipeline.config
     is_cut = layout.pp > 1 and any(True for _ in existing.module.parameters())

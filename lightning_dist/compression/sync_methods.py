@@ -1,0 +1,173 @@
+"""Synchronize the weights of replicas that have trained on their own."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from lightning_dist.compression.compressor import Compressor, CompressorState, Gradient, compressor_from
+from lightning_dist.compression.wire import Wire
+
+__all__ = ["DiLoCo", "LocalSGD", "SyncMethod"]
+
+
+class SyncMethod(ABC):
+    """Give all replicas the same weights after a number of local optimizer steps.
+
+    Args:
+        inner_steps: Number of optimizer steps that each replica takes between two synchronizations.
+
+    Raises:
+        ValueError: If ``inner_steps`` is not at least 1.
+    """
+
+    compression: Compressor | None = None
+    """The compressor of what replicas send each other; None: it is sent exactly."""
+
+    needs_automatic_optimization: ClassVar[bool] = False
+    """Whether the method works only if Lightning calls the optimizer."""
+
+    def __init__(self, inner_steps: int = 50) -> None:
+        if inner_steps < 1:
+            raise ValueError(f"inner_steps={inner_steps} must be a number of optimizer steps of at least 1.")
+        self.inner_steps = inner_steps
+        self.residuals: dict[str, CompressorState] = {}
+        """The compressor's tensors by the names of weights."""
+
+    def begin(self, weights: Mapping[str, Tensor]) -> None:
+        """Begin from ``weights``, which are the same on all replicas.
+
+        Args:
+            weights: This rank's shards of the weights by full name; they stay the same tensors.
+        """
+        return
+
+    @abstractmethod
+    def synchronize(self, weights: Mapping[str, Tensor], wire: Wire) -> None:
+        """Give all replicas the same weights, in place. This is a collective over the replicas.
+
+        Args:
+            weights: The same as for :meth:`begin`, in the same order on all replicas.
+            wire: Connection to the other replicas.
+        """
+
+    @property
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """Return the tensors that the next synchronization needs, by the names of weights; each replica has the same.
+
+        They have the shapes of the weights.
+        """
+        return {}
+
+    def load_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Restore :attr:`states`."""
+        return
+
+    def __str__(self) -> str:
+        return f"{type(self).__name__} every {self.inner_steps} steps"
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the method's name and its arguments as plain values."""
+        hidden = ("residuals",)
+        own = {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in hidden}
+        return {
+            "name": type(self).__name__,
+            **{name: str(v) if isinstance(v, Compressor) else v for name, v in own.items()},
+        }
+
+
+class LocalSGD(SyncMethod):
+    """Average the weights of the replicas (local SGD, Stich, 2019, https://arxiv.org/abs/1805.09767)."""
+
+    @torch.no_grad()
+    def synchronize(self, weights: Mapping[str, Tensor], wire: Wire) -> None:
+        """Replace the weights by their means over the replicas. This is a collective over the replicas."""
+        wire.average(list(weights.values()))
+
+
+class DiLoCo(SyncMethod):
+    """Take an outer optimizer step along the mean of the replicas' changes (Douillard et al., 2023, algorithm 1).
+
+    The outer gradient is the mean over the replicas of the weights at the last synchronization minus the weights now.
+    The outer optimizer is SGD with Nesterov momentum. See https://arxiv.org/abs/2311.08105.
+
+    Args:
+        inner_steps: Number of optimizer steps that each replica takes between two synchronizations.
+        outer_lr: Learning rate of the outer optimizer.
+        outer_momentum: Momentum of the outer optimizer.
+        nesterov: Whether the momentum is Nesterov's.
+        compression: Compressor of the outer gradients, such as ``"int8"``. None: they are averaged exactly.
+
+    Raises:
+        ValueError: If an argument is not valid.
+    """
+
+    needs_automatic_optimization = True
+
+    def __init__(
+        self,
+        inner_steps: int = 50,
+        outer_lr: float = 0.7,
+        outer_momentum: float = 0.9,
+        nesterov: bool = True,
+        compression: str | Compressor | None = None,
+    ) -> None:
+        super().__init__(inner_steps)
+        if outer_lr <= 0:
+            raise ValueError(f"outer_lr={outer_lr} must be above 0.")
+        if not 0 <= outer_momentum < 1:
+            raise ValueError(f"outer_momentum={outer_momentum} must be at least 0 and below 1.")
+        self.outer_lr = outer_lr
+        self.outer_momentum = outer_momentum
+        self.nesterov = nesterov and outer_momentum > 0
+        self.compression = None if compression is None else compressor_from(compression)
+        self._outer: dict[str, Tensor] = {}
+        self._optimizer: torch.optim.SGD | None = None
+
+    @torch.no_grad()
+    def begin(self, weights: Mapping[str, Tensor]) -> None:
+        """Keep a copy of ``weights``, from which the next outer gradient is computed."""
+        self._outer = {name: weight.clone() for name, weight in weights.items()}
+        self._optimizer = torch.optim.SGD(
+            list(self._outer.values()), lr=self.outer_lr, momentum=self.outer_momentum, nesterov=self.nesterov
+        )
+
+    @torch.no_grad()
+    def synchronize(self, weights: Mapping[str, Tensor], wire: Wire) -> None:
+        """Take an outer step, and give all replicas its result. This is a collective over the replicas."""
+        assert self._optimizer is not None
+        gradients = {name: outer - weights[name] for name, outer in self._outer.items()}
+        compressed, exact = list[Gradient](), list[Tensor]()
+        for name, gradient in gradients.items():
+            if self.compression is not None and self.compression.compresses(name, gradient.shape):
+                compressed.append(Gradient(name, gradient, self.residuals.setdefault(name, {}), num_reductions=0))
+            else:
+                exact.append(gradient)
+        if compressed and self.compression is not None:
+            self.compression.average(compressed, wire)
+        wire.average(exact)
+        for name, outer in self._outer.items():
+            outer.grad = gradients[name]
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        for name, outer in self._outer.items():
+            weights[name].copy_(outer)
+
+    @property
+    def states(self) -> dict[str, dict[str, Tensor]]:
+        """Return the momentum of each weight, once there is one."""
+        if self._optimizer is None:
+            return {}
+        momenta = {name: self._optimizer.state[outer].get("momentum_buffer") for name, outer in self._outer.items()}
+        return {name: {"momentum": momentum} for name, momentum in momenta.items() if momentum is not None}
+
+    def load_states(self, states: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Restore the momenta."""
+        for name, state in states.items():
+            if self._optimizer is not None and name in self._outer:
+                self._optimizer.state[self._outer[name]]["momentum_buffer"] = state["momentum"].clone()

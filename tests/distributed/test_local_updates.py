@@ -1,0 +1,251 @@
+"""Test replicas that train on their own and are synchronized now and then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_dist import HybridShardStrategy, NDParallelStrategy
+from lightning_dist._compat import local_of
+from lightning_dist.compression import DiLoCo, Int8, LocalSGD, SyncMethod
+from tests.distributed.fit import Weights, assert_same, make_strategy, make_trainer, weights_of
+from tests.models import GPT
+from tests.pool import WorkerPool
+
+GLOBAL_BATCH_SIZE, NUM_RANKS = 8, 4
+
+
+class SeededGPT(GPT):
+    """Begin from the same weights on every rank, and train with a given optimizer."""
+
+    def __init__(self, optimizer: str) -> None:
+        torch.manual_seed(0)
+        super().__init__(optimizer=optimizer)
+
+
+def strategy_of(layout: str, **kwargs: Any) -> Any:
+    """Make the strategy of ``"RxS"``, or of ``"ppP-R"`` or ``"tpT-R"`` with ``R`` replicas."""
+    if "-" not in layout:
+        return make_strategy(layout, **kwargs)
+    sizes, replicas = layout.split("-")
+    return NDParallelStrategy(**{f"{sizes[:2]}_size": int(sizes[2:])}, dp_replicate_size=int(replicas), **kwargs)
+
+
+def train(layout: str, sync: SyncMethod | None, optimizer: str, num_steps: int, **kwargs: Any) -> Weights:
+    """Return the weights after some steps in float64."""
+    kwargs = {"max_steps": num_steps, "precision": "64-true", **kwargs}
+    strategy_kwargs = {"sync": sync, "check_replicas_every_n_steps": sync.inner_steps if sync else 1}
+    trainer = make_trainer("auto", strategy=strategy_of(layout, **strategy_kwargs), **kwargs)
+    model = SeededGPT(optimizer)
+    trainer.fit(model)
+    for param in model.parameters():
+        if not param.is_meta:
+            first = local_of(param.detach()).clone()
+            group = trainer.strategy.mesh["dp_replicate"].get_group()
+            dist.broadcast(first, group=group, group_src=0)
+            assert torch.equal(first, local_of(param))
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("layout", ["2x2", "4x1"])
+@pytest.mark.parametrize("sync", [LocalSGD(1), DiLoCo(1, outer_lr=1.0, outer_momentum=0.0)], ids=str)
+def test_one_inner_step_equals_averaging_gradients(pool: WorkerPool, layout: str, sync: SyncMethod) -> None:
+    expected = pool.run(train, NUM_RANKS, layout, None, "plain_sgd", 5)[0]
+    assert_same(pool.run(train, NUM_RANKS, layout, sync, "plain_sgd", 5)[0], expected)
+
+
+def simulated(num_replicas: int, num_parts: int, sync: DiLoCo, num_steps: int, optimizer_name: str) -> Weights:
+    """Run algorithm 1 of the paper in one process, with an outer step that is written out by hand.
+
+    Args:
+        num_replicas: Number of replicas.
+        num_parts: Number of parts that a replica's batch is divided into, which are samples of the global batch.
+        sync: Arguments of the algorithm.
+        num_steps: Number of inner steps in all; the last one is followed by an outer step.
+        optimizer_name: Name of the inner optimizer.
+    """
+    replicas = [SeededGPT(optimizer_name).double() for _ in range(num_replicas)]
+    optimizers = [replica.configure_optimizers() for replica in replicas]
+    tokens, targets = replicas[0].data()
+    outer = {name: param.detach().clone() for name, param in replicas[0].named_parameters()}
+    momentum = {name: torch.zeros_like(value) for name, value in outer.items()}
+    trains = {name for name, param in replicas[0].named_parameters() if param.requires_grad}
+    for step in range(num_steps):
+        for index, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            samples = range(step * GLOBAL_BATCH_SIZE, (step + 1) * GLOBAL_BATCH_SIZE)
+            part = [sample for sample in samples if sample // num_parts % num_replicas == index]
+            optimizer.zero_grad()
+            replica.loss((tokens[part], targets[part])).backward()
+            optimizer.step()
+        if (step + 1) % sync.inner_steps == 0 or step + 1 == num_steps:
+            ends = [dict(replica.named_parameters()) for replica in replicas]
+            for name in trains:
+                delta = outer[name] - sum(end[name].detach() for end in ends) / num_replicas
+                momentum[name] = sync.outer_momentum * momentum[name] + delta
+                outer[name] -= sync.outer_lr * (delta + sync.outer_momentum * momentum[name])
+            for end in ends:
+                for name, value in outer.items():
+                    end[name].data.copy_(value)
+    return {name: value.numpy() for name, value in outer.items()}
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_replicas", "num_parts"), [("2x2", 2, 2), ("4x1", 4, 1), ("tp2-2", 2, 1), ("pp2-2", 2, 1)]
+)
+@pytest.mark.parametrize("num_steps", [9, 8])
+def test_diloco_equals_the_algorithm_of_its_paper(
+    pool: WorkerPool, layout: str, num_replicas: int, num_parts: int, num_steps: int
+) -> None:
+    sync = DiLoCo(3)
+    expected = pool.run(simulated, 1, num_replicas, num_parts, sync, num_steps, "adamw")[0]
+    weights: Weights = {}
+    for own in pool.run(train, NUM_RANKS, layout, sync, "adamw", num_steps):
+        weights |= own
+    assert_same(weights, expected)
+
+
+class Resumable(SeededGPT):
+    """Use a loader to which Lightning gives a sampler, so that its position in the data is saved."""
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(*self.data()), batch_size=2)
+
+
+class Saving(pl.Callback):
+    """Save a checkpoint after a step."""
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+@pytest.mark.parametrize("layout", ["2x2", "4x1", "tp2-2", "pp2-2"])
+@pytest.mark.parametrize("sync", [LocalSGD(3), DiLoCo(3), DiLoCo(3, compression=Int8(min_numel=64))], ids=str)
+@pytest.mark.parametrize("step", [3, 5])
+def test_a_resumed_run_goes_on_bit_by_bit(
+    pool: WorkerPool, tmp_path: Path, layout: str, sync: SyncMethod, step: int
+) -> None:
+    path = tmp_path / "saved"
+    whole = pool.run(train_on, NUM_RANKS, layout, sync, 9, path, step)
+    resumed = pool.run(train_on, NUM_RANKS, layout, sync, 9, path)
+    for expected, actual in zip(whole, resumed, strict=True):
+        assert expected.keys() == actual.keys()
+        assert all((expected[key] == actual[key]).all() for key in expected)
+
+
+def train_on(layout: str, sync: SyncMethod, num_steps: int, path: Path, save_at: int | None = None) -> Weights:
+    """Train and save a checkpoint after a step, or resume from it."""
+    trainer = make_trainer(
+        "auto",
+        strategy=strategy_of(layout, sync=sync),
+        max_steps=num_steps,
+        precision="64-true",
+        use_distributed_sampler=True,
+        callbacks=[] if save_at is None else [Saving(path, save_at)],
+    )
+    model = Resumable("adamw")
+    trainer.fit(model, ckpt_path=path if save_at is None else None)
+    return weights_of(model)
+
+
+def validated() -> list[tuple[int, bool]]:
+    """Return, for each validation, the step and whether all replicas have the same weights."""
+    seen = []
+
+    class Record(pl.Callback):
+        def on_validation_start(self, trainer: pl.Trainer, pl_module: Any) -> None:
+            group, is_same = trainer.strategy.mesh["dp_replicate"].get_group(), True
+            for param in pl_module.parameters():
+                first = local_of(param.detach()).clone()
+                dist.broadcast(first, group=group, group_src=0)
+                is_same &= torch.equal(first, local_of(param))
+            seen.append((trainer.global_step, is_same))
+
+    trainer = make_trainer(
+        "2x2", {"sync": LocalSGD(100)}, max_steps=6, val_check_interval=2, limit_val_batches=1, callbacks=[Record()]
+    )
+    trainer.fit(SeededGPT("adamw"))
+    return seen
+
+
+def test_validation_sees_synchronized_weights(pool: WorkerPool) -> None:
+    for seen in pool.run(validated, NUM_RANKS):
+        assert seen == [(0, True), (2, True), (4, True), (6, True)]
+
+
+def count_bytes(sync: SyncMethod) -> list[int]:
+    """Return the bytes that this rank has sent to the other replica until the end of each step."""
+    from lightning_dist.compression import LocalUpdates
+    from lightning_dist.parallel_module import parallelized
+
+    sent = []
+
+    class Record(pl.Callback):
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+            sent.append(parallelized(pl_module).get(LocalUpdates).wire.num_bytes)
+
+    make_trainer("2x2", {"sync": sync}, max_steps=4, callbacks=[Record()]).fit(SeededGPT("adamw"))
+    return sent
+
+
+def test_replicas_send_each_other_weights_only_when_they_are_synchronized(pool: WorkerPool) -> None:
+    exact = pool.run(count_bytes, NUM_RANKS, LocalSGD(2))[0]
+    assert exact[0] == 0
+    assert exact[1] == exact[2] > 0
+    assert exact[3] == 2 * exact[1]
+    compressed = pool.run(count_bytes, NUM_RANKS, DiLoCo(2, compression=Int8(min_numel=64)))[0]
+    assert compressed[1] < 0.5 * exact[1]
+
+
+class Manual(SeededGPT):
+    def __init__(self) -> None:
+        super().__init__("adamw")
+        self.automatic_optimization = False
+
+
+def refusal(kwargs: dict[str, Any], manual: bool = False) -> str:
+    try:
+        trainer = make_trainer("auto", strategy=HybridShardStrategy(**kwargs), max_steps=1)
+        trainer.fit(Manual() if manual else SeededGPT("adamw"))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "manual", "text"),
+    [
+        ({"dp_shard_size": 2, "sync": LocalSGD(2)}, False, "it synchronizes replicas, and there is one"),
+        ({"dp_shard_size": 1, "sync": LocalSGD(2), "compression": "bf16"}, False, "Leave one of the two out"),
+        ({"dp_shard_size": 1, "sync": LocalSGD(2), "check_replicas_every_n_steps": 3}, False, "Use a multiple of 2"),
+        ({"dp_shard_size": 1, "sync": DiLoCo(2)}, True, "with automatic_optimization = False in Manual"),
+    ],
+)
+def test_what_cannot_be_synchronized_is_refused(
+    pool: WorkerPool, kwargs: dict[str, Any], manual: bool, text: str
+) -> None:
+    for error in pool.run(refusal, 2, kwargs, manual):
+        assert text in error
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "text"),
+    [
+        (LocalSGD, {"inner_steps": 0}, "inner_steps=0 must be"),
+        (DiLoCo, {"outer_lr": 0.0}, "outer_lr=0.0 must be above 0"),
+        (DiLoCo, {"outer_momentum": 1.0}, "outer_momentum=1.0 must be"),
+        (DiLoCo, {"compression": "zip"}, "compression='zip': there is no such compressor"),
+    ],
+)
+def test_arguments_that_are_not_valid_are_refused(kind: type[SyncMethod], arguments: Any, text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        kind(**arguments)
