@@ -34,7 +34,7 @@ class Int8(TwoShot):
     def encode(self, rows: Tensor) -> Tensor:
         """Return the integers of each row, followed by the scales of its blocks in float32."""
         blocks = rows.view(len(rows), -1, self.block_size)
-        scales = (torch.linalg.vector_norm(blocks, torch.inf, dim=2) / 127).to(torch.float32)
+        scales = (blocks.abs().amax(dim=2) / 127).to(torch.float32)  # A vector norm takes several times as long.
         steps = torch.where(scales == 0, torch.ones_like(scales), scales).to(rows.dtype)
         integers = (blocks / steps.unsqueeze(2)).round_().clamp_(-127, 127).to(torch.int8)
         return torch.cat([integers.view(len(rows), -1).view(torch.uint8), scales.view(torch.uint8)], dim=1)

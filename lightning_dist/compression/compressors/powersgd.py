@@ -82,44 +82,47 @@ class PowerSGD(Compressor):
         matrices = [value.to(dtype).view(len(value), -1) for value in inputs]
         first_factors, flat = self._factors([len(matrix) for matrix in matrices], matrices[0])
         for gradient, matrix, factor in zip(gradients, matrices, first_factors, strict=True):
-            torch.mm(matrix, self._start(gradient, matrix), out=factor)
+            factor.t().copy_(matrix @ self._start(gradient, matrix).t())
         wire.sum(flat)
-        bases = [torch.linalg.qr(factor).Q for factor in first_factors]
+        bases = [torch.linalg.qr(factor.t()).Q for factor in first_factors]
         second_factors, flat = self._factors([matrix.shape[1] for matrix in matrices], matrices[0])
         for matrix, basis, factor in zip(matrices, bases, second_factors, strict=True):
-            torch.mm(matrix.t(), basis, out=factor)
+            torch.mm(basis.t(), matrix, out=factor)
             if self.error_feedback:
-                matrix.addmm_(basis, factor.t(), alpha=-1)
+                matrix.addmm_(basis, factor, alpha=-1)
         wire.sum(flat)
         flat.div_(wire.size)
         for gradient, matrix, basis, factor in zip(gradients, matrices, bases, second_factors, strict=True):
             if gradient.value.dtype == dtype:
-                torch.mm(basis, factor.t(), out=gradient.value.view_as(matrix))
+                torch.mm(basis, factor, out=gradient.value.view_as(matrix))
             else:
-                gradient.value.copy_((basis @ factor.t()).view_as(gradient.value))
+                gradient.value.copy_((basis @ factor).view_as(gradient.value))
             if self.warm_start:
                 gradient.state["q"] = factor.clone()
 
     def _factors(self, lengths: Sequence[int], like: Tensor) -> tuple[list[Tensor], Tensor]:
-        """Return empty matrices of shapes ``(length, rank)``, and the flat tensor whose views they are."""
+        """Return empty matrices of shapes ``(rank, length)``, and the flat tensor whose views they are.
+
+        Products with the transposes of such matrices take half as long as with matrices of shape ``(length, rank)``.
+        """
         flat = like.new_empty(sum(lengths) * self.rank)
         parts = torch.split(flat, [length * self.rank for length in lengths])
-        return [part.view(-1, self.rank) for part in parts], flat
+        return [part.view(self.rank, -1) for part in parts], flat
 
     def _start(self, gradient: Gradient, matrix: Tensor) -> Tensor:
-        """Return the matrix that begins the power iteration, of shape ``(columns, rank)``."""
+        """Return the matrix that begins the power iteration, of shape ``(rank, columns)``."""
         before = gradient.state.get("q")
-        if before is not None and before.shape == (matrix.shape[1], self.rank):
+        if before is not None and before.shape == (self.rank, matrix.shape[1]):
             # Products of two small gradients could underflow. The scale does not matter for the result.
             return torch.div(before, before.norm().clamp_min(torch.finfo(before.dtype).tiny))
         steps = gradient.num_reductions if not self.warm_start else 0
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {steps} {gradient.name}".encode()))
-        start = torch.randn(matrix.shape[1], self.rank, generator=generator, dtype=matrix.dtype)
+        start = torch.randn(self.rank, matrix.shape[1], generator=generator, dtype=matrix.dtype)
         return start.to(matrix.device)
 
     def shard_state_shape(self, key: str, shape: torch.Size) -> torch.Size:
         """Return the shape of the second factor of a gradient of the shape ``shape``."""
-        return torch.Size([shape[1:].numel(), self.rank])
+        return torch.Size([self.rank, shape[1:].numel()])
 
     def describe(self) -> dict[str, Any]:
         """Return the arguments that matter for the results."""

@@ -14,7 +14,7 @@ from lightning_dist.compression.wire import Wire
 __all__ = ["TopK"]
 
 _MAX_BLOCK_SIZE = 2**15
-"""Positions in a block are sent as 16-bit integers."""
+"""Positions in a block are sent as integers of 8 or 16 bits."""
 
 _ALIGNMENT = 8
 """Number of bytes at whose multiples a float64 may begin."""
@@ -28,7 +28,8 @@ class TopK(Compressor):
 
     Args:
         ratio: The fraction of the elements that is sent, above 0 and at most 1.
-        block_size: Number of consecutive elements from which the largest ones are chosen, at most 32768.
+        block_size: Number of consecutive elements from which the largest ones are chosen, at most 32768. None: the
+            number of which one element is sent, because the largest element of a block is found in the least time.
         momentum: Momentum that each replica applies to its own gradients before they are compressed. The optimizer must
             then have none, because elements that are sent late would get its momentum late as well.
         kwargs: Arguments of :class:`~lightning_dist.compression.Compressor`.
@@ -39,10 +40,14 @@ class TopK(Compressor):
 
     per_replica: ClassVar[frozenset[str]] = frozenset({"residual", "velocity"})
 
-    def __init__(self, ratio: float = 0.01, block_size: int = 1024, momentum: float = 0.0, **kwargs: Any) -> None:
+    def __init__(
+        self, ratio: float = 0.01, block_size: int | None = None, momentum: float = 0.0, **kwargs: Any
+    ) -> None:
         super().__init__(**kwargs)
         if not 0 < ratio <= 1:
             raise ValueError(f"ratio={ratio} must be above 0 and at most 1: it is the fraction that is sent.")
+        if block_size is None:
+            block_size = min(round(1 / ratio), _MAX_BLOCK_SIZE)
         if not 1 <= block_size <= _MAX_BLOCK_SIZE:
             raise ValueError(f"block_size={block_size} must be between 1 and {_MAX_BLOCK_SIZE}.")
         if not 0 <= momentum < 1:
@@ -63,28 +68,29 @@ class TopK(Compressor):
         inputs = self.add_residuals(gradients)
         dtype = wide_dtype(inputs[0])
         values, positions = [], []
+        position_dtype = torch.uint8 if self.block_size <= 256 else torch.int16
         for gradient, value in zip(gradients, inputs, strict=True):
             velocities = self._blocks(gradient.state["velocity"]) if self.momentum else None
             for blocks in self._blocks(value):
-                chosen = blocks.abs().topk(self._num_sent(blocks), dim=1, sorted=False).indices
+                chosen = self._largest(blocks)
                 values.append(blocks.gather(1, chosen).to(dtype).view(-1))
-                positions.append(chosen.to(torch.int16).view(-1))
+                positions.append(chosen.to(position_dtype).view(-1))
                 if self.error_feedback:
                     blocks.scatter_(1, chosen, 0.0)
                 if velocities is not None:
                     next(velocities).scatter_(1, chosen, 0.0)
         num_sent = sum(part.numel() for part in values)
-        num_bytes = num_sent * (dtype.itemsize + 2)
+        num_bytes = num_sent * (dtype.itemsize + position_dtype.itemsize)
         # Each replica's row must begin where its numbers are aligned.
         own = torch.zeros(-(-num_bytes // _ALIGNMENT) * _ALIGNMENT, dtype=torch.uint8, device=values[0].device)
         own[: num_sent * dtype.itemsize].view(dtype).copy_(torch.cat(values))
-        own[num_sent * dtype.itemsize : num_bytes].view(torch.int16).copy_(torch.cat(positions))
+        own[num_sent * dtype.itemsize : num_bytes].view(position_dtype).copy_(torch.cat(positions))
         for gradient in gradients:
             gradient.value.zero_()
         for sent in wire.gather(own):
             sent_values = sent[: num_sent * dtype.itemsize]
             sent_positions = sent[num_sent * dtype.itemsize : num_bytes]
-            self._add(gradients, sent_values.view(dtype) / wire.size, sent_positions.view(torch.int16).long())
+            self._add(gradients, sent_values.view(dtype) / wire.size, sent_positions.view(position_dtype).long())
 
     def _add(self, gradients: Sequence[Gradient], values: Tensor, positions: Tensor) -> None:
         """Add the elements that one replica has sent to the values of ``gradients``."""
@@ -117,6 +123,13 @@ class TopK(Compressor):
             yield flat[:num_whole].view(-1, self.block_size)
         if num_whole < flat.numel():
             yield flat[num_whole:].view(1, -1)
+
+    def _largest(self, blocks: Tensor) -> Tensor:
+        """Return the positions of the elements of each block that are sent, of shape ``(blocks, number)``."""
+        number, magnitudes = self._num_sent(blocks), blocks.abs()
+        if number == 1:
+            return magnitudes.max(dim=1, keepdim=True).indices
+        return magnitudes.topk(number, dim=1, sorted=False).indices
 
     def _num_sent(self, blocks: Tensor) -> int:
         """Return the number of elements of each block that are sent, at least one."""
