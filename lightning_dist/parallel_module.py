@@ -358,6 +358,10 @@ class ParallelModule:
             self._gather_root_groups()
             self.gradients.show()
 
+    def metrics(self, num_steps: int) -> dict[str, float]:
+        """Return figures of this rank for the log, from all techniques (see :meth:`Technique.metrics`)."""
+        return {name: value for metrics in self._points.metrics for name, value in metrics(num_steps).items()}
+
     @property
     def lets_replicas_differ(self) -> bool:
         """Return whether weights may differ between replicas until :meth:`synchronize_replicas`."""

@@ -321,6 +321,14 @@ class Technique:
         """Return the rows about this technique for the table at the start of a run."""
         return ()
 
+    def metrics(self, num_steps: int) -> dict[str, float]:
+        """Return figures of this rank for the log, by names that are the same on all ranks.
+
+        Args:
+            num_steps: Number of optimizer steps since the last call, to which the figures belong.
+        """
+        return {}
+
     # The following methods are about a step's changes of gathered parameters, and about tensors that it puts in their
     # place.
 

@@ -170,6 +170,11 @@ class LocalUpdates(Technique):
             if (residuals := self._saved_residuals()) is not None:
                 self.method.residuals, _ = residuals.load(state["residuals"])
 
+    def metrics(self, num_steps: int) -> dict[str, float]:
+        """Return what this rank has sent to other replicas."""
+        num_bytes, self.wire.num_bytes = self.wire.num_bytes, 0
+        return {"comm/dp_replicate_mib_per_step": num_bytes / num_steps / 2**20}
+
     def table_rows(self) -> Rows:
         """Return a row about the method."""
         yield "sync", f"{self._mesh.size(0)} replicas train on their own: {self.method}"

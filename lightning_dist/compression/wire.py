@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -31,6 +33,8 @@ class Wire:
         """The number of replicas."""
         self.num_bytes = 0
         """The number of bytes that this rank has sent to other replicas, by the algorithms' formulas."""
+        self.seconds = 0.0
+        """The time for which this rank has sent and received, or on an accelerator, has begun to."""
 
     @property
     def group(self) -> dist.ProcessGroup:
@@ -38,6 +42,12 @@ class Wire:
         group = self._group()
         assert group is not None
         return group
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - start
 
     def sum(self, tensor: Tensor) -> None:
         """Replace ``tensor`` by its sum over the replicas. The result has the same bits on all of them.
@@ -48,7 +58,8 @@ class Wire:
             tensor: A contiguous tensor of any shape and of a dtype that the backend can sum.
         """
         self.num_bytes += 2 * (self.size - 1) * tensor.numel() * tensor.itemsize // self.size
-        dist.all_reduce(tensor, group=self.group)
+        with self._timed():
+            dist.all_reduce(tensor, group=self.group)
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Replace ``tensors`` by their exact means over the replicas, in one message for each dtype.
@@ -72,10 +83,11 @@ class Wire:
         """
         self.num_bytes += (self.size - 1) * tensor.numel() * tensor.itemsize
         gathered = tensor.new_empty((self.size, *tensor.shape))
-        if self._is_gloo:
-            direct_all_gather(gathered.view(self.size, -1), tensor.view(-1), self.group)
-        else:
-            dist.all_gather_into_tensor(gathered.view(-1), tensor.view(-1), self.group)
+        with self._timed():
+            if self._is_gloo:
+                direct_all_gather(gathered.view(self.size, -1), tensor.view(-1), self.group)
+            else:
+                dist.all_gather_into_tensor(gathered.view(-1), tensor.view(-1), self.group)
         return gathered
 
     def transpose(self, chunks: Tensor) -> Tensor:
@@ -86,9 +98,10 @@ class Wire:
         """
         self.num_bytes += (self.size - 1) * chunks[0].numel() * chunks.itemsize
         received = torch.empty_like(chunks)
-        if self._is_gloo:
-            received[self.rank].copy_(chunks[self.rank])
-            exchange(received, chunks.unbind(), self.group)
-        else:
-            dist.all_to_all_single(received, chunks, group=self.group)
+        with self._timed():
+            if self._is_gloo:
+                received[self.rank].copy_(chunks[self.rank])
+                exchange(received, chunks.unbind(), self.group)
+            else:
+                dist.all_to_all_single(received, chunks, group=self.group)
         return received

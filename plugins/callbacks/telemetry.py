@@ -36,6 +36,12 @@ class StepTelemetry(Callback):
     ``perf/bubble_theory``    the same fraction if all ranks take equally long, and a backward as long as two forwards
     ========================= ============================================================================
 
+    Techniques add figures of their own, the mean over the ranks: with ``compression`` or ``sync``,
+    ``comm/dp_replicate_mib_per_step`` is what a rank sends to other replicas; with ``compression``,
+    ``compression/ratio`` is that of an exact all-reduce to it, ``compression/ms_per_step`` the time spent compressing
+    on the CPU, ``compression/residual_over_gradient`` the norm of a rank's residuals over that of the gradients in the
+    step after the last log, and ``grad/skipped_steps`` the number of steps that were skipped so far.
+
     Once per run, an :class:`~lightning_dist.plugins.loggers.MLflowLogger` gets a picture of the pipeline's step as the
     artifact ``pipeline/schedule.png``.
 
@@ -94,6 +100,7 @@ class StepTelemetry(Callback):
             self._warm = stepped
             if stepped:
                 self._timer.resume()
+                _figures_of_techniques(pl_module, 1)  # Those of the first step are left out as well.
             return
         samples, tokens = batch_size(batch)
         self._samples += samples
@@ -130,8 +137,13 @@ class StepTelemetry(Callback):
         pipeline = _pipeline(pl_module)
         timeline = None if pipeline is None else pipeline.runner.timeline(pipeline.group)
         bubble = math.nan if timeline is None else timeline.bubble
-        ranks = _gather([seconds, data_seconds, samples, tokens, peak_memory_mib(device), bubble], device)
+        own_metrics = _figures_of_techniques(pl_module, steps)
+        values = [seconds, data_seconds, samples, tokens, peak_memory_mib(device), bubble]
+        gathered = _gather([*values, *own_metrics.values()], device)
+        ranks = [own[: len(values)] for own in gathered]
         metrics = _summarize([own[:-1] for own in ranks], steps, _num_replicas(trainer))
+        for index, name in enumerate(own_metrics, start=len(values)):
+            metrics[name] = fmean(own[index] for own in gathered)
         if pipeline is not None and timeline is not None:
             metrics["perf/bubble"] = fmean(own[-1] for own in ranks)
             metrics["perf/bubble_theory"] = simulate(pipeline.runner.order).bubble
@@ -181,6 +193,12 @@ class StepTelemetry(Callback):
 def _pipeline(pl_module: LightningModule) -> Pipeline | None:
     parallel = parallelized(pl_module)
     return None if parallel is None else parallel.get(Pipeline)
+
+
+def _figures_of_techniques(pl_module: LightningModule, num_steps: int) -> dict[str, float]:
+    """Return the figures of this rank about the steps since the last call."""
+    parallel = parallelized(pl_module)
+    return {} if parallel is None else parallel.metrics(num_steps)
 
 
 def _gather(values: list[float], device: torch.device) -> list[list[float]]:
