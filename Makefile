@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo quick test lint parity behaviour zoo bench faults clean
+.PHONY: help demo quick test lint parity behaviour zoo bench slow-links faults clean
 
 help:
 	@echo "make demo    train a small GPT on 2 x 2 processes, sample from it, show it in MLflow"
@@ -15,6 +15,7 @@ help:
 	@echo "make zoo     80 families of Hugging Face models under every strategy, compared with one process"
 	@echo "make faults  saves that are killed, damaged and cut off from power, at every point"
 	@echo "make bench   step time, start-up and memory against other ways of training"
+	@echo "make slow-links  gradients over slow links between emulated nodes, and what compression does to the loss"
 
 $(VENV)/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python >= 3.11 is needed, $(PYTHON) is " + sys.version.split()[0] + "; use make PYTHON=python3.12")'
@@ -59,6 +60,10 @@ zoo: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python -m tests.bench
+
+slow-links: $(VENV)/installed-dev
+	$(BIN)/python -m tests.bench.slow_links
+	$(BIN)/python -m tests.bench.convergence
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache

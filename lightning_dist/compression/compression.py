@@ -149,8 +149,9 @@ class Compression(Technique):
             num_reductions = self.num_reductions[name]
             self.num_reductions[name] += 1
             gradient = Gradient(name, value, self.states.setdefault(name, {}), num_reductions)
-            is_late = num_reductions >= self.compressor.start_step
-            if is_late and name not in self._shared and self.compressor.compresses(name, value.shape):
+            if value.is_complex():  # Compressors compute in float32 or float64.
+                exact.append(value)
+            elif self._is_compressed(gradient):
                 compressed.append(gradient)
             elif self._fallback is not None and name:
                 by_fallback.append(gradient)
@@ -166,9 +167,16 @@ class Compression(Technique):
         for gradient in compressed:
             self._figures.add_norms(gradient)
         # A sum is not finite if an element is not. Other reductions, such as the largest magnitude, take much longer.
-        self._all_finite.append(torch.isfinite(flat.sum(dtype=wide_dtype(flat))))
+        total = flat.sum() if flat.is_complex() else flat.sum(dtype=wide_dtype(flat))
+        self._all_finite.append(torch.isfinite(total))
         self._figures.num_bytes_exact += 2 * (self.wire.size - 1) * flat.numel() * flat.itemsize // self.wire.size
         self._figures.seconds += time.perf_counter() - start - (self.wire.seconds - seconds_before)
+
+    def _is_compressed(self, gradient: Gradient) -> bool:
+        """Return whether the compressor, and not the fallback, averages ``gradient``."""
+        if gradient.num_reductions < self.compressor.start_step or gradient.name in self._shared:
+            return False
+        return self.compressor.compresses(gradient.name, gradient.value.shape)
 
     def _average_exactly(self, values: Sequence[Tensor], flat: Tensor) -> None:
         if sum(value.numel() for value in values) < flat.numel():

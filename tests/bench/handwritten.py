@@ -6,6 +6,7 @@ import math
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn import functional
@@ -46,15 +47,19 @@ def train(workload: Workload, end_step: EndStep, dp_replicate_size: int = 1, two
     _loop(model, optimizer, scheduler, workload, end_step)
 
 
-def train_ddp(workload: Workload, end_step: EndStep) -> None:
+def train_ddp(workload: Workload, end_step: EndStep, powersgd_rank: int | None = None) -> None:
     """Train by DistributedDataParallel, with its default arguments, until ``end_step`` returns False.
 
     Args:
         workload: Size of the model, and the data.
         end_step: Function that is called with the loss after every step.
+        powersgd_rank: Rank of torch's own PowerSGD hook; None: gradients are not compressed.
     """
     torch.manual_seed(workload.seed)
     model = DistributedDataParallel(GPT(**workload.model))
+    if powersgd_rank is not None:
+        state = PowerSGDState(None, matrix_approximation_rank=powersgd_rank, start_powerSGD_iter=2)
+        model.register_comm_hook(state, powerSGD_hook)
     optimizer, scheduler = configure_optimizer(model, workload.num_steps)
     _loop(model, optimizer, scheduler, workload, end_step)
 

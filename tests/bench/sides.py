@@ -157,13 +157,23 @@ def _compressed(compression: Any, workload: Workload, end_step: EndStep) -> None
     with_strategy(strategy, UnloggedGPT, workload, end_step)
 
 
+def _replicated(compression: Any, workload: Workload, end_step: EndStep) -> None:
+    with_strategy(partial(DataParallelStrategy, compression=compression), UnloggedGPT, workload, end_step)
+
+
 SLOW_LINK_SIDES: dict[str, Callable[[Workload, EndStep], None]] = {
     "by_hand_ddp": handwritten.train_ddp,
+    "by_hand_ddp_powersgd": partial(handwritten.train_ddp, powersgd_rank=4),
     "by_hand_full_shard": handwritten.train,
     "by_hand_hsdp": partial(handwritten.train, dp_replicate_size=2),
     **{name: partial(_compressed, name) for name in ("none", "bf16", "fp16", "int8", "topk", "powersgd")},
+    "data_parallel": partial(_replicated, None),
+    "data_parallel_powersgd": partial(_replicated, "powersgd"),
 }
-"""Ways of training on nodes with slow links: by hand, or by ``hybrid_shard`` with the compressor of the name."""
+"""Ways of training on nodes with slow links.
+
+They are by hand, by ``hybrid_shard`` with the compressor of the name, or by ``data_parallel``.
+"""
 
 
 def missing_package(name: str) -> str | None:
