@@ -49,3 +49,6 @@ class GradientReducer(Protocol):
 
     def discard(self, gradients: Sequence[LocalGradient]) -> None:
         """Let a later reduction include the means that ``gradients`` hold, because the caller does not use them."""
+
+    def forget(self, names: Sequence[str]) -> None:
+        """Forget what earlier reductions have left of the gradients of some parameters, which are reduced again."""

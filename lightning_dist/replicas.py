@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,6 +47,14 @@ class ReplicaComparison(Technique):
         self._num_steps += 1
         if self._every_n_steps and self._num_steps % self._every_n_steps == 0:
             check_replicas(self._module, self._mesh)
+
+    def state(self) -> dict[str, Any]:
+        """Return the number of optimizer steps, if replicas are compared."""
+        return {"num_steps": self._num_steps} if self._every_n_steps else {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Restore the number of optimizer steps, so that comparisons come in the same steps as before."""
+        self._num_steps = state["num_steps"]
 
     def table_rows(self) -> Rows:
         """Return a row that says whether replicas are compared, if there are any."""

@@ -135,6 +135,14 @@ class Compression(Technique):
         if self.compressor.error_feedback and gradients:
             self._background.run(partial(self._add_to_residuals, gradients)).wait()
 
+    def forget(self, names: Sequence[str]) -> None:
+        """Drop the residuals of some parameters."""
+        self._background.run(partial(self._drop_residuals, names)).wait()
+
+    def _drop_residuals(self, names: Sequence[str]) -> None:
+        for name in names:
+            self.states.get(name, {}).pop("residual", None)
+
     def _add_to_residuals(self, gradients: Sequence[LocalGradient]) -> None:
         for name, value in gradients:
             residual = self.states.get(name, {}).get("residual")
@@ -149,6 +157,8 @@ class Compression(Technique):
             num_reductions = self.num_reductions[name]
             self.num_reductions[name] += 1
             gradient = Gradient(name, value, self.states.setdefault(name, {}), num_reductions)
+            if not value.numel():  # This rank's shard of a small parameter may be empty.
+                continue
             if value.is_complex():  # Compressors compute in float32 or float64.
                 exact.append(value)
             elif self._is_compressed(gradient):

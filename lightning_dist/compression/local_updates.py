@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -71,15 +72,19 @@ class LocalUpdates(Technique):
         return {name: param for group in pairs for name, param in group if not is_remote(param)}
 
     def _weights(self) -> dict[str, Tensor]:
-        """Return this rank's shards of the weights by full name."""
-        return {name: local_of(param.detach()) for name, param in self._params().items()}
+        """Return this rank's shards of the weights by full name, without integers, which are not trained."""
+        params = self._params().items()
+        return {
+            name: local_of(param.detach()) for name, param in params if param.is_floating_point() or param.is_complex()
+        }
 
     def before_training_step(self, begins_accumulation: bool) -> None:
-        """Tell the method the weights from which all replicas begin, before the first step."""
+        """Tell the method the weights from which all replicas begin, before the first step after a synchronization."""
         if not self._has_begun:
             self._has_begun = True
+            states = self._loaded or self.method.states
             self.method.begin(self._weights())  # A checkpoint's weights are loaded by now.
-            self.method.load_states(self._loaded)
+            self.method.load_states(states)
             self._loaded = {}
 
     def after_optimizer_step(self) -> None:
@@ -87,10 +92,14 @@ class LocalUpdates(Technique):
         self._num_steps += 1
         self._differs = True
         if self._num_steps % self.method.inner_steps == 0:
-            self.synchronize_replicas()
+            self._synchronize()
 
     def synchronize_replicas(self) -> None:
         """Synchronize the replicas unless their weights are equal already. This is a collective in that case."""
+        self._synchronize()
+        self._has_begun = False  # Other weights may be loaded before the next step.
+
+    def _synchronize(self) -> None:
         if self._differs:
             self.method.synchronize(self._weights(), self.wire)
             self._differs = False
@@ -107,17 +116,19 @@ class LocalUpdates(Technique):
         This is a collective over the replicas.
         """
         params = self._params()
-        for name, entry in state["state"].items():
+        tensors = {
+            (name, key): local_of(value)
+            for name, entry in state["state"].items()
+            for key, value in entry.items()
+            if isinstance(value, Tensor) and not is_remote(value) and value.is_floating_point()
             # Counters of steps, which have no dimensions, are the same on all replicas.
-            has_dims = name in params and params[name].ndim > 0
-            self.wire.average(
-                [
-                    local_of(value)
-                    for value in entry.values()
-                    if isinstance(value, Tensor) and not is_remote(value) and value.is_floating_point()
-                    if value.ndim or not has_dims
-                ]
-            )
+            if value.ndim or not (name in params and params[name].ndim > 0)
+        }
+        # Replicas may have used different parameters so far, and in another order.
+        keys: list[list[tuple[str, str]]] = [[] for _ in range(self.wire.size)]
+        dist.all_gather_object(keys, list(tensors), self.wire.group)
+        for key in sorted(set(keys[0]).intersection(*keys)):
+            self.wire.average([tensors[key]])
         return {**state, "state": tree_map(self._replicated, state["state"])}
 
     def _replicated(self, value: Any) -> Any:
@@ -142,7 +153,7 @@ class LocalUpdates(Technique):
             "num_steps": self._num_steps,
             "method": type(self.method).__name__,
             "weights": saved,
-            "residuals": {} if residuals is None else residuals.save(self.method.residuals, {}, collects),
+            "residuals": {} if residuals is None else residuals.save(self.method.residuals, None, collects),
         }
 
     def _saved_residuals(self) -> SavedStates | None:
@@ -163,6 +174,7 @@ class LocalUpdates(Technique):
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Restore the number of steps and the method's tensors, if a method of the same name saved them."""
         self._num_steps = state["num_steps"]
+        self._has_begun = False
         if state["method"] == type(self.method).__name__:
             self._loaded = {
                 name: {key: local_of(value) for key, value in own.items()} for name, own in state["weights"].items()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_dist._compat import local_of, shifted
-from lightning_dist.compression.compressor import Compressor, CompressorState
+from lightning_dist.compression.compressor import Compressor, CompressorState, wide_dtype
 from lightning_dist.tensor_state import is_remote
 
 __all__ = ["SavedStates", "add_states_of_others", "empty_dtensor", "placements_of", "to_dtensor"]
@@ -44,13 +44,17 @@ class SavedStates:
         self._num_shards = mesh.size() // mesh.size(0)
 
     def save(
-        self, states: dict[str, CompressorState], num_reductions: dict[str, int], collects: Iterable[CollectParts]
+        self,
+        states: dict[str, CompressorState],
+        num_reductions: Mapping[str, int] | None,
+        collects: Iterable[CollectParts],
     ) -> dict[str, dict[str, Any]]:
         """Return the tensors and the number of reductions of each parameter, by full name. This is a collective.
 
         Args:
             states: This rank's tensors about each parameter.
-            num_reductions: Number of reductions of each parameter's gradient.
+            num_reductions: Number of reductions of each parameter's gradient; those of frozen parameters are left out.
+                None: they are not counted, and all parameters are saved.
             collects: Functions that gather dictionaries from ranks with other parameters.
         """
         # A rank whose shard of a parameter is too small to be compressed has no tensors about it, and others have.
@@ -58,12 +62,14 @@ class SavedStates:
         kinds |= {"residual"} if self._compressor.error_feedback else set()
         names = [name for name, param in self._params.items() if not is_remote(param)]
         names = [name for name in names if self._compressor.compresses(name, self._params[name].shape)]
+        if num_reductions is not None:
+            names = [name for name in names if num_reductions.get(name)]
         saved: dict[str, dict[str, Any]] = {}
         for name in names:
             state = states.get(name, {})
             tensors = {key: self._saved(name, key, state.get(key)) for key in sorted(kinds)}
             saved[name] = {key: value for key, value in tensors.items() if value is not None}
-            saved[name]["num_reductions"] = num_reductions.get(name, 0)
+            saved[name]["num_reductions"] = 0 if num_reductions is None else num_reductions[name]
         add_states_of_others(saved, collects)
         return saved
 
@@ -79,7 +85,8 @@ class SavedStates:
         if self._compressor.save_residuals == "none":
             return None
         # The background thread of a save reads the copy while the next backward changes the original.
-        local = torch.zeros_like(local_of(param), dtype=torch.float32) if local is None else local.clone()
+        own = local_of(param)
+        local = torch.zeros_like(own, dtype=wide_dtype(own)) if local is None else local.clone()
         placements = placements_of(param, self._mesh)[1:]
         if self._compressor.save_residuals == "mean":
             dist.all_reduce(local, group=self._mesh.get_group(0))

@@ -133,6 +133,8 @@ class DiLoCo(SyncMethod):
     def begin(self, weights: Mapping[str, Tensor]) -> None:
         """Keep a copy of ``weights``, from which the next outer gradient is computed."""
         self._outer = {name: weight.clone() for name, weight in weights.items()}
+        if not self._outer:
+            return
         self._optimizer = torch.optim.SGD(
             list(self._outer.values()), lr=self.outer_lr, momentum=self.outer_momentum, nesterov=self.nesterov
         )
@@ -140,11 +142,13 @@ class DiLoCo(SyncMethod):
     @torch.no_grad()
     def synchronize(self, weights: Mapping[str, Tensor], wire: Wire) -> None:
         """Take an outer step, and give all replicas its result. This is a collective over the replicas."""
-        assert self._optimizer is not None
-        gradients = {name: outer - weights[name] for name, outer in self._outer.items()}
+        if self._optimizer is None:
+            return
+        gradients = {name: (outer - weights[name]).contiguous() for name, outer in self._outer.items()}
         compressed, exact = list[Gradient](), list[Tensor]()
         for name, gradient in gradients.items():
-            if self.compression is not None and self.compression.compresses(name, gradient.shape):
+            is_real = not gradient.is_complex() and gradient.numel() > 0
+            if self.compression is not None and is_real and self.compression.compresses(name, gradient.shape):
                 compressed.append(Gradient(name, gradient, self.residuals.setdefault(name, {}), num_reductions=0))
             else:
                 exact.append(gradient)

@@ -84,7 +84,7 @@ class Wire:
         self.num_bytes += (self.size - 1) * tensor.numel() * tensor.itemsize
         gathered = tensor.new_empty((self.size, *tensor.shape))
         with self._timed():
-            if self._is_gloo:
+            if self._is_gloo and tensor.device.type == "cpu":
                 direct_all_gather(gathered.view(self.size, -1), tensor.view(-1), self.group)
             else:
                 dist.all_gather_into_tensor(gathered.view(-1), tensor.view(-1), self.group)
@@ -99,7 +99,7 @@ class Wire:
         self.num_bytes += (self.size - 1) * chunks[0].numel() * chunks.itemsize
         received = torch.empty_like(chunks)
         with self._timed():
-            if self._is_gloo:
+            if self._is_gloo and chunks.device.type == "cpu":
                 received[self.rank].copy_(chunks[self.rank])
                 exchange(received, chunks.unbind(), self.group)
             else:

@@ -178,7 +178,8 @@ class Bucket:
         """Begin to all-reduce the gradients, once the bucket's previous all-reduce has ended. This is a collective."""
         if self._work is not None:
             self._work.wait()
-            self._discard(range(len(self.params)))
+            if self._reducer is not None:
+                self._reducer.forget(self._names)
             self._is_copied = [False] * len(self.params)
         for index, is_copied in enumerate(self._is_copied):
             if not is_copied:
@@ -195,9 +196,19 @@ class Bucket:
         return [LocalGradient(self._names[index], self._views[index]) for index in indices]
 
     def _discard(self, indices: Iterable[int]) -> None:
-        """Tell the reducer that means are not used."""
-        if self._reducer is not None:
-            self._reducer.discard(self._gradients(indices))
+        """Tell the reducer that the means of parameters that no rank has used are not used.
+
+        The gradient of an earlier backward, which such a parameter keeps, was reduced with the others. It must not be
+        applied again.
+        """
+        if self._reducer is None:
+            return
+        unused = []
+        for index in indices:
+            kept = self.params[index].grad
+            value = self._views[index]
+            unused.append(LocalGradient(self._names[index], value if kept is None else value - local_of(kept)))
+        self._reducer.discard(unused)
 
     @torch.no_grad()
     def set_gradients(self) -> list[nn.Parameter]:

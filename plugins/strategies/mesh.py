@@ -206,6 +206,11 @@ class MeshStrategy(CheckpointedStrategy):
         for callback in trainer.callbacks if is_fitting else ():  # type: ignore[attr-defined]
             average = _compat.average_model(callback)
             if average is not None:
+                if self._config.sync is not None:
+                    raise MisconfigurationException(
+                        f"{type(callback).__name__} with sync={self._config.sync.method}: each replica would average"
+                        " its own weights. Remove one of the two."
+                    )
                 self._has_averages = True
                 self._parallelize(cast(LightningModule, average.module), copied=self._parallel)
         self._restore_now()
