@@ -299,6 +299,48 @@ def test_figures_about_compression_are_logged(pool: WorkerPool) -> None:
             assert metrics["grad/skipped_steps"] == 0
 
 
+class TwoHeads(pl.LightningModule):
+    """Train one of two heads in each step by hand, and keep the gradient of the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.automatic_optimization = False
+        self.heads = torch.nn.ModuleList([torch.nn.Linear(40, 40), torch.nn.Linear(40, 1)])
+        self.means: list[torch.Tensor] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        self.manual_backward(self.heads[batch_idx % 2](batch[0]).square().mean())
+        states = parallelized(self).get(Compression).states
+        residual = states["heads.0.weight"]["residual"].clone()
+        dist.all_reduce(residual, group=self.trainer.strategy.mesh["dp_replicate"].get_group())
+        self.means.append(residual)
+        optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.randn(96, 40)), batch_size=2)
+
+
+def means_of_residuals(layout: str) -> list[Any]:
+    compressor = Int8(block_size=64, min_numel=1, fallback="bf16")
+    model = TwoHeads()
+    make_trainer(layout, {"compression": compressor}, max_steps=6, use_distributed_sampler=True).fit(model)
+    return [mean.numpy() for mean in model.means]
+
+
+@pytest.mark.parametrize("layout", ["2x2", "4x1"])
+def test_a_kept_gradient_is_not_reduced_again(pool: WorkerPool, layout: str) -> None:
+    for means in pool.run(means_of_residuals, 4, layout):
+        assert len(means) == 6
+        for used, unused in zip(means[::2], means[1::2], strict=True):  # In odd steps the first head is not used.
+            assert abs(used).max() > 0
+            assert abs(unused - used).max() <= 0.01 * abs(used).max()
+
+
 # Checkpoints
 
 
