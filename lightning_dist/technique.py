@@ -36,7 +36,7 @@ from lightning_dist.gradient_reducer import GradientReducer
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.units import Unit
 
-__all__ = ["Parallel", "Points", "Rows", "Technique", "bound"]
+__all__ = ["Parallel", "Points", "Rows", "Technique", "bound", "find_gradient_reducer"]
 
 Rows = Iterable[tuple[str, str]]
 """Rows of the table at the start of a run: a label, which is empty if the row continues the last one, and a text."""
@@ -388,6 +388,16 @@ def bound(techniques: Sequence[Technique], point: str) -> tuple[Callable[..., An
         if getattr(type(technique), point) is not getattr(Technique, point)
     ]
     return tuple(reversed(found) if point in INSIDE_OUT else found)
+
+
+def find_gradient_reducer(techniques: Sequence[Technique]) -> GradientReducer | None:
+    """Return what averages gradients over ``dp_replicate`` in place of an all-reduce; None: there is nothing.
+
+    Args:
+        techniques: The techniques, from the outside in.
+    """
+    reducers = (reducer() for reducer in bound(techniques, "gradient_reducer"))
+    return next((reducer for reducer in reducers if reducer is not None), None)
 
 
 class Points:

@@ -126,6 +126,12 @@ class DiLoCo(SyncMethod):
         self.outer_momentum = outer_momentum
         self.nesterov = nesterov and outer_momentum > 0
         self.compression = None if compression is None else compressor_from(compression)
+        if self.compression is not None and (self.compression.start_step or self.compression.fallback):
+            raise ValueError(
+                f"compression={self.compression} of DiLoCo with start_step={self.compression.start_step} and"
+                f" fallback={self.compression.fallback}: outer gradients are compressed from the first one on, and"
+                " those that the compressor does not take are sent exactly. Leave both arguments out."
+            )
         self._outer: dict[str, Tensor] = {}
         self._optimizer: torch.optim.SGD | None = None
 

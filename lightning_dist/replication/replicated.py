@@ -30,7 +30,7 @@ from lightning_dist._compat import (
 from lightning_dist.collectives import max_of_flags
 from lightning_dist.replication.bucket import STALE, Bucket, as_dtensor, in_buckets
 from lightning_dist.replication.group import ReplicatedGroup
-from lightning_dist.technique import Parallel, Technique, bound
+from lightning_dist.technique import Parallel, Technique, find_gradient_reducer
 from lightning_dist.tensor_state import is_remote
 from lightning_dist.units import Unit
 
@@ -62,8 +62,7 @@ class Replication(Technique):
     def attach(self, parallel: Parallel) -> None:
         """Switch embeddings to dense gradients, which can be reduced in buckets and have the same values."""
         self._parallel = parallel
-        reducers = (reducer() for reducer in bound(parallel.techniques, "gradient_reducer"))
-        self._reducer = next((reducer for reducer in reducers if reducer is not None), None)
+        self._reducer = find_gradient_reducer(parallel.techniques)
         for part in parallel.module.modules():
             if isinstance(part, nn.Embedding | nn.EmbeddingBag):
                 part.sparse = False

@@ -35,7 +35,7 @@ from lightning_dist.sharding import _compat
 from lightning_dist.sharding._compat import ShardedGroup
 from lightning_dist.sharding.same_path import Action, SamePath
 from lightning_dist.sharding.unused_parameters import UnusedParameters
-from lightning_dist.technique import Parallel, Technique, bound
+from lightning_dist.technique import Parallel, Technique, bound, find_gradient_reducer
 from lightning_dist.units import Unit
 
 __all__ = ["Sharding", "ShardingConfig"]
@@ -100,8 +100,7 @@ class Sharding(Technique):
         self._shard_dims = bound(parallel.techniques, "shard_dim")
         self._write_back_data = bound(parallel.techniques, "write_back_data")
         self._is_form = bound(parallel.techniques, "is_form_of_parameter")
-        reducers = (reducer() for reducer in bound(parallel.techniques, "gradient_reducer"))
-        self._reducer = next((reducer for reducer in reducers if reducer is not None), None)
+        self._reducer = find_gradient_reducer(parallel.techniques)
 
     def manage_unit(self, unit: Unit) -> ShardedGroup:
         """Let FSDP2 shard the parameters of ``unit``. This is a collective over the mesh."""

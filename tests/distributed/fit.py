@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lightning_dist import FullShardStrategy, HybridShardStrategy
+from lightning_dist import FullShardStrategy, HybridShardStrategy, NDParallelStrategy
 from lightning_dist.parity import assert_parity, whole_parameters
 
 __all__ = ["Weights", "assert_same", "make_strategy", "make_trainer", "refused", "weights_of"]
@@ -21,13 +21,17 @@ def make_strategy(layout: str, **kwargs: Any) -> Any:
     """Make the strategy of a layout.
 
     Args:
-        layout: ``"auto"``, ``"ddp"``, ``"full_shard"``, or ``"RxS"``: R replicas, each sharded over S ranks.
+        layout: ``"auto"``, ``"ddp"``, ``"full_shard"``, or ``"RxS"``: R replicas, each sharded over S ranks; or
+            ``"ppP-R"`` or ``"tpT-R"``: R replicas of P stages, or of T ranks that split layers.
         kwargs: Further arguments of the strategy.
     """
     if layout in ("auto", "ddp"):
         return layout
     if layout == "full_shard":
         return FullShardStrategy(**kwargs)
+    if "-" in layout:
+        axis, replicas = layout.split("-")
+        return NDParallelStrategy(**{f"{axis[:2]}_size": int(axis[2:])}, dp_replicate_size=int(replicas), **kwargs)
     replicate, shard = map(int, layout.split("x"))
     return HybridShardStrategy(replicate, shard, **kwargs)
 

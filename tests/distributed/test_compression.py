@@ -14,7 +14,6 @@ from lightning.pytorch.loggers import Logger
 from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dist import NDParallelStrategy
 from lightning_dist._compat import local_of
 from lightning_dist.compression import BF16, COMPRESSORS, FP16, Compression, Compressor, Int8, PowerSGD, TopK
 from lightning_dist.compression.compressor import Gradient
@@ -344,19 +343,6 @@ def test_a_kept_gradient_is_not_reduced_again(pool: WorkerPool, layout: str) -> 
 # Checkpoints
 
 
-def strategy_of(layout: str, compression: Any) -> Any:
-    """Make the strategy of ``"RxS"``, or of ``"ppP-R"`` or ``"tpT-R"`` with ``R`` replicas."""
-    if "-" not in layout:
-        return make_strategy(layout, compression=compression)
-    sizes, replicas = layout.split("-")
-    return NDParallelStrategy(
-        **{f"{sizes[:2]}_size": int(sizes[2:])},
-        dp_replicate_size=int(replicas),
-        compression=compression,
-        check_replicas_every_n_steps=1,
-    )
-
-
 class Resumable(GPT):
     """Use a loader to which Lightning gives a sampler, so that its position in the data is saved."""
 
@@ -412,7 +398,7 @@ def fit(
             "auto",
             max_steps=num_steps,
             callbacks=[Record()],
-            strategy=strategy_of(layout, compression),
+            strategy=make_strategy(layout, compression=compression, check_replicas_every_n_steps=1),
             use_distributed_sampler=True,
         )
         model = Resumable()
@@ -528,7 +514,7 @@ def test_compression_that_cannot_be_honoured_is_refused(
         (TopK, {"ratio": 0.0}, "ratio=0.0 must be above 0 and at most 1"),
         (TopK, {"ratio": 1.5}, "ratio=1.5 must be above 0 and at most 1"),
         (TopK, {"momentum": 0.9, "error_feedback": False}, "momentum=0.9 with error_feedback=False"),
-        (Int8, {"block_size": 0}, "block_size=0 must be"),
+        (Int8, {"block_size": 6}, "block_size=6 must be a positive multiple of 4"),
         (Int8, {"start_step": -1}, "start_step=-1 must be"),
         (Int8, {"exclude": ["("]}, r"exclude='\(' is not a regular expression"),
         (Int8, {"save_residuals": "some"}, "save_residuals='some' must be 'all', 'mean' or 'none'"),

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dist import HybridShardStrategy, NDParallelStrategy
+from lightning_dist import HybridShardStrategy
 from lightning_dist._compat import local_of
 from lightning_dist.compression import DiLoCo, Int8, LocalSGD, SyncMethod
 from tests.distributed.fit import Weights, assert_same, make_strategy, make_trainer, weights_of
@@ -29,19 +29,11 @@ class SeededGPT(GPT):
         super().__init__(optimizer=optimizer)
 
 
-def strategy_of(layout: str, **kwargs: Any) -> Any:
-    """Make the strategy of ``"RxS"``, or of ``"ppP-R"`` or ``"tpT-R"`` with ``R`` replicas."""
-    if "-" not in layout:
-        return make_strategy(layout, **kwargs)
-    sizes, replicas = layout.split("-")
-    return NDParallelStrategy(**{f"{sizes[:2]}_size": int(sizes[2:])}, dp_replicate_size=int(replicas), **kwargs)
-
-
 def train(layout: str, sync: SyncMethod | None, optimizer: str, num_steps: int, **kwargs: Any) -> Weights:
     """Return the weights after some steps in float64."""
     kwargs = {"max_steps": num_steps, "precision": "64-true", **kwargs}
     strategy_kwargs = {"sync": sync, "check_replicas_every_n_steps": sync.inner_steps if sync else 1}
-    trainer = make_trainer("auto", strategy=strategy_of(layout, **strategy_kwargs), **kwargs)
+    trainer = make_trainer("auto", strategy=make_strategy(layout, **strategy_kwargs), **kwargs)
     model = SeededGPT(optimizer)
     trainer.fit(model)
     for param in model.parameters():
@@ -160,7 +152,7 @@ def train_on(layout: str, sync: SyncMethod, num_steps: int, path: Path, save_at:
     """Train and save a checkpoint after a step, or resume from it."""
     trainer = make_trainer(
         "auto",
-        strategy=strategy_of(layout, sync=sync),
+        strategy=make_strategy(layout, sync=sync),
         max_steps=num_steps,
         precision="64-true",
         use_distributed_sampler=True,
@@ -258,6 +250,7 @@ def test_what_cannot_be_synchronized_is_refused(
         (DiLoCo, {"outer_lr": 0.0}, "outer_lr=0.0 must be above 0"),
         (DiLoCo, {"outer_momentum": 1.0}, "outer_momentum=1.0 must be"),
         (DiLoCo, {"compression": "zip"}, "compression='zip': there is no such compressor"),
+        (DiLoCo, {"compression": Int8(start_step=5)}, "start_step=5 and fallback=None"),
     ],
 )
 def test_arguments_that_are_not_valid_are_refused(kind: type[SyncMethod], arguments: Any, text: str) -> None:

@@ -18,7 +18,8 @@ class Int8(TwoShot):
     Blockwise quantisation follows Dettmers et al. (2022), with linear steps of 1/127 of the largest magnitude.
 
     Args:
-        block_size: Number of consecutive elements that share a scale, which takes 4 bytes.
+        block_size: Number of consecutive elements that share a scale, which takes 4 bytes; a multiple of 4, so that the
+            scales, which are sent behind the integers, are aligned.
         kwargs: Arguments of :class:`~lightning_dist.compression.Compressor`.
 
     Raises:
@@ -27,9 +28,9 @@ class Int8(TwoShot):
 
     def __init__(self, block_size: int = 256, **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        if block_size < 1:
-            raise ValueError(f"block_size={block_size} must be a number of elements of at least 1.")
-        self.block_size = -(-block_size // 4) * 4  # The scales that follow the integers must be aligned.
+        if block_size < 4 or block_size % 4:
+            raise ValueError(f"block_size={block_size} must be a positive multiple of 4, such as 256.")
+        self.block_size = block_size
 
     def encode(self, rows: Tensor) -> Tensor:
         """Return the integers of each row, followed by the scales of its blocks in float32."""
