@@ -3,6 +3,7 @@
 - ``compressor``: Defines the base class of compressors.
 - ``compressors``: Implements them, one per file.
 - ``two_shot``: Implements the exchange of those that encode each number or block on its own.
+- ``blockwise``: Implements the encoding of those that send 8-bit numbers.
 - ``wire``: Runs their collectives and counts the bytes.
 - ``background``: Runs them beside the backward.
 - ``compression``: Implements the technique.

@@ -52,7 +52,7 @@ class InBackground:
         self._stream.wait_stream(accelerator.current_stream())
         with accelerator.stream(self._stream), torch.no_grad():
             function()
-        return _OnStream(self._stream.record_event(), self._device.type)
+        return _OnStream(self._stream.record_event(), self._device.type, function)
 
 
 class _OnThread:
@@ -67,15 +67,21 @@ class _OnThread:
 
 
 class _OnStream:
-    """Represent a function whose operations are in the stream."""
+    """Represent a function whose operations are in the stream.
 
-    def __init__(self, event: torch.Event, device_type: str) -> None:
+    It keeps the function, and with it the tensors that the operations use, until the current stream waits for them. The
+    memory of tensors that were freed before could be given to operations of the current stream at once.
+    """
+
+    def __init__(self, event: torch.Event, device_type: str, function: Callable[[], None]) -> None:
         self._event = event
         self._device_type = device_type
+        self._function: Callable[[], None] | None = function
 
     def wait(self) -> None:
         """Let the current stream wait for the operations; the host does not wait."""
         torch.get_device_module(self._device_type).current_stream().wait_event(self._event)
+        self._function = None
 
 
 def _work(tasks: queue.SimpleQueue[_Task | None]) -> None:

@@ -58,8 +58,9 @@ class SavedStates:
             collects: Functions that gather dictionaries from ranks with other parameters.
         """
         # A rank whose shard of a parameter is too small to be compressed has no tensors about it, and others have.
-        kinds = {key for state in states.values() for key in state}
-        kinds |= {"residual"} if self._compressor.error_feedback else set()
+        of_ranks: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(of_ranks, {key for state in states.values() for key in state})
+        kinds = set().union(*of_ranks)
         names = [name for name, param in self._params.items() if not is_remote(param)]
         names = [name for name in names if self._compressor.compresses(name, self._params[name].shape)]
         if num_reductions is not None:

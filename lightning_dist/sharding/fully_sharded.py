@@ -256,6 +256,13 @@ class Sharding(Technique):
         if self._unused.has_reduced or any(group.has_unreduced_gradients() for group in self._groups):
             _compat.flush_gradients(self._root)
 
+    def metrics(self, num_steps: int) -> dict[str, float]:
+        """Return what this rank sends in a step to gather parameters and to reduce gradients inside a replica."""
+        num_bytes = sum(group.num_bytes_sent for group in self._groups)
+        for group in self._groups:
+            group.num_bytes_sent = 0
+        return {"comm/dp_shard_mib_per_step": num_bytes / num_steps / 2**20}
+
     def around_microbatches(self) -> AbstractContextManager[None]:
         """Return a context in which backwards add up gradients without reducing them."""
         return _compat.accumulating(self._root, self._groups)

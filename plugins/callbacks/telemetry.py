@@ -36,8 +36,10 @@ class StepTelemetry(Callback):
     ``perf/bubble_theory``    the same fraction if all ranks take equally long, and a backward as long as two forwards
     ========================= ============================================================================
 
-    Techniques add figures of their own, the mean over the ranks: with ``compression`` or ``sync``,
-    ``comm/dp_replicate_mib_per_step`` is what a rank sends to other replicas; with ``compression``,
+    Techniques add figures of their own, the mean over the ranks: with sharding, ``comm/dp_shard_mib_per_step`` is what
+    a rank sends to gather parameters and to reduce gradients inside a replica, by the formulas of ring collectives;
+    with ``compression`` or ``sync``, ``comm/dp_replicate_mib_per_step`` is what it sends to other replicas; with
+    ``compression``,
     ``compression/ratio`` is that of an exact all-reduce to it, ``compression/ms_per_step`` the time spent compressing
     on the CPU, ``compression/residual_over_gradient`` the norm of a rank's residuals over that of the gradients in the
     step after the last log, and ``grad/skipped_steps`` the number of steps that were skipped so far.
