@@ -15,6 +15,7 @@
 from lightning_dist.compression.compression import Compression, CompressionConfig
 from lightning_dist.compression.compressor import Compressor, compressor_from
 from lightning_dist.compression.compressors import COMPRESSORS
+from lightning_dist.compression.compressors.fp8 import FP8
 from lightning_dist.compression.compressors.half import BF16, FP16
 from lightning_dist.compression.compressors.int8 import Int8
 from lightning_dist.compression.compressors.powersgd import PowerSGD
@@ -25,6 +26,7 @@ from lightning_dist.compression.sync_methods import DiLoCo, LocalSGD, SyncMethod
 __all__ = [
     "BF16",
     "COMPRESSORS",
+    "FP8",
     "FP16",
     "Compression",
     "CompressionConfig",

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist._compat import local_of
-from lightning_dist.compression import BF16, COMPRESSORS, FP16, Compression, Compressor, Int8, PowerSGD, TopK
+from lightning_dist.compression import BF16, COMPRESSORS, FP8, FP16, Compression, Compressor, Int8, PowerSGD, TopK
 from lightning_dist.compression.compressor import Gradient
 from lightning_dist.compression.wire import Wire
 from lightning_dist.parallel_module import parallelized
@@ -28,6 +28,7 @@ from tests.pool import WorkerPool
 WITH_FEEDBACK: dict[str, Compressor] = {
     "bf16": BF16(error_feedback=True),
     "fp16": FP16(error_feedback=True),
+    "fp8": FP8(block_size=64, min_numel=64),
     "int8": Int8(block_size=64, min_numel=64),
     "powersgd": PowerSGD(rank=2, min_numel=64, min_compression_rate=1.0),
     "topk": TopK(ratio=0.05, block_size=100, min_numel=64),
@@ -81,7 +82,14 @@ def apply_sums(compressor: Compressor, dtype: torch.dtype) -> tuple[float, bool,
     return worst, is_same, wire.num_bytes / sent_exactly
 
 
-EXPECTED_BYTES = {"bf16": 1 / 2, "fp16": 1 / 2, "int8": 17 / 64, "powersgd": 2 * 419 / 2809, "topk": 0.05 * 5 / 4}
+EXPECTED_BYTES = {
+    "bf16": 1 / 2,
+    "fp16": 1 / 2,
+    "fp8": 17 / 64,
+    "int8": 17 / 64,
+    "powersgd": 2 * 419 / 2809,
+    "topk": 0.05 * 5 / 4,
+}
 """Bytes sent by two replicas relative to an exact all-reduce in float32, by formula; top-k sends float32 and uint8."""
 
 
@@ -491,7 +499,7 @@ def refusal(layout: str, compression: Any, **kwargs: Any) -> str:
         (
             "2x1",
             "zip",
-            "compression='zip': there is no such compressor. The names are bf16, fp16, int8, powersgd, topk",
+            "compression='zip': there is no such compressor. The names are bf16, fp16, fp8, int8, powersgd, topk",
         ),
         ("1x2", "bf16", "there is one replica. Set dp_replicate_size to at least 2"),
         ("full_shard", "int8", "compression='int8' with strategy 'full_shard' on dp_replicate 1 x dp_shard 2"),
