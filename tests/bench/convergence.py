@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -95,6 +95,23 @@ def train(way: str, seed: int, num_steps: int) -> dict[int, float]:
     )
     trainer.fit(module, TextDataModule(context=128, global_batch_size=16))
     return losses.by_step
+
+
+def steps_until(target: float, by_step: Mapping[str, float] | Mapping[int, float]) -> float | None:
+    """Return the number of steps after which a validation loss was at most ``target``; None if it never was.
+
+    Args:
+        target: The loss.
+        by_step: Validation losses by step, between which the loss is interpolated.
+    """
+    before: tuple[float, float] | None = None
+    for step, loss in sorted((int(step), loss) for step, loss in by_step.items()):
+        if loss <= target:
+            if before is None:
+                return float(step)
+            return before[0] + (step - before[0]) * (before[1] - target) / (before[1] - loss)
+        before = step, loss
+    return None
 
 
 def main(argv: Sequence[str] | None = None) -> int:

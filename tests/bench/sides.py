@@ -28,6 +28,7 @@ from lightning_dist import (
     PipelineParallelStrategy,
     TensorParallelStrategy,
 )
+from lightning_dist.compression import COMPRESSORS, DiLoCo, SyncMethod
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 from tests.bench import handwritten, handwritten_pp, handwritten_tp
 from tests.bench.harness import EndStep
@@ -157,6 +158,11 @@ def _compressed(compression: Any, workload: Workload, end_step: EndStep) -> None
     with_strategy(strategy, UnloggedGPT, workload, end_step)
 
 
+def _seldom_synchronized(sync: SyncMethod, workload: Workload, end_step: EndStep) -> None:
+    strategy = partial(HybridShardStrategy, int(os.environ["WORLD_SIZE"]) // 2, 2, sync=sync)
+    with_strategy(strategy, UnloggedGPT, workload, end_step)
+
+
 def _replicated(compression: Any, workload: Workload, end_step: EndStep) -> None:
     with_strategy(partial(DataParallelStrategy, compression=compression), UnloggedGPT, workload, end_step)
 
@@ -166,7 +172,9 @@ SLOW_LINK_SIDES: dict[str, Callable[[Workload, EndStep], None]] = {
     "by_hand_ddp_powersgd": partial(handwritten.train_ddp, powersgd_rank=4),
     "by_hand_full_shard": handwritten.train,
     "by_hand_hsdp": partial(handwritten.train, dp_replicate_size=2),
-    **{name: partial(_compressed, name) for name in ("none", "bf16", "fp16", "int8", "topk", "powersgd")},
+    **{name: partial(_compressed, name) for name in ("none", *COMPRESSORS)},
+    "diloco": partial(_seldom_synchronized, DiLoCo(50)),
+    "diloco_int8": partial(_seldom_synchronized, DiLoCo(50, compression="int8")),
     "data_parallel": partial(_replicated, None),
     "data_parallel_powersgd": partial(_replicated, "powersgd"),
 }

@@ -34,11 +34,21 @@ BOUNDS: list[tuple[str, str, str, float]] = [
     ("0.1", "topk", "by_hand_hsdp", 4.0),
     ("0.1", "int8", "by_hand_hsdp", 2.3),
     ("0.1", "bf16", "by_hand_hsdp", 1.6),
+    ("0.1", "diloco", "by_hand_hsdp", 6.0),
     ("1", "powersgd", "by_hand_hsdp", 1.25),
     ("1", "int8", "by_hand_hsdp", 1.1),
     ("unshaped", "bf16", "by_hand_hsdp", 0.98),
 ]
 """Rate, way, opponent, and the least factor by which the way must be faster."""
+
+STEPS_OF_A_TURN = {"diloco": 50, "diloco_int8": 50}
+"""Number of steps in a turn of ways that synchronize once in so many steps."""
+
+LARGEST_DEVIATION = 0.1
+"""Largest accepted deviation of the measured bytes from the formulas, as a fraction."""
+
+ROUNDS_BETWEEN_LONG_TURNS = 3
+"""Ways with such long turns have one in every so many rounds."""
 
 
 # Ranks
@@ -76,9 +86,12 @@ def work(arguments: argparse.Namespace) -> None:
             _set_rate(rate, rank)
             shift = round_number % len(arguments.ways)
             for way in [*arguments.ways[shift:], *arguments.ways[:shift]]:
-                milliseconds, megabytes = turn(way, arguments.steps)
+                if way in STEPS_OF_A_TURN and round_number % ROUNDS_BETWEEN_LONG_TURNS:
+                    continue
+                milliseconds, megabytes = turn(way, STEPS_OF_A_TURN.get(way, arguments.steps))
+                row = {"round": round_number, "rate": rate, "way": way, "ms": milliseconds, "mb": megabytes}
                 if rank == 0:
-                    print(json.dumps({"rate": rate, "way": way, "ms": milliseconds, "mb": megabytes}), flush=True)
+                    print(json.dumps(row), flush=True)
     sys.stdout.flush()
     os._exit(0)  # The threads of the trainings wait for their next turn.
 
@@ -108,37 +121,127 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"Slow links cannot be emulated here: {reason}.")
         return 2
     rows = _measure(arguments)
-    figures: dict[tuple[str, str], list[float]] = {}
+    figures: dict[tuple[str, str], dict[int, float]] = {}
     megabytes: dict[str, list[float]] = {}
     for row in rows:
-        figures.setdefault((row["rate"], row["way"]), []).append(row["ms"])
+        figures.setdefault((row["rate"], row["way"]), {})[row["round"]] = row["ms"]
         megabytes.setdefault(row["way"], []).append(row["mb"])
-    print(f"\n{'ms a step':<22}" + "".join(f"{rate:>12}" for rate in arguments.rates) + f"{'MB a step':>12}")
+    times = {cell: median(of_rounds.values()) for cell, of_rounds in figures.items()}
+
+    def factors(rate: str, way: str, opponent: str) -> list[float]:
+        """Return by which factor ``way`` was faster than ``opponent`` in each round in which both had a turn."""
+        own, other = figures[rate, way], figures[rate, opponent]
+        return [other[round_number] / own[round_number] for round_number in own if round_number in other]
+
+    header = f"\n{'ms a step':<22}" + "".join(f"{rate:>12}" for rate in arguments.rates)
+    print(f"{header}{'MB a step':>12}{'by formula':>12}")
+    is_met = True
     for way in arguments.ways:
-        cells = "".join(f"{median(figures[rate, way]):>12.0f}" for rate in arguments.rates)
-        print(f"{way:<22}{cells}{median(megabytes[way]):>12.2f}")
+        cells = "".join(f"{times[rate, way]:>12.0f}" for rate in arguments.rates)
+        sent, expected = median(megabytes[way]), expected_megabytes(way, arguments.dim, arguments.layers)
+        deviates = expected is not None and abs(sent / expected - 1) > LARGEST_DEVIATION
+        is_met &= not deviates
+        formula = "" if expected is None else f"{expected:.2f}" + (" DEVIATES" if deviates else "")
+        print(f"{way:<22}{cells}{sent:>12.2f}{formula:>12}")
     print(f"\nfactor over {arguments.opponent} (95% interval of the median)")
     for way in arguments.ways:
-        cells = []
+        cells = ""
         for rate in arguments.rates:
-            ratios = [b / a for a, b in zip(figures[rate, way], figures[rate, arguments.opponent], strict=True)]
+            ratios = factors(rate, way, arguments.opponent)
             interval = median_interval(ratios)
             spread = f" ({interval[0]:.2f}-{interval[1]:.2f})" if interval else ""
-            cells.append(f"{median(ratios):>8.2f}{spread:<14}")
-        print(f"{way:<22}" + "".join(cells))
-    failed = False
+            cells += f"{median(ratios):>8.2f}{spread:<14}"
+        print(f"{way:<22}" + cells)
     for rate, way, opponent, bound in BOUNDS:
         if (rate, way) in figures and (rate, opponent) in figures:
-            ratios = [b / a for a, b in zip(figures[rate, way], figures[rate, opponent], strict=True)]
-            is_met = median(ratios) >= bound
-            failed |= not is_met
-            verdict = "met" if is_met else "NOT MET"
-            print(
-                f"{rate:>9} Gbit/s: {way} is {median(ratios):.2f} times as fast as {opponent}; bound {bound}: {verdict}"
-            )
+            factor = median(factors(rate, way, opponent))
+            is_met &= factor >= bound
+            verdict = "met" if factor >= bound else "NOT MET"
+            print(f"{rate:>9} Gbit/s: {way} is {factor:.2f} times as fast as {opponent}; bound {bound}: {verdict}")
+    if arguments.losses:
+        _print_times_to_target(arguments, times)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    return int(failed)
+    return int(not is_met)
+
+
+def expected_megabytes(way: str, dim: int, num_layers: int) -> float | None:
+    """Return the MB that a node must send to the other in a step, by the formulas of ``docs/compression.md``.
+
+    Each node has two shards of the whole model, and its ranks exchange theirs with the same shards of the other node.
+
+    Returns:
+        The number for the ways of ``hybrid_shard``; None for those by hand.
+    """
+    import torch
+
+    from examples.gpt.model import GPT
+
+    if way.startswith(("by_hand", "data_parallel")):
+        return None
+    with torch.device("meta"):
+        model = GPT(dim=dim, num_layers=num_layers, num_heads=8, max_len=64)
+    # The tables of sines and cosines are broadcast in each step from the first rank, which sends them to the two ranks
+    # of the other node.
+    num_bytes = 2.0 * sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+    for param in model.parameters():
+        columns = param.shape[1:].numel()
+        for rows in (len(chunk) for chunk in torch.arange(len(param)).chunk(2)):
+            num_bytes += _bytes_for(way, rows, columns, is_compressed=param.ndim > 1 and rows * columns >= 1024)
+    return num_bytes / 1e6
+
+
+def _bytes_for(way: str, rows: int, columns: int, is_compressed: bool) -> float:
+    """Return the bytes that one of two replicas sends in a step for a shard of a gradient."""
+    numel, exact = rows * columns, 4.0 * rows * columns
+    match way:
+        case "none":
+            return exact
+        case "bf16" | "fp16":
+            return exact / 2
+        case "int8" | "fp8":
+            return numel + 4 * numel / 256 if is_compressed else exact
+        case "topk":
+            return 5 * round(numel / 100) if is_compressed else exact
+        case "powersgd":
+            return 4.0 * 4 * (rows + columns) if is_compressed else exact
+        case "diloco":
+            return exact / 50
+        case "diloco_int8":
+            return (numel + 4 * numel / 256 if is_compressed else exact) / 50
+    raise ValueError(f"There is no formula for {way}.")
+
+
+WAYS_OF_LOSSES = {
+    "by_hand_hsdp": "exact",
+    "none": "exact",
+    "bf16": "bf16",
+    "int8": "int8",
+    "powersgd": "powersgd 4, from 40",
+    "topk": "topk 1%, from 40",
+    "diloco": "DiLoCo 20",
+}
+"""The way of :mod:`tests.bench.convergence` that reduces gradients as a way of this benchmark does."""
+
+
+def _print_times_to_target(arguments: argparse.Namespace, times: dict[tuple[str, str], float]) -> None:
+    """Print the steps until the validation loss is at most the target, and the time that they take at each rate."""
+    from tests.bench.convergence import steps_until
+
+    losses = json.loads(arguments.losses.read_text())
+    print(f"\nseconds until a validation loss of {arguments.target} (mean number of steps of all seeds)")
+    for way in arguments.ways:
+        of_seeds = losses.get(WAYS_OF_LOSSES.get(way, ""), [])
+        steps = [steps_until(arguments.target, by_step) for by_step in of_seeds]
+        if not steps:
+            continue
+        reached = [number for number in steps if number is not None]
+        if len(reached) < len(steps):
+            print(f"{way:<22}not reached by {len(steps) - len(reached)} of {len(steps)} seeds")
+            continue
+        mean = sum(reached) / len(reached)
+        cells = "".join(f"{mean * times[rate, way] / 1000:>12.0f}" for rate in arguments.rates)
+        print(f"{way:<22}{cells}   ({mean:.0f} steps: {', '.join(f'{number:.0f}' for number in reached)})")
 
 
 def _measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -192,7 +295,7 @@ def _start(nodes: TwoNodes, rank: int, arguments: argparse.Namespace) -> subproc
     )
 
 
-WAYS = ("by_hand_ddp", "by_hand_full_shard", "by_hand_hsdp", "none", "bf16", "int8", "topk", "powersgd")
+WAYS = ("by_hand_ddp", "by_hand_full_shard", "by_hand_hsdp", "none", "bf16", "int8", "topk", "powersgd", "diloco")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -205,6 +308,8 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="number of blocks of the model")
     parser.add_argument("--opponent", default="by_hand_hsdp", help="the way with which the others are compared")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures to this file")
+    parser.add_argument("--losses", type=Path, metavar="JSON", help="what tests.bench.convergence --json has written")
+    parser.add_argument("--target", type=float, default=2.0, help="validation loss until which the time is given")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)
 

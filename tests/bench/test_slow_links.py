@@ -28,6 +28,10 @@ def test_compressed_gradients_take_less_of_a_slow_link(capsys: pytest.CaptureFix
     assert sent["bf16"] == pytest.approx(sent["by_hand_hsdp"] / 2, rel=0.15)
     for way in ways:  # The link cannot be faster than its rate.
         assert milliseconds[way] >= 0.8 * 1000 * 8 * sent[way] / 100, way
+    formulas = dict(re.findall(r"^(\w+) +\d+ +\d+ +[\d.]+ +([\d.]+)", shown, re.MULTILINE))
+    assert formulas.keys() == {"none", "bf16"}
+    for way, megabytes in formulas.items():
+        assert sent[way] == pytest.approx(float(megabytes), rel=0.15), way
 
 
 def _namespaces() -> str:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.bench.convergence import steps_until
 from tests.bench.harness import EndStep, Pace, Pairs, alternate, compare_steps, median_interval
 
 
@@ -112,3 +113,11 @@ def test_an_error_or_an_early_end_of_a_run_is_raised(one_rank: None) -> None:
         compare_steps(broken, broken, PACE, True)
     with pytest.raises(AssertionError, match="ended by itself"):
         compare_steps(lambda end_step: None, broken, PACE, True)
+
+
+def test_the_steps_until_a_loss_are_interpolated() -> None:
+    losses = {20: 3.0, 40: 2.5, 60: 1.5, 80: 2.5}
+    assert steps_until(2.0, losses) == 50
+    assert steps_until(2.0, {str(step): loss for step, loss in losses.items()}) == 50  # These are the keys in JSON.
+    assert steps_until(4.0, losses) == 20
+    assert steps_until(1.0, losses) is None

@@ -130,3 +130,50 @@ def test_later_files_and_flags_override_earlier_ones_before_interpolation(
     trainer = parse(monkeypatch, capfd, *flags, "--trainer.devices=4")["trainer"]
     assert (trainer["max_steps"], int(trainer["devices"]), trainer["log_every_n_steps"]) == (20, 4, 20)
     assert trainer["strategy"]["init_args"]["dp_shard_size"] == 4
+
+
+COMPRESSION = "lightning_dist.compression"
+
+
+@pytest.mark.parametrize(
+    ("file", "flags", "name", "expected"),
+    [
+        ("{compression: powersgd}", [], "compression", "powersgd"),
+        (None, [f"{FLAG}.compression=topk"], "compression", "topk"),
+        (
+            f"{{compression: {{class_path: {COMPRESSION}.PowerSGD, init_args: {{rank: 8, exclude: [embedding]}}}}}}",
+            [f"{FLAG}.compression.start_step=100"],
+            "compression",
+            (f"{COMPRESSION}.PowerSGD", {"rank": 8, "start_step": 100, "exclude": ["embedding"]}),
+        ),
+        (
+            None,
+            [f"{FLAG}.compression=PowerSGD", f"{FLAG}.compression.rank=2"],
+            "compression",
+            (f"{COMPRESSION}.PowerSGD", {"rank": 2, "start_step": 0, "exclude": []}),
+        ),
+        (
+            f"{{sync: {{class_path: {COMPRESSION}.DiLoCo, init_args: {{compression: int8}}}}}}",
+            [f"{FLAG}.sync.inner_steps=20"],
+            "sync",
+            (f"{COMPRESSION}.DiLoCo", {"inner_steps": 20, "compression": "int8"}),
+        ),
+        (None, [f"{FLAG}.sync=LocalSGD"], "sync", (f"{COMPRESSION}.LocalSGD", {"inner_steps": 50})),
+    ],
+)
+def test_compression_is_chosen_by_name_or_by_class_and_arguments(
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    file: str | None,
+    flags: list[str],
+    name: str,
+    expected: Any,
+) -> None:
+    arguments = [f"{FLAG}=hybrid_shard", *flags]
+    if file is not None:
+        path = tmp_path / "x.yaml"
+        path.write_text(f"trainer:\n  strategy:\n    class_path: hybrid_shard\n    init_args: {file}\n")
+        arguments = ["-c", str(path), *flags]
+    chosen = parse(monkeypatch, capfd, *arguments)["trainer"]["strategy"]["init_args"][name]
+    assert summary(chosen, ("rank", "start_step", "exclude", "inner_steps", "compression")) == expected
