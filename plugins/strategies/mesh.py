@@ -83,8 +83,8 @@ class MeshStrategy(CheckpointedStrategy):
         check_replicas_every_n_steps: Number of optimizer steps after which the replicas' weights are compared bit by
             bit; a difference raises an error. None: they are never compared.
         compression: How gradients are compressed that replicas send each other: the name of a compressor (``bf16``,
-            ``fp16``, ``int8``, ``powersgd``, ``topk``), or a :class:`~lightning_dist.compression.Compressor`. None or
-            ``"none"``: they are not compressed.
+            ``fp16``, ``fp8``, ``int8``, ``powersgd``, ``topk``), or a
+            :class:`~lightning_dist.compression.Compressor`. None or ``"none"``: they are not compressed.
         sync: How replicas are synchronized that train on their own for a number of steps, instead of reducing their
             gradients in every step: :class:`~lightning_dist.compression.LocalSGD` or
             :class:`~lightning_dist.compression.DiLoCo`. None: gradients are reduced.

@@ -25,7 +25,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from examples.gpt.data import TextDataModule
 from examples.gpt.model import GPTModule
 from lightning_dist import DataParallelStrategy
-from lightning_dist.compression import BF16, DiLoCo, Int8, LocalSGD, PowerSGD, TopK
+from lightning_dist.compression import BF16, FP8, DiLoCo, Int8, LocalSGD, PowerSGD, TopK
 from tests.pool import WorkerPool
 
 NUM_RANKS, NUM_STEPS, VALIDATE_EVERY = 2, 200, 20
@@ -35,15 +35,19 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
     "bf16": lambda: {"compression": BF16()},
     "int8": lambda: {"compression": Int8()},
     "int8, no feedback": lambda: {"compression": Int8(error_feedback=False)},
-    "powersgd 4": lambda: {"compression": PowerSGD(4)},
+    "fp8": lambda: {"compression": FP8()},
+    "powersgd 16, from 40": lambda: {"compression": PowerSGD(16, start_step=40)},
     "powersgd 4, from 40": lambda: {"compression": PowerSGD(4, start_step=40)},
-    "powersgd 4, no feedback": lambda: {"compression": PowerSGD(4, error_feedback=False)},
-    "topk 5%": lambda: {"compression": TopK(0.05)},
+    "powersgd 4, from 150": lambda: {"compression": PowerSGD(4, start_step=150)},
+    "powersgd 4, from 40, no feedback": lambda: {
+        "compression": PowerSGD(4, start_step=40, error_feedback=False),
+    },
     "topk 5%, from 40": lambda: {"compression": TopK(0.05, start_step=40)},
-    "topk 5%, no feedback": lambda: {"compression": TopK(0.05, error_feedback=False)},
-    "topk 1%": lambda: {"compression": TopK(0.01)},
+    "topk 5%, from 150": lambda: {"compression": TopK(0.05, start_step=150)},
+    "topk 5%, from 40, no feedback": lambda: {"compression": TopK(0.05, start_step=40, error_feedback=False)},
     "topk 1%, from 40": lambda: {"compression": TopK(0.01, start_step=40)},
-    "topk 1%, no feedback": lambda: {"compression": TopK(0.01, error_feedback=False)},
+    "topk 1%, from 150": lambda: {"compression": TopK(0.01, start_step=150)},
+    "topk 1%, from 40, no feedback": lambda: {"compression": TopK(0.01, start_step=40, error_feedback=False)},
     "LocalSGD 20": lambda: {"sync": LocalSGD(20)},
     "DiLoCo 20": lambda: {"sync": DiLoCo(20)},
     "DiLoCo 20, int8": lambda: {"sync": DiLoCo(20, compression=Int8())},
@@ -133,11 +137,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                     pool.run(train, NUM_RANKS, way, seed, options.steps, timeout_s=900)[0]
                 )
                 final = list(losses[way][-1].values())[-1]
-                print(f"{way:<26} seed {seed}: {final:.4f} ({time.monotonic() - start:.0f} s)", flush=True)
+                print(f"{way:<34} seed {seed}: {final:.4f} ({time.monotonic() - start:.0f} s)", flush=True)
     finally:
         pool.close()
     finals = {way: [list(by_step.values())[-1] for by_step in runs] for way, runs in losses.items()}
-    print(f"\n{'way':<26}{'loss':>8}{'against exact':>16}{'of each seed':>30}{'bound':>8}")
+    print(f"\n{'way':<34}{'loss':>8}{'against exact':>16}{'of each seed':>30}{'bound':>8}")
     failed = False
     for way in ways:
         changes = [100 * (loss / exact - 1) for loss, exact in zip(finals[way], finals["exact"], strict=True)]
@@ -146,7 +150,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         failed |= not is_met
         each = " ".join(f"{change:+.2f}%" for change in changes)
         shown = "" if bound is None else f"{bound}%" + ("" if is_met else ", NOT MET")
-        print(f"{way:<26}{fmean(finals[way]):>8.4f}{fmean(changes):>+15.2f}%{each:>30}{shown:>8}")
+        print(f"{way:<34}{fmean(finals[way]):>8.4f}{fmean(changes):>+15.2f}%{each:>30}{shown:>8}")
     if options.json:
         options.json.write_text(json.dumps(losses, indent=1) + "\n")
     return int(failed)

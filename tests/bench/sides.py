@@ -28,7 +28,7 @@ from lightning_dist import (
     PipelineParallelStrategy,
     TensorParallelStrategy,
 )
-from lightning_dist.compression import COMPRESSORS, DiLoCo, SyncMethod
+from lightning_dist.compression import COMPRESSORS, DiLoCo, PowerSGD, SyncMethod
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 from tests.bench import handwritten, handwritten_pp, handwritten_tp
 from tests.bench.harness import EndStep
@@ -173,6 +173,7 @@ SLOW_LINK_SIDES: dict[str, Callable[[Workload, EndStep], None]] = {
     "by_hand_full_shard": handwritten.train,
     "by_hand_hsdp": partial(handwritten.train, dp_replicate_size=2),
     **{name: partial(_compressed, name) for name in ("none", *COMPRESSORS)},
+    "powersgd16": partial(_compressed, PowerSGD(16)),
     "diloco": partial(_seldom_synchronized, DiLoCo(50)),
     "diloco_int8": partial(_seldom_synchronized, DiLoCo(50, compression="int8")),
     "data_parallel": partial(_replicated, None),

@@ -203,8 +203,9 @@ def _bytes_for(way: str, rows: int, columns: int, is_compressed: bool) -> float:
             return numel + 4 * numel / 256 if is_compressed else exact
         case "topk":
             return 5 * round(numel / 100) if is_compressed else exact
-        case "powersgd":
-            return 4.0 * 4 * (rows + columns) if is_compressed else exact
+        case "powersgd" | "powersgd16":
+            rank = 16 if way == "powersgd16" else 4
+            return 4.0 * rank * (rows + columns) if is_compressed else exact
         case "diloco":
             return exact / 50
         case "diloco_int8":
@@ -218,6 +219,7 @@ WAYS_OF_LOSSES = {
     "bf16": "bf16",
     "int8": "int8",
     "powersgd": "powersgd 4, from 40",
+    "powersgd16": "powersgd 16, from 40",
     "topk": "topk 1%, from 40",
     "diloco": "DiLoCo 20",
 }
@@ -295,7 +297,18 @@ def _start(nodes: TwoNodes, rank: int, arguments: argparse.Namespace) -> subproc
     )
 
 
-WAYS = ("by_hand_ddp", "by_hand_full_shard", "by_hand_hsdp", "none", "bf16", "int8", "topk", "powersgd", "diloco")
+WAYS = (
+    "by_hand_ddp",
+    "by_hand_full_shard",
+    "by_hand_hsdp",
+    "none",
+    "bf16",
+    "int8",
+    "topk",
+    "powersgd",
+    "powersgd16",
+    "diloco",
+)
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
