@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_dist.activation_checkpointing import ActivationCheckpointing
+from lightning_dist.activation_checkpointing import ActivationCheckpointing, CheckpointingMode
 from lightning_dist.audit import FirstStepAudit
 from lightning_dist.compilation import Compilation
 from lightning_dist.compression import Compression, CompressionConfig, LocalUpdates, SyncConfig
@@ -40,7 +40,7 @@ class ParallelConfig:
         units: Names of the block classes; None: they are found automatically.
         min_num_params: Number of parameters from which a module outside the blocks is sharded as one unit.
         sharding: Dtypes of the sharded parameters and gradients, and when gathered units are freed.
-        activation_checkpointing: Whether blocks keep no activations, but are run again in the backward.
+        activation_checkpointing: Which activations of blocks are kept for the backward, and where.
         compile_backend: The backend of torch.compile for each block, such as ``"inductor"``; None: none is compiled.
         check_replicas_every_n_steps: Number of optimizer steps after which replicas are compared; None: never.
         tensor_parallel: Options of the splitting of layers over ``tp``.
@@ -52,7 +52,7 @@ class ParallelConfig:
     units: Sequence[str] | None = None
     min_num_params: int = MIN_NUM_PARAMS
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
-    activation_checkpointing: bool = False
+    activation_checkpointing: CheckpointingMode = field(default_factory=CheckpointingMode)
     compile_backend: str | None = None
     check_replicas_every_n_steps: int | None = None
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
@@ -143,7 +143,7 @@ def _techniques(
             techniques.append(Scalars(sharding_mesh, layout.get_mesh(mesh, "tp")))
         techniques.append(Replication(sharding_mesh, parameter_mesh, config.sharding.reduce_dtype))
     if config.activation_checkpointing:
-        techniques.append(ActivationCheckpointing())
+        techniques.append(ActivationCheckpointing(config.activation_checkpointing))
     if layout.tp > 1:
         plan = find_plan(module, units, config.tensor_parallel, layout.get_mesh(mesh, "tp"), layout.dp_shard)
         techniques.append(TensorParallel(module, plan, layout.get_mesh(mesh, "tp"), layout.dp_shard))
@@ -169,4 +169,10 @@ def _refuse_without_blocks(module: nn.Module, units: Sequence[Unit], config: Par
         raise ValueError(
             f"{asked} works on the model's repeated blocks, and {type(module).__name__} has none that could be found:"
             " name their classes as units=[...]."
+        )
+    if config.compile_backend is not None and config.activation_checkpointing.kind == "selective":
+        raise ValueError(
+            "activation_checkpointing='selective' with compile: a compiled block is one operation, so that none of its"
+            " results could be kept. Use activation_checkpointing='full', {'every': k} or {'budget': b}, or leave"
+            " compile out."
         )

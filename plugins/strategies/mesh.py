@@ -29,6 +29,7 @@ from lightning_dist.parallelize import ParallelConfig, parallelize
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.callbacks import FaultTolerance
 from lightning_dist.plugins.precision import PrecisionPolicy, agree_on_overflows, precision_policy
+from lightning_dist.plugins.strategies.activations import CheckpointingArgument, checkpointing_mode
 from lightning_dist.plugins.strategies.checkpointed import AFTER_ERROR_S, CheckpointedStrategy
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
 from lightning_dist.plugins.strategies.checks import (
@@ -76,7 +77,11 @@ class MeshStrategy(CheckpointedStrategy):
             kept sharded over this many ranks.
         reduce_dtype: Dtype in which gradients are reduced (``"float32"``, ``"bfloat16"``, ``"float64"``). None:
             float32, or the parameters' dtype with 64-true.
-        activation_checkpointing: Whether a block keeps no activations for the backward, but is run again there.
+        activation_checkpointing: Which activations of blocks are kept for the backward. ``"none"`` (or False): all of
+            them. ``"full"`` (or True): none; a block runs again in the backward. ``"selective"``: the results of
+            attention and of every second matrix product; the others are computed again. ``{"every": k}``: those of all
+            but every ``k``-th block. ``{"budget": b}``: those of so many blocks that the fraction ``b`` of the
+            activations is kept. ``"offload"``: all of them, in the memory of the CPU.
         compile: Whether each block is compiled by ``torch.compile``; a string names the backend.
         direct_collectives: Whether to all-gather and reduce-scatter in one round, in which each rank exchanges data
             with every other one. None: if the backend is gloo, whose own collectives take more rounds or more bytes.
@@ -102,7 +107,7 @@ class MeshStrategy(CheckpointedStrategy):
         min_num_params: int = MIN_NUM_PARAMS,
         reshard_after_forward: bool | int = True,
         reduce_dtype: str | None = None,
-        activation_checkpointing: bool = False,
+        activation_checkpointing: CheckpointingArgument = False,
         compile: bool | str = False,
         direct_collectives: bool | None = None,
         check_replicas_every_n_steps: int | None = None,
@@ -121,7 +126,7 @@ class MeshStrategy(CheckpointedStrategy):
             units=units,
             min_num_params=min_num_params,
             sharding=ShardingConfig(reshard_after_forward=reshard_after_forward, direct_collectives=direct_collectives),
-            activation_checkpointing=activation_checkpointing,
+            activation_checkpointing=checkpointing_mode(activation_checkpointing),
             compile_backend="inductor" if compile is True else compile or None,
             check_replicas_every_n_steps=check_replicas_every_n_steps,
             compression=compression_config(compression),

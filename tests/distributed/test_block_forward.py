@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_dist import FullShardStrategy, HybridShardStrategy, TensorParallelStrategy
+from lightning_dist.activation_checkpointing import offload
 from tests.distributed.fit import assert_same, make_trainer, refused, weights_of
 from tests.models import build
 from tests.parity.run import SPLIT_MODELS, Recorder
@@ -41,6 +43,40 @@ def test_recomputed_blocks_have_the_same_gradients(pool: WorkerPool, name: str, 
     actual = pool.run(fit, 4, name, model, {"activation_checkpointing": True})[0]
     assert_same(actual[0], gradients, 1e-12)
     assert_same(actual[1], weights, 1e-12)
+
+
+MODES: list[Any] = ["full", "selective", "offload", {"every": 2}, {"budget": 0.3}]
+
+
+class DropoutGPT(SPLIT_MODELS["example_gpt"]):  # type: ignore[misc]
+    """Draw random numbers in the blocks."""
+
+    def make_model(self) -> Any:
+        model = super().make_model()
+        for block in model.blocks:
+            block.feed_forward.down = nn.Sequential(block.feed_forward.down, nn.Dropout(0.2))
+        return model
+
+
+def bits(name: str, mode: Any) -> dict[str, np.ndarray]:
+    """Return the gradients of the second step in float32."""
+    torch.manual_seed(0)
+    recorder = Recorder()
+    strategy = STRATEGIES[name](activation_checkpointing=mode)
+    with patch.object(offload, "MIN_NUMEL", 1):
+        make_trainer("2x2", strategy=strategy, max_steps=2, callbacks=[recorder]).fit(DropoutGPT())
+    return recorder.gradients[1]
+
+
+@pytest.mark.parametrize("name", ["hybrid", "tp"])
+def test_every_mode_of_checkpointing_has_the_same_bits(pool: WorkerPool, name: str) -> None:
+    expected = pool.run(bits, 4, name, "none")[0]
+    assert any(gradient.any() for gradient in expected.values())
+    for mode in MODES:
+        actual = pool.run(bits, 4, name, mode)[0]
+        assert actual.keys() == expected.keys()
+        for key in expected:
+            assert (actual[key] == expected[key]).all(), (mode, key)
 
 
 @pytest.mark.parametrize(("name", "num_ranks", "recomputes"), [("hybrid", 4, True), ("tp", 2, False)])

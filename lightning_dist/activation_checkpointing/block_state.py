@@ -1,49 +1,23 @@
-"""Checkpoint activations: compute those of a block again in the backward (Chen et al., 2016).
-
-A block keeps its class, its names and its hooks. Only ``forward`` is replaced, on the instance, so that the block's
-hooks do not run again in the backward. The rerun has the buffers and random numbers that the forward had.
-"""
+"""Let a block run again with the buffers and random numbers of its forward."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import wraps
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from lightning_dist._compat import NORM
 from lightning_dist.own_generators import get_state, own_generators, set_state
-from lightning_dist.technique import Parallel, Rows, Technique, bound
-from lightning_dist.units import Unit
 
-__all__ = ["ActivationCheckpointing"]
+__all__ = ["BlockState"]
 
 
-class ActivationCheckpointing(Technique):
-    """Keep no activations inside of blocks for the backward, but run the blocks again."""
-
-    def attach(self, parallel: Parallel) -> None:
-        """Collect the contexts that other techniques need around a block that runs again."""
-        self._around_rerun = bound(parallel.techniques, "around_rerun")
-
-    def prepare_unit(self, unit: Unit) -> None:
-        """Replace the forwards of the unit's modules if it is a block."""
-        for block in unit.modules if unit.kind == "block" else ():
-            around = [around_rerun(unit, block) for around_rerun in self._around_rerun]
-            _recompute(block, [*around, _BlockState(block).begin])
-
-    def table_rows(self) -> Rows:
-        """Return a row that says what is computed again."""
-        yield "recomputed", "activations of blocks, in the backward"
-
-
-class _BlockState:
+class BlockState:
     """Let ``block`` run again with the buffers and random numbers of its forward, without changing them a second time.
 
     torch restores the states of its own generators; this class restores those of Python, of NumPy, and of generators
@@ -118,32 +92,3 @@ def _is_equal(buffer: Tensor | None, kept: Tensor) -> bool:
 def _put(buffers: Mapping[tuple[nn.Module, str], Tensor]) -> None:
     for (module, key), buffer in buffers.items():
         module._buffers[key] = buffer
-
-
-def _recompute(block: nn.Module, around: Sequence[Callable[[], Callable[[], AbstractContextManager[None]]]]) -> None:
-    """Replace the forward of ``block`` by one that runs again in the backward.
-
-    Args:
-        block: A module of a unit of the kind ``block``, whose ``forward`` is replaced on the instance.
-        around: Functions that are called when a forward begins. Each returns a function whose context is entered around
-            that forward, and around each time that it runs again.
-    """
-    forward = block.forward
-
-    @wraps(forward)
-    def recomputed(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
-        contexts = [begin() for begin in around]
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            with ExitStack() as stack:
-                for context in contexts:
-                    stack.enter_context(context())
-                return forward(*args, **kwargs)
-
-        # The rerun must not stop early, because hooks that run after a forward undo what those before it have done.
-        with set_checkpoint_early_stop(False):
-            return checkpoint(run, *args, use_reentrant=False, **kwargs)
-
-    block.forward = recomputed

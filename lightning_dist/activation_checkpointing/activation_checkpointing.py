@@ -1,0 +1,109 @@
+"""Checkpoint activations: compute those of a block again in the backward (Chen et al., 2016).
+
+A block keeps its class, its names and its hooks. Only ``forward`` is replaced, on the instance, so that the block's
+hooks do not run again in the backward. The rerun has the buffers and random numbers that the forward had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+
+from lightning_dist.activation_checkpointing.block_state import BlockState
+from lightning_dist.activation_checkpointing.mode import CheckpointingMode
+from lightning_dist.activation_checkpointing.offload import offload
+from lightning_dist.activation_checkpointing.saved_operations import selective_contexts
+from lightning_dist.technique import Parallel, Rows, Technique, bound
+from lightning_dist.units import Unit
+
+__all__ = ["ActivationCheckpointing"]
+
+
+class ActivationCheckpointing(Technique):
+    """Keep fewer activations of blocks for the backward.
+
+    Args:
+        mode: Which blocks keep what.
+    """
+
+    def __init__(self, mode: CheckpointingMode) -> None:
+        self._mode = mode
+        self._chosen: set[nn.Module] = set()
+        self._num_blocks = 0
+
+    def attach(self, parallel: Parallel) -> None:
+        """Choose the blocks, and collect the contexts that other techniques need around a block that runs again."""
+        self._around_rerun = bound(parallel.techniques, "around_rerun")
+        blocks = [module for unit in parallel.units if unit.kind == "block" for module in unit.modules]
+        self._chosen = {block for index, block in enumerate(blocks) if self._mode.chooses(index)}
+        self._num_blocks = len(blocks)
+
+    def prepare_unit(self, unit: Unit) -> None:
+        """Replace the forwards of those of the unit's modules that are chosen blocks."""
+        for block in unit.modules:
+            if block not in self._chosen:
+                continue
+            if self._mode.kind == "offload":
+                offload(block)
+                continue
+            around = [around_rerun(unit, block) for around_rerun in self._around_rerun]
+            contexts = selective_contexts if self._mode.kind == "selective" else _no_contexts
+            _recompute(block, [*around, BlockState(block).begin], contexts)
+
+    def table_rows(self) -> Rows:
+        """Return a row that says what is computed again, or where it is kept."""
+        is_all = len(self._chosen) == self._num_blocks
+        blocks = "blocks" if is_all else f"{len(self._chosen)} of {self._num_blocks} blocks"
+        if self._mode.kind == "offload":
+            yield "offloaded", f"activations of {blocks}, to the memory of the CPU"
+        elif self._mode.kind == "selective":
+            yield (
+                "recomputed",
+                f"activations of {blocks} but attention and every second matrix product, in the backward",
+            )
+        else:
+            yield "recomputed", f"activations of {blocks}, in the backward"
+
+
+def _no_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    return nullcontext(), nullcontext()
+
+
+def _recompute(
+    block: nn.Module,
+    around: Sequence[Callable[[], Callable[[], AbstractContextManager[None]]]],
+    contexts: Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]],
+) -> None:
+    """Replace the forward of ``block`` by one that runs again in the backward.
+
+    Args:
+        block: A module of a unit of the kind ``block``, whose ``forward`` is replaced on the instance.
+        around: Functions that are called when a forward begins. Each returns a function whose context is entered around
+            that forward, and around each time that it runs again.
+        contexts: Function that returns a context around that forward and one around the rerun.
+    """
+    forward = block.forward
+
+    @wraps(forward)
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        states = [begin() for begin in around]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with ExitStack() as stack:
+                for state in states:
+                    stack.enter_context(state())
+                return forward(*args, **kwargs)
+
+        # The rerun must not stop early, because hooks that run after a forward undo what those before it have done.
+        with set_checkpoint_early_stop(False):
+            return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    block.forward = recomputed
