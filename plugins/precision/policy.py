@@ -8,6 +8,7 @@
 ``bf16-mixed``    float32             bfloat16            float32            yes, as Lightning's
 ``bf16-true``     bfloat16            bfloat16            float32            no
 ``16-mixed``      float32             float16             float32            yes, as Lightning's
+``16-true``       float16             float16             float32            no
 ================  ==================  =================  ==================  ====================
 """
 
@@ -54,9 +55,9 @@ def precision_policy(plugin: Precision, reduce_dtype: str | None = None) -> Prec
         return PrecisionPolicy(None, reduced_in)
     if isinstance(plugin, MixedPrecision | HalfPrecision) and plugin.precision in ("bf16-mixed", "bf16-true"):
         return PrecisionPolicy(torch.bfloat16, reduced_in or torch.float32)
-    if isinstance(plugin, MixedPrecision):
+    if isinstance(plugin, MixedPrecision | HalfPrecision):
         return PrecisionPolicy(torch.float16, reduced_in or torch.float32)
     raise ValueError(
         f"precision={plugin.precision!r} ({type(plugin).__name__}) is not supported by the sharded strategies; use"
-        " '32-true', '64-true', 'bf16-mixed', 'bf16-true' or '16-mixed'."
+        " '32-true', '64-true', 'bf16-mixed', 'bf16-true', '16-mixed' or '16-true'."
     )

@@ -8,6 +8,7 @@ from inspect import signature
 from traceback import walk_tb
 from typing import TYPE_CHECKING
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
@@ -15,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
+from torch.optim import LBFGS, Adafactor, Adam, Optimizer, SparseAdam
 
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import parallelized
@@ -120,6 +121,9 @@ def refuse_for_pipeline(module: LightningModule) -> None:
         )
 
 
+_SMALLEST_FLOAT16 = 2.0**-24
+"""Smallest positive number in float16."""
+
 _NO_ZERO_REDUNDANCY = (
     "ZeroRedundancyOptimizer shards optimizer states of whole parameters, and {} has sharded the parameters and their"
     " optimizer states already. Use the optimizer inside it: it needs no more memory."
@@ -159,7 +163,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, s
 
     Raises:
         MisconfigurationException: If an optimizer does not support sharded parameters.
-        ValueError: If an optimizer holds parameters that are not the module's, and so would train nothing.
+        ValueError: If an optimizer holds parameters that are not the module's, and so would train nothing; or if its
+            ``eps`` is zero in the parameters' dtype.
     """
     ours = {id(param) for param in module.parameters()}
     for index, optimizer in enumerate(optimizers):
@@ -182,6 +187,13 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, s
                 "SparseAdam takes sparse gradients, and sharded parameters have dense ones; use Adam, or a strategy"
                 f" that shards nothing, instead of {strategy_name}."
             )
+        for group in optimizer.param_groups if isinstance(optimizer, Adam) else ():
+            if group["eps"] < _SMALLEST_FLOAT16 and any(param.dtype == torch.float16 for param in group["params"]):
+                raise ValueError(
+                    f"Optimizer {index} ({name}) has eps={group['eps']}, which is zero in float16, in which 16-true"
+                    " stores parameters and their moments: it would divide by zero. Set eps to 1e-4 or so, or use"
+                    " precision='16-mixed' or 'bf16-true'."
+                )
         params = [param for group in optimizer.param_groups for param in group["params"]]
         num_foreign = sum(id(param) not in ours for param in params)
         if num_foreign:

@@ -234,6 +234,10 @@ def lbfgs() -> str:
     return refused(Flat())
 
 
+def tiny_eps() -> str:
+    return refused(GPT(optimizer="adamw"), precision="16-true")
+
+
 def unknown_unit() -> str:
     return refused(GPT(), strategy_kwargs={"units": ["Blok"]})
 
@@ -248,6 +252,7 @@ def sync_batchnorm() -> str:
         (foreign_optimizer, r"Optimizer 0 \(SGD\) holds \d+ of \d+ parameters that are not Foreign's"),
         (no_parameters, "Empty has no parameters"),
         (lbfgs, "LBFGS searches along one flat vector"),
+        (tiny_eps, r"Optimizer 0 \(AdamW\) has eps=1e-08, which is zero in float16"),
         (unknown_unit, r"units=\['Blok'\]: the model has no module of class 'Blok'. Did you mean Block"),
         (metric_on_meta, r"MulticlassAccuracy \(accuracy\) was created on the meta device"),
         (sync_batchnorm, r"Trainer\(sync_batchnorm=True\) cannot be honoured on the CPU"),

@@ -144,6 +144,7 @@ _PRECISIONS: dict[str, tuple[str, str, float]] = {
     "32_true": ("precision='32-true'", "32-true", 1e-3),
     "bf16_mixed": ("precision='bf16-mixed'", "bf16-mixed", 0.3),
     "bf16_true": ("precision='bf16-true'", "bf16-true", 0.5),
+    "16_true": ("precision='16-true'", "16-true", 0.1),
     "16_mixed": ("precision='16-mixed'", "16-mixed", 0.1),
 }
 
