@@ -47,11 +47,11 @@ OF_TECHNIQUES = test_technique.py test_replicas.py test_same_buffers.py \
   test_local_updates.py::test_one_inner_step_equals_averaging_gradients
 
 quick: lint
-	$(BIN)/python -m pytest -q --numprocesses 2 --dist loadfile tests/unit $(addprefix tests/distributed/,$(OF_TECHNIQUES))
+	$(BIN)/python -m pytest -q --numprocesses 2 --dist worksteal tests/unit $(addprefix tests/distributed/,$(OF_TECHNIQUES))
 
 # Two tests run at the same time, because a test leaves cores idle while its ranks wait for each other.
 test: lint
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 parity: $(VENV)/installed-dev
 	$(BIN)/python -m pytest tests/parity --matrix=full

@@ -56,7 +56,9 @@ def train_ddp(workload: Workload, end_step: EndStep, powersgd_rank: int | None =
         powersgd_rank: Rank of torch's own PowerSGD hook; None: gradients are not compressed.
     """
     torch.manual_seed(workload.seed)
-    model = DistributedDataParallel(GPT(**workload.model))
+    # torch's PowerSGD hook sends further messages from callbacks. With several buckets their order differs between
+    # ranks, which ends the processes over gloo. One bucket has all gradients.
+    model = DistributedDataParallel(GPT(**workload.model), bucket_cap_mb=None if powersgd_rank is None else 10_000)
     if powersgd_rank is not None:
         state = PowerSGDState(None, matrix_approximation_rank=powersgd_rank, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook)

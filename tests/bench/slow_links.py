@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 # Each rank has half a core or more. torch reads this variable when it is imported.
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -117,10 +117,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parse(argv)
     if arguments.worker:
         work(arguments)
-    if (reason := why_not()) is not None:
+    if arguments.rows is None and (reason := why_not()) is not None:
         print(f"Slow links cannot be emulated here: {reason}.")
         return 2
-    rows = _measure(arguments)
+    rows = json.loads(arguments.rows.read_text()) if arguments.rows else _measure(arguments)
     figures: dict[tuple[str, str], dict[int, float]] = {}
     megabytes: dict[str, list[float]] = {}
     for row in rows:
@@ -142,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         deviates = expected is not None and abs(sent / expected - 1) > LARGEST_DEVIATION
         is_met &= not deviates
         formula = "" if expected is None else f"{expected:.2f}" + (" DEVIATES" if deviates else "")
-        print(f"{way:<22}{cells}{sent:>12.2f}{formula:>12}")
+        print(f"{way:<22}{cells}{sent:>12.2f} {formula:>11}")
     print(f"\nfactor over {arguments.opponent} (95% interval of the median)")
     for way in arguments.ways:
         cells = ""
@@ -182,8 +182,10 @@ def expected_megabytes(way: str, dim: int, num_layers: int) -> float | None:
     with torch.device("meta"):
         model = GPT(dim=dim, num_layers=num_layers, num_heads=8, max_len=64)
     # The tables of sines and cosines are broadcast in each step from the first rank, which sends them to the two ranks
-    # of the other node.
-    num_bytes = 2.0 * sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
+    # of the other node, unless replicas train on their own.
+    num_bytes = 0.0
+    if way not in STEPS_OF_A_TURN:
+        num_bytes += 2 * sum(buffer.numel() * buffer.itemsize for buffer in model.buffers())
     for param in model.parameters():
         columns = param.shape[1:].numel()
         for rows in (len(chunk) for chunk in torch.arange(len(param)).chunk(2)):
@@ -213,17 +215,28 @@ def _bytes_for(way: str, rows: int, columns: int, is_compressed: bool) -> float:
     raise ValueError(f"There is no formula for {way}.")
 
 
-WAYS_OF_LOSSES = {
-    "by_hand_hsdp": "exact",
-    "none": "exact",
-    "bf16": "bf16",
-    "int8": "int8",
-    "powersgd": "powersgd 4, from 40",
-    "powersgd16": "powersgd 16, from 40",
-    "topk": "topk 1%, from 40",
-    "diloco": "DiLoCo 20",
+class _Losses(NamedTuple):
+    """Name the way of :mod:`tests.bench.convergence` whose losses belong to a way of this benchmark.
+
+    Args:
+        way: Its name.
+        start_step: Number of its first steps, in which it reduces gradients exactly.
+    """
+
+    way: str
+    start_step: int = 0
+
+
+LOSSES = {
+    "by_hand_hsdp": _Losses("exact"),
+    "none": _Losses("exact"),
+    "bf16": _Losses("bf16"),
+    "int8": _Losses("int8"),
+    "powersgd": _Losses("powersgd 4, from 40", 40),
+    "powersgd16": _Losses("powersgd 16, from 40", 40),
+    "topk": _Losses("topk 1%, from 40", 40),
 }
-"""The way of :mod:`tests.bench.convergence` that reduces gradients as a way of this benchmark does."""
+"""Ways of which both the time of a step and the losses are known. DiLoCo is timed with other inner steps."""
 
 
 def _print_times_to_target(arguments: argparse.Namespace, times: dict[tuple[str, str], float]) -> None:
@@ -231,19 +244,23 @@ def _print_times_to_target(arguments: argparse.Namespace, times: dict[tuple[str,
     from tests.bench.convergence import steps_until
 
     losses = json.loads(arguments.losses.read_text())
-    print(f"\nseconds until a validation loss of {arguments.target} (mean number of steps of all seeds)")
+    print(f"\nseconds until a validation loss of {arguments.target} (number of steps of each seed)")
     for way in arguments.ways:
-        of_seeds = losses.get(WAYS_OF_LOSSES.get(way, ""), [])
-        steps = [steps_until(arguments.target, by_step) for by_step in of_seeds]
-        if not steps:
+        if way not in LOSSES or LOSSES[way].way not in losses:
             continue
+        own = LOSSES[way]
+        steps = [steps_until(arguments.target, by_step) for by_step in losses[own.way]]
         reached = [number for number in steps if number is not None]
         if len(reached) < len(steps):
             print(f"{way:<22}not reached by {len(steps) - len(reached)} of {len(steps)} seeds")
             continue
         mean = sum(reached) / len(reached)
-        cells = "".join(f"{mean * times[rate, way] / 1000:>12.0f}" for rate in arguments.rates)
-        print(f"{way:<22}{cells}   ({mean:.0f} steps: {', '.join(f'{number:.0f}' for number in reached)})")
+        exact = min(mean, own.start_step)
+        cells = ""
+        for rate in arguments.rates:
+            seconds = (exact * times[rate, "none"] + (mean - exact) * times[rate, way]) / 1000
+            cells += f"{seconds:>12.0f}"
+        print(f"{way:<22}{cells}   ({', '.join(f'{number:.0f}' for number in reached)})")
 
 
 def _measure(arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -321,6 +338,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4, help="number of blocks of the model")
     parser.add_argument("--opponent", default="by_hand_hsdp", help="the way with which the others are compared")
     parser.add_argument("--json", type=Path, metavar="OUT", help="write all figures to this file")
+    parser.add_argument("--rows", type=Path, metavar="JSON", help="show what --json has written, and measure nothing")
     parser.add_argument("--losses", type=Path, metavar="JSON", help="what tests.bench.convergence --json has written")
     parser.add_argument("--target", type=float, default=2.0, help="validation loss until which the time is given")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
