@@ -143,7 +143,7 @@ def _techniques(
             techniques.append(Scalars(sharding_mesh, layout.get_mesh(mesh, "tp")))
         techniques.append(Replication(sharding_mesh, parameter_mesh, config.sharding.reduce_dtype))
     if config.activation_checkpointing:
-        techniques.append(ActivationCheckpointing(config.activation_checkpointing))
+        techniques.append(ActivationCheckpointing(config.activation_checkpointing, units))
     if layout.tp > 1:
         plan = find_plan(module, units, config.tensor_parallel, layout.get_mesh(mesh, "tp"), layout.dp_shard)
         techniques.append(TensorParallel(module, plan, layout.get_mesh(mesh, "tp"), layout.dp_shard))

@@ -7,13 +7,13 @@ hooks do not run again in the backward. The rerun has the buffers and random num
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from lightning_dist.activation_checkpointing.block_state import BlockState
 from lightning_dist.activation_checkpointing.mode import CheckpointingMode
@@ -30,19 +30,26 @@ class ActivationCheckpointing(Technique):
 
     Args:
         mode: Which blocks keep what.
+        units: All units of the model, also those of other stages.
+
+    Raises:
+        ValueError: If no block is chosen.
     """
 
-    def __init__(self, mode: CheckpointingMode) -> None:
+    def __init__(self, mode: CheckpointingMode, units: Sequence[Unit]) -> None:
         self._mode = mode
-        self._chosen: set[nn.Module] = set()
-        self._num_blocks = 0
+        blocks = [module for unit in units if unit.kind == "block" for module in unit.modules]
+        self._chosen = {block for index, block in enumerate(blocks) if mode.chooses(index)}
+        self._num_blocks = len(blocks)
+        if blocks and not self._chosen:
+            raise ValueError(
+                f"activation_checkpointing={{'every': {mode.every}}} chooses none of the model's {len(blocks)} blocks:"
+                " use a smaller number, or 'none'."
+            )
 
     def attach(self, parallel: Parallel) -> None:
-        """Choose the blocks, and collect the contexts that other techniques need around a block that runs again."""
+        """Collect the contexts that other techniques need around a block that runs again."""
         self._around_rerun = bound(parallel.techniques, "around_rerun")
-        blocks = [module for unit in parallel.units if unit.kind == "block" for module in unit.modules]
-        self._chosen = {block for index, block in enumerate(blocks) if self._mode.chooses(index)}
-        self._num_blocks = len(blocks)
 
     def prepare_unit(self, unit: Unit) -> None:
         """Replace the forwards of those of the unit's modules that are chosen blocks."""
@@ -53,7 +60,7 @@ class ActivationCheckpointing(Technique):
                 offload(block)
                 continue
             around = [around_rerun(unit, block) for around_rerun in self._around_rerun]
-            contexts = selective_contexts if self._mode.kind == "selective" else _no_contexts
+            contexts = selective_contexts if self._mode.kind == "selective" else noop_context_fn
             _recompute(block, [*around, BlockState(block).begin], contexts)
 
     def table_rows(self) -> Rows:
@@ -71,14 +78,10 @@ class ActivationCheckpointing(Technique):
             yield "recomputed", f"activations of {blocks}, in the backward"
 
 
-def _no_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    return nullcontext(), nullcontext()
-
-
 def _recompute(
     block: nn.Module,
     around: Sequence[Callable[[], Callable[[], AbstractContextManager[None]]]],
-    contexts: Callable[[], tuple[AbstractContextManager[None], AbstractContextManager[None]]],
+    contexts: Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]],
 ) -> None:
     """Replace the forward of ``block`` by one that runs again in the backward.
 

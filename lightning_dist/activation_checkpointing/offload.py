@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,8 @@ MIN_NUMEL = 1024
 def offload(block: nn.Module) -> None:
     """Replace the forward of ``block`` by one whose activations are moved to the CPU, and back in the backward.
 
-    Parameters, buffers and small tensors stay where they are. From an accelerator, tensors are copied to pinned memory
+    Parameters, buffers and small tensors stay where they are; copies of parameters in another dtype, which autocast
+    makes where nothing is sharded, are moved. From an accelerator, tensors are copied to pinned memory
     in the order of the current stream, without waiting for them.
     """
     forward = block.forward
@@ -35,23 +36,33 @@ def offload(block: nn.Module) -> None:
     block.forward = offloaded
 
 
-_Packed = tuple[torch.device | None, Tensor]
+class _Moved(NamedTuple):
+    """Hold a copy on the CPU, and the device to which it goes back."""
+
+    copy: Tensor
+    device: torch.device
 
 
-def _packer(block: nn.Module) -> Callable[[Tensor], _Packed]:
+class _Unmoved(NamedTuple):
+    """Hold a tensor itself, and its version, by which a later change in place is noticed; None: it is not checked."""
+
+    tensor: Tensor
+    version: int | None
+
+
+def _packer(block: nn.Module) -> Callable[[Tensor], _Moved | _Unmoved]:
     own = {local_of(tensor).untyped_storage().data_ptr() for tensor in _tensors(block)}
 
-    def pack(tensor: Tensor) -> _Packed:
-        """Return a copy on the CPU and the device to which it goes back; or the tensor itself and None."""
-        if tensor.numel() < MIN_NUMEL or type(tensor) is not Tensor:
-            return None, tensor
-        is_own = tensor.untyped_storage().data_ptr() in own
-        if is_own:
-            return None, tensor
-        if tensor.device.type == "cpu":
-            return tensor.device, tensor.detach().clone()
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
-        return tensor.device, copy.copy_(tensor.detach(), non_blocking=True)
+    def pack(tensor: Tensor) -> _Moved | _Unmoved:
+        if type(tensor) is not Tensor or tensor.layout is not torch.strided:
+            return _Unmoved(tensor, None)
+        if tensor.untyped_storage().data_ptr() in own:  # Gathering a parameter changes its version.
+            return _Unmoved(tensor, None)
+        if tensor.numel() < MIN_NUMEL:
+            return _Unmoved(tensor, None if tensor.is_inference() else tensor._version)
+        is_on_cpu = tensor.device.type == "cpu"
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=not is_on_cpu, requires_grad=False)
+        return _Moved(copy.copy_(tensor.detach(), non_blocking=not is_on_cpu), tensor.device)
 
     return pack
 
@@ -60,6 +71,12 @@ def _tensors(block: nn.Module) -> list[Tensor]:
     return [*block.parameters(), *block.buffers()]
 
 
-def _unpack(packed: _Packed) -> Tensor:
-    device, tensor = packed
-    return tensor if device is None else tensor.to(device, non_blocking=True)
+def _unpack(packed: _Moved | _Unmoved) -> Tensor:
+    if isinstance(packed, _Moved):
+        return packed.copy.to(packed.device, non_blocking=True)
+    if packed.version is not None and packed.tensor._version != packed.version:
+        raise RuntimeError(
+            "activation_checkpointing='offload': a tensor of shape"
+            f" {tuple(packed.tensor.shape)} that the backward needs was changed in place after it was computed with."
+        )
+    return packed.tensor

@@ -33,7 +33,11 @@ _ATTENTION = frozenset(
     )
     if hasattr(_aten, name)
 )
-"""Kernels of attention, whose results are always kept: they take long, and their results are small."""
+"""Kernels of attention, whose results are kept: they take long, and their results are small.
+
+A kernel with dropout runs again: if it did not, it would draw no random numbers, and later layers would draw others
+than in the forward.
+"""
 
 
 class _Call:
@@ -55,7 +59,16 @@ class _Call:
         return self._result if _versions(self._result) == self._versions else None
 
 
-class _Forward(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return that functions that the user compiles are compiled under this mode, too."""
+        return True
+
+
+class _Forward(_Mode):
     """Keep the results of attention and of every second matrix product."""
 
     def __init__(self, calls: list[_Call]) -> None:
@@ -69,11 +82,11 @@ class _Forward(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._num_products += 1
             self._calls.append(_Call(func, args, result if self._num_products % 2 else None))
         elif func in _ATTENTION:
-            self._calls.append(_Call(func, args, result))
+            self._calls.append(_Call(func, args, None if _has_dropout(func, args, kwargs) else result))
         return result
 
 
-class _Rerun(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Rerun(_Mode):
     """Return kept results in place of computing them again."""
 
     def __init__(self, calls: list[_Call]) -> None:
@@ -97,7 +110,8 @@ class _Rerun(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 raise RuntimeError(f"{_OTHER_OPERATIONS} ({func}). {_FIX}")
             result = self._calls[index].result
             if result is not None:
-                return result
+                # The graph of the rerun must not be kept alive by what is held here.
+                return tree_map_only(Tensor, _detached, result)
         return func(*args, **(kwargs or {}))
 
 
@@ -118,8 +132,14 @@ def _shapes(args: Any) -> list[torch.Size]:
     return [leaf.shape for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
 
 
+def _has_dropout(operation: Any, args: Any, kwargs: Any) -> bool:
+    names = [argument.name for argument in operation._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
+    return bool(given.get("dropout_p", 0.0))
+
+
 def _versions(result: Any) -> list[int]:
-    return [leaf._version for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+    return [leaf._version for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
 
 def _detached(tensor: Tensor) -> Tensor:

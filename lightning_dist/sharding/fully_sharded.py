@@ -82,6 +82,7 @@ class Sharding(Technique):
             )
         if self._is_direct is None:
             self._is_direct = on_host
+        self._num_bytes_sent = 0
         self._groups: list[ShardedGroup] = []
         self._holders: list[nn.Module] = []
 
@@ -123,6 +124,7 @@ class Sharding(Technique):
             shard_placement_fn=self._placement if self._shard_dims else None,
         )
         group = _compat.sharded_group(modules[0])
+        group.count_bytes = self._count_bytes
         group.take_hooks(originals)
         low, stored = self._config.param_dtype, {param.dtype for param in unit.params.values()}
         if low is not None and any(dtype.is_floating_point and dtype != low for dtype in stored):
@@ -258,10 +260,13 @@ class Sharding(Technique):
 
     def metrics(self, num_steps: int) -> dict[str, float]:
         """Return what this rank sends in a step to gather parameters and to reduce gradients inside a replica."""
-        num_bytes = sum(group.num_bytes_sent for group in self._groups)
-        for group in self._groups:
-            group.num_bytes_sent = 0
+        num_bytes, self._num_bytes_sent = self._num_bytes_sent, 0
         return {"comm/dp_shard_mib_per_step": num_bytes / num_steps / 2**20}
+
+    def _count_bytes(self, num_bytes: int) -> None:
+        """Add up what training steps send; those of an evaluation are left out."""
+        if self._module.training:
+            self._num_bytes_sent += num_bytes
 
     def around_microbatches(self) -> AbstractContextManager[None]:
         """Return a context in which backwards add up gradients without reducing them."""

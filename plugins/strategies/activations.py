@@ -18,8 +18,8 @@ def checkpointing_mode(value: bool | str | Mapping[str, float]) -> Checkpointing
 
     Args:
         value: False or ``"none"``; True or ``"full"``; ``"selective"``; ``"offload"``; ``{"every": k}``: the
-            activations of every ``k``-th block are computed again; ``{"budget": b}``: those of so many blocks that the
-            fraction ``b`` of the activations is kept.
+            activations of every ``k``-th block are computed again; ``{"budget": b}``: those of so many blocks that at
+            most the fraction ``b`` of the activations is kept.
 
     Raises:
         ValueError: If ``value`` is none of these.
@@ -28,13 +28,13 @@ def checkpointing_mode(value: bool | str | Mapping[str, float]) -> Checkpointing
     if isinstance(value, bool):
         return checkpointing_mode("full" if value else "none")
     if isinstance(value, str) and value in names:
-        return CheckpointingMode(value, text=value)  # type: ignore[arg-type]
+        return CheckpointingMode(value)  # type: ignore[arg-type]
     if isinstance(value, Mapping) and len(value) == 1:
-        (key, number), text = next(iter(value.items())), str(dict(value))
+        key, number = next(iter(value.items()))
         if key == "every" and number >= 1 and number == int(number):
-            return CheckpointingMode("full", 1 / number, text)
+            return CheckpointingMode("full", every=int(number))
         if key == "budget" and 0 <= number <= 1:
-            return CheckpointingMode("none" if number == 1 else "full", 1 - number, text)
+            return CheckpointingMode("none" if number == 1 else "full", budget=number)
     raise ValueError(
         f"activation_checkpointing={value!r} must be one of {', '.join(map(repr, names))}, True (as 'full'), False (as"
         " 'none'), {'every': k} with a number of blocks k of at least 1, or {'budget': b} with the fraction b of the"

@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS, Adafactor, Adam, Optimizer, SparseAdam
+from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
 
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import parallelized
@@ -187,8 +187,11 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, s
                 "SparseAdam takes sparse gradients, and sharded parameters have dense ones; use Adam, or a strategy"
                 f" that shards nothing, instead of {strategy_name}."
             )
-        for group in optimizer.param_groups if isinstance(optimizer, Adam) else ():
-            if group["eps"] < _SMALLEST_FLOAT16 and any(param.dtype == torch.float16 for param in group["params"]):
+        is_of_torch = type(optimizer).__module__.startswith("torch.optim")
+        for group in optimizer.param_groups if is_of_torch else ():
+            if group.get("eps", 1.0) < _SMALLEST_FLOAT16 and any(
+                param.dtype == torch.float16 for param in group["params"]
+            ):
                 raise ValueError(
                     f"Optimizer {index} ({name}) has eps={group['eps']}, which is zero in float16, in which 16-true"
                     " stores parameters and their moments: it would divide by zero. Set eps to 1e-4 or so, or use"

@@ -150,8 +150,27 @@ def num_saved(kwargs: dict[str, Any]) -> int:
     return saved[0]
 
 
-def test_recomputed_blocks_keep_less_than_half_of_the_activations(pool: WorkerPool) -> None:
-    assert pool.run(num_saved, 4, {"activation_checkpointing": True})[0] < 0.5 * pool.run(num_saved, 4, {})[0]
+def test_the_modes_keep_fewer_activations(pool: WorkerPool) -> None:
+    modes = ["none", {"budget": 0.5}, "full"]
+    everything, half, nothing = (pool.run(num_saved, 4, {"activation_checkpointing": mode})[0] for mode in modes)
+    assert nothing < 0.5 * everything
+    assert half == pytest.approx((everything + nothing) / 2, rel=0.1)
+
+
+def refusal(kwargs: dict[str, Any]) -> str:
+    return refused(build("example_gpt"), strategy=FullShardStrategy(**kwargs))
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "text"),
+    [
+        ({"activation_checkpointing": "selective", "compile": "aot_eager"}, "'selective' with compile"),
+        ({"activation_checkpointing": {"every": 3}}, "{'every': 3} chooses none of the model's 2 blocks"),
+    ],
+)
+def test_modes_that_blocks_cannot_honour_are_refused(pool: WorkerPool, kwargs: dict[str, Any], text: str) -> None:
+    for error in pool.run(refusal, 2, kwargs):
+        assert text in error
 
 
 def without_blocks() -> str:

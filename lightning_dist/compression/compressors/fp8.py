@@ -15,9 +15,9 @@ __all__ = ["FP8"]
 class FP8(Blockwise):
     """Round blocks of gradients to float8 (E4M3, Micikevicius et al., 2022).
 
-    The error of a number is at most 1/16 of the number itself, where that of
-    :class:`~lightning_dist.compression.Int8` is at most 1/254 of its block's largest magnitude. Float8 is better for
-    blocks in which a few numbers are much larger than the others. The arguments are those of
+    The error of a number is at most 1/16 of the number itself down to 1/28,000 of its block's largest magnitude, where
+    that of :class:`~lightning_dist.compression.Int8` is at most 1/254 of this magnitude. Float8 is better for blocks in
+    which a few numbers are much larger than the others. The arguments are those of
     :class:`~lightning_dist.compression.blockwise.Blockwise`.
     """
 

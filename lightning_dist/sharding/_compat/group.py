@@ -42,8 +42,8 @@ class ShardedGroup(ParameterGroup):
         self._accumulated = AccumulatedGradients()
         self._reducing: list[ShardedParam] = []
         self._means: dict[str, LocalGradient] = {}
-        self.num_bytes_sent = 0
-        """The number of bytes that this rank has sent to gather parameters and to reduce gradients, of a ring."""
+        self.count_bytes: Callable[[int], None] = lambda num_bytes: None
+        """Called with the number of bytes that this rank sends when it gathers parameters or reduces gradients."""
         # FSDP2 reduces and frees a group when the gradients of its modules' inputs are known. Gradients from uses of
         # its parameters outside of these modules may be computed later. Replaced by: a public way to reduce at the end
         # of a backward.
@@ -63,7 +63,7 @@ class ShardedGroup(ParameterGroup):
 
     def _put_whole(self) -> None:
         """Put the gathered parameters into the modules, with the hooks that the sharded ones have now."""
-        replaced = self._of_other_code()
+        replaced, num_ranks = self._of_other_code(), self._group._all_gather_process_group.size()
         FSDPParamGroup._to_unsharded(self._group)  # type: ignore[no-untyped-call]
         for module, name, current in replaced:
             module._parameters[name] = current  # type: ignore[assignment]
@@ -71,9 +71,9 @@ class ShardedGroup(ParameterGroup):
             share_hooks(param.shard, param.whole)
             param.was_gathered()
         self.copy_requires_grad()
-        self._count_bytes(self._group._all_gather_process_group.size(), self._params, None)
+        self._count(num_ranks, self._params, None)
 
-    def _count_bytes(self, num_ranks: int, params: Sequence[ShardedParam], dtype: torch.dtype | None) -> None:
+    def _count(self, num_ranks: int, params: Sequence[ShardedParam], dtype: torch.dtype | None) -> None:
         """Count the bytes that a rank sends when ``params`` are gathered or reduced by a ring of ``num_ranks`` ranks.
 
         Args:
@@ -83,7 +83,7 @@ class ShardedGroup(ParameterGroup):
         """
         if num_ranks > 1:
             whole = sum(local_of(p.whole).numel() * (dtype or p.whole.dtype).itemsize for p in params)
-            self.num_bytes_sent += whole * (num_ranks - 1) // num_ranks
+            self.count_bytes(whole * (num_ranks - 1) // num_ranks)
 
     def _of_other_code(self) -> list[tuple[nn.Module, str, torch.Tensor | None]]:
         """Return module, name and tensor of each tensor that other code has put in the place of a parameter."""
@@ -285,7 +285,7 @@ class ShardedGroup(ParameterGroup):
                     param.to_accumulated_gradient(self._group.reduce_scatter_unused_params)
             with_zeros = self._group.reduce_scatter_unused_params
             self._reducing = [param for param in self._params if param.is_reduced(with_zeros)]
-            self._count_bytes(self.mesh.size(self.mesh.ndim - 1), self._reducing, self._group._reduce_dtype)
+            self._count(self.mesh.size(self.mesh.ndim - 1), self._reducing, self._group._reduce_dtype)
         self._post_backward()
 
     def _mark_used(self) -> None:
