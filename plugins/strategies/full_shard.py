@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from lightning_dist.layout import REMAINING
@@ -11,19 +13,40 @@ __all__ = ["FullShardStrategy"]
 
 
 class FullShardStrategy(MeshStrategy):
-    """Shard parameters, gradients and optimizer states over all processes (FSDP2, ZeRO-3).
+    """Shard parameters, gradients and optimizer states over all processes by FSDP2.
 
     Args:
         dp_shard_size: Number of processes to shard over, which must be the number of all processes. None or -1: all
             processes.
+        zero_stage: What is whole on each rank while a step runs, as in ZeRO (Rajbhandari et al., 2020); between the
+            steps, everything is sharded with all of them. 1: parameters, and gradients while an accumulation adds them
+            up. 2: parameters; each backward of an accumulation reduces its gradients to shards. 3: only the parameters
+            of the blocks that run; the same for gradients as 2. None: parameters as ``reshard_after_forward`` says, and
+            gradients as with 1, which sends least in an accumulation.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
     """
 
     strategy_name = "full_shard"
 
-    def __init__(self, dp_shard_size: int | None = None, **kwargs: Any) -> None:
+    def __init__(self, dp_shard_size: int | None = None, zero_stage: int | None = None, **kwargs: Any) -> None:
+        if zero_stage not in (None, 1, 2, 3):
+            raise ValueError(f"zero_stage={zero_stage!r} must be 1, 2 or 3, or None.")
+        if zero_stage is not None:
+            if kwargs.get("reshard_after_forward", True) is not True:
+                raise ValueError(
+                    f"zero_stage={zero_stage} with reshard_after_forward={kwargs['reshard_after_forward']!r}: the stage"
+                    " says when parameters are freed. Leave one of the two out."
+                )
+            kwargs["reshard_after_forward"] = zero_stage == 3
         super().__init__(**kwargs)
         self._dp_shard_size = dp_shard_size
+        self._zero_stage = zero_stage
 
     def _requested_sizes(self) -> dict[str, int]:
         return {"dp_shard": REMAINING if self._dp_shard_size is None else self._dp_shard_size}
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Return a context for a backward of an accumulation, after which others follow."""
+        with super().block_backward_sync() if self._zero_stage in (None, 1) else nullcontext():
+            yield
