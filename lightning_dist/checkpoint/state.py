@@ -50,13 +50,16 @@ def by_index(state: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def load_optimizer(optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any]) -> None:
+def load_optimizer(
+    optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any], keeps_dtypes: bool = False
+) -> None:
     """Load ``state``, of :func:`by_name` or of a plain optimizer, into ``optimizer``, without communication.
 
     Args:
         optimizer: Optimizer of parameters of ``module``.
         module: Module that names the parameters.
         state: Optimizer state. Whole tensors in it are sharded like their parameters.
+        keeps_dtypes: Whether tensors keep the dtypes that they were saved in, and do not get those of the parameters.
 
     Raises:
         CheckpointError: If the parameter groups differ from those of ``optimizer``.
@@ -88,6 +91,15 @@ def load_optimizer(optimizer: Optimizer, module: nn.Module, state: Mapping[str, 
         if not is_remote(aliases[name])  # A meta parameter belongs to another pipeline stage.
     }
     optimizer.load_state_dict(by_index({**saved, "state": placed}))
+    if keeps_dtypes:  # torch has cast the state to the parameters' dtype.
+        for name, values in placed.items():
+            own = optimizer.state[aliases[name]]
+            floating = {
+                key: value
+                for key, value in values.items()
+                if isinstance(value, torch.Tensor) and value.is_floating_point()
+            }
+            own.update({key: value.to(own[key].device, copy=True) for key, value in floating.items()})
 
 
 def load_model(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:

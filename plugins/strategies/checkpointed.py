@@ -24,6 +24,7 @@ from lightning_dist.consensus import (
     timed_barrier_unless_missed,
 )
 from lightning_dist.plugins import _compat
+from lightning_dist.plugins.precision import MeshPrecision
 from lightning_dist.plugins.strategies import loading
 from lightning_dist.plugins.strategies.bookkeeping import absolute
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions, Checkpoints, optimizer_state
@@ -286,4 +287,5 @@ class CheckpointedStrategy(SharedBatchStrategy):
         """Load the optimizers' states of a checkpoint that :meth:`load_checkpoint` read."""
         assert self.lightning_module is not None
         with raise_on_all_ranks("loading the optimizers' states"):
-            loading.load_optimizers(checkpoint, self.optimizers, self.lightning_module)
+            keeps_dtypes = isinstance(self.precision_plugin, MeshPrecision)  # Its moments are wider than parameters.
+            loading.load_optimizers(checkpoint, self.optimizers, self.lightning_module, keeps_dtypes)

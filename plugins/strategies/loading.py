@@ -101,8 +101,16 @@ def load_weights(checkpoint: Mapping[str, Any], module: LightningModule, strict:
     load_model(module, checkpoint["state_dict"], strict)
 
 
-def load_optimizers(checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], module: LightningModule) -> None:
+def load_optimizers(
+    checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], module: LightningModule, keeps_dtypes: bool
+) -> None:
     """Load ``checkpoint["optimizer_states"]``, which has one entry for each optimizer.
+
+    Args:
+        checkpoint: The checkpoint.
+        optimizers: The optimizers of ``module``.
+        module: The module, which may be sharded.
+        keeps_dtypes: Whether tensors keep the dtypes that they were saved in, and do not get those of the parameters.
 
     Raises:
         CheckpointError: If the number of states is not the number of optimizers, or a state does not fit its optimizer.
@@ -114,7 +122,7 @@ def load_optimizers(checkpoint: Mapping[str, Any], optimizers: Sequence[Optimize
             " configure_optimizers that it was saved with."
         )
     for optimizer, state in zip(optimizers, states, strict=True):
-        load_optimizer(optimizer, module, state)
+        load_optimizer(optimizer, module, state, keeps_dtypes)
 
 
 def _load_file(path: Path, weights_only: bool) -> dict[str, Any]:
