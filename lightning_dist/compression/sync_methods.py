@@ -73,8 +73,7 @@ class SyncMethod(ABC):
     @property
     def arguments(self) -> dict[str, Any]:
         """Return the method's name and its arguments as plain values."""
-        hidden = ("residuals",)
-        own = {name: value for name, value in vars(self).items() if not name.startswith("_") and name not in hidden}
+        own = {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "residuals"}
         return {
             "name": type(self).__name__,
             **{name: str(v) if isinstance(v, Compressor) else v for name, v in own.items()},
@@ -87,7 +86,7 @@ class LocalSGD(SyncMethod):
     @torch.no_grad()
     def synchronize(self, weights: Mapping[str, Tensor], wire: Wire) -> None:
         """Replace the weights by their means over the replicas. This is a collective over the replicas."""
-        wire.average(list(weights.values()))
+        wire.average_each(list(weights.values()))
 
 
 class DiLoCo(SyncMethod):
@@ -160,7 +159,7 @@ class DiLoCo(SyncMethod):
                 exact.append(gradient)
         if compressed and self.compression is not None:
             self.compression.average(compressed, wire)
-        wire.average(exact)
+        wire.average_each(exact)
         for name, outer in self._outer.items():
             outer.grad = gradients[name]
         self._optimizer.step()

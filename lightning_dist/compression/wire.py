@@ -75,6 +75,21 @@ class Wire:
             for tensor, mean in zip(alike, torch.split(together, [t.numel() for t in alike]), strict=True):
                 tensor.copy_(mean.view_as(tensor))
 
+    def average_each(self, tensors: Sequence[Tensor]) -> None:
+        """Replace ``tensors`` by their exact means, whose bits do not depend on what else is averaged.
+
+        The order in which a ring adds up numbers depends on where they are in the message. Two pipeline stages that
+        share a parameter average it together with different others, and must get the same mean.
+
+        Args:
+            tensors: Tensors of any shapes, in the same order on all replicas.
+        """
+        if self.size <= 2:  # The sum of two numbers does not depend on their order.
+            self.average(tensors)
+            return
+        for tensor in tensors:
+            self.average([tensor])
+
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the tensors of all replicas, stacked along a new first dimension.
 

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_dist import HybridShardStrategy
 from lightning_dist._compat import local_of
 from lightning_dist.compression import DiLoCo, Int8, LocalSGD, SyncMethod
+from lightning_dist.compression.wire import Wire
 from tests.distributed.fit import Weights, assert_same, make_strategy, make_trainer, weights_of
 from tests.models import GPT
 from tests.pool import WorkerPool
@@ -106,6 +107,26 @@ def test_diloco_equals_the_algorithm_of_its_paper(
     for own in pool.run(train, NUM_RANKS, layout, sync, "adamw", num_steps):
         weights |= own
     assert_same(weights, expected)
+
+
+def means_with_and_without_others() -> list[bool]:
+    """Return whether the mean of a tensor has the same bits alone and after another one, by both methods."""
+    dist.init_process_group("gloo")
+    wire, generator = Wire(dist.group.WORLD), torch.Generator().manual_seed(dist.get_rank())
+    other, tensor = torch.randn(1000, generator=generator), torch.randn(1000, generator=generator)
+    same = []
+    for average in (wire.average, wire.average_each):
+        alone, together = tensor.clone(), tensor.clone()
+        average([alone])
+        average([other.clone(), together])
+        same.append(torch.equal(alone, together))
+    return same
+
+
+def test_a_mean_does_not_depend_on_what_else_is_averaged(pool: WorkerPool) -> None:
+    """Stages that share a parameter average it together with different others."""
+    for same in pool.run(means_with_and_without_others, 3):
+        assert same == [False, True]
 
 
 class Resumable(SeededGPT):
