@@ -155,7 +155,9 @@ def _value_error(text: str, typehint: Any) -> str:
         return _cut(text)
     if reason := re.search(r"^\s*- (?!Expected an? |Does not validate)(.+)", text, re.MULTILINE):
         return f"{given[1]}: {reason[1]}"
-    choices = list(dict.fromkeys(literals(typehint)))
+    # The type is not known for the arguments of a class that the user has chosen, but the message names its choices.
+    named = re.search(r"Expected a (?:typing\.)?Literal\[([^\]]*)\]", text)
+    choices = list(dict.fromkeys(literals(typehint) or (re.findall(r"'([^']*)'", named[1]) if named else [])))
     if choices:
         return f"{given[1]!r} is none of {', '.join(choices)}{closest(given[1], choices)}"
     single = r"Expected an? (<class '[\w.]+'>|[\w.\[\], ]+)"

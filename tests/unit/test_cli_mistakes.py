@@ -56,6 +56,10 @@ NET = f"--model={HERE}.Net"
         (["fit"], "no model: give --model=my_module.MyModel, or model.class_path in a YAML file"),
         (["fit", NET, "word"], "unexpected argument 'word'"),
         (
+            ["fit", NET, "--trainer.plugins=lightning_dist.MeshPrecision", "--trainer.plugins.master_weights=kahn"],
+            "'kahn' is none of fp32, kahan, stochastic; did you mean 'kahan'?",
+        ),
+        (
             ["fit", NET, "--trainer.max_step=3"],
             "no option is named --trainer.max_step; did you mean '--trainer.max_steps'?",
         ),
