@@ -9,6 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.parallel_module import ParallelModule
+from lightning_dist.plugins.precision import MeshPrecision
 from lightning_dist.tensor_state import is_remote
 
 if TYPE_CHECKING:
@@ -32,14 +33,16 @@ def startup_table(strategy: MeshStrategy, module: ParallelModule) -> str:
     layout, policy = strategy.layout, strategy.precision_policy
     stored = next((param.dtype for param in module.module.parameters()), torch.get_default_dtype())
     computed = policy.param_dtype or stored
+    plugin = strategy.precision_plugin
+    master = f", updated in float32 ({plugin.master_weights})" if isinstance(plugin, MeshPrecision) else ""
     rows = [
         ("layout", f"{layout} = {layout.world_size} processes ({strategy.process_group_backend})"),
         ("parameters", f"{numel:,}, of which a rank holds {_held(module):,}"),
         *(("units" if not index else "", text) for index, text in enumerate(units)),
         (
             "precision",
-            f"{strategy.precision_plugin.precision}: stored in {_name(stored)}, computed in {_name(computed)},"
-            f" gradients reduced in {_name(policy.reduce_dtype or computed)}",
+            f"{plugin.precision}: stored in {_name(stored)}, computed in {_name(computed)},"
+            f" gradients reduced in {_name(policy.reduce_dtype or computed)}{master}",
         ),
     ]
     for technique in module.techniques:

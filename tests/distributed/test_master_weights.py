@@ -12,7 +12,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import MeshPrecision
+from lightning_dist.parallel_module import parallelized
 from lightning_dist.parity import whole_parameters
+from lightning_dist.plugins.strategies.startup_table import startup_table
 from tests.distributed.fit import Weights, make_strategy, make_trainer
 from tests.models import GPT
 from tests.pool import WorkerPool
@@ -118,6 +120,21 @@ def test_a_resumed_run_goes_on_bit_by_bit(pool: WorkerPool, tmp_path: Path, layo
     resumed = pool.run(fit, 4, layout, kind, 1e-3, 6, resume=tmp_path / "saved")[0][0]
     assert whole.keys() == resumed.keys()
     assert all((whole[name] == resumed[name]).all() for name in whole)
+
+
+def table() -> str:
+    model, precision = SmallSteps(1e-3), MeshPrecision("stochastic")
+    trainer = make_trainer("1x2", max_steps=1, plugins=[precision])
+    trainer.fit(model)
+    parallel = parallelized(model)
+    assert parallel is not None
+    return startup_table(trainer.strategy, parallel)
+
+
+def test_the_table_at_the_start_says_how_weights_are_updated(pool: WorkerPool) -> None:
+    for text in pool.run(table, 2):
+        assert "stored in bfloat16" in text
+        assert "updated in float32 (stochastic)" in text
 
 
 def test_other_master_weights_are_refused() -> None:
