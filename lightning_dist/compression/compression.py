@@ -8,7 +8,7 @@ import warnings
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -73,6 +73,7 @@ class Compression(Technique):
         self._background = InBackground(torch.device(mesh.device_type))
         self._defers = False
         self._deferred: list[Reduction] = []
+        self._of_failed_step: list[Reduction] = []
         self._all_finite: list[Tensor] = []
         self._figures = _Figures()
 
@@ -198,6 +199,12 @@ class Compression(Technique):
     @contextmanager
     def around_backward(self) -> Iterator[None]:
         """Let reductions run beside the backward in this context."""
+        if self._of_failed_step:
+            for reduction in self._of_failed_step:
+                with suppress(Exception):
+                    reduction.wait()
+            self._of_failed_step = []
+            self._all_finite = []
         self._defers = True
         try:
             yield
@@ -215,7 +222,11 @@ class Compression(Technique):
         self.after_backward(reduces)
 
     def after_error(self) -> None:
-        """Forget the reductions of a failed step, whose other ranks may never take part in them."""
+        """Do not wait for the reductions of a failed step, in which other ranks may never take part.
+
+        If all ranks have failed at the same place and go on, the next backward waits for them.
+        """
+        self._of_failed_step += self._deferred
         self._deferred = []
         self._all_finite = []
 

@@ -58,8 +58,11 @@ BOUNDS = {
     "bf16": 0.5,
     "int8": 0.5,
     "powersgd 4, from 40": 2.5,
+    "powersgd 4, from 150": 2.5,
     "topk 5%, from 40": 2.5,
+    "topk 5%, from 150": 2.5,
     "topk 1%, from 40": 5.0,
+    "topk 1%, from 150": 5.0,
     "DiLoCo 20": 3.0,
 }
 """The largest accepted increase of the final validation loss, in percent of that of ``exact``."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -348,6 +350,54 @@ def test_a_kept_gradient_is_not_reduced_again(pool: WorkerPool, layout: str) -> 
         for used, unused in zip(means[::2], means[1::2], strict=True):  # In odd steps the first head is not used.
             assert abs(used).max() > 0
             assert abs(unused - used).max() <= 0.01 * abs(used).max()
+
+
+class Slow(BF16):
+    """Compress so slowly that a reduction ends after the error in its backward has been caught."""
+
+    def average(self, gradients: Any, wire: Wire) -> None:
+        time.sleep(0.3)
+        super().average(gradients, wire)
+
+
+class Retries(SGDGPT):
+    """Catch an error in a backward whose gradients are not finite, and run another backward."""
+
+    fails = True
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.1)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        if batch_idx == 1 and self.fails:
+            handle = self.model.embedding.weight.register_hook(raise_error)
+            with contextlib.suppress(ZeroDivisionError):
+                self.manual_backward(self.loss(batch) * float("nan"))
+            handle.remove()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        optimizer.step()
+
+
+def raise_error(gradient: torch.Tensor) -> torch.Tensor:
+    raise ZeroDivisionError
+
+
+def retry(layout: str, fails: bool) -> dict[str, Any]:
+    model = Retries()
+    model.fails = fails
+    make_trainer(layout, {"compression": Slow()}, max_steps=3).fit(model)
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("layout", ["2x2", "4x1"])
+def test_reductions_of_a_failed_backward_do_not_count(pool: WorkerPool, layout: str) -> None:
+    expected = pool.run(retry, 4, layout, False)[0]
+    actual = pool.run(retry, 4, layout, True)[0]
+    assert all((expected[name] == actual[name]).all() for name in expected)
 
 
 # Checkpoints
