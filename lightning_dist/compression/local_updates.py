@@ -91,7 +91,10 @@ class LocalUpdates(Technique):
         """Synchronize the replicas if it is due. This is a collective in that case."""
         self._num_steps += 1
         self._differs = True
-        if self._num_steps % self.method.inner_steps == 0:
+        if self._num_steps <= self.method.start_step:
+            self.wire.average_each(list(self._weights().values()))
+            self._differs = self._has_begun = False
+        elif self._num_steps % self.method.inner_steps == 0:
             self._synchronize()
 
     def synchronize_replicas(self) -> None:

@@ -20,9 +20,11 @@ class SyncMethod(ABC):
 
     Args:
         inner_steps: Number of optimizer steps that each replica takes between two synchronizations.
+        start_step: Number of first optimizer steps after each of which the weights of the replicas are averaged. They
+            change most at the beginning of a training (post-local SGD, Lin et al., 2020).
 
     Raises:
-        ValueError: If ``inner_steps`` is not at least 1.
+        ValueError: If ``inner_steps`` is not at least 1, or ``start_step`` is negative.
     """
 
     compression: Compressor | None = None
@@ -31,10 +33,13 @@ class SyncMethod(ABC):
     needs_automatic_optimization: ClassVar[bool] = False
     """Whether the method works only if Lightning calls the optimizer."""
 
-    def __init__(self, inner_steps: int = 50) -> None:
+    def __init__(self, inner_steps: int = 50, start_step: int = 0) -> None:
         if inner_steps < 1:
             raise ValueError(f"inner_steps={inner_steps} must be a number of optimizer steps of at least 1.")
+        if start_step < 0:
+            raise ValueError(f"start_step={start_step} must be a number of optimizer steps of at least 0.")
         self.inner_steps = inner_steps
+        self.start_step = start_step
         self.residuals: dict[str, CompressorState] = {}
         """The compressor's tensors by the names of weights."""
 
@@ -68,7 +73,8 @@ class SyncMethod(ABC):
         return
 
     def __str__(self) -> str:
-        return f"{type(self).__name__} every {self.inner_steps} steps"
+        start = f", every step until {self.start_step}" if self.start_step else ""
+        return f"{type(self).__name__} every {self.inner_steps} steps{start}"
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -101,6 +107,7 @@ class DiLoCo(SyncMethod):
         outer_momentum: Momentum of the outer optimizer.
         nesterov: Whether the momentum is Nesterov's.
         compression: Compressor of the outer gradients, such as ``"int8"``. None: they are averaged exactly.
+        start_step: Number of first optimizer steps after each of which the weights of the replicas are averaged.
 
     Raises:
         ValueError: If an argument is not valid.
@@ -115,8 +122,9 @@ class DiLoCo(SyncMethod):
         outer_momentum: float = 0.9,
         nesterov: bool = True,
         compression: str | Compressor | None = None,
+        start_step: int = 0,
     ) -> None:
-        super().__init__(inner_steps)
+        super().__init__(inner_steps, start_step)
         if outer_lr <= 0:
             raise ValueError(f"outer_lr={outer_lr} must be above 0.")
         if not 0 <= outer_momentum < 1:

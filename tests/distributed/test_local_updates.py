@@ -50,6 +50,7 @@ def train(layout: str, sync: SyncMethod | None, optimizer: str, num_steps: int, 
     ("layout", "sync"),
     [
         ("2x2", LocalSGD(1)),
+        ("2x2", LocalSGD(5, start_step=5)),
         ("2x2", DiLoCo(1, outer_lr=1.0, outer_momentum=0.0)),
         ("4x1", DiLoCo(1, outer_lr=1.0, outer_momentum=0.0)),
     ],
@@ -82,7 +83,13 @@ def simulated(num_replicas: int, num_parts: int, sync: DiLoCo, num_steps: int, o
             optimizer.zero_grad()
             replica.loss((tokens[part], targets[part])).backward()
             optimizer.step()
-        if (step + 1) % sync.inner_steps == 0 or step + 1 == num_steps:
+        if step < sync.start_step:
+            for params in zip(*(replica.parameters() for replica in replicas), strict=True):
+                mean = sum(param.detach() for param in params) / num_replicas
+                for param in params:
+                    param.data.copy_(mean)
+            outer = {name: param.detach().clone() for name, param in replicas[0].named_parameters()}
+        elif (step + 1) % sync.inner_steps == 0 or step + 1 == num_steps:
             ends = [dict(replica.named_parameters()) for replica in replicas]
             for name in trains:
                 delta = outer[name] - sum(end[name].detach() for end in ends) / num_replicas
@@ -95,13 +102,19 @@ def simulated(num_replicas: int, num_parts: int, sync: DiLoCo, num_steps: int, o
 
 
 @pytest.mark.parametrize(
-    ("layout", "num_replicas", "num_parts", "num_steps"),
-    [("2x2", 2, 2, 9), ("2x2", 2, 2, 8), ("4x1", 4, 1, 8), ("tp2-2", 2, 1, 8), ("pp2-2", 2, 1, 8)],
+    ("layout", "num_replicas", "num_parts", "num_steps", "start_step"),
+    [
+        ("2x2", 2, 2, 9, 0),
+        ("2x2", 2, 2, 8, 2),
+        ("4x1", 4, 1, 8, 0),
+        ("tp2-2", 2, 1, 8, 0),
+        ("pp2-2", 2, 1, 8, 4),
+    ],
 )
 def test_diloco_equals_the_algorithm_of_its_paper(
-    pool: WorkerPool, layout: str, num_replicas: int, num_parts: int, num_steps: int
+    pool: WorkerPool, layout: str, num_replicas: int, num_parts: int, num_steps: int, start_step: int
 ) -> None:
-    sync = DiLoCo(3)
+    sync = DiLoCo(3, start_step=start_step)
     expected = pool.run(simulated, 1, num_replicas, num_parts, sync, num_steps, "adamw")[0]
     weights: Weights = {}
     for own in pool.run(train, NUM_RANKS, layout, sync, "adamw", num_steps):
@@ -268,6 +281,7 @@ def test_what_cannot_be_synchronized_is_refused(
     ("kind", "arguments", "text"),
     [
         (LocalSGD, {"inner_steps": 0}, "inner_steps=0 must be"),
+        (LocalSGD, {"start_step": -1}, "start_step=-1 must be"),
         (DiLoCo, {"outer_lr": 0.0}, "outer_lr=0.0 must be above 0"),
         (DiLoCo, {"outer_momentum": 1.0}, "outer_momentum=1.0 must be"),
         (DiLoCo, {"compression": "zip"}, "compression='zip': there is no such compressor"),
