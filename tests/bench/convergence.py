@@ -50,6 +50,7 @@ WAYS: dict[str, Callable[[], dict[str, Any]]] = {
     "topk 1%, from 40, no feedback": lambda: {"compression": TopK(0.01, start_step=40, error_feedback=False)},
     "LocalSGD 20": lambda: {"sync": LocalSGD(20)},
     "DiLoCo 20": lambda: {"sync": DiLoCo(20)},
+    "DiLoCo 20, from 100, momentum 0.5": lambda: {"sync": DiLoCo(20, outer_momentum=0.5, start_step=100)},
     "DiLoCo 20, int8": lambda: {"sync": DiLoCo(20, compression=Int8())},
 }
 """Arguments of the strategy by the names of the ways of training."""
@@ -64,6 +65,7 @@ BOUNDS = {
     "topk 1%, from 40": 5.0,
     "topk 1%, from 150": 5.0,
     "DiLoCo 20": 3.0,
+    "DiLoCo 20, from 100, momentum 0.5": 3.0,
 }
 """The largest accepted increase of the final validation loss, in percent of that of ``exact``."""
 
