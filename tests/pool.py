@@ -137,7 +137,9 @@ class WorkerPool:
                 try:
                     ok, value = connection.recv()  # type: ignore[union-attr]
                 except EOFError:
-                    ok, value = False, "the process died"
+                    process = workers[rank][0]
+                    process.join(5.0)
+                    ok, value = False, f"the process died with exit code {process.exitcode}"
                 (results if ok else errors)[rank] = value
             if errors:
                 deadline = min(deadline, time.monotonic() + grace_s)
