@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from lightning_dist._compat import around_backwards
 from lightning_dist.consensus import timed_barrier
@@ -341,6 +342,17 @@ class ParallelModule:
         """Return the names of parameters with a gradient that the optimizer would not see."""
         of_techniques = [name for gradients_left in self._points.gradients_left for name in gradients_left()]
         return [*of_techniques, *(name for group in self.groups for name in group.unreduced_names())]
+
+    def prepare_optimizers(self, optimizers: Sequence[Optimizer]) -> Callable[[], None]:
+        """Let techniques change how ``optimizers`` step, and return a function that undoes this."""
+        undone = [prepare(optimizer) for optimizer in optimizers for prepare in self._points.prepare_optimizer]
+
+        def undo() -> None:
+            for undo_one in undone:
+                if undo_one is not None:
+                    undo_one()
+
+        return undo
 
     def before_optimizer_step(self) -> None:
         """Check gradients before an optimizer step, and free gathered parameters, which the step makes stale."""

@@ -17,6 +17,7 @@ from lightning_dist.compilation import Compilation
 from lightning_dist.compression import Compression, CompressionConfig, LocalUpdates, SyncConfig
 from lightning_dist.initialization import agreed_seed, broadcast_weights
 from lightning_dist.layout import ParallelLayout
+from lightning_dist.offload import Offload, OffloadConfig
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.pipeline import Pipeline, PipelineConfig
 from lightning_dist.replicas import ReplicaComparison
@@ -47,6 +48,7 @@ class ParallelConfig:
         pipeline: Options of the pipeline; None: the module is not cut into stages.
         compression: Options of the compression of gradients; None: they are not compressed.
         sync: How replicas that train on their own are synchronized; None: they reduce their gradients in every step.
+        offload: What is kept outside of the device's memory; None: nothing.
     """
 
     units: Sequence[str] | None = None
@@ -59,6 +61,7 @@ class ParallelConfig:
     pipeline: PipelineConfig | None = None
     compression: CompressionConfig | None = None
     sync: SyncConfig | None = None
+    offload: OffloadConfig | None = None
 
     def for_shards(self) -> dict[str, object]:
         """Return the arguments that differ from their defaults and have an effect only if parameters are sharded."""
@@ -135,6 +138,8 @@ def _techniques(
         techniques.append(LocalUpdates(config.sync, layout.parameter_mesh(mesh)))
     if config.compression is not None:
         techniques.append(Compression(config.compression, sharding_mesh, parameter_mesh))
+    if config.offload is not None:
+        techniques.append(Offload(config.offload, mesh.device_type))
     if layout.dp_shard > 1:
         techniques.append(Scalars(parameter_mesh, parameter_mesh))  # FSDP2 does not accept scalars.
         techniques.append(Sharding(sharding_mesh, config.sharding))

@@ -31,12 +31,14 @@ from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from lightning_dist.gradient_reducer import GradientReducer
 from lightning_dist.parameter_group import ParameterGroup
+from lightning_dist.shard_memory import ShardMemory
 from lightning_dist.units import Unit
 
-__all__ = ["Parallel", "Points", "Rows", "Technique", "bound", "find_gradient_reducer"]
+__all__ = ["Parallel", "Points", "Rows", "Technique", "bound", "find_gradient_reducer", "find_shard_memory"]
 
 Rows = Iterable[tuple[str, str]]
 """Rows of the table at the start of a run: a label, which is empty if the row continues the last one, and a text."""
@@ -106,6 +108,9 @@ class Technique:
 
     def gradient_reducer(self) -> GradientReducer | None:
         """Return what averages gradients over ``dp_replicate`` in place of an all-reduce; None: the next technique."""
+
+    def shard_memory(self) -> ShardMemory | None:
+        """Return where shards of parameters are kept between their uses; None: on the device, or as others say."""
 
     def manage_unit(self, unit: Unit) -> ParameterGroup | None:
         """Return a group that manages the parameters of ``unit``; None leaves them to the next technique."""
@@ -187,6 +192,13 @@ class Technique:
     def gradients_left(self) -> Iterable[str]:
         """Return the names of the parameters with a gradient that the optimizer would not see."""
         return ()
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Callable[[], None] | None:
+        """Change how ``optimizer`` steps, when it has been created and before its state is loaded.
+
+        Returns:
+            A function that undoes the change at the end of a run; None: nothing was changed.
+        """
 
     def before_optimizer_step(self) -> None:
         """Act before an optimizer step, when all gradients are reduced."""
@@ -398,6 +410,16 @@ def find_gradient_reducer(techniques: Sequence[Technique]) -> GradientReducer | 
     """
     reducers = (reducer() for reducer in bound(techniques, "gradient_reducer"))
     return next((reducer for reducer in reducers if reducer is not None), None)
+
+
+def find_shard_memory(techniques: Sequence[Technique]) -> ShardMemory | None:
+    """Return where shards of parameters are kept between their uses; None: on the device.
+
+    Args:
+        techniques: The techniques, from the outside in.
+    """
+    memories = (shard_memory() for shard_memory in bound(techniques, "shard_memory"))
+    return next((memory for memory in memories if memory is not None), None)
 
 
 class Points:

@@ -28,6 +28,7 @@ from lightning_dist._compat.hooks import (
     move_hooks,
     prepend_step_post_hook,
     share_hooks,
+    step_hooks,
     take_post_accumulate_hooks,
 )
 from lightning_dist._compat.modules import (
@@ -94,6 +95,7 @@ __all__ = [
     "route_calls",
     "share_hooks",
     "shifted",
+    "step_hooks",
     "take_post_accumulate_hooks",
     "without_torch_functions",
 ]  # fmt: skip

@@ -22,6 +22,7 @@ __all__ = [
     "move_hooks",
     "prepend_step_post_hook",
     "share_hooks",
+    "step_hooks",
     "take_post_accumulate_hooks",
 ]
 
@@ -136,3 +137,11 @@ def prepend_step_post_hook(optimizer: Optimizer, hook: Callable[[Optimizer, Any,
     handle = optimizer.register_step_post_hook(hook)
     optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)  # type: ignore[attr-defined]
     return handle
+
+
+def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
+    """Return the hooks that run before and after the steps of ``optimizer``.
+
+    Replaced by: a public way to list them.
+    """
+    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]

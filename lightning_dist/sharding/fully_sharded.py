@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn import functional
 from torch.utils._pytree import tree_map
@@ -35,7 +35,7 @@ from lightning_dist.sharding import _compat
 from lightning_dist.sharding._compat import ShardedGroup
 from lightning_dist.sharding.same_path import Action, SamePath
 from lightning_dist.sharding.unused_parameters import UnusedParameters
-from lightning_dist.technique import Parallel, Technique, bound, find_gradient_reducer
+from lightning_dist.technique import Parallel, Technique, bound, find_gradient_reducer, find_shard_memory
 from lightning_dist.units import Unit
 
 __all__ = ["Sharding", "ShardingConfig"]
@@ -102,6 +102,10 @@ class Sharding(Technique):
         self._write_back_data = bound(parallel.techniques, "write_back_data")
         self._is_form = bound(parallel.techniques, "is_form_of_parameter")
         self._reducer = find_gradient_reducer(parallel.techniques)
+        self._memory = find_shard_memory(parallel.techniques)
+        self._offload = OffloadPolicy()
+        if self._memory is not None:
+            self._offload = CPUOffloadPolicy(pin_memory=self._memory.is_pinned)
 
     def manage_unit(self, unit: Unit) -> ShardedGroup:
         """Let FSDP2 shard the parameters of ``unit``. This is a collective over the mesh."""
@@ -120,6 +124,7 @@ class Sharding(Technique):
             mesh=self._mesh,
             reshard_after_forward=False if stays_gathered else self._config.reshard_after_forward,
             mp_policy=self._policy,
+            offload_policy=self._offload,
             ignored_params=set(self._module.parameters()) - set(unit.params.values()),
             shard_placement_fn=self._placement if self._shard_dims else None,
         )
@@ -146,6 +151,8 @@ class Sharding(Technique):
             reduce_scatter: Any = TwoShotReduceScatter(partial(self._exchange, "reduce", index))
             sharded.set_custom_all_gather(all_gather)
             sharded.set_custom_reduce_scatter(reduce_scatter)
+        if self._memory is not None:
+            group.keep_shards_in(self._memory)
         if self._write_back_data:
             group.write_back_data = self._was_replaced
         if self._is_form:

@@ -31,16 +31,18 @@ class ShardedGradScaler(torch.amp.GradScaler):
         Raises:
             ValueError: If a gradient is in float16 and ``allow_fp16`` is False.
         """
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
+        by_kind: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
         for group in optimizer.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     grad = param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad
                     if grad.dtype == torch.float16 and not allow_fp16:
                         raise ValueError("Gradients in float16 cannot be unscaled: keep parameters in float32.")
-                    by_dtype.setdefault(grad.dtype, []).append(grad)
-        for grads in by_dtype.values():
-            torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+                    by_kind.setdefault((grad.device, grad.dtype), []).append(grad)
+        for (device, _), grads in by_kind.items():  # Offloaded gradients are on another device than the scale.
+            found = found_inf.to(device)
+            torch._amp_foreach_non_finite_check_and_unscale_(grads, found, inv_scale.to(device))
+            found_inf.copy_(torch.maximum(found_inf, found.to(found_inf.device)))
         dist.all_reduce(found_inf, dist.ReduceOp.MAX)
         return {found_inf.device: found_inf}
 

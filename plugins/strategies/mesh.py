@@ -48,6 +48,12 @@ from lightning_dist.plugins.strategies.gradient_compression import (
     sync_config,
     with_loss_scaling,
 )
+from lightning_dist.plugins.strategies.offloading import (
+    backend_for_offload,
+    offload_config,
+    offloads_optimizer,
+    refuse_offload,
+)
 from lightning_dist.plugins.strategies.startup_table import startup_table
 from lightning_dist.plugins.strategies.steps.base import Steps, begins_accumulation
 from lightning_dist.plugins.strategies.steps.choice import complete_config, make_steps, refuse_other_config
@@ -93,6 +99,11 @@ class MeshStrategy(CheckpointedStrategy):
         sync: How replicas are synchronized that train on their own for a number of steps, instead of reducing their
             gradients in every step: :class:`~lightning_dist.compression.LocalSGD` or
             :class:`~lightning_dist.compression.DiLoCo`. None: gradients are reduced.
+        offload: What is kept in the memory of the CPU instead of the device's. ``"params"``: shards of parameters and
+            gradients. ``"optimizer"``: the states of optimizers, which step on the CPU. ``"both"``: all of these. None:
+            nothing.
+        offload_folder: Folder on a disk of each node in which ``offload`` keeps parameters and states, instead of the
+            memory of the CPU. This saves memory on the CPU as well.
         checkpoint: Options for saving and loading checkpoints: the arguments of
             :class:`~lightning_dist.plugins.strategies.checkpointing.CheckpointOptions`.
         process_group_backend: Backend such as ``"nccl"`` or ``"gloo"``; None: the default for the device.
@@ -113,6 +124,8 @@ class MeshStrategy(CheckpointedStrategy):
         check_replicas_every_n_steps: int | None = None,
         compression: CompressionArgument = None,
         sync: SyncArgument = None,
+        offload: str | None = None,
+        offload_folder: str | None = None,
         checkpoint: CheckpointOptions | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -131,11 +144,13 @@ class MeshStrategy(CheckpointedStrategy):
             check_replicas_every_n_steps=check_replicas_every_n_steps,
             compression=compression_config(compression),
             sync=sync_config(sync),
+            offload=offload_config(offload, offload_folder),
         )
         self._reduce_dtype = reduce_dtype
         self._steps: Steps | None = None
         self._hooks: WrappedHooks | None = None
         self._local_steps: list[LocalStep] = []
+        self._undo_optimizers: Callable[[], None] = _do_nothing
         self._restore_loggers: Callable[[], None] = _do_nothing
 
     @property
@@ -159,11 +174,15 @@ class MeshStrategy(CheckpointedStrategy):
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
         refuse_compression(self._config, self.layout, self.precision_plugin, self.strategy_name)
+        refuse_offload(self._config.offload, self.layout, self.strategy_name)
 
     @override
     def setup_environment(self) -> None:
         """Start the process group, build the mesh, and make sure that a fit can be stopped."""
         check_that_all_ranks_failed(AFTER_ERROR_S)
+        self._process_group_backend = backend_for_offload(
+            self._config.offload, self._process_group_backend, self.root_device
+        )
         super().setup_environment()
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
         if not any(isinstance(callback, FaultTolerance) for callback in callbacks):
@@ -223,7 +242,7 @@ class MeshStrategy(CheckpointedStrategy):
             _compat.agree_on_decisions(trainer)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
-        if is_fitting:
+        if is_fitting and not offloads_optimizer(self._config.offload):
             _compat.optimizers_to_device(self.optimizers, self.root_device)
         self._checkpoints.start(trainer)
         assert self._tracing is not None
@@ -287,6 +306,7 @@ class MeshStrategy(CheckpointedStrategy):
         assert self.lightning_module is not None
         check_optimizers(self.optimizers, self.lightning_module, type(self).__name__)
         self._local_steps = [LocalStep(optimizer) for optimizer in self.optimizers]
+        self._undo_optimizers = self.parallel.prepare_optimizers(self.optimizers)
 
     @property
     def steps(self) -> Steps:
@@ -376,6 +396,8 @@ class MeshStrategy(CheckpointedStrategy):
         for local_step in self._local_steps:
             local_step.remove()
         self._local_steps = []
+        self._undo_optimizers()
+        self._undo_optimizers = _do_nothing
         self._restore_loggers()
         self._restore_metrics()
         self._forget_evaluation()  # A failed evaluation has not ended itself.

@@ -18,6 +18,7 @@ from lightning_dist._compat import is_in_backward, local_of, move_hooks, share_h
 from lightning_dist.accumulated_gradients import AccumulatedGradients
 from lightning_dist.gradient_reducer import GradientReducer, LocalGradient
 from lightning_dist.parameter_group import ParameterGroup
+from lightning_dist.shard_memory import ShardMemory
 from lightning_dist.sharding._compat.param import MakeStandIn, ShardedParam
 
 __all__ = ["ShardedGroup", "fsdp_state", "sharded_group"]
@@ -58,6 +59,7 @@ class ShardedGroup(ParameterGroup):
         group._to_sharded_post_forward = self._put_parts  # type: ignore[method-assign]
         self._params = [ShardedParam(param, group) for param in group.fsdp_params]
         self._has_stand_ins = False
+        self._memory: ShardMemory | None = None
         self.write_back_data: Callable[[nn.Parameter], bool] = lambda param: False
         self.is_other_form: Callable[[nn.Module, str, torch.Tensor | None], bool] = lambda module, name, held: False
 
@@ -106,6 +108,7 @@ class ShardedGroup(ParameterGroup):
         # Inside torch.func.functional_call, a block may run again and must find the same tensors.
         replaced = self._of_other_code() if self._has_stand_ins and self._group.is_unsharded else []
         FSDPParamGroup._to_sharded(self._group)  # type: ignore[no-untyped-call]
+        self._release_shards()
         if self._has_stand_ins:
             self._put_stand_ins()
         for module, name, current in replaced:
@@ -115,6 +118,18 @@ class ShardedGroup(ParameterGroup):
         """Put the parameters into the modules that stay sharded over only some ranks until the backward."""
         self._leave_gathered()
         FSDPParamGroup._to_sharded_post_forward(self._group)  # type: ignore[no-untyped-call]
+        self._release_shards()
+
+    def keep_shards_in(self, memory: ShardMemory) -> None:
+        """Move the shards, which are in the memory of the CPU, into ``memory``."""
+        self._memory = memory
+        for param in self._params:
+            param.move_shard(memory)
+        self._release_shards()
+
+    def _release_shards(self) -> None:
+        if self._memory is not None:
+            self._memory.release(self.params)
 
     def _leave_gathered(self) -> None:
         self.write_back()
@@ -233,6 +248,7 @@ class ShardedGroup(ParameterGroup):
             begin += size
         # FSDP2 puts views of this tensor into the parameters next. Only then may it still change afterwards.
         is_final = flat.dtype in (torch.float32, torch.bfloat16) and flat.dtype == self._group._orig_dtype
+        is_final &= self._memory is None  # Offloaded gradients are copied next.
         if is_final and all(param.takes_gradient_as_it_is for param in self._reducing):
             self.reducer.reduce_later(flat, gradients)
         else:

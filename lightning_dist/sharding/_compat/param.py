@@ -10,8 +10,10 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
 
-from lightning_dist._compat import local_of, overwrite
+from lightning_dist._compat import local_of, overwrite, replace_local
+from lightning_dist.shard_memory import ShardMemory
 
 __all__ = ["MakeStandIn", "ShardedParam"]
 
@@ -142,6 +144,15 @@ class ShardedParam:
 
     # Values
 
+    def move_shard(self, memory: ShardMemory) -> None:
+        """Move the shard, and the padding that FSDP2 sends with it, into ``memory``."""
+        sent, local = self._param._sharded_param_data, local_of(self.shard)
+        placed = memory.place(sent)
+        if placed is not sent:
+            begin = local.storage_offset() - sent.storage_offset()
+            self._param._sharded_param_data = placed
+            replace_local(cast(DTensor, self.shard), torch.as_strided(placed, local.size(), local.stride(), begin))
+
     def take_converted(self) -> None:
         """Let FSDP2 gather the memory that the shard has now, if the module was converted or moved since.
 
@@ -178,6 +189,8 @@ class ShardedParam:
         """Write a step's changes of the gathered copy into the shard.
 
         Values are compared, because a change through ``param.data`` does not increase the version counter of a tensor.
+        Shards that are offloaded from an accelerator are not compared, since the host would have to wait for each copy:
+        the audit of the first step reports such changes.
 
         Args:
             is_changed: Whether the copy is known to have changed.
@@ -198,13 +211,14 @@ class ShardedParam:
             gathered = torch.as_strided(memory, whole.size(), whole.stride())
             overwrite(gathered, whole)
             whole.data = gathered
-        if is_changed or self._shard_version in (None, self._version_of_shard()):
+        is_offloaded = self._param.offload_to_cpu and whole.device.type != "cpu"
+        if is_changed or (not is_offloaded and self._shard_version in (None, self._version_of_shard())):
             shard, own = self._own_part()
             _store(shard, own)
             self._shard_version = self._version_of_shard()
         shard, own = self._own_part()
         # On other devices, the host would have to wait for a comparison.
-        can_compare = shard.device.type == "cpu" and shard.dtype is own.dtype
+        can_compare = shard.device.type == own.device.type == "cpu" and shard.dtype is own.dtype
         self._compared = _Compared(self.whole, whole, memory, self.shard, shard, own) if can_compare else None
         return is_changed
 
@@ -230,7 +244,7 @@ class ShardedParam:
     def is_written(self) -> bool:
         """Return whether the shard has the values of the gathered copy."""
         shard, own = self._own_part()
-        return torch.equal(shard.to(own.dtype), own)
+        return torch.equal(shard.to(own.device, own.dtype), own)
 
     def _own_part(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return this rank's shard, and the part of the gathered copy that has the same elements."""
@@ -339,6 +353,7 @@ def _store(shard: torch.Tensor, own: torch.Tensor) -> None:
     """Copy those elements of ``own`` into ``shard`` that differ; the others keep their precision."""
     if shard.data_ptr() == own.data_ptr():
         return
+    own = own.to(shard.device)
     # On other devices, the host would have to wait for the result of a comparison.
     if shard.device.type == "cpu" and torch.equal(shard.to(own.dtype), own):
         return
