@@ -87,6 +87,16 @@ class ParameterGroup(ABC):
         return False
 
     @property
+    def is_freed_after_forward(self) -> bool:
+        """Return whether gathered parameters are freed after a forward of the unit, and gathered for its backward."""
+        return False
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Return the bytes of the gathered parameters, if they are not in the memory of those that optimizers see."""
+        return 0
+
+    @property
     def names(self) -> list[str]:
         """Return the full names of the parameters in the user's module."""
         return []

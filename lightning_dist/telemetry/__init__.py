@@ -1,7 +1,16 @@
 """Measure time, samples, tokens and peak memory of training steps. This package depends on torch only."""
 
 from lightning_dist.telemetry.batch import BatchSize, batch_size
-from lightning_dist.telemetry.memory import peak_memory_mib
+from lightning_dist.telemetry.memory import bytes_in_use, peak_bytes_since, peak_memory_mib, reset_peak
 from lightning_dist.telemetry.step_timer import StepTimer, Stopwatch
 
-__all__ = ["BatchSize", "StepTimer", "Stopwatch", "batch_size", "peak_memory_mib"]
+__all__ = [
+    "BatchSize",
+    "StepTimer",
+    "Stopwatch",
+    "batch_size",
+    "bytes_in_use",
+    "peak_bytes_since",
+    "peak_memory_mib",
+    "reset_peak",
+]

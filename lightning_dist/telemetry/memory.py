@@ -1,11 +1,19 @@
-"""Measure the peak memory of this process."""
+"""Measure the memory of this process."""
+
+from __future__ import annotations
 
 import resource
 import sys
+from pathlib import Path
 
 import torch
 
+__all__ = ["bytes_in_use", "peak_bytes_since", "peak_memory_mib", "reset_peak"]
+
 _BYTES_PER_MIB = 1024 * 1024
+
+_highest_before_reset = 0.0
+"""The peak of the resident memory, in MiB, at the last :func:`reset_peak`."""
 
 
 def peak_memory_mib(device: torch.device) -> float:
@@ -13,13 +21,50 @@ def peak_memory_mib(device: torch.device) -> float:
 
     For a CUDA device, this is the peak of the caching allocator (``max_memory_allocated``) since the start or the last
     ``torch.cuda.reset_peak_memory_stats``. For any other device, it is the peak resident set size of the process, which
-    includes code and libraries and which the operating system never resets.
+    includes code and libraries.
 
     Args:
         device: The device that holds the model.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / _BYTES_PER_MIB
+    return max(_highest_before_reset, _peak_resident_mib())
+
+
+def bytes_in_use(device: torch.device) -> int | None:
+    """Return the bytes that the caching allocator has allocated, or else the resident set size; None: unknown."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+    except OSError:
+        return None
+
+
+def reset_peak(device: torch.device) -> None:
+    """Begin a new peak for :func:`peak_bytes_since`, where the system can; :func:`peak_memory_mib` keeps the old one.
+
+    The peak of a CUDA device is left as it is, because the user may have reset it.
+    """
+    global _highest_before_reset
+    if device.type == "cuda":
+        return
+    before = _peak_resident_mib()
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+    _highest_before_reset = max(_highest_before_reset, before)
+
+
+def peak_bytes_since(device: torch.device) -> int:
+    """Return the peak since the last :func:`reset_peak`."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return int(_peak_resident_mib() * _BYTES_PER_MIB)
+
+
+def _peak_resident_mib() -> float:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     # ru_maxrss counts bytes on macOS, KiB on every other Unix.
     return peak / _BYTES_PER_MIB if sys.platform == "darwin" else peak / 1024

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import torch
@@ -48,6 +49,7 @@ from lightning_dist.plugins.strategies.gradient_compression import (
     sync_config,
     with_loss_scaling,
 )
+from lightning_dist.plugins.strategies.memory_report import MemoryReport
 from lightning_dist.plugins.strategies.offloading import (
     backend_for_offload,
     offload_config,
@@ -148,6 +150,7 @@ class MeshStrategy(CheckpointedStrategy):
         )
         self._reduce_dtype = reduce_dtype
         self._steps: Steps | None = None
+        self._memory: MemoryReport | None = None
         self._hooks: WrappedHooks | None = None
         self._local_steps: list[LocalStep] = []
         self._undo_optimizers: Callable[[], None] = _do_nothing
@@ -253,6 +256,11 @@ class MeshStrategy(CheckpointedStrategy):
         _compat.run_examples_by(run_example)
         if is_new:
             rank_zero_info(startup_table(self, self._parallel))
+        self._memory = None
+        if is_fitting:
+            self._memory = MemoryReport(
+                trainer, self._parallel, self.optimizers, self._config, self.layout, self.root_device
+            )
 
     def _parallelize(self, module: LightningModule, copied: ParallelModule | None = None) -> ParallelModule:
         """Make ``module`` parallel, unless an earlier Trainer has done so. This is a collective over all processes.
@@ -324,7 +332,8 @@ class MeshStrategy(CheckpointedStrategy):
             self._checkpoints.before_update()
         self._check_batch("training_step", args, kwargs)
         self.parallel.before_training_step(begins_accumulation(self._trainer))
-        return self.steps.train(args, kwargs)
+        assert self._memory is not None
+        return self._memory.training_step(partial(self.steps.train, args, kwargs))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
@@ -348,7 +357,9 @@ class MeshStrategy(CheckpointedStrategy):
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run the backward, in automatic and in manual optimization."""
-        return self.steps.backward(closure_loss, optimizer, args, kwargs)
+        assert self._memory is not None
+        with self._memory.explained():
+            return self.steps.backward(closure_loss, optimizer, args, kwargs)
 
     @override
     def optimizer_step(
@@ -364,18 +375,22 @@ class MeshStrategy(CheckpointedStrategy):
             output = closure()
             self._checkpoints.before_update()
             self.parallel.before_optimizer_step()
+            memory.before_optimizer_step()
             return output
 
         assert self.lightning_module is not None
+        assert self._memory is not None
+        memory = self._memory
         if not self.lightning_module.automatic_optimization:  # The optimizer may ignore the closure, which is empty.
             self.parallel.before_optimizer_step()
         try:
-            with self.steps.outside_of_hooks(), _compat.total_norms(self.parallel.total_norm):
+            with memory.explained(), self.steps.outside_of_hooks(), _compat.total_norms(self.parallel.total_norm):
                 output = super().optimizer_step(optimizer, closure_then_wait, model, **kwargs)
         finally:
             for local_step in self._local_steps:
                 local_step.restore()
         self.parallel.after_optimizer_step()
+        memory.after_optimizer_step()
         return output
 
     @contextmanager

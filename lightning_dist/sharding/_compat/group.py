@@ -401,6 +401,17 @@ class ShardedGroup(ParameterGroup):
         return self.mesh.size(self.mesh.ndim - 1) > 1
 
     @property
+    def is_freed_after_forward(self) -> bool:
+        """Return whether FSDP2 frees the gathered parameters after a forward."""
+        return self._group.post_forward_mesh_info is not None
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Return the bytes of the gathered parameters of this rank."""
+        num_shards = self.mesh.size(self.mesh.ndim - 1)
+        return num_shards * sum(param.sent_bytes for param in self._params)
+
+    @property
     def numel(self) -> int:
         """Return the number of elements of the whole parameters."""
         return sum(param.shard.numel() for param in self._params)

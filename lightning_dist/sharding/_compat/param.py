@@ -74,6 +74,12 @@ class ShardedParam:
         """Return the module that holds the parameter, and its name there."""
         return self._param._module_info.module, self._param._module_info.param_name
 
+    @property
+    def sent_bytes(self) -> int:
+        """Return the bytes that this rank contributes when the parameter is gathered, in the dtype of the gather."""
+        sent = self._param._sharded_param_data
+        return sent.numel() * (self._param.param_dtype or sent.dtype).itemsize
+
     # What modules hold
 
     def put_into(self, modules: list[tuple[nn.Module, str]]) -> None:

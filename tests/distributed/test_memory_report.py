@@ -1,0 +1,113 @@
+"""Test the report about memory, and the advice when memory runs out, in real runs."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from tests.distributed.fit import make_strategy, make_trainer
+from tests.pool import RankFailed, WorkerPool
+
+DIM, NUM_LAYERS = 512, 8
+PARAMS_MIB = NUM_LAYERS * (DIM * 4 * DIM * 2 + 5 * DIM) * 4 / 2**20
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.ReLU(), nn.Linear(4 * DIM, DIM))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layers(x)
+
+
+class Deep(pl.LightningModule):
+    def __init__(self, num_rows: int = 2) -> None:
+        super().__init__()
+        self.num_rows = num_rows
+
+    def configure_model(self) -> None:
+        if not hasattr(self, "blocks"):
+            self.blocks = nn.Sequential(*(Block() for _ in range(NUM_LAYERS)))
+
+    def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
+        return self.blocks(batch[0].expand(self.num_rows, -1)).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(torch.randn(16, DIM)), batch_size=1)
+
+
+class Texts(logging.Handler):
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def fit(layout: str, folder: Path, **strategy_kwargs: Any) -> tuple[str, dict[str, float]]:
+    """Return the table and the logged metrics."""
+    logger = pl.loggers.CSVLogger(folder)
+    trainer = make_trainer("auto", strategy=make_strategy(layout, **strategy_kwargs), max_steps=2, logger=logger)
+    logged: dict[str, float] = {}
+    logger.log_metrics = lambda metrics, step=None: logged.update(metrics)  # type: ignore[method-assign]
+    texts, lightning = Texts(), logging.getLogger("lightning.pytorch.utilities.rank_zero")
+    lightning.addHandler(texts)
+    level = lightning.level
+    lightning.setLevel(logging.INFO)
+    try:
+        trainer.fit(Deep())
+    finally:
+        lightning.removeHandler(texts)
+        lightning.setLevel(level)
+    return next((text for text in texts.texts if text.startswith("memory of a rank")), ""), logged
+
+
+@pytest.mark.parametrize(("layout", "num_shards"), [("full_shard", 2), ("2x1", 1)])
+def test_predicted_and_measured_memory_are_reported(
+    pool: WorkerPool, tmp_path: Path, layout: str, num_shards: int
+) -> None:
+    table, logged = pool.run(fit, 2, layout, tmp_path)[0]
+    assert table.splitlines()[-1].split()[0] == "peak"
+    for kind, factor in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
+        expected = factor * PARAMS_MIB / num_shards
+        assert logged[f"memory/{kind}_mib"] == pytest.approx(expected, rel=0.01)
+        assert logged[f"memory/{kind}_predicted_mib"] == pytest.approx(expected, rel=0.01)
+    assert logged["memory/peak_predicted_mib"] < 3 * logged["memory/peak_of_model_mib"]
+
+
+def test_states_in_files_are_not_counted(pool: WorkerPool, tmp_path: Path) -> None:
+    _, logged = pool.run(fit, 2, "full_shard", tmp_path, offload="both", offload_folder=str(tmp_path))[0]
+    assert logged["memory/optimizer_mib"] == logged["memory/parameters_mib"] == 0
+
+
+def fit_within(limit_mib: int, num_rows: int, **strategy_kwargs: Any) -> None:
+    """Train with at most ``limit_mib`` more of private memory than when the fit begins."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    in_use_kib = next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
+    before = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (in_use_kib * 1024 + limit_mib * 2**20, before[1]))
+    try:
+        make_trainer("auto", strategy=make_strategy("full_shard", **strategy_kwargs), max_steps=2).fit(Deep(num_rows))
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def test_an_error_about_memory_ends_with_settings_that_help(pool: WorkerPool) -> None:
+    with pytest.raises(RankFailed) as caught:
+        pool.run(fit_within, 2, 600, 40_000)
+    text = next(text for text in caught.value.errors.values() if "Out of memory." in text)
+    assert "activation_checkpointing='full': about" in text
+    assert text.index("activation_checkpointing='full'") < text.index("offload='optimizer'")
