@@ -122,7 +122,7 @@ def _matched(root: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Module]:
         if not own:
             known = {type(module).__name__ for module in inside.values()} | {name.rpartition(".")[2] for name in inside}
             close = difflib.get_close_matches(pattern, [*sorted(known), *inside], n=1, cutoff=0.5)
-            hint = f"; did you mean {close[0]!r}?" if close else ""
+            hint = f"; did you mean {close[0]!r}?" if close else "."
             raise ValueError(
                 f"keep_fp32={list(patterns)!r}: {pattern!r} matches no module with parameters{hint} Give names of"
                 f" classes such as {next(iter(sorted({type(m).__name__ for m in inside.values()})), 'LayerNorm')!r}, or"
