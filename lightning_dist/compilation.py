@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from lightning_dist._compat import compile_backwards_without_autocast
 from lightning_dist.technique import Rows, Technique
 from lightning_dist.units import Unit
 
@@ -22,6 +23,7 @@ class Compilation(Technique):
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
+        compile_backwards_without_autocast()
 
     def prepare_unit(self, unit: Unit) -> None:
         """Compile the forwards of the unit's modules if it is a block."""

@@ -15,6 +15,7 @@ from lightning_dist.activation_checkpointing import ActivationCheckpointing, Che
 from lightning_dist.audit import FirstStepAudit
 from lightning_dist.compilation import Compilation
 from lightning_dist.compression import Compression, CompressionConfig, LocalUpdates, SyncConfig
+from lightning_dist.float32_modules import Float32Modules, refuse_other_patterns
 from lightning_dist.initialization import agreed_seed, broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.offload import Offload, OffloadConfig
@@ -41,6 +42,7 @@ class ParallelConfig:
         units: Names of the block classes; None: they are found automatically.
         min_num_params: Number of parameters from which a module outside the blocks is sharded as one unit.
         sharding: Dtypes of the sharded parameters and gradients, and when gathered units are freed.
+        keep_fp32: Patterns of names or classes of modules that run in float32 while the others run under autocast.
         activation_checkpointing: Which activations of blocks are kept for the backward, and where.
         compile_backend: The backend of torch.compile for each block, such as ``"inductor"``; None: none is compiled.
         check_replicas_every_n_steps: Number of optimizer steps after which replicas are compared; None: never.
@@ -54,6 +56,7 @@ class ParallelConfig:
     units: Sequence[str] | None = None
     min_num_params: int = MIN_NUM_PARAMS
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    keep_fp32: Sequence[str] = ()
     activation_checkpointing: CheckpointingMode = field(default_factory=CheckpointingMode)
     compile_backend: str | None = None
     check_replicas_every_n_steps: int | None = None
@@ -103,6 +106,7 @@ def parallelize(
         if not param.is_contiguous():  # FSDP2 does not accept other memory formats, such as channels_last.
             param.data = param.data.contiguous()
     techniques = _techniques(module, units, layout, mesh, config, stage_to_stage)
+    refuse_other_patterns(module, config.keep_fp32)
     broadcast_weights(module)
     seed = agreed_seed()
     on_cpu = mesh.device_type == "cpu"
@@ -128,6 +132,8 @@ def _techniques(
         FirstStepAudit(),
         SameBuffers(sharding_mesh),
     ]
+    if config.keep_fp32:  # The forwards must have changed before the traces of a step find dtypes.
+        techniques.append(Float32Modules(module, config.keep_fp32, mesh.device_type))
     if config.pipeline is not None and stage_to_stage is not None:
         splits_backward = layout.tp == 1 and not config.activation_checkpointing
         group, same_stage = layout.get_mesh(mesh, "pp").get_group(), parameter_mesh

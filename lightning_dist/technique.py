@@ -106,6 +106,9 @@ class Technique:
     def shard_dim(self, param: nn.Parameter) -> int | None:
         """Return the dimension along which ``param`` must be sharded; None leaves it to the sharding technique."""
 
+    def param_dtype(self, owner: nn.Module) -> torch.dtype | None:
+        """Return the dtype in which ``owner`` computes with its own parameters; None leaves it to the sharding."""
+
     def gradient_reducer(self) -> GradientReducer | None:
         """Return what averages gradients over ``dp_replicate`` in place of an all-reduce; None: the next technique."""
 

@@ -8,6 +8,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch._functorch.config
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,6 +17,7 @@ __all__ = [
     "around_grads",
     "around_zero_grad",
     "at_end_of_backward",
+    "compile_backwards_without_autocast",
     "is_in_backward",
     "overwrite",
     "without_torch_functions",
@@ -119,6 +121,16 @@ def overwrite(memory: torch.Tensor, values: torch.Tensor) -> None:
     """
     with torch.autograd._unsafe_preserve_version_counter(memory):
         memory.copy_(values)
+
+
+def compile_backwards_without_autocast() -> None:
+    """Let torch.compile compile backwards as they run in eager mode: outside of the forward's autocast.
+
+    It would otherwise compute in lower precision the gradients of layers whose forward has switched autocast off.
+
+    Replaced by: ``"off"`` as torch's default, or an argument of ``torch.compile``.
+    """
+    torch._functorch.config.backward_pass_autocast = "off"
 
 
 def without_torch_functions() -> AbstractContextManager[None]:

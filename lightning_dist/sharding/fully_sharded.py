@@ -99,6 +99,7 @@ class Sharding(Technique):
         # Units that stay sharded over some ranks after their forward are gathered over a smaller group.
         self._paths: defaultdict[str, SamePath] = defaultdict(lambda: SamePath(names))
         self._shard_dims = bound(parallel.techniques, "shard_dim")
+        self._param_dtypes = bound(parallel.techniques, "param_dtype")
         self._write_back_data = bound(parallel.techniques, "write_back_data")
         self._is_form = bound(parallel.techniques, "is_form_of_parameter")
         self._reducer = find_gradient_reducer(parallel.techniques)
@@ -119,6 +120,12 @@ class Sharding(Technique):
             for part in top.modules()
             for key, param in part.named_parameters(recurse=False, remove_duplicate=False)
         }
+        dtypes = {
+            id(param): dtype
+            for owner in unit.owners
+            if (dtype := self._own_dtype(owner)) is not None
+            for param in owner.parameters(recurse=False)
+        }
         fully_shard(
             modules if len(modules) > 1 else modules[0],
             mesh=self._mesh,
@@ -131,12 +138,15 @@ class Sharding(Technique):
         group = _compat.sharded_group(modules[0])
         group.count_bytes = self._count_bytes
         group.take_hooks(originals)
+        if dtypes:
+            group.gather_in(lambda place: dtypes.get(id(originals[place])))
         low, stored = self._config.param_dtype, {param.dtype for param in unit.params.values()}
         if low is not None and any(dtype.is_floating_point and dtype != low for dtype in stored):
             for module in unit.modules if unit.has_forward else ():
-                module.register_forward_pre_hook(_CastHiddenStates(low), with_kwargs=True)
+                if self._own_dtype(module) is None:
+                    module.register_forward_pre_hook(_CastHiddenStates(low), with_kwargs=True)
             for owner in unit.owners:
-                if isinstance(owner, _ONE_DTYPE):
+                if isinstance(owner, _ONE_DTYPE) and self._own_dtype(owner) is None:
                     owner.register_forward_pre_hook(partial(_cast_inputs, low), with_kwargs=True)
         if not unit.has_forward:
             self._holders.append(modules[0])
@@ -166,6 +176,10 @@ class Sharding(Technique):
         dims = (shard_dim(param) for shard_dim in self._shard_dims)
         dim = next((dim for dim in dims if dim is not None), None)
         return None if dim is None else Shard(dim)
+
+    def _own_dtype(self, owner: nn.Module) -> torch.dtype | None:
+        dtypes = (param_dtype(owner) for param_dtype in self._param_dtypes)
+        return next((dtype for dtype in dtypes if dtype is not None), None)
 
     def _was_replaced(self, param: nn.Parameter) -> bool:
         return any(write_back_data(param) for write_back_data in self._write_back_data)

@@ -10,6 +10,9 @@
 ``16-mixed``      float32             float16             float32            yes, as Lightning's
 ``16-true``       float16             float16             float32            no
 ================  ==================  =================  ==================  ====================
+
+:class:`~lightning_dist.plugins.precision.MeshPrecision` has the dtypes of the precision that it is named after, except
+those that its arguments choose.
 """
 
 from __future__ import annotations
@@ -19,6 +22,8 @@ from dataclasses import dataclass
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
 
+from lightning_dist.plugins.precision.mesh_precision import MeshPrecision
+
 __all__ = ["PrecisionPolicy", "precision_policy"]
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -26,15 +31,17 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """Hold the two dtypes of FSDP2's mixed-precision policy.
+    """Hold the two dtypes of FSDP2's mixed-precision policy, and which modules do not follow it.
 
     Args:
         param_dtype: Dtype in which parameters are gathered and computed; None: the dtype in which they are stored.
         reduce_dtype: Dtype in which gradients are reduced; None: the dtype in which they are computed.
+        keep_fp32: Patterns of modules that are gathered and computed in float32.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
+    keep_fp32: tuple[str, ...] = ()
 
 
 def precision_policy(plugin: Precision, reduce_dtype: str | None = None) -> PrecisionPolicy:
@@ -46,17 +53,27 @@ def precision_policy(plugin: Precision, reduce_dtype: str | None = None) -> Prec
             dtype in the table above.
 
     Raises:
-        ValueError: If sharded training does not support ``plugin`` or ``reduce_dtype``.
+        ValueError: If sharded training does not support ``plugin`` or ``reduce_dtype``, or if ``plugin`` has another
+            ``reduce_dtype``.
     """
+    own = plugin.reduce_dtype if isinstance(plugin, MeshPrecision) else None
+    if own is not None and reduce_dtype not in (None, own):
+        raise ValueError(
+            f"reduce_dtype={reduce_dtype!r} of the strategy contradicts MeshPrecision(reduce_dtype={own!r}): leave one"
+            " of the two out."
+        )
+    reduce_dtype = reduce_dtype or own
     if reduce_dtype is not None and reduce_dtype not in _DTYPES:
         raise ValueError(f"reduce_dtype={reduce_dtype!r} is not supported; use one of {', '.join(_DTYPES)}.")
     reduced_in = _DTYPES[reduce_dtype] if reduce_dtype else None
-    if type(plugin) in (Precision, DoublePrecision):
+    keep_fp32 = plugin.keep_fp32 if isinstance(plugin, MeshPrecision) else ()
+    is_mesh_in_float32 = isinstance(plugin, MeshPrecision) and plugin.param_dtype == "float32"
+    if type(plugin) in (Precision, DoublePrecision) or is_mesh_in_float32:
         return PrecisionPolicy(None, reduced_in)
     if isinstance(plugin, MixedPrecision | HalfPrecision) and plugin.precision in ("bf16-mixed", "bf16-true"):
-        return PrecisionPolicy(torch.bfloat16, reduced_in or torch.float32)
+        return PrecisionPolicy(torch.bfloat16, reduced_in or torch.float32, keep_fp32)
     if isinstance(plugin, MixedPrecision | HalfPrecision):
-        return PrecisionPolicy(torch.float16, reduced_in or torch.float32)
+        return PrecisionPolicy(torch.float16, reduced_in or torch.float32, keep_fp32)
     raise ValueError(
         f"precision={plugin.precision!r} ({type(plugin).__name__}) is not supported by the sharded strategies; use"
         " '32-true', '64-true', 'bf16-mixed', 'bf16-true', '16-mixed' or '16-true'."

@@ -287,5 +287,7 @@ class CheckpointedStrategy(SharedBatchStrategy):
         """Load the optimizers' states of a checkpoint that :meth:`load_checkpoint` read."""
         assert self.lightning_module is not None
         with raise_on_all_ranks("loading the optimizers' states"):
-            keeps_dtypes = isinstance(self.precision_plugin, MeshPrecision)  # Its moments are wider than parameters.
+            plugin = self.precision_plugin
+            # Moments of parameters with master weights are wider than the parameters.
+            keeps_dtypes = isinstance(plugin, MeshPrecision) and plugin.master_weights is not None
             loading.load_optimizers(checkpoint, self.optimizers, self.lightning_module, keeps_dtypes)

@@ -29,7 +29,7 @@ from lightning_dist.parallel_module import ParallelModule, parallelized
 from lightning_dist.parallelize import ParallelConfig, parallelize
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.callbacks import FaultTolerance
-from lightning_dist.plugins.precision import PrecisionPolicy, agree_on_overflows, precision_policy
+from lightning_dist.plugins.precision import MeshPrecision, PrecisionPolicy, agree_on_overflows, precision_policy
 from lightning_dist.plugins.strategies.activations import CheckpointingArgument, checkpointing_mode
 from lightning_dist.plugins.strategies.checkpointed import AFTER_ERROR_S, CheckpointedStrategy
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
@@ -169,13 +169,15 @@ class MeshStrategy(CheckpointedStrategy):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         if plugin is not None:
-            precision_policy(plugin)
+            precision_policy(plugin, self._reduce_dtype)
             agree_on_overflows(plugin)
         self._precision_plugin = plugin
 
     @override
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
+        if isinstance(self.precision_plugin, MeshPrecision):
+            self.precision_plugin.use_device(self.root_device.type)
         refuse_compression(self._config, self.layout, self.precision_plugin, self.strategy_name)
         refuse_offload(self._config.offload, self.layout, self.strategy_name)
 
@@ -277,7 +279,8 @@ class MeshStrategy(CheckpointedStrategy):
                     f"This {type(module).__name__} is sharded over {existing.mesh} by an earlier Trainer, and cannot be"
                     f" sharded over {wanted} as well. Make a new one, and load the weights from a checkpoint."
                 )
-            refuse_other_config(existing, self._config, self.layout)
+            config = replace(self._config, keep_fp32=self.precision_policy.keep_fp32)
+            refuse_other_config(existing, config, self.layout)
             return existing
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
@@ -287,7 +290,8 @@ class MeshStrategy(CheckpointedStrategy):
         sharding = replace(self._config.sharding, param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
         assert self._tracing is not None
         config = complete_config(self._config, self.layout, module, self._trainer, self._tracing, copied)
-        config = with_loss_scaling(replace(config, sharding=sharding), self.precision_plugin)
+        config = replace(config, sharding=sharding, keep_fp32=policy.keep_fp32)
+        config = with_loss_scaling(config, self.precision_plugin)
         if copied is not None:  # A copy, such as an average of the weights, gets no gradients.
             config = replace(config, compression=None, sync=None)
         return parallelize(module, self.layout, self.mesh, config, self._stage_to_stage_group)
@@ -352,7 +356,7 @@ class MeshStrategy(CheckpointedStrategy):
 
     def _evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
         self._check_batch(name, args, kwargs)
-        return self.steps.evaluate(name, args, kwargs)
+        return cast(STEP_OUTPUT, self.precision_plugin.convert_output(self.steps.evaluate(name, args, kwargs)))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:

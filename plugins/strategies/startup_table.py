@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.float32_modules import Float32Modules
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.plugins.precision import MeshPrecision
 from lightning_dist.tensor_state import is_remote
@@ -23,18 +24,22 @@ _LABELS = {"root": "on the LightningModule itself", "shared": "shared by blocks"
 
 def startup_table(strategy: MeshStrategy, module: ParallelModule) -> str:
     """Return the layout, units, precision and checks of ``strategy`` as lines of text."""
-    kinds: dict[str, list[int]] = {}
+    kinds: dict[str, list[tuple[int, int]]] = {}
+    in_float32 = module.get(Float32Modules)
     for unit, group in zip(module.units, module.groups, strict=True):
         name = type(unit.modules[0]).__name__.removeprefix("FSDP")
         label = _LABELS.get(unit.kind, f"{name} ({unit.kind})")
-        kinds.setdefault(label, []).append(group.numel)
-    units = [f"{len(sizes)} x {label}: {_range(sizes)}" for label, sizes in kinds.items()]
+        kept = 0 if in_float32 is None else in_float32.numel(unit)
+        kinds.setdefault(label, []).append((group.numel, kept))
+    units = [
+        f"{len(sizes)} x {label}: {_range([size for size, _ in sizes])}{_kept(sizes)}" for label, sizes in kinds.items()
+    ]
     numel = sum(param.numel() for param in module.module.parameters())
     layout, policy = strategy.layout, strategy.precision_policy
     stored = next((param.dtype for param in module.module.parameters()), torch.get_default_dtype())
     computed = policy.param_dtype or stored
     plugin = strategy.precision_plugin
-    master = f", updated in float32 ({plugin.master_weights})" if isinstance(plugin, MeshPrecision) else ""
+    options = plugin.table_text() if isinstance(plugin, MeshPrecision) else ""
     rows = [
         ("layout", f"{layout} = {layout.world_size} processes ({strategy.process_group_backend})"),
         ("parameters", f"{numel:,}, of which a rank holds {_held(module):,}"),
@@ -42,7 +47,7 @@ def startup_table(strategy: MeshStrategy, module: ParallelModule) -> str:
         (
             "precision",
             f"{plugin.precision}: stored in {_name(stored)}, computed in {_name(computed)},"
-            f" gradients reduced in {_name(policy.reduce_dtype or computed)}{master}",
+            f" gradients reduced in {_name(policy.reduce_dtype or computed)}{options}",
         ),
     ]
     for technique in module.techniques:
@@ -73,6 +78,21 @@ def _parts(param: torch.Tensor) -> list[int]:
 def _range(sizes: list[int]) -> str:
     low, high = min(sizes), max(sizes)
     return f"{low:,} parameters" + (" each" if len(sizes) > 1 else "") if low == high else f"{low:,} to {high:,} each"
+
+
+def _kept(sizes: list[tuple[int, int]]) -> str:
+    """Return how many parameters of a kind of unit are computed in float32 apart from the others; "" if none are.
+
+    Args:
+        sizes: For each unit, the number of its parameters, and of those that are computed in float32.
+    """
+    if not any(kept for _, kept in sizes):
+        return ""
+    if all(kept == size for size, kept in sizes):
+        return ", computed in float32"
+    counts = sorted({kept for _, kept in sizes})
+    of_each = f"{counts[0]:,}" if len(counts) == 1 else f"{counts[0]:,} to {counts[-1]:,}"
+    return f", of which {of_each} are computed in float32"
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -11,7 +11,7 @@ import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 
-from lightning_dist import FullShardStrategy, PipelineParallelStrategy, TensorParallelStrategy
+from lightning_dist import FullShardStrategy, MeshPrecision, PipelineParallelStrategy, TensorParallelStrategy
 from lightning_dist.parity import whole_parameters
 from tests.distributed.fit import make_trainer
 from tests.models import GPT, VOCAB, Transformer
@@ -87,20 +87,31 @@ STRATEGIES: dict[str, Any] = {
 }
 
 
-def train(strategy: str, **kwargs: Any) -> tuple[dict[str, Tensor], list[float], list[bool]]:
-    """Train, and return the changes of the weights, and for each step the scale and whether any weight changed."""
+def train(strategy: str, is_mesh: bool = False, **kwargs: Any) -> tuple[dict[str, Tensor], list[float], list[bool]]:
+    """Train, and return the changes of the weights, and for each step the scale and whether any weight changed.
+
+    Args:
+        strategy: Key of ``STRATEGIES``, or a strategy of Lightning.
+        is_mesh: Whether float16 is asked for by MeshPrecision, and not by Lightning's plugin.
+        kwargs: Arguments of the Trainer.
+    """
     torch.manual_seed(0)
     model, watch = Overflowing(), Watch()
     start = copies(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    make_trainer(
+    own = MeshPrecision(param_dtype="float16")
+    trainer = make_trainer(
         "auto",
         strategy=STRATEGIES[strategy]() if strategy in STRATEGIES else strategy,
-        plugins=[MixedPrecision("16-mixed", "cpu", scaler)],
+        plugins=[own if is_mesh else MixedPrecision("16-mixed", "cpu", scaler)],
         callbacks=[watch],
         max_steps=NUM_STEPS,
         **kwargs,
-    ).fit(model)
+    )
+    if is_mesh:
+        assert own.scaler is not None
+        own.scaler.load_state_dict(scaler.state_dict())
+    trainer.fit(model)
     changes = {name: param - start[name] for name, param in copies(model).items()}
     return changes, watch.scales, watch.has_moved
 
@@ -111,12 +122,14 @@ def alone(pool: WorkerPool) -> tuple[dict[str, Tensor], list[float], list[bool]]
     return changes, scales, has_moved
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    ("strategy", "is_mesh"), [*((name, False) for name in STRATEGIES), ("full_shard", True), ("data_parallel", True)]
+)
 def test_all_ranks_skip_a_step_that_overflows_on_one_of_them(
-    pool: WorkerPool, reference_pool: WorkerPool, strategy: str
+    pool: WorkerPool, reference_pool: WorkerPool, strategy: str, is_mesh: bool
 ) -> None:
     ranks, (expected, scales, _) = in_parallel(
-        lambda: pool.run(train, 4, strategy, gradient_clip_val=1.0), lambda: alone(reference_pool)
+        lambda: pool.run(train, 4, strategy, is_mesh, gradient_clip_val=1.0), lambda: alone(reference_pool)
     )
     total = sum(float((change**2).sum()) for change in expected.values())
     for changes, found, has_moved in ranks:

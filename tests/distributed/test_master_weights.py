@@ -40,13 +40,18 @@ class SmallSteps(GPT):
 
 
 def fit(
-    layout: str, precision: str, lr: float, num_steps: int, save: Path | None = None, resume: Path | None = None
+    layout: str,
+    precision: str | dict[str, Any],
+    lr: float,
+    num_steps: int,
+    save: Path | None = None,
+    resume: Path | None = None,
 ) -> tuple[Weights, list[float]]:
     """Return the weights and the training losses.
 
     Args:
         layout: Layout of :func:`tests.distributed.fit.make_strategy`.
-        precision: Kind of master weights, or Lightning's name of a precision.
+        precision: Kind of master weights, or Lightning's name of a precision, or the arguments of MeshPrecision.
         lr: Learning rate.
         num_steps: Number of the last step.
         save: Path at which a checkpoint is saved at the end.
@@ -59,7 +64,9 @@ def fit(
             losses.append(float(trainer.callback_metrics["train/loss"]))
 
     precise: dict[str, Any] = {"precision": precision}
-    if precision in KINDS:
+    if isinstance(precision, dict):
+        precise = {"plugins": [MeshPrecision(**precision)]}  # Its scaler is created with the Trainer.
+    elif precision in KINDS:
         precise = {"plugins": [MeshPrecision(precision)]}  # type: ignore[arg-type]
     trainer = make_trainer(
         "auto",
@@ -70,6 +77,9 @@ def fit(
         **precise,
     )
     model = SmallSteps(lr)
+    scaler = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is not None:  # The first steps would overflow with the default scale, and be skipped.
+        scaler.load_state_dict({**scaler.state_dict(), "scale": 256.0})
     trainer.fit(model, ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)

@@ -129,6 +129,16 @@ def test_fit_logs_its_configuration_metrics_and_checkpoints(command: Any, caplog
     assert "mlflow server --backend-store-uri sqlite:///mlflow.db" in caplog.text
 
 
+def test_dtypes_are_chosen_in_yaml(command: Any) -> None:
+    dtypes = "{param_dtype: float16, keep_fp32: [Linear], output_dtype: float32}"
+    plugins = f"[{{class_path: lightning_dist.MeshPrecision, init_args: {dtypes}}}]"
+    Path("x.yaml").write_text(f"trainer: {{strategy: data_parallel, devices: 1, plugins: {plugins}}}")
+    assert command("fit", "-c", "x.yaml", max_steps="1") == 0
+    plugin: Any = Net.trainers[-1].precision_plugin
+    assert (plugin.precision, plugin.keep_fp32, plugin.output_dtype) == ("16-mixed", ("Linear",), "float32")
+    assert plugin.scaler.get_scale() == 2.0**16
+
+
 def test_the_saved_configuration_repeats_the_run(command: Any, capfd: pytest.CaptureFixture[str]) -> None:
     strategy = f"{{class_path: {HERE}.Resharding, init_args: {{note: '${{trainer.max_steps}}'}}}}"
     Path("x.yaml").write_text(f"trainer: {{strategy: {strategy}}}")

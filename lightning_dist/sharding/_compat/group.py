@@ -41,6 +41,7 @@ class ShardedGroup(ParameterGroup):
         self._awaits_agreement = False
         self._is_reduced = False
         self._accumulated = AccumulatedGradients()
+        self._has_own_dtypes = False
         self._reducing: list[ShardedParam] = []
         self._means: dict[str, LocalGradient] = {}
         self.count_bytes: Callable[[int], None] = lambda num_bytes: None
@@ -216,6 +217,17 @@ class ShardedGroup(ParameterGroup):
         for param in self._params:
             move_hooks(originals[param.place], param.shard)
 
+    def gather_in(self, dtype_of: Callable[[tuple[nn.Module, str]], torch.dtype | None]) -> None:
+        """Gather some parameters in another dtype than the group's; all gradients are reduced in one dtype.
+
+        Args:
+            dtype_of: Function that returns the dtype of the parameter that a module holds, given the module and the
+                parameter's name in it; None: that of the group.
+        """
+        self._has_own_dtypes = True
+        for param in self._params:
+            param.gather_in(dtype_of(param.place))
+
     def reduce_between_replicas_by(self, reducer: GradientReducer) -> None:
         """Let ``reducer`` average gradients between replicas, in place of FSDP2's all-reduce.
 
@@ -296,7 +308,7 @@ class ShardedGroup(ParameterGroup):
             self._mark_used()
             self._is_reduced = True
             # FSDP2 accumulates gradients in the dtype of the reduction, and reduces a group's gradients in one dtype.
-            if any(param.has_accumulated_gradient for param in self._params):
+            if self._has_own_dtypes or any(param.has_accumulated_gradient for param in self._params):
                 for param in self._params:
                     param.to_accumulated_gradient(self._group.reduce_scatter_unused_params)
             with_zeros = self._group.reduce_scatter_unused_params

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -158,6 +160,23 @@ class ShardedParam:
             begin = local.storage_offset() - sent.storage_offset()
             self._param._sharded_param_data = placed
             replace_local(cast(DTensor, self.shard), torch.as_strided(placed, local.size(), local.stride(), begin))
+
+    def gather_in(self, dtype: torch.dtype | None) -> None:
+        """Gather the parameter in a dtype of its own, and reduce its gradient in the dtype of the group's policy.
+
+        Replaced by: an FSDP2 that takes a mixed-precision policy for each parameter.
+
+        Args:
+            dtype: The dtype; None: that of the policy.
+        """
+
+        def init_dtype_attrs(policy: MixedPrecisionPolicy) -> None:
+            own = policy if dtype is None else replace(policy, param_dtype=dtype)
+            FSDPParam.init_dtype_attrs(self._param, own)
+            # FSDP2 leaves it None if it equals the dtype of the parameter, and then refuses the group.
+            self._param.reduce_dtype = policy.reduce_dtype or policy.param_dtype
+
+        self._param.init_dtype_attrs = init_dtype_attrs  # type: ignore[method-assign, assignment]
 
     def take_converted(self) -> None:
         """Let FSDP2 gather the memory that the shard has now, if the module was converted or moved since.

@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_dist.compression import Compression, LocalUpdates
+from lightning_dist.float32_modules import refuse_other_patterns
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.parallelize import ParallelConfig
@@ -135,7 +136,9 @@ def refuse_other_config(existing: ParallelModule, config: ParallelConfig, layout
 
     Raises:
         MisconfigurationException: If the module is cut into other stages, or compresses gradients in another way.
+        ValueError: If the module runs other modules in float32.
     """
+    refuse_other_patterns(existing.module, config.keep_fp32)
     compression = existing.get(Compression)
     local_updates = existing.get(LocalUpdates)
     for name, before, after in (
