@@ -61,6 +61,7 @@ class RunSize:
         offloads_params: Whether shards of parameters and gradients are not on the device.
         offloads_gradients: Whether shards of gradients are not on the device.
         offloads_states: Whether the states of optimizers are not on the device.
+        steps_in_backward: Whether the gradients of a block are used and freed before those of the next are computed.
     """
 
     parameters: int
@@ -80,6 +81,7 @@ class RunSize:
     offloads_params: bool = False
     offloads_gradients: bool = False
     offloads_states: bool = False
+    steps_in_backward: bool = False
 
 
 @dataclass(frozen=True)
@@ -107,7 +109,7 @@ def predict(size: RunSize) -> MemoryUse:
     """Return the memory of a rank by the sums in the module's docstring."""
     is_sharded = size.num_shards > 1
     params = 0 if size.offloads_params else size.parameters // size.num_shards
-    all_gradients = size.trainable // size.num_shards
+    all_gradients = (size.block if size.steps_in_backward else size.trainable) // size.num_shards
     gradients = 0 if size.offloads_gradients else all_gradients
     all_states = int(size.state_bytes * size.elements) // size.num_shards
     states = 0 if size.offloads_states else all_states
@@ -163,6 +165,8 @@ def advise(size: RunSize, num_replicas: int, may_offload: bool, folder: bool) ->
         both = replace(size, offloads_params=True, offloads_gradients=not folder, offloads_states=True)
         if size.num_shards > 1:
             candidates.append((f"offload='both'{where}", both))
+    if size.num_shards > 1 and not size.steps_in_backward and not size.accumulates:
+        candidates.append(("step_in_backward=True", replace(size, steps_in_backward=True)))
     if activations:
         half = "half the batch size, and twice the accumulate_grad_batches"
         candidates.append((half, replace(size, activations=activations // 2)))

@@ -27,6 +27,7 @@ from lightning_dist.same_buffers import SameBuffers
 from lightning_dist.scalar_reads import read_whole_scalars
 from lightning_dist.scalars import Scalars
 from lightning_dist.sharding import Sharding, ShardingConfig
+from lightning_dist.step_in_backward import StepInBackward
 from lightning_dist.technique import Technique
 from lightning_dist.tensor_parallel import TensorParallel, TensorParallelConfig, find_plan, resolve_plan
 from lightning_dist.units import MIN_NUM_PARAMS, Unit, find_units
@@ -51,6 +52,7 @@ class ParallelConfig:
         compression: Options of the compression of gradients; None: they are not compressed.
         sync: How replicas that train on their own are synchronized; None: they reduce their gradients in every step.
         offload: What is kept outside of the device's memory; None: nothing.
+        step_in_backward: Whether optimizers update parameters while the backward runs.
     """
 
     units: Sequence[str] | None = None
@@ -65,6 +67,7 @@ class ParallelConfig:
     compression: CompressionConfig | None = None
     sync: SyncConfig | None = None
     offload: OffloadConfig | None = None
+    step_in_backward: bool = False
 
     def for_shards(self) -> dict[str, object]:
         """Return the arguments that differ from their defaults and have an effect only if parameters are sharded."""
@@ -146,6 +149,8 @@ def _techniques(
         techniques.append(Compression(config.compression, sharding_mesh, parameter_mesh))
     if config.offload is not None:
         techniques.append(Offload(config.offload, mesh.device_type))
+    if config.step_in_backward:
+        techniques.append(StepInBackward())
     if layout.dp_shard > 1:
         techniques.append(Scalars(parameter_mesh, parameter_mesh))  # FSDP2 does not accept scalars.
         techniques.append(Sharding(sharding_mesh, config.sharding))

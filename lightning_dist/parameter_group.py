@@ -31,6 +31,9 @@ class ParameterGroup(ABC):
     reducer: GradientReducer | None = None
     """What averages the gradients over ``dp_replicate``; None: an all-reduce."""
 
+    steps_in_backward = False
+    """Whether an optimizer updates the parameters while the backward runs, and frees their gradients."""
+
     on_change: Callable[[ParameterGroup, Sequence[str]], None] = staticmethod(lambda group, names: None)
     """Function that :meth:`write_back` calls with the group and the names of parameters that a step has changed."""
 
@@ -164,6 +167,10 @@ class ParameterGroup(ABC):
     def unreduced_names(self) -> list[str]:
         """Return the names of parameters whose gradient was left on their gathered copies."""
         return []
+
+    def is_used(self, param: nn.Parameter) -> bool:
+        """Return whether the last backward has given ``param`` a gradient on this rank."""
+        return True
 
     def names_without_gradient(self) -> list[str]:
         """Return the names of parameters that got a gradient in this rank's last backward, but have no reduced one."""

@@ -21,11 +21,18 @@ from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.parallelize import ParallelConfig
+from lightning_dist.plugins.precision import scales_losses
 
 if TYPE_CHECKING:
     from lightning_dist.plugins.strategies.mesh import MeshStrategy
 
-__all__ = ["check_optimizers", "refuse_for_pipeline", "refuse_what_cannot_work", "warn_of_idle_arguments"]
+__all__ = [
+    "check_optimizers",
+    "refuse_for_pipeline",
+    "refuse_step_in_backward",
+    "refuse_what_cannot_work",
+    "warn_of_idle_arguments",
+]
 
 
 def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
@@ -83,6 +90,38 @@ def warn_of_idle_arguments(config: ParallelConfig, layout: ParallelLayout) -> No
     if layout.dp_shard == 1 and (idle := config.for_shards()):
         asked = ", ".join(f"{name}={value!r}" for name, value in idle.items())
         rank_zero_warn(f"{asked} has no effect: dp_shard_size is 1, so that nothing is sharded.")
+
+
+def refuse_step_in_backward(config: ParallelConfig, layout: ParallelLayout, trainer: Trainer) -> None:
+    """Refuse ``step_in_backward`` where something needs all gradients at once, or nothing would be saved.
+
+    Raises:
+        MisconfigurationException: If another argument, the module or a callback does not fit.
+    """
+    if not config.step_in_backward or trainer.state.fn != TrainerFn.FITTING:
+        return
+    module, plugin = trainer.lightning_module, trainer.precision_plugin
+    hooks = ("configure_gradient_clipping", "on_before_optimizer_step", "optimizer_step")
+    reasons = {
+        f"{layout}: nothing is sharded, so that all gradients exist in any case": layout.dp_shard == 1,
+        f"pp_size={layout.pp}: a pipeline reduces all gradients at the end": layout.pp > 1,
+        f"gradient_clip_val={trainer.gradient_clip_val}: the norm needs all gradients": trainer.gradient_clip_val,
+        f"accumulate_grad_batches={trainer.accumulate_grad_batches}": trainer.accumulate_grad_batches > 1,
+        f"precision={plugin.precision!r} with a loss scale: an overflow skips the whole step": scales_losses(plugin),
+        f"{type(plugin).__name__} with master weights": getattr(plugin, "master_weights", None),
+        "compression": config.compression,
+        "sync": config.sync,
+        "automatic_optimization = False": not module.automatic_optimization,
+        **{
+            f"{type(hooked).__name__}.{hook}, which would not see the gradients": is_overridden(hook, hooked)
+            for hooked in (module, *trainer.callbacks)  # type: ignore[attr-defined]
+            for hook in hooks
+            if hasattr(hooked, hook)
+        },
+    }
+    for reason, is_given in reasons.items():
+        if is_given:
+            raise MisconfigurationException(f"step_in_backward=True with {reason}. Leave one of the two out.")
 
 
 def refuse_for_pipeline(module: LightningModule) -> None:

@@ -66,6 +66,7 @@ class MemoryReport:
             accumulates=trainer.accumulate_grad_batches > 1 and stage in (None, 1),
             offloads_params=leaves and offload is not None and offload.has_params,
             offloads_gradients=not self._is_on_cpu and offload is not None and offload.has_params,
+            steps_in_backward=config.step_in_backward,
             offloads_states=leaves and offload is not None and offload.has_optimizer,
         )
         self._runs_whole_steps = layout.pp == 1 and module.module.automatic_optimization

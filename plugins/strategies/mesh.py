@@ -36,6 +36,7 @@ from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
 from lightning_dist.plugins.strategies.checks import (
     check_optimizers,
     explaining_optimizer_errors,
+    refuse_step_in_backward,
     refuse_what_cannot_work,
     warn_of_idle_arguments,
 )
@@ -106,6 +107,8 @@ class MeshStrategy(CheckpointedStrategy):
             nothing.
         offload_folder: Folder on a disk of each node in which ``offload`` keeps parameters and states, instead of the
             memory of the CPU. This saves memory on the CPU as well.
+        step_in_backward: Whether optimizers update sharded parameters while the backward runs, as soon as their
+            gradients are reduced, so that a rank never holds all gradients.
         checkpoint: Options for saving and loading checkpoints: the arguments of
             :class:`~lightning_dist.plugins.strategies.checkpointing.CheckpointOptions`.
         process_group_backend: Backend such as ``"nccl"`` or ``"gloo"``; None: the default for the device.
@@ -128,6 +131,7 @@ class MeshStrategy(CheckpointedStrategy):
         sync: SyncArgument = None,
         offload: str | None = None,
         offload_folder: str | None = None,
+        step_in_backward: bool = False,
         checkpoint: CheckpointOptions | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -147,6 +151,7 @@ class MeshStrategy(CheckpointedStrategy):
             compression=compression_config(compression),
             sync=sync_config(sync),
             offload=offload_config(offload, offload_folder),
+            step_in_backward=step_in_backward,
         )
         self._reduce_dtype = reduce_dtype
         self._steps: Steps | None = None
@@ -223,6 +228,7 @@ class MeshStrategy(CheckpointedStrategy):
         self.accelerator.setup(trainer)
         refuse_what_cannot_work(self, trainer)
         refuse_manual_optimization(self._config, module)
+        refuse_step_in_backward(self._config, self.layout, trainer)
         is_new = parallelized(module) is None
         self._give_metrics_their_group(module)
         if is_new:

@@ -199,8 +199,14 @@ class ShardedGroup(ParameterGroup):
         """Return the names of parameters whose gradient a backward left on the gathered copies."""
         return [param.name for param in self._params if param.has_unreduced_gradient]
 
+    def is_used(self, param: nn.Parameter) -> bool:
+        """Return whether a backward since :meth:`forget_used` gave ``param`` a gradient on this rank."""
+        return any(own.is_used for own in self._params if own.shard is param)
+
     def names_without_gradient(self) -> list[str]:
         """Return the names of parameters with a gradient from this rank's last backward, but without a reduced one."""
+        if self.steps_in_backward:
+            return []
         return [param.name for param in self._params if param.is_used and param.shard.grad is None]
 
     @property
