@@ -28,7 +28,7 @@ from lightning_dist.parallel_module import ParallelModule, parallelized
 from lightning_dist.parallelize import ParallelConfig, parallelize
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.callbacks import FaultTolerance
-from lightning_dist.plugins.precision import PrecisionPolicy, agree_on_overflows, precision_policy
+from lightning_dist.plugins.precision import Float8Precision, PrecisionPolicy, agree_on_overflows, precision_policy
 from lightning_dist.plugins.strategies.activations import CheckpointingArgument, checkpointing_mode
 from lightning_dist.plugins.strategies.checkpointed import AFTER_ERROR_S, CheckpointedStrategy
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
@@ -254,10 +254,17 @@ class MeshStrategy(CheckpointedStrategy):
             return existing
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
+        if isinstance(self.precision_plugin, Float8Precision):
+            self.precision_plugin.prepare(self.root_device, self.layout)
         self.precision_plugin.convert_module(module)
         self._move_to_device(module)
         policy = self.precision_policy
-        sharding = replace(self._config.sharding, param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
+        sharding = replace(
+            self._config.sharding,
+            param_dtype=policy.param_dtype,
+            reduce_dtype=policy.reduce_dtype,
+            gather_as=policy.gather_as,
+        )
         assert self._tracing is not None
         config = complete_config(self._config, self.layout, module, self._trainer, self._tracing, copied)
         config = with_loss_scaling(replace(config, sharding=sharding), self.precision_plugin)
