@@ -6,7 +6,7 @@ Importing this package registers the strategies, so that ``Trainer(strategy="hyb
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import full_parameters
 from lightning_dist.plugins.callbacks import FaultTolerance
-from lightning_dist.plugins.precision import MeshPrecision
+from lightning_dist.plugins.precision import Float8Precision, MeshPrecision
 from lightning_dist.plugins.strategies import (
     CheckpointOptions,
     DataParallelStrategy,
@@ -24,6 +24,7 @@ __all__ = [
     "CheckpointOptions",
     "DataParallelStrategy",
     "FaultTolerance",
+    "Float8Precision",
     "FullShardStrategy",
     "HybridShardStrategy",
     "MeshPrecision",

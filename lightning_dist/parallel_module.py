@@ -530,6 +530,7 @@ class ParallelModule:
         """Hold the whole model on every rank in this context, without gradients. All ranks must enter the context."""
         with self.without_hook_views(), ExitStack() as kept, self.running(), torch.no_grad():
             for group in self.groups:
+                kept.enter_context(group.in_full_precision())
                 kept.enter_context(group.kept_after_forward())
             for group in self.groups:
                 group.gather()

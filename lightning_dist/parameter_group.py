@@ -126,6 +126,10 @@ class ParameterGroup(ABC):
         """Return a context in which parameters are not freed after a forward."""
         return nullcontext()
 
+    def in_full_precision(self) -> AbstractContextManager[None]:
+        """Return a context in which no parameter is gathered in fewer bytes than those that a step computes with."""
+        return nullcontext()
+
     def whole_state_dict(self) -> AbstractContextManager[None]:
         """Return a context in which ``state_dict()`` of a module returns the gathered parameters."""
         return nullcontext()

@@ -51,7 +51,9 @@ class _Unmoved(NamedTuple):
 
 
 def _packer(block: nn.Module) -> Callable[[Tensor], _Moved | _Unmoved]:
-    own = {local_of(tensor).untyped_storage().data_ptr() for tensor in _tensors(block)}
+    tensors = map(local_of, _tensors(block))
+    # Tensors of other classes, such as weights that are gathered in float8, have no memory of their own.
+    own = {tensor.untyped_storage().data_ptr() for tensor in tensors if type(tensor) in (Tensor, nn.Parameter)}
 
     def pack(tensor: Tensor) -> _Moved | _Unmoved:
         if type(tensor) is not Tensor or tensor.layout is not torch.strided:

@@ -6,6 +6,7 @@
 - ``same_path``: Checks that ranks which communicate run the same units.
 """
 
+from lightning_dist.sharding._compat import WrapShard
 from lightning_dist.sharding.fully_sharded import Sharding, ShardingConfig
 
-__all__ = ["Sharding", "ShardingConfig"]
+__all__ = ["Sharding", "ShardingConfig", "WrapShard"]

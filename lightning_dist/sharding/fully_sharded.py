@@ -32,10 +32,10 @@ from lightning_dist._compat import NORM
 from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter, exchange
 from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
 from lightning_dist.sharding import _compat
-from lightning_dist.sharding._compat import ShardedGroup
+from lightning_dist.sharding._compat import ShardedGroup, WrapShard
 from lightning_dist.sharding.same_path import Action, SamePath
 from lightning_dist.sharding.unused_parameters import UnusedParameters
-from lightning_dist.technique import Parallel, Technique, bound, find_gradient_reducer, find_shard_memory
+from lightning_dist.technique import Parallel, Rows, Technique, bound, find_gradient_reducer, find_shard_memory
 from lightning_dist.units import Unit
 
 __all__ = ["Sharding", "ShardingConfig"]
@@ -52,12 +52,16 @@ class ShardingConfig:
             in the backward, which saves memory. False: they stay gathered, which saves one gather. A number: they stay
             sharded over that many ranks.
         direct_collectives: Whether to use the collectives of :mod:`lightning_dist.collectives`; None: on gloo only.
+        gather_as: Function of a module and a parameter's name in it, which returns how the parameter is gathered as a
+            tensor of another class, in fewer bytes; None: as it is. It is called for the parameters of units that are
+            gathered for their forward only.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool | int = True
     direct_collectives: bool | None = None
+    gather_as: Callable[[nn.Module, str], WrapShard | None] | None = None
 
 
 class Sharding(Technique):
@@ -73,6 +77,11 @@ class Sharding(Technique):
         self._config = config
         # FSDP2 would also cast data, such as timesteps, targets and masks, which autocast leaves as they are.
         self._policy = MixedPrecisionPolicy(config.param_dtype, config.reduce_dtype, cast_forward_inputs=False)
+        if config.gather_as is not None and config.reshard_after_forward not in (True, False):
+            raise ValueError(
+                f"float8_all_gather=True with reshard_after_forward={config.reshard_after_forward!r}: FSDP2 keeps parts"
+                " of weights over fewer ranks only in their own dtype. Use True or False."
+            )
         self._is_direct = config.direct_collectives
         on_host = dist.get_backend(mesh.get_group(mesh.ndim - 1)) == "gloo" and mesh.device_type == "cpu"
         if self._is_direct and not on_host:
@@ -85,6 +94,7 @@ class Sharding(Technique):
         self._num_bytes_sent = 0
         self._groups: list[ShardedGroup] = []
         self._holders: list[nn.Module] = []
+        self._gathered_low: list[nn.Parameter] = []
 
     def attach(self, parallel: Parallel) -> None:
         """Keep the module and its units, and collect what other techniques require of the sharding."""
@@ -153,8 +163,10 @@ class Sharding(Technique):
             group.put_into(_places(unit.params.values(), unit.owners))
         if unit.stays_gathered:
             group.wait_for_end_of_backward()
+        index = next(index for index, other in enumerate(self._parallel.units) if other is unit)
+        if self._config.gather_as is not None and not unit.stays_gathered:
+            self._gathered_low += group.gather_low(self._config.gather_as, partial(self._max_over_ranks, index))
         if self._is_direct:
-            index = next(index for index, other in enumerate(self._parallel.units) if other is unit)
             sharded = cast(FSDPModule, modules[0])
             # torch names the interface of these objects only in a private module.
             all_gather: Any = DirectAllGather(partial(self._exchange, "gather", index))
@@ -188,7 +200,17 @@ class Sharding(Technique):
         return any(is_form(module, name, held) for is_form in self._is_form)
 
     def finish(self) -> None:
-        """Create the FSDP root, after all units have got their groups."""
+        """Create the FSDP root, after all units have got their groups.
+
+        Raises:
+            ValueError: If parameters were to be gathered as tensors of another class, and none can be.
+        """
+        if self._config.gather_as is not None and not self._gathered_low:
+            raise ValueError(
+                "float8_all_gather=True: no weight can be gathered in float8. It must be that of a converted layer in a"
+                " repeated block (name their classes as units=[...]), be tied to no other, and divide by"
+                f" dp_shard_size={self._mesh.size(self._mesh.ndim - 1)}. Leave it out."
+            )
         for group in self._groups:
             if group.unit.has_forward:
                 for module in group.unit.modules:
@@ -206,6 +228,21 @@ class Sharding(Technique):
             exchange(received, sent, group)
         else:
             self._paths[group.group_name].exchange(action, unit, received, sent, group)
+
+    def _max_over_ranks(self, unit: int, values: Tensor) -> Tensor:
+        """Return the elementwise maximum of ``values`` over the ranks that gather ``unit``. This is a collective."""
+        group = self._mesh.get_group(self._mesh.ndim - 1)
+        if not self._is_direct:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group)
+            return values
+        received = values.repeat(group.size(), 1)
+        self._exchange("gather", unit, received, [values] * group.size(), group)
+        return received.amax(dim=0)
+
+    def table_rows(self) -> Rows:
+        """Return a row of the start-up table with the number of parameters that are gathered in fewer bytes."""
+        if self._config.gather_as is not None:
+            yield "gather", f"{len(self._gathered_low)} weights in float8"
 
     def _end(self, flags: Tensor) -> Tensor:
         """Check that all ranks that share the parameters have ended the forward or the backward.

@@ -17,12 +17,16 @@ those that its arguments choose.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import torch
 from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from torch import nn
 
+from lightning_dist.plugins.precision.float8 import Float8Precision
 from lightning_dist.plugins.precision.mesh_precision import MeshPrecision
+from lightning_dist.sharding import WrapShard
 
 __all__ = ["PrecisionPolicy", "precision_policy"]
 
@@ -31,17 +35,19 @@ _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """Hold the two dtypes of FSDP2's mixed-precision policy, and which modules do not follow it.
+    """Hold the two dtypes of FSDP2's mixed-precision policy, and what does not follow it.
 
     Args:
         param_dtype: Dtype in which parameters are gathered and computed; None: the dtype in which they are stored.
         reduce_dtype: Dtype in which gradients are reduced; None: the dtype in which they are computed.
         keep_fp32: Patterns of modules that are gathered and computed in float32.
+        gather_as: The argument of :class:`~lightning_dist.sharding.ShardingConfig` with this name.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     keep_fp32: tuple[str, ...] = ()
+    gather_as: Callable[[nn.Module, str], WrapShard | None] | None = None
 
 
 def precision_policy(plugin: Precision, reduce_dtype: str | None = None) -> PrecisionPolicy:
@@ -66,6 +72,9 @@ def precision_policy(plugin: Precision, reduce_dtype: str | None = None) -> Prec
     if reduce_dtype is not None and reduce_dtype not in _DTYPES:
         raise ValueError(f"reduce_dtype={reduce_dtype!r} is not supported; use one of {', '.join(_DTYPES)}.")
     reduced_in = _DTYPES[reduce_dtype] if reduce_dtype else None
+    if isinstance(plugin, Float8Precision):
+        gather_as = plugin.gather_as if plugin.float8_all_gather else None
+        return replace(precision_policy(plugin.base, reduce_dtype), gather_as=gather_as)
     keep_fp32 = plugin.keep_fp32 if isinstance(plugin, MeshPrecision) else ()
     is_mesh_in_float32 = isinstance(plugin, MeshPrecision) and plugin.param_dtype == "float32"
     if type(plugin) in (Precision, DoublePrecision) or is_mesh_in_float32:

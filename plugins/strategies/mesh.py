@@ -29,7 +29,13 @@ from lightning_dist.parallel_module import ParallelModule, parallelized
 from lightning_dist.parallelize import ParallelConfig, parallelize
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.callbacks import FaultTolerance
-from lightning_dist.plugins.precision import MeshPrecision, PrecisionPolicy, agree_on_overflows, precision_policy
+from lightning_dist.plugins.precision import (
+    Float8Precision,
+    MeshPrecision,
+    PrecisionPolicy,
+    agree_on_overflows,
+    precision_policy,
+)
 from lightning_dist.plugins.strategies.activations import CheckpointingArgument, checkpointing_mode
 from lightning_dist.plugins.strategies.checkpointed import AFTER_ERROR_S, CheckpointedStrategy
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
@@ -290,10 +296,17 @@ class MeshStrategy(CheckpointedStrategy):
             return existing
         if self._layer_sync is not None:
             self._layer_sync.apply(module)
+        if isinstance(self.precision_plugin, Float8Precision):
+            self.precision_plugin.prepare(self.root_device, self.layout)
         self.precision_plugin.convert_module(module)
         self._move_to_device(module)
         policy = self.precision_policy
-        sharding = replace(self._config.sharding, param_dtype=policy.param_dtype, reduce_dtype=policy.reduce_dtype)
+        sharding = replace(
+            self._config.sharding,
+            param_dtype=policy.param_dtype,
+            reduce_dtype=policy.reduce_dtype,
+            gather_as=policy.gather_as,
+        )
         assert self._tracing is not None
         config = complete_config(self._config, self.layout, module, self._trainer, self._tracing, copied)
         config = replace(config, sharding=sharding, keep_fp32=policy.keep_fp32)

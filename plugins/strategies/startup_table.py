@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist.float32_modules import Float32Modules
 from lightning_dist.parallel_module import ParallelModule
-from lightning_dist.plugins.precision import MeshPrecision
+from lightning_dist.plugins.precision import Float8Precision, MeshPrecision
 from lightning_dist.tensor_state import is_remote
 
 if TYPE_CHECKING:
@@ -50,6 +50,8 @@ def startup_table(strategy: MeshStrategy, module: ParallelModule) -> str:
             f" gradients reduced in {_name(policy.reduce_dtype or computed)}{options}",
         ),
     ]
+    if isinstance(plugin, Float8Precision):
+        rows.append(("", plugin.describe()))
     for technique in module.techniques:
         rows += technique.table_rows()
     return "\n".join([strategy.strategy_name, *(f"  {key:<12}{value}" for key, value in rows)])

@@ -19,6 +19,7 @@ from lightning_dist.accumulated_gradients import AccumulatedGradients
 from lightning_dist.gradient_reducer import GradientReducer, LocalGradient
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.shard_memory import ShardMemory
+from lightning_dist.sharding._compat.low import MaxOverRanks, WrapShard, gather_low
 from lightning_dist.sharding._compat.param import MakeStandIn, ShardedParam
 
 __all__ = ["ShardedGroup", "fsdp_state", "sharded_group"]
@@ -85,7 +86,10 @@ class ShardedGroup(ParameterGroup):
             dtype: The dtype that is sent; None: that of the gathered parameters.
         """
         if num_ranks > 1:
-            whole = sum(local_of(p.whole).numel() * (dtype or p.whole.dtype).itemsize for p in params)
+            whole = sum(
+                local_of(p.whole).numel() * dtype.itemsize if dtype is not None else p.num_gathered_bytes
+                for p in params
+            )
             self.count_bytes(whole * (num_ranks - 1) // num_ranks)
 
     def _of_other_code(self) -> list[tuple[nn.Module, str, torch.Tensor | None]]:
@@ -212,7 +216,35 @@ class ShardedGroup(ParameterGroup):
     @property
     def gathered(self) -> list[torch.Tensor]:
         """Return the gathered parameters as plain tensors: this rank's part of those that are split over ``tp``."""
-        return [local_of(param.whole.detach()) for param in self._params]
+        return [param.gathered_memory for param in self._params]
+
+    def gather_low(
+        self, wrap_of: Callable[[nn.Module, str], WrapShard | None], over_ranks: MaxOverRanks
+    ) -> list[nn.Parameter]:
+        """Gather parameters as tensors of another class, where possible (see :func:`gather_low`).
+
+        Returns:
+            The sharded parameters that are gathered so.
+        """
+        gather_low([param._param for param in self._params], wrap_of, over_ranks)
+        return [param.shard for param in self._params if param.low is not None]
+
+    @contextmanager
+    def in_full_precision(self) -> Iterator[None]:
+        """Gather no parameter as a tensor of another class in this context."""
+        low = [param.low for param in self._params if param.low is not None]
+        if not low:
+            yield
+            return
+        self.free()
+        for param in low:
+            param.set_low(False)
+        try:
+            yield
+        finally:
+            self.free()
+            for param in low:
+                param.set_low(True)
 
     def take_hooks(self, originals: Mapping[tuple[nn.Module, str], torch.Tensor]) -> None:
         """Move the hooks that were put on the parameters before they were sharded to the sharded ones.

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist._compat import local_of, overwrite, replace_local
 from lightning_dist.shard_memory import ShardMemory
+from lightning_dist.sharding._compat.low import LowParam
 
 __all__ = ["MakeStandIn", "ShardedParam"]
 
@@ -65,6 +66,25 @@ class ShardedParam:
     def whole(self) -> nn.Parameter:
         """Return the gathered parameter, which must exist."""
         return self._param._unsharded_param
+
+    @property
+    def low(self) -> LowParam | None:
+        """Return FSDP2's object if the gathered copy is a tensor of another class now, which nothing can change."""
+        return self._param if isinstance(self._param, LowParam) and self._param.is_low else None
+
+    @property
+    def num_gathered_bytes(self) -> int:
+        """Return the size of the gathered copy, which must exist."""
+        if self.low is not None:
+            return sum(tensor.numel() * tensor.dtype.itemsize for tensor in self._param.all_gather_outputs)
+        return local_of(self.whole).numel() * self.whole.dtype.itemsize
+
+    @property
+    def gathered_memory(self) -> torch.Tensor:
+        """Return the gathered copy, which must exist, as a plain tensor; if it is of another class, as its bytes."""
+        if self.low is not None:
+            return self._param.all_gather_outputs[0].view(torch.uint8)
+        return local_of(self.whole.detach())
 
     @property
     def name(self) -> str:
@@ -223,7 +243,7 @@ class ShardedParam:
         Returns:
             Whether the step has changed the copy other than through ``param.data``.
         """
-        if not is_changed and self._is_unchanged():
+        if self.low is not None or (not is_changed and self._is_unchanged()):
             return False
         whole = local_of(self.whole)
         outputs = self._param.all_gather_outputs
@@ -268,6 +288,8 @@ class ShardedParam:
 
     def is_written(self) -> bool:
         """Return whether the shard has the values of the gathered copy."""
+        if self.low is not None:
+            return True
         shard, own = self._own_part()
         return torch.equal(shard.to(own.device, own.dtype), own)
 
@@ -323,7 +345,9 @@ class ShardedParam:
         param.to_accumulated_grad_if_needed()
         is_without = param.unsharded_accumulated_grad is None and gathered.grad is None
         if is_without and with_zeros and gathered.requires_grad and param.reduce_dtype is not None:
-            param.unsharded_accumulated_grad = torch.zeros_like(gathered, dtype=param.reduce_dtype)
+            param.unsharded_accumulated_grad = torch.zeros(
+                gathered.shape, dtype=param.reduce_dtype, device=gathered.device
+            )
 
     def is_reduced(self, with_zeros: bool) -> bool:
         """Return whether FSDP2 reduces a gradient of this parameter when it next reduces its group.
