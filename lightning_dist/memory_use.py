@@ -57,6 +57,7 @@ class RunSize:
         frees_blocks: Whether blocks are freed after their forward.
         activations: Bytes that a forward keeps for the backward; None: unknown.
         recomputes: Whether blocks run again in the backward.
+        rerun: Bytes of the activations of a block while it runs again.
         accumulates: Whether gradients of several backwards are added up before they are reduced.
         offloads_params: Whether shards of parameters and gradients are not on the device.
         offloads_gradients: Whether shards of gradients are not on the device.
@@ -77,6 +78,7 @@ class RunSize:
     frees_blocks: bool = True
     activations: int | None = None
     recomputes: bool = False
+    rerun: int = 0
     accumulates: bool = False
     offloads_params: bool = False
     offloads_gradients: bool = False
@@ -120,12 +122,12 @@ def predict(size: RunSize) -> MemoryUse:
     if is_sharded:
         kept = 0 if size.frees_blocks else size.blocks
         moving = 4 * size.block if size.frees_blocks else 2 * size.block
-        begin = base + size.outer + kept + activations + moving + accumulated
-        rest = activations // max(size.num_blocks, 1)
+        begin = base + size.outer + kept + activations + size.rerun + moving + accumulated
+        rest = size.rerun + activations // max(size.num_blocks, 1)
         end = base + gradients + size.outer + max(4 * size.block + rest, 2 * size.outer)
         gathered = size.outer + kept + moving
     else:
-        begin = base + activations + accumulated
+        begin = base + activations + size.rerun + accumulated
         end = base + 2 * gradients
         gathered = gradients
     step = base + gradients

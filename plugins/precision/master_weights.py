@@ -18,12 +18,15 @@ from torch.optim import Optimizer
 
 from lightning_dist._compat import local_of
 
-__all__ = ["MasterWeights", "updates_in_float32"]
+__all__ = ["KEPT_BYTES", "MasterWeights", "updates_in_float32"]
 
 MasterWeights = Literal["fp32", "kahan", "stochastic"]
 """What is kept besides the parameters in bfloat16: copies in float32 (4 bytes for each number), what rounding has
 removed in bfloat16 (2 bytes; compensated summation, Kahan, 1965), or nothing, because rounding is random with the right
 mean (stochastic rounding, Gupta et al., 2015)."""
+
+KEPT_BYTES: dict[MasterWeights, int] = {"fp32": 4, "kahan": 2, "stochastic": 0}
+"""Number of bytes that are kept for each element besides the parameter and the moments."""
 
 _KEYS = {"fp32": "master", "kahan": "compensation"}
 """Names in the optimizer's state of what is kept."""

@@ -17,10 +17,11 @@ from torch.optim import Optimizer
 
 from lightning_dist._compat import local_of
 from lightning_dist.layout import ParallelLayout
-from lightning_dist.memory_use import advise, predict, run_size
+from lightning_dist.memory_use import advise, predict, run_size, state_bytes_per_element
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.parallelize import ParallelConfig
 from lightning_dist.plugins import _compat
+from lightning_dist.plugins.precision import KEPT_BYTES, MeshPrecision
 from lightning_dist.telemetry import bytes_in_use, peak_bytes_since, reset_peak
 from lightning_dist.tensor_state import is_remote
 
@@ -69,6 +70,10 @@ class MemoryReport:
             steps_in_backward=config.step_in_backward,
             offloads_states=leaves and offload is not None and offload.has_optimizer,
         )
+        plugin = trainer.precision_plugin
+        if isinstance(plugin, MeshPrecision) and plugin.master_weights is not None and optimizers:
+            moments = state_bytes_per_element(optimizers[0], optimizers[0].param_groups[0], torch.float32)
+            self._size = replace(self._size, state_bytes=moments + KEPT_BYTES[plugin.master_weights])
         self._runs_whole_steps = layout.pp == 1 and module.module.automatic_optimization
         self._other: int | None = None
         """Bytes in use when the first step begins, without parameters and buffers; None: not measured."""

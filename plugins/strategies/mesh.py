@@ -190,7 +190,7 @@ class MeshStrategy(CheckpointedStrategy):
         if isinstance(self.precision_plugin, MeshPrecision):
             self.precision_plugin.use_device(self.root_device.type)
         refuse_compression(self._config, self.layout, self.precision_plugin, self.strategy_name)
-        refuse_offload(self._config.offload, self.layout, self.strategy_name)
+        refuse_offload(self._config.offload, self.layout, self.precision_plugin, self.strategy_name)
 
     @override
     def setup_environment(self) -> None:

@@ -7,6 +7,7 @@ from typing import get_args
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.plugins import Precision
 
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.offload import OffloadConfig, What
@@ -29,17 +30,23 @@ def offload_config(what: str | None, folder: str | None) -> OffloadConfig | None
     return OffloadConfig(what, None if folder is None else Path(folder).expanduser().absolute())  # type: ignore[arg-type]
 
 
-def refuse_offload(config: OffloadConfig | None, layout: ParallelLayout, strategy: str) -> None:
-    """Refuse to offload parameters where they are not sharded.
+def refuse_offload(config: OffloadConfig | None, layout: ParallelLayout, precision: Precision, strategy: str) -> None:
+    """Refuse to offload parameters where they are not sharded, or what is gathered is not the shards themselves.
 
     Args:
         config: The configuration; None: nothing is offloaded.
         layout: The sizes of the mesh's axes.
+        precision: The run's precision plugin.
         strategy: Name of the strategy, for the error.
 
     Raises:
-        ValueError: If parameters are to be offloaded and are not sharded.
+        ValueError: If parameters are to be offloaded and are not sharded, or are gathered in float8.
     """
+    if config is not None and config.has_params and getattr(precision, "float8_all_gather", False):
+        raise ValueError(
+            f"offload={config.what!r} with Float8Precision(float8_all_gather=True), which rounds shards on the device."
+            " Leave float8_all_gather out, or use offload='optimizer'."
+        )
     if config is not None and config.has_params and layout.dp_shard == 1:
         raise ValueError(
             f"offload={config.what!r} with strategy {strategy!r} on {layout}: only sharded parameters can be offloaded."

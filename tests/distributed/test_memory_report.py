@@ -16,27 +16,31 @@ from torch.utils.data import DataLoader, TensorDataset
 from tests.distributed.fit import make_strategy, make_trainer
 from tests.pool import RankFailed, WorkerPool
 
-DIM, NUM_LAYERS = 512, 8
-PARAMS_MIB = NUM_LAYERS * (DIM * 4 * DIM * 2 + 5 * DIM) * 4 / 2**20
+NUM_LAYERS = 8
+
+
+def params_mib(dim: int) -> float:
+    return NUM_LAYERS * (8 * dim**2 + 5 * dim) * 4 / 2**20
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dim: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(DIM, 4 * DIM), nn.ReLU(), nn.Linear(4 * DIM, DIM))
+        self.layers = nn.Sequential(nn.Linear(dim, 4 * dim), nn.ReLU(), nn.Linear(4 * dim, dim))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.layers(x)
 
 
 class Deep(pl.LightningModule):
-    def __init__(self, num_rows: int = 2) -> None:
+    def __init__(self, dim: int = 512, num_rows: int = 2) -> None:
         super().__init__()
+        self.dim = dim
         self.num_rows = num_rows
 
     def configure_model(self) -> None:
         if not hasattr(self, "blocks"):
-            self.blocks = nn.Sequential(*(Block() for _ in range(NUM_LAYERS)))
+            self.blocks = nn.Sequential(*(Block(self.dim) for _ in range(NUM_LAYERS)))
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
         return self.blocks(batch[0].expand(self.num_rows, -1)).square().mean()
@@ -45,7 +49,7 @@ class Deep(pl.LightningModule):
         return torch.optim.AdamW(self.parameters())
 
     def train_dataloader(self) -> Any:
-        return DataLoader(TensorDataset(torch.randn(16, DIM)), batch_size=1)
+        return DataLoader(TensorDataset(torch.randn(16, self.dim)), batch_size=1)
 
 
 class Texts(logging.Handler):
@@ -82,7 +86,7 @@ def test_predicted_and_measured_memory_are_reported(
     table, logged = pool.run(fit, 2, layout, tmp_path)[0]
     assert table.splitlines()[-1].split()[0] == "peak"
     for kind, factor in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
-        expected = factor * PARAMS_MIB / num_shards
+        expected = factor * params_mib(512) / num_shards
         assert logged[f"memory/{kind}_mib"] == pytest.approx(expected, rel=0.01)
         assert logged[f"memory/{kind}_predicted_mib"] == pytest.approx(expected, rel=0.01)
     assert logged["memory/peak_predicted_mib"] < 3 * logged["memory/peak_of_model_mib"]
@@ -93,21 +97,34 @@ def test_states_in_files_are_not_counted(pool: WorkerPool, tmp_path: Path) -> No
     assert logged["memory/optimizer_mib"] == logged["memory/parameters_mib"] == 0
 
 
-def fit_within(limit_mib: int, num_rows: int, **strategy_kwargs: Any) -> None:
+def fit_within(limit_mib: int, dim: int, num_rows: int, **strategy_kwargs: Any) -> None:
     """Train with at most ``limit_mib`` more of private memory than when the fit begins."""
     lines = Path("/proc/self/status").read_text().splitlines()
     in_use_kib = next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (in_use_kib * 1024 + limit_mib * 2**20, before[1]))
     try:
-        make_trainer("auto", strategy=make_strategy("full_shard", **strategy_kwargs), max_steps=2).fit(Deep(num_rows))
+        trainer = make_trainer("auto", strategy=make_strategy("full_shard", **strategy_kwargs), max_steps=2)
+        trainer.fit(Deep(dim, num_rows))
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
 
 
+LIMIT_MIB = 480
+
+
+def test_a_model_whose_state_exceeds_the_limit_trains_with_offloading(pool: WorkerPool, tmp_path: Path) -> None:
+    assert 4 * params_mib(768) > LIMIT_MIB  # These are parameters, gradients and the states of AdamW.
+    with pytest.raises(RankFailed) as caught:
+        pool.run(fit_within, 2, LIMIT_MIB, 768, 700)
+    assert any("activation_checkpointing='full': about" in text for text in caught.value.errors.values())
+    kwargs = {"activation_checkpointing": "full", "offload": "both", "offload_folder": str(tmp_path)}
+    pool.run(fit_within, 2, LIMIT_MIB, 768, 700, **kwargs)
+
+
 def test_an_error_about_memory_ends_with_settings_that_help(pool: WorkerPool) -> None:
     with pytest.raises(RankFailed) as caught:
-        pool.run(fit_within, 2, 600, 40_000)
+        pool.run(fit_within, 2, 600, 512, 40_000)
     text = next(text for text in caught.value.errors.values() if "Out of memory." in text)
     assert "activation_checkpointing='full': about" in text
     assert text.index("activation_checkpointing='full'") < text.index("offload='optimizer'")

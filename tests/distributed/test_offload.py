@@ -11,10 +11,11 @@ from typing import Any
 import lightning.pytorch as pl
 import pytest
 import torch
+from lightning.pytorch.plugins import Precision
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_dist import DataParallelStrategy, FullShardStrategy
+from lightning_dist import DataParallelStrategy, Float8Precision, FullShardStrategy
 from lightning_dist._compat import local_of
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.offload import MappedFile, OffloadConfig, OffloadedStep, mapped_file
@@ -202,7 +203,10 @@ def replicated() -> None:
 
 
 def test_parameters_that_are_not_sharded_are_refused(pool: WorkerPool) -> None:
-    refuse_offload(OffloadConfig("both"), ParallelLayout(dp_shard=2), "full_shard")
+    refuse_offload(OffloadConfig("both"), ParallelLayout(dp_shard=2), Precision(), "full_shard")
+    float8 = Float8Precision(emulate=True, float8_all_gather=True)
+    with pytest.raises(ValueError, match="Leave float8_all_gather out"):
+        refuse_offload(OffloadConfig("both"), ParallelLayout(dp_shard=2), float8, "full_shard")
     with pytest.raises(RankFailed, match="only sharded parameters can be offloaded"):
         pool.run(replicated, 2)
 
