@@ -98,6 +98,7 @@ CASES = [
     Case("step", 2, "full_shard", "by_hand_two_shot", SAME_COMMUNICATION),
     Case("step", 2, "full_shard", "by_hand", FASTER_REDUCE_SCATTER),
     Case("step", 2, "full_shard", "model_parallel", MODEL_PARALLEL),
+    Case("step", 2, "full_shard_offload", "by_hand_two_shot_offload", SAME_COMMUNICATION),
     Case("step", 2, "full_shard", "ddp"),
     Case("step", 2, "full_shard", "deepspeed"),
     Case("step", 2, "hybrid_2x1", "by_hand_ddp", SAME_COMMUNICATION),

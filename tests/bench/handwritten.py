@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -22,7 +22,13 @@ from tests.bench.workload import Workload
 __all__ = ["configure_optimizer", "shard", "train", "train_ddp"]
 
 
-def train(workload: Workload, end_step: EndStep, dp_replicate_size: int = 1, two_shot: bool = False) -> None:
+def train(
+    workload: Workload,
+    end_step: EndStep,
+    dp_replicate_size: int = 1,
+    two_shot: bool = False,
+    offloads: bool = False,
+) -> None:
     """Train until ``end_step`` returns False.
 
     Args:
@@ -31,6 +37,7 @@ def train(workload: Workload, end_step: EndStep, dp_replicate_size: int = 1, two
         dp_replicate_size: Number of replicas; with one, the mesh has one dimension.
         two_shot: Whether to reduce-scatter as the project's strategies do on gloo, instead of with the backend's own
             implementation.
+        offloads: Whether FSDP2 keeps shards and the optimizer's states in the memory of the CPU.
     """
     world_size = dist.get_world_size()
     if dp_replicate_size == 1:
@@ -41,7 +48,7 @@ def train(workload: Workload, end_step: EndStep, dp_replicate_size: int = 1, two
 
     torch.manual_seed(workload.seed)
     model = GPT(**workload.model)
-    shard(model, mesh, two_shot)
+    shard(model, mesh, two_shot, offloads)
 
     optimizer, scheduler = configure_optimizer(model, workload.num_steps)
     _loop(model, optimizer, scheduler, workload, end_step)
@@ -77,17 +84,19 @@ def _loop(model: torch.nn.Module, optimizer: AdamW, scheduler: LambdaLR, workloa
             return
 
 
-def shard(model: GPT, mesh: DeviceMesh, two_shot: bool) -> None:
+def shard(model: GPT, mesh: DeviceMesh, two_shot: bool, offloads: bool = False) -> None:
     """Shard each block, then the remaining parameters of the model.
 
     Args:
         model: The model with whole parameters, which is sharded in place.
         mesh: Device mesh of one dimension, or of two: replicas and shards.
         two_shot: Whether to reduce-scatter as the project's strategies do on gloo, as for :func:`train`.
+        offloads: Whether shards are kept in the memory of the CPU, which cannot be pinned without an accelerator.
     """
+    policy = CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy()
     for block in model.blocks:
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+        fully_shard(block, mesh=mesh, offload_policy=policy)
+    fully_shard(model, mesh=mesh, offload_policy=policy)
     if two_shot:
         for module in model.modules():
             if isinstance(module, FSDPModule):

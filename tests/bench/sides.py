@@ -76,6 +76,7 @@ def _model_parallel() -> Strategy:
 STRATEGIES: dict[str, tuple[Callable[[], Strategy], type[GPTModule]]] = {
     "data_parallel": (DataParallelStrategy, UnloggedGPT),
     "full_shard": (FullShardStrategy, UnloggedGPT),
+    "full_shard_offload": (partial(FullShardStrategy, offload="both"), UnloggedGPT),
     "hybrid_2x1": (partial(HybridShardStrategy, 2, 1), UnloggedGPT),
     "hybrid_1x2": (partial(HybridShardStrategy, 1, 2), UnloggedGPT),
     "hybrid_2x2": (partial(HybridShardStrategy, 2, 2), UnloggedGPT),
@@ -143,6 +144,7 @@ SIDES: dict[str, Callable[[Workload, EndStep], None]] = {
     **{name: partial(with_trainer, name) for name in STRATEGIES},
     "by_hand": handwritten.train,
     "by_hand_two_shot": partial(handwritten.train, two_shot=True),
+    "by_hand_two_shot_offload": partial(handwritten.train, two_shot=True, offloads=True),
     "by_hand_ddp": handwritten.train_ddp,
     "by_hand_2x1": partial(handwritten.train, dp_replicate_size=2, two_shot=True),
     "by_hand_2x2": partial(handwritten.train, dp_replicate_size=2, two_shot=True),

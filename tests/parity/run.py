@@ -107,7 +107,7 @@ def _strategy(case: Case) -> Any:
     if case.layout in TP_LAYOUTS:
         options = {name: value for name, value in case.options if value != "withheld"}
         return TP_LAYOUTS[case.layout](**{"plan": PLANS.get(case.model), **options})
-    return "auto" if case.layout == "auto" else LAYOUTS[case.layout]()
+    return "auto" if case.layout == "auto" else LAYOUTS[case.layout](**dict(case.options))
 
 
 def _fit(case: Case, chunks: int) -> Outcome:

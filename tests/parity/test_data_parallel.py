@@ -21,6 +21,12 @@ EXTRA = [
     *(Case(layout, model, 1, None, precision="32-true") for layout in ("full_shard", "2x2") for model in AXES["model"]),
     *(Case(layout, model, 1, None, optimizer="adamw") for layout in ("full_shard", "2x2") for model in AXES["model"]),
 ]
+MEMORY = [("zero_stage", 1), ("zero_stage", 2), ("offload", "both")]
+EXTRA += [
+    Case("full_shard", model, 3, 0.1, optimizer="adamw", options=(option,))
+    for option in MEMORY
+    for model in AXES["model"]
+]
 TOLERANCE = {"64-true": 1e-10, "32-true": 1e-5}
 # The bias of a key shifts all scores of a query by the same amount, so its true gradient is zero. Adam would divide
 # rounding errors by rounding errors.
