@@ -33,7 +33,7 @@ from lightning_dist._compat import local_of
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.tensor_state import is_remote
 
-__all__ = ["MemoryUse", "RunSize", "Saving", "advise", "predict", "run_size", "state_bytes_per_element"]
+__all__ = ["PART_BYTES", "MemoryUse", "RunSize", "Saving", "advise", "predict", "run_size", "state_bytes_per_element"]
 
 PART_BYTES = 64 * 2**20
 """Size of the parameters that are on the device of the optimizer step at a time, if something is offloaded."""
@@ -137,13 +137,12 @@ def predict(size: RunSize) -> MemoryUse:
     return MemoryUse(params, gradients, states, size.buffers, gathered, size.activations, max(begin, end, step))
 
 
-def advise(size: RunSize, num_replicas: int, may_offload: bool, folder: bool) -> list[Saving]:
+def advise(size: RunSize, num_replicas: int, folder: bool) -> list[Saving]:
     """Return settings that would lower the predicted peak, the most effective first.
 
     Args:
         size: The sizes of the run.
         num_replicas: Number of replicas, over which the parameters could be sharded as well.
-        may_offload: Whether the strategy is able to offload.
         folder: Whether only files save memory, because the device is the CPU.
     """
     activations = size.activations or 0
@@ -161,12 +160,11 @@ def advise(size: RunSize, num_replicas: int, may_offload: bool, folder: bool) ->
         candidates.append(("activation_checkpointing='full'", replace(size, activations=min(rest, activations))))
         candidates.append(("activation_checkpointing='selective'", replace(size, activations=activations // 2)))
     where = ", offload_folder=<a folder on a local disk>" if folder else ""
-    if may_offload and not size.offloads_states:
+    if not size.offloads_states:
         candidates.append((f"offload='optimizer'{where}", replace(size, offloads_states=True)))
-    if may_offload and not size.offloads_params and size.num_shards * num_replicas > 1:
+    if size.num_shards > 1 and not size.offloads_params:
         both = replace(size, offloads_params=True, offloads_gradients=not folder, offloads_states=True)
-        if size.num_shards > 1:
-            candidates.append((f"offload='both'{where}", both))
+        candidates.append((f"offload='both'{where}", both))
     if size.num_shards > 1 and not size.steps_in_backward and not size.accumulates:
         candidates.append(("step_in_backward=True", replace(size, steps_in_backward=True)))
     if activations:

@@ -19,13 +19,11 @@ from torch.optim import Optimizer
 
 from lightning_dist._compat import local_of, replace_local, step_hooks
 from lightning_dist.local_step import ELEMENTWISE, LocalStep
+from lightning_dist.memory_use import PART_BYTES
 from lightning_dist.offload.mapped_file import MappedFile
 from lightning_dist.tensor_state import is_remote
 
 __all__ = ["OffloadedStep"]
-
-PART_BYTES = 64 * 2**20
-"""Size of the parameters that are stepped at a time."""
 
 _OF_ONE_PARAMETER = ELEMENTWISE | {optim.Muon}
 """Optimizers whose update of a parameter does not depend on other parameters, which may be stepped in parts."""

@@ -177,7 +177,7 @@ class MemoryReport:
                 ("activations so far", use.activations or 0),
             )
         ]
-        savings = advise(size, self._layout.dp_replicate, True, self._is_on_cpu)
+        savings = advise(size, self._layout.dp_replicate, self._is_on_cpu)
         lines = [f"  - {saving.setting}: about {_mib(saving.num_bytes)} less" for saving in savings]
         return "\n".join(
             [

@@ -39,12 +39,12 @@ def test_the_peak_is_the_largest_sum(size: RunSize, peak_mib: float) -> None:
 
 def test_the_most_effective_setting_comes_first() -> None:
     big = replace(FOUR, activations=1000 * MIB)
-    savings = advise(big, 1, True, True)
+    savings = advise(big, 1, True)
     assert savings[0].setting == "activation_checkpointing='full'"
     assert [saving.num_bytes for saving in savings] == sorted((s.num_bytes for s in savings), reverse=True)
     assert all(saving.num_bytes > 0 for saving in savings)
     assert "offload_folder" in next(saving.setting for saving in savings if "optimizer" in saving.setting)
-    assert advise(ONE, 4, True, False)[0].setting.startswith("strategy='full_shard'")
+    assert advise(ONE, 4, False)[0].setting.startswith("strategy='full_shard'")
 
 
 @pytest.mark.parametrize(
