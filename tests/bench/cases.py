@@ -19,7 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.telemetry import peak_memory_mib
-from tests.bench.harness import Pace, Pairs, alternate, average_orders, compare_steps
+from tests.bench.harness import (
+    LOSS_TOLERANCE,
+    LOSS_TOLERANCE_BFLOAT16,
+    Pace,
+    Pairs,
+    alternate,
+    average_orders,
+    compare_steps,
+)
 from tests.bench.saves import compare_stalls, compare_transfers
 from tests.bench.sides import SIDES, missing_package, startup_seconds
 from tests.bench.traffic import bytes_per_layer
@@ -27,6 +35,13 @@ from tests.bench.workload import Workload
 from tests.pool import WorkerPool
 
 __all__ = ["CASES", "Case", "NotMeasuredError", "Result", "Settings", "measure"]
+
+
+Kind = Literal[
+    "step", "large_step", "wide_step", "half_wide_step",
+    "startup", "memory", "heap", "stall", "write", "load", "traffic",
+]  # fmt: skip
+"""Kinds of comparisons, which :class:`Case` describes."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +52,7 @@ class Case:
 
     - ``step``: ratio of the milliseconds of a training step.
     - ``large_step``: the same with a model 17 times as large, where the constant costs of a step weigh less.
+    - ``wide_step`` and ``half_wide_step``: the same with a model of width 512, and 2,048 or 1,024 tokens in a step.
     - ``startup``: difference of the seconds until the first step.
     - ``memory``: ratio of the peaks of a rank's resident MiB. Freed memory goes back to the system, so that the peak is
       the memory that was in use at the same time.
@@ -57,7 +73,7 @@ class Case:
         at_least: Smallest accepted value, if there is a bound; None: any value up to the bound is accepted.
     """
 
-    kind: Literal["step", "large_step", "startup", "memory", "heap", "stall", "write", "load", "traffic"]
+    kind: Kind
     num_ranks: int
     ours: str
     theirs: str
@@ -83,6 +99,8 @@ SAME_COMMUNICATION = 1.02
 DDP = 1.00
 FASTER_REDUCE_SCATTER = 0.95
 MODEL_PARALLEL = 0.97
+DEEPSPEED = 1.00
+DEEPSPEED_3 = 0.90
 STARTUP_S = 1.5
 MEMORY = 1.02
 STALL = 0.02
@@ -100,7 +118,9 @@ CASES = [
     Case("step", 2, "full_shard", "model_parallel", MODEL_PARALLEL),
     Case("step", 2, "full_shard_offload", "by_hand_two_shot_offload", SAME_COMMUNICATION),
     Case("step", 2, "full_shard", "ddp"),
-    Case("step", 2, "full_shard", "deepspeed"),
+    Case("step", 2, "full_shard_zero_1", "deepspeed_1", DEEPSPEED),
+    Case("step", 2, "full_shard_zero_2", "deepspeed_2", DEEPSPEED),
+    Case("step", 2, "full_shard_zero_3", "deepspeed_3", DEEPSPEED_3),
     Case("step", 2, "hybrid_2x1", "by_hand_ddp", SAME_COMMUNICATION),
     Case("step", 2, "hybrid_1x2", "by_hand_two_shot", SAME_COMMUNICATION),
     Case("step", 2, "hybrid_2x1", "ddp", DDP),
@@ -109,15 +129,22 @@ CASES = [
     Case("step", 4, "full_shard", "by_hand", FASTER_REDUCE_SCATTER),
     Case("step", 4, "full_shard", "model_parallel", MODEL_PARALLEL),
     Case("step", 4, "full_shard", "ddp"),
-    Case("step", 4, "full_shard", "deepspeed"),
+    Case("step", 4, "full_shard_zero_1", "deepspeed_1", DEEPSPEED),
+    Case("step", 4, "full_shard_zero_2", "deepspeed_2", DEEPSPEED),
+    Case("step", 4, "full_shard_zero_3", "deepspeed_3", DEEPSPEED_3),
     Case("step", 4, "hybrid_2x2", "by_hand_2x2", SAME_COMMUNICATION),
     Case("step", 4, "hybrid_2x2", "ddp"),
-    Case("step", 4, "hybrid_2x2", "deepspeed"),
+    Case("step", 4, "hybrid_2x2", "deepspeed_3"),
     Case("step", 2, "tensor_parallel", "by_hand_tp", SAME_COMMUNICATION),
     Case("step", 4, "tensor_parallel", "by_hand_tp", SAME_COMMUNICATION),
     Case("step", 2, "pipeline_1f1b", "by_hand_1f1b", SAME_COMMUNICATION),
     Case("step", 2, "pipeline_gpipe", "by_hand_gpipe", SAME_COMMUNICATION),
     Case("large_step", 2, "pipeline_1f1b", "by_hand_1f1b", SAME_COMMUNICATION),
+    Case("wide_step", 2, "full_shard_bf16", "by_hand_bf16", SAME_COMMUNICATION),
+    Case("wide_step", 2, "full_shard_bf16", "full_shard"),
+    Case("wide_step", 2, "by_hand_bf16", "by_hand_two_shot"),
+    Case("half_wide_step", 2, "full_shard_bf16", "full_shard"),
+    Case("half_wide_step", 2, "by_hand_bf16", "by_hand_two_shot"),
     Case("startup", 2, "hybrid_1x2", "ddp", STARTUP_S),
     Case("startup", 4, "hybrid_2x2", "ddp", STARTUP_S),
     Case("memory", 2, "full_shard", "by_hand_two_shot", MEMORY),
@@ -147,6 +174,7 @@ class Settings:
         model: Model for step time and start-up.
         large_model: Model for memory and large steps. It is so large that weights, gradients and optimizer state make
             up most of the memory, rather than the interpreter.
+        wide_model: Model for wide steps, whose matrix products are large enough that a faster dtype pays.
         saved_model: Model for checkpoints, which have 512 MiB of weights and optimizer state.
         sent_model: Model for traffic; its number of heads is divisible by the number of ranks that a layer is split
             over.
@@ -158,6 +186,7 @@ class Settings:
 
     model: Workload
     large_model: Workload
+    wide_model: Workload
     saved_model: Workload
     sent_model: Workload
     step: Pace
@@ -171,6 +200,7 @@ class Settings:
         return cls(
             model=Workload(),
             large_model=Workload(dim=512, num_layers=10, num_heads=8, global_batch_size=4),
+            wide_model=Workload(dim=512, num_heads=8),
             saved_model=Workload(dim=576, num_layers=11, num_heads=8, global_batch_size=4),
             sent_model=Workload(num_heads=4),
             step=Pace(min_pairs=40, max_width=0.04, max_seconds=60 * minutes),
@@ -188,6 +218,7 @@ class Settings:
         return cls(
             model=tiny,
             large_model=tiny,
+            wide_model=tiny,
             saved_model=tiny,
             sent_model=replace(tiny, num_heads=4),
             step=few,
@@ -245,6 +276,8 @@ def measure(case: Case, settings: Settings) -> Result:
     by_kind = {
         "step": _measure_steps,
         "large_step": _measure_steps,
+        "wide_step": _measure_steps,
+        "half_wide_step": _measure_steps,
         "startup": _measure_startup,
         "memory": _measure_memory,
         "heap": _measure_memory,
@@ -257,6 +290,10 @@ def _measure_steps(case: Case, settings: Settings) -> Result:
     pace, model = settings.step, settings.model
     if case.kind == "large_step":
         model = replace(settings.large_model, global_batch_size=settings.model.global_batch_size // 2)
+    if case.kind in ("wide_step", "half_wide_step"):
+        model = settings.wide_model
+    if case.kind == "half_wide_step":
+        model = replace(model, global_batch_size=model.global_batch_size // 2)
     half = replace(pace, max_seconds=pace.max_seconds / 2)
     orders = [
         _on_new_workers(
@@ -271,7 +308,9 @@ def _measure_steps(case: Case, settings: Settings) -> Result:
 
 def _steps(ours: str, theirs: str, workload: Workload, pace: Pace, is_ours_first: bool) -> Pairs:
     dist.init_process_group("gloo")
-    return compare_steps(partial(SIDES[ours], workload), partial(SIDES[theirs], workload), pace, is_ours_first)
+    tolerance = LOSS_TOLERANCE_BFLOAT16 if "bf16" in ours + theirs else LOSS_TOLERANCE
+    trains = partial(SIDES[ours], workload), partial(SIDES[theirs], workload)
+    return compare_steps(*trains, pace, is_ours_first, tolerance)
 
 
 def _measure_saves(case: Case, settings: Settings) -> Result:

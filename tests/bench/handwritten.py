@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
@@ -28,6 +28,7 @@ def train(
     dp_replicate_size: int = 1,
     two_shot: bool = False,
     offloads: bool = False,
+    in_bfloat16: bool = False,
 ) -> None:
     """Train until ``end_step`` returns False.
 
@@ -38,6 +39,8 @@ def train(
         two_shot: Whether to reduce-scatter as the project's strategies do on gloo, instead of with the backend's own
             implementation.
         offloads: Whether FSDP2 keeps shards and the optimizer's states in the memory of the CPU.
+        in_bfloat16: Whether parameters are gathered in bfloat16 and steps run under autocast, while parameters are
+            stored and gradients are reduced in float32, as with ``precision="bf16-mixed"``.
     """
     world_size = dist.get_world_size()
     if dp_replicate_size == 1:
@@ -48,10 +51,10 @@ def train(
 
     torch.manual_seed(workload.seed)
     model = GPT(**workload.model)
-    shard(model, mesh, two_shot, offloads)
+    shard(model, mesh, two_shot, offloads, in_bfloat16)
 
     optimizer, scheduler = configure_optimizer(model, workload.num_steps)
-    _loop(model, optimizer, scheduler, workload, end_step)
+    _loop(model, optimizer, scheduler, workload, end_step, in_bfloat16)
 
 
 def train_ddp(workload: Workload, end_step: EndStep, powersgd_rank: int | None = None) -> None:
@@ -73,10 +76,18 @@ def train_ddp(workload: Workload, end_step: EndStep, powersgd_rank: int | None =
     _loop(model, optimizer, scheduler, workload, end_step)
 
 
-def _loop(model: torch.nn.Module, optimizer: AdamW, scheduler: LambdaLR, workload: Workload, end_step: EndStep) -> None:
+def _loop(
+    model: torch.nn.Module,
+    optimizer: AdamW,
+    scheduler: LambdaLR,
+    workload: Workload,
+    end_step: EndStep,
+    in_bfloat16: bool = False,
+) -> None:
     for inputs, targets in workload.batches():
         optimizer.zero_grad()
-        loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+        with torch.autocast("cpu", torch.bfloat16, enabled=in_bfloat16):
+            loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()
         scheduler.step()
@@ -84,7 +95,7 @@ def _loop(model: torch.nn.Module, optimizer: AdamW, scheduler: LambdaLR, workloa
             return
 
 
-def shard(model: GPT, mesh: DeviceMesh, two_shot: bool, offloads: bool = False) -> None:
+def shard(model: GPT, mesh: DeviceMesh, two_shot: bool, offloads: bool = False, in_bfloat16: bool = False) -> None:
     """Shard each block, then the remaining parameters of the model.
 
     Args:
@@ -92,11 +103,13 @@ def shard(model: GPT, mesh: DeviceMesh, two_shot: bool, offloads: bool = False) 
         mesh: Device mesh of one dimension, or of two: replicas and shards.
         two_shot: Whether to reduce-scatter as the project's strategies do on gloo, as for :func:`train`.
         offloads: Whether shards are kept in the memory of the CPU, which cannot be pinned without an accelerator.
+        in_bfloat16: Whether parameters are gathered in bfloat16 and gradients reduced in float32.
     """
-    policy = CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy()
+    offload = CPUOffloadPolicy(pin_memory=False) if offloads else OffloadPolicy()
+    dtypes = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if in_bfloat16 else MixedPrecisionPolicy()
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, offload_policy=policy)
-    fully_shard(model, mesh=mesh, offload_policy=policy)
+        fully_shard(block, mesh=mesh, offload_policy=offload, mp_policy=dtypes)
+    fully_shard(model, mesh=mesh, offload_policy=offload, mp_policy=dtypes)
     if two_shot:
         for module in model.modules():
             if isinstance(module, FSDPModule):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from threading import Semaphore, Thread
@@ -14,7 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["EndStep", "Pace", "Pairs", "Train", "alternate", "average_orders", "compare_steps", "median_interval"]
+__all__ = [
+    "LOSS_TOLERANCE",
+    "LOSS_TOLERANCE_BFLOAT16",
+    "EndStep",
+    "Pace",
+    "Pairs",
+    "Train",
+    "alternate",
+    "average_orders",
+    "compare_steps",
+    "median_interval",
+]
 
 EndStep = Callable[[Tensor], bool]
 """Function that a training run calls with the loss after every optimizer step; the run ends when it returns False."""
@@ -28,6 +39,9 @@ LOSS_TOLERANCE = {0: 1e-5, 8: 1e-4, 32: 1e-3}
 Sums in a different order round differently, and training amplifies the differences, so the tolerance grows with the
 step. Later steps cannot be compared.
 """
+
+LOSS_TOLERANCE_BFLOAT16 = {0: 2e-2, 8: 5e-2, 32: 1e-1}
+"""The same if at least one side computes in bfloat16, which has 8 significant bits."""
 
 
 @dataclass
@@ -193,7 +207,13 @@ class PausableTraining:
         return not self._is_over
 
 
-def compare_steps(ours: Train, theirs: Train, pace: Pace, is_ours_first: bool) -> Pairs:
+def compare_steps(
+    ours: Train,
+    theirs: Train,
+    pace: Pace,
+    is_ours_first: bool,
+    loss_tolerance: Mapping[int, float] = LOSS_TOLERANCE,
+) -> Pairs:
     """Let two training runs take turns in this process, and time each turn between two barriers.
 
     This is a collective. Rank 0 decides when there are enough pairs, because the ranks' clocks differ.
@@ -205,6 +225,7 @@ def compare_steps(ours: Train, theirs: Train, pace: Pace, is_ours_first: bool) -
         is_ours_first: Whether ``ours`` is built first. The run that is built first may be slower by a twentieth
             throughout, because its memory is allocated elsewhere. A comparison therefore takes the mean of both orders
             (:func:`average_orders`).
+        loss_tolerance: Largest accepted difference of the losses, by the number of the step.
 
     Returns:
         Pairs of seconds per step.
@@ -233,7 +254,7 @@ def compare_steps(ours: Train, theirs: Train, pace: Pace, is_ours_first: bool) -
     pairs = alternate(lambda: turn(trainings[0]), lambda: turn(trainings[1]), Pairs(), rank_zero_has_enough)
     for training in trainings:
         training.finish()
-    for step, tolerance in LOSS_TOLERANCE.items():
+    for step, tolerance in loss_tolerance.items():
         our_loss, their_loss = (training.losses[min(step, len(training.losses) - 1)] for training in trainings)
         assert abs(our_loss - their_loss) <= tolerance, (
             f"the runs have different losses at step {step}, {our_loss:.6f} and {their_loss:.6f}: they do not do the"

@@ -77,6 +77,7 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], type[GPTModule]]] = {
     "data_parallel": (DataParallelStrategy, UnloggedGPT),
     "full_shard": (FullShardStrategy, UnloggedGPT),
     "full_shard_offload": (partial(FullShardStrategy, offload="both"), UnloggedGPT),
+    **{f"full_shard_zero_{stage}": (partial(FullShardStrategy, zero_stage=stage), UnloggedGPT) for stage in (1, 2, 3)},
     "hybrid_2x1": (partial(HybridShardStrategy, 2, 1), UnloggedGPT),
     "hybrid_1x2": (partial(HybridShardStrategy, 1, 2), UnloggedGPT),
     "hybrid_2x2": (partial(HybridShardStrategy, 2, 2), UnloggedGPT),
@@ -94,27 +95,31 @@ number of ranks that split a layer (2 without a number). The name of a ``pipelin
 """
 
 
-def with_trainer(name: str, workload: Workload, end_step: EndStep) -> None:
+def with_trainer(name: str, workload: Workload, end_step: EndStep, precision: str = "32-true") -> None:
     """Train by Lightning's Trainer and the strategy ``STRATEGIES[name]``."""
     strategy, cls = STRATEGIES[name]
-    with_strategy(strategy, cls, workload, end_step)
+    with_strategy(strategy, cls, workload, end_step, precision)
 
 
 def with_strategy(
-    strategy: Callable[[], Strategy], cls: type[GPTModule], workload: Workload, end_step: EndStep
+    strategy: Callable[[], Strategy],
+    cls: type[GPTModule],
+    workload: Workload,
+    end_step: EndStep,
+    precision: str = "32-true",
 ) -> None:
-    """Train a module of the class ``cls`` by Lightning's Trainer and ``strategy``."""
+    """Train a module of the class ``cls`` by Lightning's Trainer, ``strategy`` and ``precision``."""
 
     class EndOfStep(Callback):
         def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *args: Any) -> None:
             trainer.should_stop = not end_step(outputs["loss"])
 
-    trainer = make_trainer(strategy(), workload, EndOfStep())
+    trainer = make_trainer(strategy(), workload, EndOfStep(), precision=precision)
     trainer.fit(make_module(cls, workload), make_loader(trainer, workload))
 
 
-def deepspeed_zero_3(workload: Workload, end_step: EndStep) -> None:
-    """Train by DeepSpeed's ZeRO-3 in a loop like that in its documentation.
+def deepspeed_zero(stage: int, workload: Workload, end_step: EndStep) -> None:
+    """Train by DeepSpeed's ZeRO of a stage (1, 2 or 3) in a loop like that in its documentation.
 
     Lightning's ``deepspeed_stage_3`` cannot be used, because it refuses to run without a CUDA device.
     """
@@ -126,7 +131,7 @@ def deepspeed_zero_3(workload: Workload, end_step: EndStep) -> None:
     optimizer, scheduler = handwritten.configure_optimizer(model, workload.num_steps)
     config = {
         "train_micro_batch_size_per_gpu": workload.global_batch_size // int(os.environ["WORLD_SIZE"]),
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {"stage": stage},
         "gradient_clipping": 0.0,
     }
     with redirect_stdout(StringIO()):
@@ -151,7 +156,9 @@ SIDES: dict[str, Callable[[Workload, EndStep], None]] = {
     "by_hand_tp": handwritten_tp.train,
     "by_hand_1f1b": partial(handwritten_pp.train, schedule_class=Schedule1F1B),
     "by_hand_gpipe": partial(handwritten_pp.train, schedule_class=ScheduleGPipe),
-    "deepspeed": deepspeed_zero_3,
+    **{f"deepspeed_{stage}": partial(deepspeed_zero, stage) for stage in (1, 2, 3)},
+    "full_shard_bf16": partial(with_trainer, "full_shard", precision="bf16-mixed"),
+    "by_hand_bf16": partial(handwritten.train, two_shot=True, in_bfloat16=True),
 }
 
 
@@ -189,7 +196,7 @@ They are by hand, by ``hybrid_shard`` with the compressor of the name, or by ``d
 
 def missing_package(name: str) -> str | None:
     """Return the package that the side called ``name`` needs and that is not installed, or None."""
-    return "deepspeed" if name == "deepspeed" and importlib.util.find_spec("deepspeed") is None else None
+    return "deepspeed" if name.startswith("deepspeed") and importlib.util.find_spec("deepspeed") is None else None
 
 
 def startup_seconds(name: str, workload: Workload) -> float:
@@ -222,13 +229,20 @@ def make_loader(trainer: Trainer, workload: Workload) -> DataLoader[Any]:
     return workload.loader()
 
 
-def make_trainer(strategy: Strategy, workload: Workload, callback: Callback, max_steps: int | None = None) -> Trainer:
+def make_trainer(
+    strategy: Strategy,
+    workload: Workload,
+    callback: Callback,
+    max_steps: int | None = None,
+    precision: Any = "32-true",
+) -> Trainer:
     """Make a Trainer with the strategy and ``callback``, and without logger, checkpoints and progress bar."""
     return Trainer(
         accelerator="cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=strategy,
+        precision=precision,
         max_steps=max_steps or workload.num_steps,
         use_distributed_sampler=False,
         callbacks=[callback],

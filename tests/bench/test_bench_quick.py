@@ -46,7 +46,7 @@ def test_a_missing_package_is_named_and_is_no_failure(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(cases, "missing_package", lambda name: name)
-    assert bench.main(["--quick", "--case", "step-2-full_shard-deepspeed"]) == 0
+    assert bench.main(["--quick", "--case", "step-2-full_shard_zero_3-deepspeed_3"]) == 0
     assert 'pip install "lightning-dist[bench]"' in capsys.readouterr().out
 
 
