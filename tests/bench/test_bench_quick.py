@@ -15,8 +15,8 @@ from tests.bench.harness import Pairs
 
 QUICK = [
     "step-2-full_shard-by_hand_two_shot",
-    "step-2-hybrid_2x1-ddp",
     "step-2-full_shard-model_parallel",
+    "half_wide_step-2-full_shard_bf16-full_shard",
     "startup-2-hybrid_1x2-ddp",
     "memory-2-full_shard-by_hand",
     "step-2-tensor_parallel-by_hand_tp",
@@ -24,7 +24,6 @@ QUICK = [
     "traffic-2-tensor_parallel-formula",
     "stall-2-asynchronous-synchronous",
     "write-2-full_shard-model_parallel",
-    "load-2-full_shard-dcp",
     "load-2-full_shard-raw",
 ]
 

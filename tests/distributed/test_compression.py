@@ -202,10 +202,10 @@ def missing_sums(layout: str, compressor: Compressor | None, accumulate: int) ->
     return {name: value.numpy() for name, value in sums.items()}
 
 
-@pytest.mark.parametrize("layout", ["2x2", "4x1"])
-def test_residuals_hold_what_a_training_has_not_applied(pool: WorkerPool, layout: str) -> None:
+@pytest.mark.parametrize(("layout", "names"), [("2x2", [*WITH_FEEDBACK]), ("4x1", ["int8", "powersgd"])])
+def test_residuals_hold_what_a_training_has_not_applied(pool: WorkerPool, layout: str, names: list[str]) -> None:
     expected = pool.run(missing_sums, 4, layout, None, 2)
-    for compressor in WITH_FEEDBACK.values():
+    for compressor in (WITH_FEEDBACK[name] for name in names):
         for rank, actual in enumerate(pool.run(missing_sums, 4, layout, compressor, 2)):
             assert actual.keys() == expected[rank].keys()
             for key in actual:
@@ -229,10 +229,11 @@ def train(layout: str, compressor: Compressor, num_steps: int) -> tuple[dict[str
 
 
 @pytest.mark.parametrize(
-    ("layout", "name"), [*(("2x2", name) for name in WITH_FEEDBACK), ("4x1", "int8"), ("4x1", "powersgd")]
+    ("layout", "name", "num_steps"),
+    [*(("2x2", name, 50 if name == "powersgd" else 20) for name in WITH_FEEDBACK), ("4x1", "int8", 50)],
 )
-def test_replicas_stay_equal_bit_by_bit(pool: WorkerPool, layout: str, name: str) -> None:
-    pool.run(train, 4, layout, WITH_FEEDBACK[name], 50)
+def test_replicas_stay_equal_bit_by_bit(pool: WorkerPool, layout: str, name: str, num_steps: int) -> None:
+    pool.run(train, 4, layout, WITH_FEEDBACK[name], num_steps)
 
 
 def overflow(layout: str) -> tuple[list[bool], list[int], list[str]]:
@@ -356,7 +357,7 @@ class Slow(BF16):
     """Compress so slowly that a reduction ends after the error in its backward has been caught."""
 
     def average(self, gradients: Any, wire: Wire) -> None:
-        time.sleep(0.3)
+        time.sleep(0.1)
         super().average(gradients, wire)
 
 
@@ -473,12 +474,9 @@ def fit(
 @pytest.mark.parametrize(
     ("layout", "name"),
     [
-        ("2x2", "powersgd"),
         ("2x2", "topk"),
-        ("4x1", "bf16"),
         ("4x1", "int8"),
         ("tp2-2", "fp16"),
-        ("tp2-2", "powersgd"),
         ("pp2-2", "powersgd"),
     ],
 )

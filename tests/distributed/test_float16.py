@@ -65,12 +65,13 @@ class Watch(pl.Callback):
         self.has_moved: list[bool] = []
         self.before: dict[str, Tensor] = {}
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.before = copies(pl_module)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any) -> None:
         now = copies(pl_module)
         self.has_moved.append(any(not torch.equal(now[name], self.before[name]) for name in now))
+        self.before = now
         self.scales.append(trainer.precision_plugin.scaler.get_scale())  # type: ignore[attr-defined]  # MixedPrecision has one
 
 
