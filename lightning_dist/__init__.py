@@ -16,6 +16,7 @@ from lightning_dist.plugins.strategies import (
     NDParallelStrategy,
     PipelineParallelStrategy,
     TensorParallelStrategy,
+    per_rank_batch_size,
     register,
 )
 from lightning_dist.whole_files import install
@@ -34,6 +35,7 @@ __all__ = [
     "PipelineParallelStrategy",
     "TensorParallelStrategy",
     "full_parameters",
+    "per_rank_batch_size",
 ]
 
 register()

@@ -12,8 +12,8 @@ from lightning.pytorch import LightningDataModule
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset
 
-from examples.batching import per_rank_batch_size
 from examples.gpt.model import VOCAB_SIZE
+from lightning_dist import per_rank_batch_size
 
 # These folders inside the standard library's folder are left out, because they hold packages, tests and tables.
 NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "encodings", "pydoc_data"}

@@ -6,7 +6,7 @@ from sklearn.datasets import load_digits
 from sklearn.model_selection import train_test_split
 from torch.utils.data import DataLoader, TensorDataset
 
-from examples.batching import per_rank_batch_size
+from lightning_dist import per_rank_batch_size
 
 # Validation and testing each use this number of images, which 2, 4, 8... ranks share without repeating an image.
 NUM_HELD_OUT = 256

@@ -26,6 +26,7 @@ from lightning_dist.plugins._compat.loaders import (
     num_evaluation_batches,
     seed_workers_by,
     silence_predictions,
+    training_loaders,
     transferred,
     validates_alike,
 )
@@ -81,6 +82,6 @@ __all__ = [
     "observe_fetching", "optimizers_to_device", "path_after_requeue", "put_training_weights_back",
     "read_checkpoint_directories", "reduce_across_processes", "requeue_signal", "run_examples_by",
     "scheduled_accumulation", "seed_workers_by", "set_device_mesh", "set_metric_state", "set_rank_zero",
-    "set_timeout", "silence_predictions", "step_name", "subprocess_launcher", "total_norms", "transferred",
-    "update_metrics_apart", "validates_alike",
+    "set_timeout", "silence_predictions", "step_name", "subprocess_launcher", "total_norms",
+    "training_loaders", "transferred", "update_metrics_apart", "validates_alike",
 ]  # fmt: skip

@@ -25,6 +25,7 @@ __all__ = [
     "num_evaluation_batches",
     "seed_workers_by",
     "silence_predictions",
+    "training_loaders",
     "transferred",
     "validates_alike",
 ]
@@ -37,6 +38,15 @@ def mode_of_loaders(trainer: Trainer) -> str | None:
     """
     loaders = trainer.fit_loop._combined_loader
     return None if loaders is None else loaders._mode
+
+
+def training_loaders(trainer: Trainer) -> list[Any]:
+    """Return the training loaders of a fit, as Lightning uses them; none if they have not been made yet.
+
+    This could be replaced by a public property of the ``CombinedLoader``.
+    """
+    loaders = trainer.fit_loop._combined_loader
+    return [] if loaders is None else list(loaders.flattened)
 
 
 def _known_batches(max_batches: list[int | float], loaders: CombinedLoader | None) -> list[float]:

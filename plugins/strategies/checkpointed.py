@@ -44,6 +44,8 @@ class CheckpointedStrategy(SharedBatchStrategy):
         checkpoint: Options for saving and loading checkpoints; None: the defaults.
         process_group_backend: The backend of ``torch.distributed``; None: the default for the device.
         timeout: The time for which ranks wait for each other in a collective or within a save; None: torch's default.
+        global_batch_size: Number of samples in an optimizer step over all ranks; None: training loaders keep their
+            batch sizes.
     """
 
     def __init__(
@@ -51,8 +53,9 @@ class CheckpointedStrategy(SharedBatchStrategy):
         checkpoint: CheckpointOptions | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
+        global_batch_size: int | None = None,
     ) -> None:
-        super().__init__(process_group_backend, timeout)
+        super().__init__(process_group_backend, timeout, global_batch_size=global_batch_size)
         self._checkpoint_options = checkpoint or CheckpointOptions()
         self._checkpoints = Checkpoints(self._checkpoint_options, timeout)
         self._exact_resume = ExactResume()
@@ -94,8 +97,9 @@ class CheckpointedStrategy(SharedBatchStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Let a training loader save and resume its position, and seed workers by this rank's part of the data."""
+        dataloader = super().process_dataloader(dataloader)
         self._exact_resume.process_loader(dataloader, self._trainer)
-        return super().process_dataloader(dataloader)
+        return dataloader
 
     @override
     def on_train_start(self) -> None:

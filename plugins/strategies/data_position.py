@@ -154,6 +154,12 @@ class LoaderPosition:
         is_scheduled = changes_accumulation(self._trainer)
         is_automatic = self._trainer.lightning_module.automatic_optimization
         batch = rescale_batch(total, configured, self._given, is_automatic and not is_scheduled)
+        if batch.total != total and not is_scheduled:
+            rank_zero_warn(
+                f"A step took {total} samples when the checkpoint was saved, and takes {batch.total} now, because the"
+                f" batch size of a rank is {batch.per_rank} (it was {configured.per_rank}) and"
+                f" accumulate_grad_batches={batch.accumulate} (it was {configured.accumulate})."
+            )
         if batch != self._batch:
             self._batches.batch_size = batch.per_rank
             if not is_scheduled:

@@ -1,10 +1,17 @@
-"""Keep the global batch of an optimizer step when a run is resumed on another number of ranks."""
+"""Choose, describe and keep the global batch: the samples of an optimizer step over all ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["Batch", "rescale_batch"]
+from lightning.pytorch import Trainer
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch.utils.data import BatchSampler, DataLoader
+
+from lightning_dist.plugins._compat import changes_accumulation, training_loaders
+
+__all__ = ["Batch", "global_batch", "per_rank_batch_size", "rescale_batch", "set_global_batch"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,84 @@ class Batch:
     def total(self) -> int:
         """Return the number of samples in one optimizer step."""
         return self.per_rank * self.accumulate * self.num_ranks
+
+    def describe(self) -> str:
+        """Return the number of samples and its factors, such as ``16 samples = 4 x 2 accumulated x 2 ranks``."""
+        accumulated = f" x {self.accumulate} accumulated" if self.accumulate > 1 else ""
+        return f"{self.total:,} samples a step = {self.per_rank:,}{accumulated} x {self.num_ranks} data-parallel ranks"
+
+
+def per_rank_batch_size(global_batch_size: int, trainer: Trainer | None) -> int:
+    """Return the number of samples in a batch of a rank, so that an optimizer step has ``global_batch_size`` of them.
+
+    The global batch is divided by the number of accumulated batches, and by the number of ranks that read different
+    samples: all ranks under data parallelism and sharding, and fewer under tensor or pipeline parallelism. It works
+    with every strategy of Lightning, too.
+
+    Args:
+        global_batch_size: Number of samples in an optimizer step over all ranks.
+        trainer: Trainer that reads the data, such as ``self.trainer`` of a LightningDataModule; None: a single process.
+
+    Raises:
+        ValueError: If ``global_batch_size`` is not a positive multiple of the number of batches in a step.
+    """
+    num_ranks = ((trainer.distributed_sampler_kwargs if trainer else None) or {}).get("num_replicas", 1)
+    accumulate = trainer.accumulate_grad_batches if trainer else 1
+    parts = num_ranks * accumulate
+    if global_batch_size < 1 or global_batch_size % parts:
+        below = global_batch_size // parts * parts
+        fitting = " or ".join(str(size) for size in (below, below + parts) if size > 0)
+        accumulated = f" with accumulate_grad_batches={accumulate}" if accumulate > 1 else ""
+        raise ValueError(
+            f"global_batch_size={global_batch_size} cannot be split evenly over {num_ranks} data-parallel rank(s)"
+            f"{accumulated}: use {fitting}."
+        )
+    return global_batch_size // parts
+
+
+def set_global_batch(loader: Any, global_batch_size: int, trainer: Trainer) -> None:
+    """Change the batch size of a training loader, so that an optimizer step has ``global_batch_size`` samples.
+
+    Args:
+        loader: Loader that Lightning is about to use, which is changed in place.
+        global_batch_size: Number of samples in an optimizer step over all ranks.
+        trainer: Trainer that uses the loader.
+
+    Raises:
+        ValueError: If the samples cannot be divided among the ranks and the accumulated batches.
+        MisconfigurationException: If the loader's batches cannot be changed, or the number of accumulated ones varies.
+    """
+    if changes_accumulation(trainer):
+        raise MisconfigurationException(
+            f"global_batch_size={global_batch_size} with a GradientAccumulationScheduler, which changes the number of"
+            " samples in a step: leave one of the two out."
+        )
+    batches = loader.batch_sampler if isinstance(loader, DataLoader) else None
+    if type(batches) is not BatchSampler:
+        raise MisconfigurationException(
+            f"global_batch_size={global_batch_size}: the batches of the training loader ({type(loader).__name__} with"
+            f" {type(batches).__name__} as batch_sampler) cannot be changed. Leave the argument out, and divide the"
+            f" batch where the loader is made, by lightning_dist.per_rank_batch_size({global_batch_size},"
+            " self.trainer)."
+        )
+    batches.batch_size = per_rank_batch_size(global_batch_size, trainer)
+
+
+def global_batch(trainer: Trainer) -> Batch | None:
+    """Return the batch of an optimizer step of a fit that has begun; None if it has several loaders or an unknown size.
+
+    Args:
+        trainer: A Trainer whose training loaders have been made.
+    """
+    loaders = training_loaders(trainer)
+    if len(loaders) != 1:
+        return None
+    batches = getattr(loaders[0], "batch_sampler", None)
+    size = getattr(batches, "batch_size", None) or getattr(loaders[0], "batch_size", None)
+    if not isinstance(size, int):
+        return None
+    num_ranks = (trainer.distributed_sampler_kwargs or {}).get("num_replicas", 1)
+    return Batch(size, trainer.accumulate_grad_batches, num_ranks)
 
 
 def rescale_batch(total: int, configured: Batch, given: Batch, can_accumulate: bool = True) -> Batch:

@@ -115,6 +115,9 @@ class MeshStrategy(CheckpointedStrategy):
             memory of the CPU. This saves memory on the CPU as well.
         step_in_backward: Whether optimizers update sharded parameters while the backward runs, as soon as their
             gradients are reduced, so that a rank never holds all gradients.
+        global_batch_size: Number of samples in an optimizer step over all ranks. The batch size of training loaders is
+            set to this number divided by those of data-parallel ranks and of accumulated batches. None: loaders keep
+            their batch sizes, so that a step takes more samples on more ranks.
         checkpoint: Options for saving and loading checkpoints: the arguments of
             :class:`~lightning_dist.plugins.strategies.checkpointing.CheckpointOptions`.
         process_group_backend: Backend such as ``"nccl"`` or ``"gloo"``; None: the default for the device.
@@ -138,11 +141,12 @@ class MeshStrategy(CheckpointedStrategy):
         offload: str | None = None,
         offload_folder: str | None = None,
         step_in_backward: bool = False,
+        global_batch_size: int | None = None,
         checkpoint: CheckpointOptions | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
     ) -> None:
-        super().__init__(checkpoint, process_group_backend, timeout)
+        super().__init__(checkpoint, process_group_backend, timeout, global_batch_size)
         if check_replicas_every_n_steps is not None and check_replicas_every_n_steps < 1:
             raise ValueError(
                 f"check_replicas_every_n_steps={check_replicas_every_n_steps} must be at least 1, or None for never."

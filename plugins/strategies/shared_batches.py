@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
@@ -18,6 +18,7 @@ from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.evaluation_batches import EvaluationBatches
+from lightning_dist.plugins.strategies.global_batch import global_batch, set_global_batch
 from lightning_dist.plugins.strategies.processes import ProcessStrategy
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
 from lightning_dist.randomness import SameRandomNumbers, agree_on_random_numbers
@@ -30,10 +31,18 @@ class SharedBatchStrategy(ProcessStrategy):
     """Divide the batch among the data-parallel ranks, and give ranks that share layers or a pipeline the same part.
 
     Ranks with the same part draw the same random numbers. Metrics count each sample once.
+
+    Args:
+        args: Arguments of :class:`~lightning_dist.plugins.strategies.processes.ProcessStrategy`.
+        global_batch_size: Number of samples in an optimizer step over all ranks; None: training loaders keep their
+            batch sizes.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, global_batch_size: int | None = None) -> None:
+        super().__init__(*args)
+        if global_batch_size is not None and global_batch_size < 1:
+            raise ValueError(f"global_batch_size={global_batch_size} must be at least 1, or None.")
+        self._global_batch_size = global_batch_size
         self._layout: ParallelLayout | None = None
         self._mesh: DeviceMesh | None = None
         self._parallel: ParallelModule | None = None
@@ -149,7 +158,9 @@ class SharedBatchStrategy(ProcessStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        """Let the workers of ranks with the same part of the batch draw the same random numbers."""
+        """Set the batch size, and let the workers of ranks with the same part of the batch draw the same numbers."""
+        if self._global_batch_size is not None and self._trainer.training:
+            set_global_batch(dataloader, self._global_batch_size, self._trainer)
         if self.layout.shares_batches:
             _compat.seed_workers_by(dataloader, self.layout.data_parallel_rank(self.global_rank))
         return dataloader
@@ -173,7 +184,10 @@ class SharedBatchStrategy(ProcessStrategy):
 
     @override
     def on_train_start(self) -> None:
-        """Let ranks with the same part of the batch draw the same random numbers, and check that before each batch."""
+        """Print the global batch, and let ranks with the same part of it draw the same numbers before each batch."""
+        batch = global_batch(self._trainer)
+        if batch is not None:
+            rank_zero_info(f"{'  batch':<14}{batch.describe()}")
         self._agree_on_random_numbers()
         if self._same_numbers is not None:
             _compat.before_every_batch(self._trainer, "random numbers", self._same_numbers.restore)
