@@ -17,9 +17,8 @@ from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
-from lightning_dist._compat import local_of
+from lightning_dist._compat import KEEPS_OBJECT, USE_COUNT, local_of, tree_leaves, version_of, without_memory
 
 __all__ = ["AccumulatedGradients", "GradientsOfCopies", "UnreducedGradient"]
 
@@ -29,7 +28,7 @@ _ADVICE = (
 )
 
 _QUESTIONS = frozenset(
-    {"__hash__", "_use_count", "dim", "is_complex", "is_floating_point", "numel", "requires_grad_", "size", "stride"}
+    {USE_COUNT, "__hash__", "dim", "is_complex", "is_floating_point", "numel", "requires_grad_", "size", "stride"}
 )
 """Names of tensor functions that do not read the tensor's elements."""
 
@@ -52,9 +51,7 @@ class UnreducedGradient(torch.Tensor):
     def __new__(cls, param: Tensor, name: str, like: Tensor | None = None) -> Self:
         """Create a tensor of the parameter's shape without memory."""
         like = param if like is None else like
-        self: Self = torch.Tensor._make_wrapper_subclass(
-            cls, param.shape, strides=param.stride(), dtype=like.dtype, device=like.device
-        )
+        self = without_memory(cls, param.shape, strides=param.stride(), dtype=like.dtype, device=like.device)
         self._name = name
         return self
 
@@ -65,7 +62,7 @@ class UnreducedGradient(torch.Tensor):
         name = func.__name__
         if name == "__get__" or name in _QUESTIONS:
             return super().__torch_function__(func, types, args, kwargs)  # type: ignore[no-untyped-call]
-        if name == "_has_compatible_shallow_copy_type":  # torch calls this when a module is converted.
+        if name == KEEPS_OBJECT:
             return False
         if name == "__deepcopy__":  # The copy of a parameter begins without an accumulated gradient.
             return None
@@ -124,7 +121,7 @@ class AccumulatedGradients:
         for name, param in params.items():
             if param.grad is None:
                 param.grad = UnreducedGradient(param, name)
-            self._watched[name] = param, param.grad, local_of(param.grad)._version
+            self._watched[name] = param, param.grad, version_of(local_of(param.grad))
 
     def take_cleared(self) -> list[str]:
         """Return the names of the watched parameters whose gradients were cleared, and stop watching.
@@ -135,7 +132,7 @@ class AccumulatedGradients:
         for name, (param, gradient, version) in self._watched.items():
             if param.grad is None or isinstance(param.grad, UnreducedGradient):
                 continue
-            if param.grad is not gradient or local_of(gradient)._version != version:
+            if param.grad is not gradient or version_of(local_of(gradient)) != version:
                 raise RuntimeError(
                     f"The gradient of the parameter {name!r} was changed while gradients were accumulated that are not"
                     f" reduced over the ranks yet. {_ADVICE}"

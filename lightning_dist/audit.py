@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from lightning_dist._compat import local_of
+from lightning_dist._compat import gradient_hooks, local_of
 from lightning_dist.consensus import timed_barrier
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.replicas import bit_sums, differ
@@ -62,7 +62,7 @@ class FirstStepAudit(Technique):
         self._parallel = parallel
         self._module = parallel.module
         self._hooks: dict[str, Mapping[int, Any]] = {
-            name: param._backward_hooks for name, param in self._module.named_parameters() if param._backward_hooks
+            name: hooks for name, param in self._module.named_parameters() if (hooks := gradient_hooks(param))
         }
 
     def finish(self) -> None:
@@ -84,7 +84,7 @@ class FirstStepAudit(Technique):
         Raises:
             AuditError: If a parameter is in no group, or in several, or a hook on it would not be called.
         """
-        seen = tuple((len(param._backward_hooks or ()), param.requires_grad) for param in self._params())
+        seen = tuple((len(gradient_hooks(param)), param.requires_grad) for param in self._params())
         if seen != self._seen or self._has_new:
             self._seen = seen
             self.is_due = self._weights_are_due = True
@@ -116,7 +116,7 @@ class FirstStepAudit(Technique):
         for name, hooks in self._hooks.items():
             param = params.get(name)
             if param is not None and not is_remote(param) and hooks:
-                missing = hooks.keys() - (param._backward_hooks or {}).keys()
+                missing = hooks.keys() - gradient_hooks(param).keys()
                 if missing:
                     raise AuditError(f"A hook that was put on the parameter {name!r} before it was sharded is lost.")
 

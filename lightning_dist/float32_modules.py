@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
+from lightning_dist._compat import tree_map
 from lightning_dist.technique import Rows, Technique
 from lightning_dist.units import Unit
 

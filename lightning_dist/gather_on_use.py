@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, distribute_tensor
-from torch.utils._pytree import tree_leaves, tree_map
+
+from lightning_dist._compat import make_parameter, tree_leaves, tree_map, without_memory
 
 __all__ = ["GatheredOnUse", "is_in_place", "whole_for_step", "write_whole"]
 
@@ -89,7 +90,7 @@ class GatheredOnUse(torch.Tensor):
     @staticmethod
     def __new__(cls, sharded: Tensor, gather: Callable[[Tensor], Tensor], is_parameter: bool = True) -> GatheredOnUse:
         """Create a tensor of the same shape without memory."""
-        self: GatheredOnUse = torch.Tensor._make_wrapper_subclass(
+        self = without_memory(
             cls,
             sharded.shape,
             strides=sharded.stride(),
@@ -99,7 +100,7 @@ class GatheredOnUse(torch.Tensor):
         )
         self._sharded = cast(DTensor, sharded)
         self._gather = gather
-        self._is_param = is_parameter  # isinstance(self, nn.Parameter) looks at this attribute.
+        make_parameter(self, is_parameter)
         return self
 
     def part(self, axis: str) -> Tensor:
@@ -108,7 +109,7 @@ class GatheredOnUse(torch.Tensor):
         Args:
             axis: Name of the mesh axis along which each rank keeps its own part.
         """
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             return cast(Callable[..., Tensor], self._gather)(self._sharded, split_axis=axis)
 
     @classmethod
@@ -130,7 +131,7 @@ class GatheredOnUse(torch.Tensor):
         if name == "__set__" and prop == "data":
             return write_whole(of._sharded, _whole(args[1], detached=True))
         if (name in ("__get__", "__set__") and prop not in _VALUES) or name in _ABOUT_SHARDS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch.DisableTorchFunctionSubclass():
                 return func(of._sharded, *args[1:], **kwargs)
         if is_in_place(name):
             if torch.is_grad_enabled() and of._sharded.requires_grad:
@@ -249,7 +250,7 @@ class _View(torch.Tensor):
         targets = [kwargs.get("out")]
         if is_in_place(name):
             targets += [args[0] if args else tuple(kwargs.values())]
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             for target in tree_leaves(targets):
                 if isinstance(target, cls):
@@ -277,7 +278,7 @@ def _as_views(result: Any, sharded: DTensor, whole: Tensor) -> Any:
 
 def _whole(value: Any, detached: bool = False) -> Any:
     if isinstance(value, GatheredOnUse):
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             # In-place changes are computed in the dtype that the parameter is stored in, not in the one of the forward.
             return value._sharded.full_tensor().detach().clone() if detached else value._gather(value._sharded)
     if isinstance(value, DTensor):

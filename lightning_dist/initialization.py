@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from lightning_dist._compat import own_buffers, reset_function
 from lightning_dist.tensor_state import is_uninitialized
 
 __all__ = ["agreed_seed", "broadcast_tensors", "broadcast_weights", "materialize", "refuse_meta_attributes"]
@@ -88,10 +89,10 @@ def materialize(
                 torch.utils.swap_tensors(param, real)  # type: ignore[no-untyped-call]
         for key, buffer in list(owner.named_buffers(recurse=False)):
             if is_due(buffer):
-                owner._buffers[key] = torch.empty_like(buffer, device=device)
+                own_buffers(owner)[key] = torch.empty_like(buffer, device=device)
     hugging_face = [module for module in root.modules() if hasattr(module, "_init_weights")]
     for owner in owners:
-        reset = getattr(owner, "reset_parameters", None) or getattr(owner, "_reset_parameters", None)
+        reset = reset_function(owner)
         around = [model for model in hugging_face if any(sub is owner for sub in model.modules())]
         with torch.no_grad():
             if reset is not None:

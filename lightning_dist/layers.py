@@ -7,6 +7,8 @@ from typing import cast
 
 from torch import Tensor, nn
 
+from lightning_dist._compat import own_parameters
+
 __all__ = ["LinearLayer", "linear_layer"]
 
 
@@ -32,7 +34,7 @@ class LinearLayer:
 
 def linear_layer(module: nn.Module) -> LinearLayer | None:
     """Return the description of ``module``; None if it is not a linear layer, or its weight is computed, not stored."""
-    if module._parameters.get("weight") is None:
+    if own_parameters(module).get("weight") is None:
         return None
     if isinstance(module, nn.Linear):
         return LinearLayer(1, 0, module.in_features, module.out_features)

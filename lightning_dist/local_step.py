@@ -135,7 +135,7 @@ class _OwnStates(defaultdict[Any, Any]):
 
     def __missing__(self, param: Any) -> Any:
         # An active function mode may present a parameter of another stage as one of this rank.
-        with torch._C.DisableTorchFunction():
+        with torch.DisableTorchFunction():
             if isinstance(param, Tensor) and is_remote(param):
                 return _StateOfOtherStage()
         return super().__missing__(param)

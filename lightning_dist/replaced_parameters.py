@@ -12,7 +12,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+
+from lightning_dist._compat import tree_leaves
 
 __all__ = ["ReplacedParameter", "ReplacedParameterError", "ReplacedParameters"]
 
@@ -46,7 +47,7 @@ class ReplacedParameter(nn.Parameter):
         """
         of_property = getattr(getattr(func, "__self__", None), "__name__", "")
         if func.__name__ in _QUESTIONS or (func.__name__ == "__get__" and of_property in _PROPERTIES):
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         first = next(leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
         raise ReplacedParameterError(

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dist._compat import NORM
+from lightning_dist._compat import NORM, own_buffers, version_of
 from lightning_dist.collectives import max_of_flags
 from lightning_dist.technique import Parallel, Technique
 from lightning_dist.tensor_state import is_remote
@@ -53,7 +53,7 @@ class SameBuffers(Technique):
         """
         found: dict[int, tuple[nn.Module, str]] = {}
         for module in self._module.modules():
-            for key, buffer in module._buffers.items():
+            for key, buffer in own_buffers(module).items():
                 if buffer is not None and not is_remote(buffer):
                     found.setdefault(id(buffer), (module, key))
         self._places = list(found.values())
@@ -80,13 +80,13 @@ class SameBuffers(Technique):
         """
         if not self._places or not self._axes:
             return
-        buffers = [module._buffers.get(key) for module, key in self._places]
+        buffers = [own_buffers(module).get(key) for module, key in self._places]
         if _are_small(buffers):
             for group in self._axes:
                 self._broadcast_small(buffers, group)
         else:
             self._broadcast_changed(buffers)
-        self._seen = [(buffer, -1 if buffer is None else buffer._version) for buffer in buffers]
+        self._seen = [(buffer, -1 if buffer is None else version_of(buffer)) for buffer in buffers]
 
     def _broadcast_changed(self, buffers: Sequence[Tensor | None]) -> None:
         """Overwrite those ``buffers`` that changed on any rank since the last synchronization."""
@@ -94,7 +94,7 @@ class SameBuffers(Technique):
             [
                 (isinstance(module, NORM) and module.training)
                 or buffer is not seen
-                or (buffer is not None and buffer._version != version)
+                or (buffer is not None and version_of(buffer) != version)
                 for (module, _), buffer, (seen, version) in zip(self._places, buffers, self._seen, strict=True)
             ],
             dtype=torch.uint8,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_dist._compat import call_post_accumulate_hooks, local_of, move_hooks, share_hooks
+from lightning_dist._compat import call_post_accumulate_hooks, local_of, move_hooks, own_parameters, share_hooks
 from lightning_dist.accumulated_gradients import AccumulatedGradients
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.technique import Parallel, Technique
@@ -220,4 +220,4 @@ class ScalarGroup(ParameterGroup):
     def _put(self, params: list[nn.Parameter]) -> None:
         for owners, param in zip(self._owners, params, strict=True):
             for owner, key in owners:
-                owner._parameters[key] = param
+                own_parameters(owner)[key] = param

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dist import _compat
@@ -143,7 +142,7 @@ class ShardsInHooks(TorchFunctionMode):
         if not shards:
             return value
         arrive_at_place(f"{self._what} needs whole tensors", shards[0])
-        return tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, value)
+        return _compat.tree_map(lambda leaf: leaf.full_tensor() if isinstance(leaf, DTensor) else leaf, value)
 
     def _in_place(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not args and isinstance(kwargs.get("tensor"), Tensor):  # Functions of torch.nn.init pass it by keyword.
@@ -171,7 +170,7 @@ class ShardsInHooks(TorchFunctionMode):
 
         If all of the tensors are sharded, or none is, torch can run it on the lists at once, and does so.
         """
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
+        tensors = [leaf for leaf in _compat.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor) and leaf.ndim]
         num_shards = len(_shards(tensors))
         if not any(tensor in self._parts for tensor in tensors) and num_shards in (0, len(tensors)):
             try:
@@ -304,7 +303,7 @@ class ShardsInHooks(TorchFunctionMode):
 
 
 def _shards(value: Any) -> list[DTensor]:
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, DTensor)]
+    return [leaf for leaf in _compat.tree_leaves(value) if isinstance(leaf, DTensor)]
 
 
 def _is_unable(error: RuntimeError) -> bool:

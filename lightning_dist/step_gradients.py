@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from lightning_dist._compat import around_grads, around_zero_grad
+from lightning_dist._compat import around_grads, around_zero_grad, own_parameters
 from lightning_dist.accumulated_gradients import GradientsOfCopies
 from lightning_dist.parameter_group import ParameterGroup
 
@@ -139,7 +139,7 @@ class StepGradients:
             cleared = []
             for name, param in zip(group.names, group.params, strict=True):
                 owner, _, key = name.rpartition(".")
-                if id(param) in ids or id(modules[owner]._parameters.get(key)) in ids:
+                if id(param) in ids or id(own_parameters(modules[owner]).get(key)) in ids:
                     cleared.append(param)
             for param in cleared:
                 if sets_to_none:

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dist._compat import module_versions
 from lightning_dist.checkpoint.snapshot import with_metadata
 from lightning_dist.initialization import broadcast_weights
 from lightning_dist.technique import Points, Technique
@@ -49,7 +50,7 @@ class TechniqueStates:
 
     def state_to_write(self, state: dict[str, Any]) -> dict[str, Any]:
         """Return ``state`` in the form in which this rank writes it (see :meth:`Technique.state_to_write`)."""
-        metadata = getattr(state, "_metadata", None)
+        metadata = module_versions(state)
         for state_to_write in self._points.state_to_write:
             state = state_to_write(state)
         return with_metadata(state, metadata)

@@ -7,37 +7,36 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_dist._compat import own_buffers, own_parameters
+
 __all__ = ["Place", "put", "tensor_places"]
 
 Place = tuple[Any, Any]
 """A dictionary or list, and the key or index at which it holds a tensor."""
 
-_REGISTERED = ("_parameters", "_buffers")
-
 
 def tensor_places(root: nn.Module) -> dict[int, list[Place]]:
     """Find every place where ``root`` holds one of its parameters or buffers.
 
-    The places are in the modules' ``_parameters`` and ``_buffers``, and in the lists and dictionaries among their
-    attributes: torch's recurrent layers compute with such a list (``_flat_weights``), not with their registered
-    parameters.
+    The places are where the modules register parameters and buffers, and in the lists and dictionaries among their
+    attributes: torch's recurrent layers compute with such a list, not with their registered parameters.
 
     Args:
         root: The model, which is searched together with its submodules.
 
     Returns:
-        The places of each parameter or buffer by its ``id``, those in ``_parameters`` and ``_buffers`` first.
+        The places of each parameter or buffer by its ``id``, those where modules register them first.
     """
     places: dict[int, list[Place]] = {}
     for module in root.modules():
-        for register in _REGISTERED:
-            tensors = vars(module)[register]
+        for tensors in (own_parameters(module), own_buffers(module)):
             for key, tensor in tensors.items():
                 if tensor is not None:
                     places.setdefault(id(tensor), []).append((tensors, key))
     for module in root.modules():
-        for name, container in vars(module).items():
-            for key, item in _items(container) if name not in _REGISTERED else ():
+        registered = (own_parameters(module), own_buffers(module))
+        for container in vars(module).values():
+            for key, item in _items(container) if all(container is not known for known in registered) else ():
                 if isinstance(item, Tensor) and id(item) in places:
                     places[id(item)].append((container, key))
     return places

@@ -9,9 +9,9 @@ directory.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial, partialmethod, wraps
+from functools import partial, wraps
 from os import PathLike
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,8 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.overrides import _get_current_function_mode_stack, handle_torch_function
+from torch.overrides import handle_torch_function, has_torch_function
 
+from lightning_dist._compat import own_parameters
 from lightning_dist.checkpoint.format import is_sharded_checkpoint
 from lightning_dist.checkpoint.single_file import read_whole
 from lightning_dist.checkpoint.state import shard_like
@@ -49,7 +50,7 @@ def register(root: nn.Module, units: Sequence[nn.Module]) -> None:
         units: Modules inside it that are sharded as units.
     """
     for module in root.modules():
-        if module._parameters:
+        if own_parameters(module):
             module.register_load_state_dict_pre_hook(_distribute)  # type: ignore[no-untyped-call]
     for param in root.parameters():
         if isinstance(param, DTensor):
@@ -76,7 +77,7 @@ def _save_pretrained(module: nn.Module, name: str, *args: Any, **kwargs: Any) ->
 
 def _distribute(module: nn.Module, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
     """Replace the whole tensors in ``state_dict``, which ``module`` is about to load, by this rank's shards."""
-    for key, param in module._parameters.items():
+    for key, param in own_parameters(module).items():
         name = prefix + key
         if param is None or name not in state_dict:
             continue
@@ -109,7 +110,7 @@ def whole_state_dicts(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iter
     copies: WeakValueDictionary[tuple[Any, ...], Tensor] = WeakValueDictionary()
 
     def copy_own(module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any) -> None:
-        for key, param in module._parameters.items():
+        for key, param in own_parameters(module).items():
             name = prefix + key
             if param is None or isinstance(state_dict.get(name), nn.Parameter | None):  # keep_vars=True returns it.
                 continue
@@ -129,7 +130,7 @@ def whole_state_dicts(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iter
         for group in groups:
             stack.enter_context(group.whole_state_dict())
         for module in root.modules():
-            if module._parameters:
+            if own_parameters(module):
                 for handle in (
                     module.register_state_dict_post_hook(copy_own),  # type: ignore[no-untyped-call]
                     module.register_load_state_dict_pre_hook(refuse_to_load),  # type: ignore[no-untyped-call]
@@ -165,18 +166,39 @@ def install() -> None:
 
     torch.save, torch.load = save, load
     for reader in ("numpy", "tolist"):
-        setattr(DTensor, reader, partialmethod(_read_local, reader))
+        setattr(DTensor, reader, _reader(getattr(Tensor, reader)))
 
 
-def _read_local(tensor: DTensor, reader: str, *args: Any, **kwargs: Any) -> Any:
-    """Call ``numpy`` or ``tolist`` on ``tensor`` if this rank, or an active function mode, has the whole tensor.
+def _reader(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method that calls ``own`` if this rank, or an active function mode, has the whole tensor.
+
+    torch does not pass these methods of a DTensor to modes, but this function does.
+
+    Args:
+        own: The method of ``torch.Tensor``.
+    """
+
+    @wraps(own)
+    def read(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(tensor, DTensor):  # A mode may put another tensor in the place of a DTensor.
+            return own(tensor, *args, **kwargs)
+        if has_torch_function((tensor,)):  # Without an active mode, this is False for DTensors.
+            return handle_torch_function(read, (tensor,), tensor, *args, **kwargs)
+        return own(_whole_local(tensor, own.__name__), *args, **kwargs)
+
+    return read
+
+
+def _whole_local(tensor: DTensor, reader: str) -> Tensor:
+    """Return the local tensor of ``tensor``, which must be the whole tensor.
+
+    Args:
+        tensor: The DTensor.
+        reader: Name of the method that was called, for the error.
 
     Raises:
         TypeError: If this rank has only a shard.
     """
-    modes: list[object] = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
-    if any(getattr(mode, "reads_whole_tensors", False) for mode in modes):
-        return handle_torch_function(getattr(torch.Tensor, reader), (tensor,), tensor, *args, **kwargs)
     if tensor.device_mesh.size() > 1 and not all(placement.is_replicate() for placement in tensor.placements):
         raise TypeError(
             f".{reader}() was called on a tensor of which this rank has only a shard"
@@ -184,7 +206,7 @@ def _read_local(tensor: DTensor, reader: str, *args: Any, **kwargs: Any) -> Any:
             " `with lightning_dist.full_parameters(module):` on every rank, and read them there, for example for a"
             " histogram. For other tensors, such as gradients, call tensor.full_tensor() on every rank first."
         )
-    return getattr(tensor.to_local(), reader)(*args, **kwargs)
+    return tensor.to_local()
 
 
 INSTEAD = (

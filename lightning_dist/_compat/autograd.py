@@ -1,4 +1,4 @@
-"""Run functions when a backward begins or ends, and write tensors without autograd's version check."""
+"""Run functions when a backward begins or ends."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch._functorch.config
 from torch import nn
+from torch._functorch import config as functorch_config
 from torch.optim import Optimizer
 
 __all__ = [
@@ -19,8 +19,6 @@ __all__ = [
     "at_end_of_backward",
     "compile_backwards_without_autocast",
     "is_in_backward",
-    "overwrite",
-    "without_torch_functions",
 ]
 
 
@@ -111,18 +109,6 @@ def is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
 
 
-@torch.no_grad()
-def overwrite(memory: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy ``values`` into ``memory`` without increasing its version counter, so that autograd accepts the change.
-
-    Use this only if the autograd graph was computed with ``values``, and not with the present content of ``memory``.
-
-    Replaced by: a public way to write without increasing a tensor's version counter.
-    """
-    with torch.autograd._unsafe_preserve_version_counter(memory):
-        memory.copy_(values)
-
-
 def compile_backwards_without_autocast() -> None:
     """Let torch.compile compile backwards as they run in eager mode: outside of the forward's autocast.
 
@@ -130,12 +116,4 @@ def compile_backwards_without_autocast() -> None:
 
     Replaced by: ``"off"`` as torch's default, or an argument of ``torch.compile``.
     """
-    torch._functorch.config.backward_pass_autocast = "off"
-
-
-def without_torch_functions() -> AbstractContextManager[None]:
-    """Return a context in which no tensor's ``__torch_function__`` is called.
-
-    The class is private, but torch's guide to extending torch names it.
-    """
-    return torch._C.DisableTorchFunctionSubclass()
+    functorch_config.backward_pass_autocast = "off"

@@ -3,28 +3,47 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
 from torch.utils.hooks import RemovableHandle
+
+from lightning_dist._compat.trees import tree_map
 
 __all__ = [
     "call_forward_hooks",
     "call_gradient_hooks",
     "call_post_accumulate_hooks",
     "give_post_accumulate_hooks",
+    "gradient_hooks",
     "leave_out_hooks",
     "move_hooks",
+    "num_forward_hooks",
     "prepend_step_post_hook",
     "share_hooks",
     "step_hooks",
     "take_post_accumulate_hooks",
 ]
+
+
+def gradient_hooks(tensor: torch.Tensor) -> Mapping[int, Any]:
+    """Return the tensor hooks of ``tensor`` by their keys.
+
+    Replaced by: the same as for :func:`move_hooks`.
+    """
+    return tensor._backward_hooks or {}
+
+
+def num_forward_hooks(module: nn.Module) -> int:
+    """Return the number of forward hooks and forward pre-hooks of ``module``.
+
+    Replaced by: a public way to list a module's hooks.
+    """
+    return len(module._forward_hooks) + len(module._forward_pre_hooks)
 
 
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -86,7 +105,7 @@ def call_gradient_hooks(param: torch.Tensor, gradient: torch.Tensor) -> torch.Te
     Returns:
         The gradient that the last hook returned.
     """
-    for hook in list((param._backward_hooks or {}).values()):
+    for hook in list(gradient_hooks(param).values()):
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -14,11 +15,19 @@ from torch.optim import swa_utils
 __all__ = [
     "NORM",
     "ROUTE",
+    "SUBMODULES",
     "averages_grouped_by_dtype",
     "call",
+    "convert",
+    "is_compiled",
+    "module_versions",
     "move_without_meta_tensors",
+    "own_buffers",
+    "own_parameters",
     "put_parameter",
+    "reset_function",
     "route_calls",
+    "set_module_versions",
 ]
 
 
@@ -27,6 +36,49 @@ NORM = _NormBase
 
 Replaced by: a public base class of torch's BatchNorm and InstanceNorm layers.
 """
+
+
+def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
+    """Return the dictionary in which ``module`` itself, without its submodules, holds its parameters by name.
+
+    A tensor that is no Parameter can be put into it as well.
+
+    Replaced by: the same as for :func:`put_parameter`.
+    """
+    return module._parameters
+
+
+def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """Return the dictionary in which ``module`` itself, without its submodules, holds its buffers by name.
+
+    Replaced by: the same as for :func:`put_parameter`.
+    """
+    return module._buffers
+
+
+def module_versions(state: Any) -> dict[str, dict[str, Any]] | None:
+    """Return the versions of the modules, by name, that ``state_dict()`` notes for their loading code.
+
+    Replaced by: a public attribute of state dicts.
+
+    Args:
+        state: Any object; None is returned for one that is no state dict of a module.
+    """
+    versions: dict[str, dict[str, Any]] | None = getattr(state, "_metadata", None)
+    return versions
+
+
+def set_module_versions(state: OrderedDict[str, Any], versions: dict[str, dict[str, Any]]) -> None:
+    """Set what :func:`module_versions` returns for ``state``."""
+    state._metadata = versions  # type: ignore[attr-defined]
+
+
+def reset_function(module: nn.Module) -> Callable[[], None] | None:
+    """Return the method that initializes the parameters that ``module`` itself holds; None if it has none.
+
+    Some of torch's layers, such as ``nn.MultiheadAttention``, give it a private name. Replaced by: a public name.
+    """
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
 
 
 def put_parameter(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
@@ -40,6 +92,13 @@ def put_parameter(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
     names = vars(module).get("_flat_weights_names", ())
     if key in names:
         vars(module)["_flat_weights"][names.index(key)] = tensor
+
+
+SUBMODULES = "_modules"
+"""The attribute in which a module holds its submodules by name.
+
+Replaced by: a public way to list the attributes that users have set on a module.
+"""
 
 
 ROUTE = "_compiled_call_impl"
@@ -59,6 +118,22 @@ def route_calls(module: nn.Module, function: Callable[..., Any]) -> None:
 def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call a module itself, with its hooks, although :func:`route_calls` has routed its calls elsewhere."""
     return module._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``module.compile()`` was called, or :func:`route_calls`.
+
+    Replaced by: a public attribute of modules.
+    """
+    return module._compiled_call_impl is not None
+
+
+def convert(module: nn.Module, function: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Replace every parameter and buffer of ``module`` by what ``function`` returns for it, as ``module.to`` does.
+
+    Replaced by: a public name of the method.
+    """
+    module._apply(function)  # type: ignore[no-untyped-call]
 
 
 def move_without_meta_tensors(root: nn.Module, around: Callable[[], AbstractContextManager[None]]) -> None:

@@ -25,11 +25,8 @@ def default_group() -> dist.ProcessGroup:
 
 
 def default_store() -> dist.Store:
-    """Return the store with which the default process group was created.
-
-    Replaced by: a public accessor of it.
-    """
-    store: dist.Store = dist.distributed_c10d._get_default_store()
+    """Return the store with which the default process group was created."""
+    store: dist.Store = default_group().get_group_store()
     return store
 
 

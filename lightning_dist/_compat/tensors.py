@@ -1,26 +1,93 @@
-"""Read and change DTensors beyond their public interface."""
+"""Read and change tensors and DTensors beyond their public interface."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from lightning_dist._compat.operations import READ_NUMBER
+
 __all__ = [
-    "GROUPED_MM",
+    "BASE",
+    "GET_BASE",
     "accept_sequential_redistribution",
+    "base_of",
+    "detached",
     "local_of",
+    "make_parameter",
     "num_packed",
     "on_equal",
     "on_scalar_read",
     "packed_shard",
     "replace_local",
     "shifted",
+    "version_of",
+    "without_memory",
 ]
+
+_Tensor = TypeVar("_Tensor", bound=torch.Tensor)
+
+BASE = "_base"
+"""The name of the attribute that :func:`base_of` reads. Replaced by: the same as for it."""
+
+GET_BASE = torch.Tensor._base.__get__  # type: ignore[union-attr]  # On the class, it is a descriptor.
+"""The function that modes and tensor subclasses see when :func:`base_of` is called. Replaced by: the same as for it."""
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor that ``tensor`` is a view of, and None if it is no view.
+
+    Replaced by: a public name of the attribute.
+    """
+    return tensor._base
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that every change of ``tensor`` or of a view of it increases, except a change through ``.data``.
+
+    torch's notes on autograd describe it. Replaced by: a public name of the attribute.
+
+    Raises:
+        RuntimeError: If the tensor was made in inference mode, in which there are no versions.
+    """
+    return tensor._version
+
+
+def without_memory(cls: type[_Tensor], shape: Sequence[int], **options: Any) -> _Tensor:
+    """Create a tensor of the class ``cls`` that has no memory of its own.
+
+    torch's guide to extending torch names the function. Replaced by: a public name of it.
+
+    Args:
+        cls: A subclass of ``torch.Tensor``.
+        shape: The shape that the tensor reports.
+        **options: The ``strides``, ``dtype``, ``device`` and ``requires_grad`` that the tensor reports.
+    """
+    tensor: _Tensor = torch.Tensor._make_wrapper_subclass(cls, shape, **options)
+    return tensor
+
+
+def make_parameter(tensor: torch.Tensor, is_parameter: bool) -> None:
+    """Let ``isinstance(tensor, nn.Parameter)`` be ``is_parameter``, for a tensor of a subclass of ``torch.Tensor``.
+
+    Replaced by: an ``nn.Parameter`` that can be subclassed together with other tensor classes.
+    """
+    tensor._is_param = is_parameter
+
+
+def detached(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` without its graph, in an operation that a dispatch mode sees; both have the same version.
+
+    Replaced by: a ``detach`` that shares the version there, as it does elsewhere.
+    """
+    # Below autograd, a view does not share the version counter of its base unless this key is enabled.
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -76,7 +143,7 @@ def on_scalar_read(function: Callable[[DTensor], int | float | bool | complex]) 
             return format(self.item(), specification)
         return object.__format__(self, specification)
 
-    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = read
+    DTensor._op_dispatcher._custom_op_handlers[READ_NUMBER] = read
     DTensor.__format__ = format_whole  # type: ignore[method-assign, assignment]
 
 
@@ -100,7 +167,3 @@ def accept_sequential_redistribution() -> None:
     Replaced by: a public way to flatten mesh axes, which the warning asks for.
     """
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-
-
-GROUPED_MM = torch.ops.aten._grouped_mm.default
-"""The operation behind ``torch.nn.functional.grouped_mm``. On fake tensors it accepts only bfloat16 (torch 2.13)."""

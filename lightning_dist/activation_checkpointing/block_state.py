@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from lightning_dist._compat import NORM
+from lightning_dist._compat import NORM, own_buffers
 from lightning_dist.own_generators import get_state, own_generators, set_state
 
 __all__ = ["BlockState"]
@@ -59,7 +59,7 @@ class BlockState:
         return {
             (module, key): buffer
             for module in self._block.modules()
-            for key, buffer in module._buffers.items()
+            for key, buffer in own_buffers(module).items()
             if buffer is not None and (known is None or (module, key) in known or isinstance(module, NORM))
         }
 
@@ -68,7 +68,7 @@ class BlockState:
         if self._block.training in self._changing:
             return
         for place, copy in list(before.items()):
-            if _is_equal(place[0]._buffers.get(place[1]), copy):
+            if _is_equal(own_buffers(place[0]).get(place[1]), copy):
                 del before[place]
         self._changing[self._block.training] = set(before)
 
@@ -91,4 +91,4 @@ def _is_equal(buffer: Tensor | None, kept: Tensor) -> bool:
 
 def _put(buffers: Mapping[tuple[nn.Module, str], Tensor]) -> None:
     for (module, key), buffer in buffers.items():
-        module._buffers[key] = buffer
+        own_buffers(module)[key] = buffer

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_dist._compat import local_of
+from lightning_dist._compat import local_of, version_of
 
 __all__ = ["offload"]
 
@@ -61,7 +61,7 @@ def _packer(block: nn.Module) -> Callable[[Tensor], _Moved | _Unmoved]:
         if tensor.untyped_storage().data_ptr() in own:  # Gathering a parameter changes its version.
             return _Unmoved(tensor, None)
         if tensor.numel() < MIN_NUMEL:
-            return _Unmoved(tensor, None if tensor.is_inference() else tensor._version)
+            return _Unmoved(tensor, None if tensor.is_inference() else version_of(tensor))
         is_on_cpu = tensor.device.type == "cpu"
         copy = torch.empty_like(tensor, device="cpu", pin_memory=not is_on_cpu, requires_grad=False)
         return _Moved(copy.copy_(tensor.detach(), non_blocking=not is_on_cpu), tensor.device)
@@ -76,7 +76,7 @@ def _tensors(block: nn.Module) -> list[Tensor]:
 def _unpack(packed: _Moved | _Unmoved) -> Tensor:
     if isinstance(packed, _Moved):
         return packed.copy.to(packed.device, non_blocking=True)
-    if packed.version is not None and packed.tensor._version != packed.version:
+    if packed.version is not None and version_of(packed.tensor) != packed.version:
         raise RuntimeError(
             "activation_checkpointing='offload': a tensor of shape"
             f" {tuple(packed.tensor.shape)} that the backward needs was changed in place after it was computed with."

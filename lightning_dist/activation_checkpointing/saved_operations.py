@@ -7,12 +7,13 @@ Here only products and attention are compared, and a result that was changed is 
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+
+from lightning_dist._compat import DispatchMode, detached, named_arguments, tree_leaves, tree_map, version_of
 
 __all__ = ["selective_contexts"]
 
@@ -22,22 +23,16 @@ _PRODUCTS = frozenset(
 )
 """Matrix products, of which every second result is kept."""
 
-_ATTENTION = frozenset(
-    getattr(_aten, name).default
-    for name in (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-    )
-    if hasattr(_aten, name)
-)
-"""Kernels of attention, whose results are kept: they take long, and their results are small.
 
-A kernel with dropout runs again: if it did not, it would draw no random numbers, and later layers would draw others
-than in the forward.
-"""
+@cache
+def _is_attention(operation: Any) -> bool:
+    """Return whether ``operation`` is a kernel of attention, whose result is kept: it takes long, and is small.
+
+    A kernel with dropout runs again: if it did not, it would draw no random numbers, and later layers would draw others
+    than in the forward.
+    """
+    name = str(operation)
+    return "scaled_dot_product" in name and "backward" not in name
 
 
 class _Call:
@@ -46,7 +41,7 @@ class _Call:
     def __init__(self, operation: Any, args: Any, result: Any) -> None:
         self._operation = operation
         self._shapes = _shapes(args)
-        self._result = tree_map_only(Tensor, _detached, result)
+        self._result = _detached(result)
         self._versions = _versions(self._result)
 
     def is_like(self, operation: Any, args: Any) -> bool:
@@ -59,7 +54,7 @@ class _Call:
         return self._result if _versions(self._result) == self._versions else None
 
 
-class _Mode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Mode(DispatchMode):  # type: ignore[no-untyped-call]
     supports_higher_order_operators = True
 
     @classmethod
@@ -81,7 +76,7 @@ class _Forward(_Mode):
         if func in _PRODUCTS:
             self._num_products += 1
             self._calls.append(_Call(func, args, result if self._num_products % 2 else None))
-        elif func in _ATTENTION:
+        elif _is_attention(func):
             self._calls.append(_Call(func, args, None if _has_dropout(func, args, kwargs) else result))
         return result
 
@@ -104,14 +99,14 @@ class _Rerun(_Mode):
             raise RuntimeError(f"{_OTHER_OPERATIONS} (fewer matrix products). {_FIX}")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _PRODUCTS or func in _ATTENTION:
+        if func in _PRODUCTS or _is_attention(func):
             index, self._num_calls = self._num_calls, self._num_calls + 1
             if index >= len(self._calls) or not self._calls[index].is_like(func, args):
                 raise RuntimeError(f"{_OTHER_OPERATIONS} ({func}). {_FIX}")
             result = self._calls[index].result
             if result is not None:
                 # The graph of the rerun must not be kept alive by what is held here.
-                return tree_map_only(Tensor, _detached, result)
+                return _detached(result)
         return func(*args, **(kwargs or {}))
 
 
@@ -122,7 +117,7 @@ _OTHER_OPERATIONS = (
 _FIX = "Use activation_checkpointing='full', which compares nothing, or {'every': 2}."
 
 
-def selective_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
+def selective_contexts() -> tuple[DispatchMode, DispatchMode]:
     """Return the contexts of one forward of a block and of its rerun, for :func:`torch.utils.checkpoint.checkpoint`."""
     calls: list[_Call] = []
     return _Forward(calls), _Rerun(calls)
@@ -133,16 +128,13 @@ def _shapes(args: Any) -> list[torch.Size]:
 
 
 def _has_dropout(operation: Any, args: Any, kwargs: Any) -> bool:
-    names = [argument.name for argument in operation._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **(kwargs or {})}
-    return bool(given.get("dropout_p", 0.0))
+    return bool(named_arguments(operation, args, kwargs).get("dropout_p", 0.0))
 
 
 def _versions(result: Any) -> list[int]:
-    return [leaf._version for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not leaf.is_inference()]
+    return [version_of(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and not leaf.is_inference()]
 
 
-def _detached(tensor: Tensor) -> Tensor:
-    # Below autograd, a view does not share the version counter of its base unless this key is enabled.
-    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
-        return tensor.detach()
+def _detached(result: Any) -> Any:
+    """Return ``result`` with detached tensors that have the versions of those in ``result``."""
+    return tree_map(lambda leaf: detached(leaf) if isinstance(leaf, Tensor) else leaf, result)

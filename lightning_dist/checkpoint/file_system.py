@@ -87,7 +87,7 @@ class LocalStorage(CheckpointStorage):
         folder = self.path.parent / VERSIONS
         if not folder.is_dir():
             return []
-        named = {LocalStorage(child)._version() for child in self.path.parent.iterdir()}
+        named = {LocalStorage(child)._version_folder() for child in self.path.parent.iterdir()}
         return [version for version in folder.iterdir() if version not in named]
 
     @override
@@ -161,13 +161,13 @@ class LocalStorage(CheckpointStorage):
         _make_folders(version.parent)
         os.rename(folder, version)
         _sync_folder(version.parent)
-        before = self._version()
+        before = self._version_folder()
         link = folder.with_name(f"{folder.name}-link")
         os.symlink(Path(VERSIONS) / version.name, link)
         os.replace(link, self.path)
         return before
 
-    def _version(self) -> Path | None:
+    def _version_folder(self) -> Path | None:
         """Return the target of the link at the path if this class made it, else None.
 
         The targets of other links do not belong to this class and must not be removed.
@@ -204,7 +204,7 @@ class LocalStorage(CheckpointStorage):
     def remove(self) -> None:
         _make_folders(self._temporaries)
         gone = self._temporaries / f"{self.path.name}-removed-{os.urandom(4).hex()}"
-        target = self._version()
+        target = self._version_folder()
         os.rename(self.path, gone)
         _sync_folder(self.path.parent)
         for path in (gone, target):
@@ -219,7 +219,7 @@ class LocalStorage(CheckpointStorage):
     def children(self) -> list[str]:
         try:
             found = [LocalStorage(child) for child in self.path.iterdir() if (child / MANIFEST).is_file()]
-            return [str(place) for place in found if not place.path.is_symlink() or place._version() is not None]
+            return [str(place) for place in found if not place.path.is_symlink() or place._version_folder() is not None]
         except OSError:
             return []
 

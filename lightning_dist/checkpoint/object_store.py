@@ -56,7 +56,7 @@ class ObjectStorage(CheckpointStorage):
                 raise
         try:
             for path in self._filesystem.find(self._path):
-                name = path.removeprefix(self._filesystem._strip_protocol(self._path)).lstrip("/")
+                name = path.removeprefix(self._path).lstrip("/")
                 if name != MANIFEST and not name.startswith(self.prefix(save_id)):
                     self._filesystem.rm_file(path)
         except Exception as error:  # The new checkpoint is complete, and leftovers of the old one do no harm.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from lightning_dist._compat import module_versions, set_module_versions
 from lightning_dist.checkpoint.manifest import CheckpointError
 from lightning_dist.tensor_state import is_remote
 
@@ -142,8 +143,9 @@ def _take_out(value: Any, path: tuple[str | int, ...], tensors: dict[str, torch.
     if type(value) in (dict, OrderedDict, list, tuple):
         items = value.items() if isinstance(value, dict) else enumerate(value)
         taken = [(key, _take_out(item, (*path, key), tensors, changeable)) for key, item in items]
-        if hasattr(value, "_metadata"):  # A module's state_dict, with the versions of its modules.
-            return {**dict(taken), _METADATA: {name: dict(version) for name, version in value._metadata.items()}}
+        versions = module_versions(value)
+        if versions is not None:
+            return {**dict(taken), _METADATA: {name: dict(version) for name, version in versions.items()}}
         return type(value)(taken) if isinstance(value, dict) else type(value)(item for _, item in taken)
     if type(value) not in _FIXED:
         _refuse_dtensors(value, path)
@@ -226,10 +228,10 @@ def with_metadata(state: Mapping[str, Any], metadata: Any) -> dict[str, Any]:
 
     Args:
         state: Values of the state dict by name; an entry that holds the versions is left out of the result.
-        metadata: The attribute ``_metadata`` of the state dict that ``state`` was made from; None: it has none.
+        metadata: The versions of the state dict that ``state`` was made from; None: it has none.
     """
     if metadata is None:
         return dict(state)
     result = OrderedDict((key, value) for key, value in state.items() if key != _METADATA)
-    result._metadata = metadata  # type: ignore[attr-defined]  # as torch.nn.Module.state_dict() sets it
+    set_module_versions(result, metadata)
     return result

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
+from lightning_dist._compat import module_versions
 from lightning_dist.checkpoint.manifest import CheckpointError
 from lightning_dist.checkpoint.snapshot import with_metadata
 from lightning_dist.tensor_state import is_remote
@@ -135,9 +136,7 @@ def load_model(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = 
                 " models were built with different sizes."
             )
     placed = {name: shard_like(value, targets[name]) for name, value in tensors.items()}
-    merged = with_metadata(
-        {**{name: targets[name] for name in on_other_stages}, **placed}, getattr(state_dict, "_metadata", None)
-    )
+    merged = with_metadata({**{name: targets[name] for name in on_other_stages}, **placed}, module_versions(state_dict))
     module.load_state_dict(merged, strict=strict)
 
 

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
+from lightning_dist._compat import local_of, version_of
 from lightning_dist.checkpoint.format import Path, not_written, read_manifest, verify, write
 from lightning_dist.checkpoint.locate import storage_at
 from lightning_dist.checkpoint.manifest import CheckpointError
@@ -289,7 +290,7 @@ def _with_copies(tensors: Mapping[str, torch.Tensor], is_first: bool) -> dict[st
 def _versions(tensors: Mapping[str, torch.Tensor]) -> list[tuple[int, int]]:
     """Return the version counters of the DTensors and of their local tensors, which may be changed directly."""
     sharded = [tensor for tensor in tensors.values() if isinstance(tensor, DTensor)]
-    return [(tensor._version, tensor._local_tensor._version) for tensor in sharded]
+    return [(version_of(tensor), version_of(local_of(tensor))) for tensor in sharded]
 
 
 def _read_back(save: Save, share: tuple[int, int]) -> None:

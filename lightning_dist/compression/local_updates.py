@@ -11,9 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_map
 
-from lightning_dist._compat import local_of
+from lightning_dist._compat import local_of, tree_map
 from lightning_dist.compression.saved_states import (
     SavedStates,
     add_states_of_others,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_dist._compat import own_buffers
 from lightning_dist.tensor_state import is_remote
 
 __all__ = ["BuffersOfStep"]
@@ -33,7 +34,7 @@ class BuffersOfStep:
         self._places: dict[str, tuple[dict[str, Any], str, Tensor, Tensor]] = {}
         for name in names:
             path, _, key = name.rpartition(".")
-            buffers = root.get_submodule(path)._buffers
+            buffers = own_buffers(root.get_submodule(path))
             buffer = buffers.get(key)
             if buffer is not None and not is_remote(buffer):
                 self._places[name] = (buffers, key, buffer, buffer.detach().clone())

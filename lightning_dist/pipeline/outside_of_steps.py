@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dist import _compat
@@ -55,7 +54,7 @@ _DATA_SET = _TENSOR.data.__set__
 _DEVICE_GET, _IS_META_GET = _TENSOR.device.__get__, _TENSOR.is_meta.__get__
 _LOCAL_GETTERS = frozenset(
     getattr(Tensor, name).__get__
-    for name in ("requires_grad", "is_leaf", "shape", "dtype", "ndim", "grad_fn", "layout", "_base")
+    for name in ("requires_grad", "is_leaf", "shape", "dtype", "ndim", "grad_fn", "layout", _compat.BASE)
 )
 """Getters of attributes that every rank knows without communication."""
 
@@ -82,9 +81,6 @@ class AllStages(TorchFunctionMode):
         group: Process group of the pipeline's ranks.
         device: The device of this rank's tensors.
     """
-
-    reads_whole_tensors = True
-    """Whether this mode receives a DTensor's ``numpy()`` and ``tolist()``, which torch does not pass to modes."""
 
     def __init__(
         self, root: nn.Module, holders: Mapping[str, frozenset[int]], group: dist.ProcessGroup, device: torch.device
@@ -144,7 +140,7 @@ class AllStages(TorchFunctionMode):
         Raises:
             OtherRankError: If another rank does not run the same code.
         """
-        leaves, structure = tree_flatten(value)
+        leaves, structure = _compat.tree_flatten(value)
         places = [place for place, leaf in enumerate(leaves) if _has_holders(leaf)]
         if not places:
             return value
@@ -170,13 +166,13 @@ class AllStages(TorchFunctionMode):
                 parts = torch.split(sent, [tensor.numel() for tensor in tensors])
                 for place, tensor, part in zip(members, tensors, parts, strict=True):
                     leaves[place] = part.view(tensor.shape)
-        return tree_unflatten(leaves, structure)
+        return _compat.tree_unflatten(leaves, structure)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not self._is_on or func in _LOCAL_GETTERS:
             return func(*args, **kwargs)
-        tensors = [leaf for leaf in tree_flatten((args, kwargs))[0] if _has_holders(leaf)]
+        tensors = [leaf for leaf in _compat.tree_flatten((args, kwargs))[0] if _has_holders(leaf)]
         if not tensors:
             return func(*args, **kwargs)
         if func == _DEVICE_GET:
@@ -200,7 +196,7 @@ class AllStages(TorchFunctionMode):
         if name in _READS or (name == "__getitem__" and any(t.dtype == torch.bool for t in tensors)):
             args, kwargs = self.broadcast_missing((args, kwargs))
             return func(*args, **kwargs)
-        if name.startswith("_foreach_"):
+        if name.lstrip("_").startswith("foreach_"):  # These take lists of tensors.
             return self._one_by_one(func, args, kwargs)
         # Functions of torch.nn.init may be given their tensor by keyword.
         if _is_in_place(name) and not args and isinstance(kwargs.get("tensor"), Tensor):
@@ -224,8 +220,8 @@ class AllStages(TorchFunctionMode):
             dtypes = [other.dtype if isinstance(other, Tensor) else other for other in others]
             result = _outline(args[0], next((dtype for dtype in dtypes if isinstance(dtype, torch.dtype)), None))
         else:
-            result = func(*tree_map(_outline, args), **tree_map(_outline, kwargs))
-        return tree_map(lambda leaf: _mark(leaf, common) if isinstance(leaf, Tensor) else leaf, result)
+            result = func(*_compat.tree_map(_outline, args), **_compat.tree_map(_outline, kwargs))
+        return _compat.tree_map(lambda leaf: _mark(leaf, common) if isinstance(leaf, Tensor) else leaf, result)
 
     def _is_here(self, tensor: Tensor) -> bool:
         holders = _holders(tensor)
@@ -249,7 +245,7 @@ class AllStages(TorchFunctionMode):
             drawn = torch.empty(target.shape, dtype=target.dtype, device=self._device)
             func(drawn, *others, **kwargs)
             func, others, kwargs = _copy, (drawn,), {}
-        values = tree_flatten((others, kwargs))[0]
+        values = _compat.tree_flatten((others, kwargs))[0]
         found = [leaf for leaf in values if _has_holders(leaf)]
         if any(holders is None or not holders <= (_holders(leaf) or frozenset()) for leaf in found):
             others, kwargs = self.broadcast_missing((others, kwargs))
@@ -368,7 +364,7 @@ class AllStages(TorchFunctionMode):
 
 
 class _Single:
-    """Wrap a ``_foreach_`` function to run on lists of one item, under a name without the prefix ``_foreach_``."""
+    """Wrap a function of lists of tensors to run on lists of one item, under a name that does not say so."""
 
     def __init__(self, func: Any) -> None:
         self._func = func
@@ -419,7 +415,7 @@ def _tensors_of(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters, their gradients, and the buffers of ``root``, with a name for each."""
     for name, param in root.named_parameters():
         yield name, param
-        with torch._C.DisableTorchFunction():  # An active mode would ask the other stages for the gradient.
+        with torch.DisableTorchFunction():  # An active mode would ask the other stages for the gradient.
             gradient = param.grad
         if gradient is not None:
             yield f"{name}.grad", gradient

@@ -23,7 +23,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dist import _compat
@@ -236,7 +235,7 @@ class Replay:
                 continue
             # torch's backward cannot begin at a leaf of the autograd graph, and a view cannot be detached in place from
             # the rest of its autograd graph: both are cloned.
-            is_bare = tensor.requires_grad and (tensor.is_leaf or tensor._is_view())
+            is_bare = tensor.requires_grad and (tensor.is_leaf or _compat.base_of(tensor) is not None)
             is_sendable = tensor.is_contiguous() and not is_bare
             sent.append(tensor if is_sendable else tensor.clone(memory_format=torch.contiguous_format))
         return result, tuple(sent)
@@ -270,9 +269,9 @@ class Replay:
             if name in names and is_remote(param)
         }
         places = [
-            (module._parameters, key, param)
+            (_compat.own_parameters(module), key, param)
             for module in (self._root.modules() if others else ())
-            for key, param in module._parameters.items()
+            for key, param in _compat.own_parameters(module).items()
             if param is not None and param in others
         ]
         for parameters, key, param in places:
@@ -323,7 +322,7 @@ class Replay:
         finally:
             run.is_inside = False
         if run.plan.kept[index]:
-            for place, leaf in enumerate(tree_flatten(output)[0]):
+            for place, leaf in enumerate(_compat.tree_flatten(output)[0]):
                 self._keep(run, (index, place), leaf)
         return output
 
@@ -368,7 +367,7 @@ class Replay:
         num_calls: Counter[str] = Counter()
 
         def take(name: str, inner: list[InnerCall], module: nn.Module, args: Any, output: Any) -> None:
-            leaves = tree_flatten(output)[0]
+            leaves = _compat.tree_flatten(output)[0]
             for call in inner:
                 for leaf, place in call.places.items() if call.occurrence == num_calls[name] else ():
                     self._keep(run, (index, place), leaves[leaf])
@@ -407,7 +406,7 @@ class Replay:
                     is_changed = run.plan.leaf((index, places[at])).is_changed
                     leaves.append(tensor.clone() if is_changed else self._received_view(run, tensor))
             assert output.structure is not None
-            return tree_unflatten(leaves, output.structure)
+            return _compat.tree_unflatten(leaves, output.structure)
 
         for inner in call.inner:
             module = self._root.get_submodule(inner.name)

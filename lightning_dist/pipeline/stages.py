@@ -319,7 +319,7 @@ def drop_remote(root: nn.Module, stages: Stages, own: Sequence[int], units: Sequ
             continue
         remote.add(part)
         for module in modules[part].modules():
-            buffers: dict[str, Tensor | None] = module._buffers
+            buffers: dict[str, Tensor | None] = _compat.own_buffers(module)
             for key, buffer in buffers.items():
                 if buffer is not None:
                     buffers[key] = torch.empty_like(buffer, device="meta")

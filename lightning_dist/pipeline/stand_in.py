@@ -17,10 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
-from lightning_dist import _compat
+from lightning_dist._compat import base_of, own_buffers, own_parameters, tree_leaves
 from lightning_dist.step_graph import Leaf, TraceError, tensors_in
 from lightning_dist.step_graph.tensor_reads import READS, TEXTS
 from lightning_dist.tensor_state import is_remote
@@ -53,13 +52,13 @@ class StandIn(Tensor):
         stands_for = next((leaf.stands_for for leaf in leaves if type(leaf) is StandIn), cls.stands_for)
         if name in READS:
             raise TraceError(_explained(stands_for, "reads the value of"))
-        with _compat.without_torch_functions():
+        with torch.DisableTorchFunctionSubclass():
             out = func(*args, **(kwargs or {}))
             made = [tensor for tensor in tree_leaves(out) if isinstance(tensor, Tensor)]
             changed = [leaf for leaf in leaves if any(leaf is tensor for tensor in made)]
             if name == "__setitem__":
                 changed.append(leaves[0])
-            bases = [tensor._base for tensor in changed if tensor._base is not None]
+            bases = [base for tensor in changed if (base := base_of(tensor)) is not None]
             for tensor in (*made, *changed, *bases):
                 tensor.__class__ = StandIn
                 tensor.stands_for = stands_for
@@ -110,7 +109,7 @@ def seeming_here(modules: Iterable[nn.Module], device: torch.device) -> Iterator
     by_id = {
         id(tensor): tensor
         for module in modules
-        for held in (module._parameters, module._buffers)
+        for held in (own_parameters(module), own_buffers(module))
         for tensor in held.values()
         if tensor is not None and is_remote(tensor) and type(tensor) in seeming
     }

@@ -5,7 +5,9 @@ The tensors themselves are written by the ranks that have those stages.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Collection, Mapping
+from copy import copy
 from typing import Any, cast
 
 import torch
@@ -13,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import keystr, tree_flatten_with_path, tree_unflatten
 
 from lightning_dist.tensor_state import is_remote
 
@@ -49,9 +50,16 @@ def with_one_writer_per_tensor(state: dict[str, Any], group: dist.ProcessGroup, 
         group: Process group of the ranks of one pipeline.
         mesh: Device mesh of the ranks that have the same stages.
     """
-    leaves, structure = tree_flatten_with_path(state)
+    own: set[str] = set()
+
+    def find_missing(name: str, leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and is_remote(leaf):
+            own.add(name)
+        return leaf
+
+    _map_leaves(find_missing, state)
     missing: list[set[str]] = [set() for _ in range(group.size())]
-    dist.all_gather_object(missing, {keystr(path) for path, leaf in leaves if _is_missing(leaf)}, group)
+    dist.all_gather_object(missing, own, group)
     lacking = set[str]().union(*missing)
     if not lacking:
         return state
@@ -62,11 +70,23 @@ def with_one_writer_per_tensor(state: dict[str, Any], group: dist.ProcessGroup, 
         first = next(rank for rank, names in enumerate(missing) if name not in names)
         return _replicated(leaf, mesh) if first == group.rank() else torch.empty_like(leaf, device="meta")
 
-    return cast(dict[str, Any], tree_unflatten([written(keystr(path), leaf) for path, leaf in leaves], structure))
+    return cast(dict[str, Any], _map_leaves(written, state))
 
 
-def _is_missing(value: Any) -> bool:
-    return isinstance(value, Tensor) and is_remote(value)
+def _map_leaves(function: Callable[[str, Any], Any], value: Any, path: str = "") -> Any:
+    """Return nested dictionaries, lists and tuples with each leaf replaced by ``function`` of its path and itself.
+
+    Containers of other classes are leaves.
+    """
+    if type(value) in (dict, OrderedDict, defaultdict):
+        mapped = copy(value)  # It keeps its other attributes, such as the versions of the modules of a state dict.
+        mapped.update({key: _map_leaves(function, item, f"{path}[{key!r}]") for key, item in value.items()})
+        return mapped
+    is_named = isinstance(value, tuple) and hasattr(value, "_fields")
+    if is_named or type(value) in (list, tuple):
+        items = [_map_leaves(function, item, f"{path}[{index}]") for index, item in enumerate(value)]
+        return type(value)(*items) if is_named else type(value)(items)
+    return function(path, value)
 
 
 def _replicated(value: Any, mesh: DeviceMesh) -> Any:

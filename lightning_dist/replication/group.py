@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_dist._compat import put_parameter
+from lightning_dist._compat import own_parameters, put_parameter
 from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.technique import Technique, bound
@@ -52,7 +52,7 @@ class ReplicatedGroup(ParameterGroup):
         self._places = [
             (owner, key, param)
             for owner in unit.owners
-            for key, param in owner._parameters.items()
+            for key, param in own_parameters(owner).items()
             if param is not None and id(param) in split
         ]
         self._is_gathered = self._gives_whole = not self._places
@@ -101,7 +101,7 @@ class ReplicatedGroup(ParameterGroup):
 
     def _holds_own(self, owner: nn.Module, key: str, param: nn.Parameter) -> bool:
         """Return whether ``owner`` holds ``param`` or a form of it, and not a tensor that functional_call put there."""
-        held = owner._parameters.get(key)
+        held = own_parameters(owner).get(key)
         is_own = held is None or held is param or held is self._stand_ins.get(param)
         return is_own or any(is_form(owner, key, held) for is_form in self._is_form)
 

@@ -19,13 +19,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.utils._pytree import tree_map
 
 from lightning_dist._compat import (
     at_end_of_backward,
     give_post_accumulate_hooks,
     local_of,
     take_post_accumulate_hooks,
+    tree_map,
+    version_of,
 )
 from lightning_dist.collectives import max_of_flags
 from lightning_dist.replication.bucket import STALE, Bucket, as_dtensor, in_buckets
@@ -335,7 +336,7 @@ class Replication(Technique):
 
 def _version(gradient: Tensor | None) -> int:
     """Return a number that changes whenever a gradient is changed in place."""
-    return 0 if gradient is None else gradient._version
+    return 0 if gradient is None else version_of(gradient)
 
 
 def _on_late_gradient(replication: weakref.ref[Replication], param: nn.Parameter) -> None:

@@ -26,9 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard
 from torch.nn import functional
-from torch.utils._pytree import tree_map
 
-from lightning_dist._compat import NORM
+from lightning_dist._compat import NORM, own_parameters, tree_map
 from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter, exchange
 from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
 from lightning_dist.sharding import _compat
@@ -414,5 +413,5 @@ class _Holder(nn.Module):
 
 def _places(params: Iterable[nn.Parameter], owners: Iterable[nn.Module]) -> list[list[tuple[nn.Module, str]]]:
     """Return, for each parameter, the modules that hold it and its names there."""
-    held = [(owner, key, param) for owner in owners for key, param in owner._parameters.items()]
+    held = [(owner, key, param) for owner in owners for key, param in own_parameters(owner).items()]
     return [[(owner, key) for owner, key, other in held if other is param] for param in params]

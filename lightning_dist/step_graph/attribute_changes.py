@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_dist._compat import num_forward_hooks
 from lightning_dist.step_graph.contents import items_of, packages_of
 from lightning_dist.step_graph.fake_run import tensors_in
 
@@ -60,7 +61,7 @@ class AttributeChanges:
             for (name, key), content in self._before.items()
             if not name or items_of(content[0], self._packages) is not None
         }
-        self._num_hooks = {name: _num_hooks(module) for name, module in self._root.named_modules()}
+        self._num_hooks = {name: num_forward_hooks(module) for name, module in self._root.named_modules()}
 
     def before_part(self) -> None:
         """Record attributes that differ from their values before the step, when the step calls a part.
@@ -78,7 +79,7 @@ class AttributeChanges:
             The tensors in attributes of modules outside of parts.
         """
         modules = self._root.named_modules()
-        hooked = [name for name, module in modules if _num_hooks(module) > self._num_hooks[name]]
+        hooked = [name for name, module in modules if num_forward_hooks(module) > self._num_hooks[name]]
         tensors: list[Tensor] = []
         for name, key, value in self._attributes(in_parts=False):
             tensors += tensors_in(value)
@@ -107,10 +108,6 @@ class AttributeChanges:
     def _content(self, value: Any) -> list[Any]:
         """Return a list of an attribute's value and, if the value is a container or an object, the items in it."""
         return [value, *(items_of(value, self._packages) or ())]
-
-
-def _num_hooks(module: nn.Module) -> int:
-    return len(module._forward_hooks) + len(module._forward_pre_hooks)
 
 
 def _is_same(content: list[Any], other: list[Any]) -> bool:

@@ -7,15 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
-from lightning_dist._compat import NORM
+from lightning_dist._compat import NORM, DispatchMode, tree_leaves, version_of, written_arguments
 
 __all__ = ["BatchMarks"]
 
 
-class BatchMarks(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class BatchMarks(DispatchMode):  # type: ignore[no-untyped-call]
     """Mark the storages of fake tensors that depend on the batch, while a step runs on fake tensors."""
 
     def __init__(self) -> None:
@@ -26,7 +24,7 @@ class BatchMarks(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin(self, root: nn.Module) -> None:
         """Record the buffers of ``root``, which are fake tensors now, and their versions."""
-        self._buffers = {name: (buffer, buffer._version) for name, buffer in root.named_buffers()}
+        self._buffers = {name: (buffer, version_of(buffer)) for name, buffer in root.named_buffers()}
 
     def mark(self, tensor: Tensor) -> None:
         """Mark ``tensor`` as dependent on the batch."""
@@ -50,7 +48,7 @@ class BatchMarks(TorchDispatchMode):  # type: ignore[no-untyped-call]
             before, version = self._buffers.get(name, (None, 0))
             if name.rpartition(".")[0] in norms:
                 found[name] = True
-            elif before is not None and (buffer is not before or buffer._version != version):
+            elif before is not None and (buffer is not before or version_of(buffer) != version):
                 found[name] = self.is_marked(buffer)
         return found
 
@@ -60,18 +58,10 @@ class BatchMarks(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(self.is_marked, given)):
             for tensor in [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]:
                 self.mark(tensor)
-            if func._schema.is_mutable:
-                names = [argument.name for argument in func._schema.arguments if _is_written(argument)]
-                by_name = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
-                by_name.update(kwargs or {})
-                for tensor in tree_leaves([by_name.get(name) for name in names]):
-                    if isinstance(tensor, Tensor):
-                        self.mark(tensor)
+            for tensor in tree_leaves(written_arguments(func, args, kwargs)):
+                if isinstance(tensor, Tensor):
+                    self.mark(tensor)
         return out
-
-
-def _is_written(argument: Any) -> bool:
-    return argument.alias_info is not None and bool(argument.alias_info.is_write)
 
 
 def _key_of(storage: torch.UntypedStorage) -> StorageWeakRef:

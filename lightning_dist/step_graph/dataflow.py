@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_dist._compat import DispatchMode
 from lightning_dist.layers import linear_layer
 from lightning_dist.step_graph.draws import draws_numbers
 from lightning_dist.step_graph.fake_run import tensors_in
@@ -218,7 +218,7 @@ class _Functions(TorchFunctionMode):
         return out
 
 
-class _Operations(TorchDispatchMode):
+class _Operations(DispatchMode):
     """Observe which operations draw random numbers, also those that torch's own functions call."""
 
     def __init__(self, dataflow: Dataflow) -> None:

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_dist._compat import DispatchMode, named_arguments
 from lightning_dist.own_generators import get_state, own_generators
 from lightning_dist.step_graph.graph import TraceError
 
 __all__ = ["Draws", "draws_numbers"]
 
 
-class Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Draws(DispatchMode):  # type: ignore[no-untyped-call]
     """Observe which random number generators are used: torch's, Python's and NumPy's.
 
     Use of torch's generator is recognized by the operations, because operations on fake tensors do not change the
@@ -88,7 +88,6 @@ def draws_numbers(operation: Any, args: tuple[Any, ...], kwargs: Mapping[str, An
         return True
     if torch.Tag.nondeterministic_seeded not in operation.tags:
         return False
-    names = [argument.name for argument in operation._schema.arguments]
-    given = {**dict(zip(names, args, strict=False)), **kwargs}
     # Attention has the tag only because of its dropout.
-    return "dropout_p" not in names or given.get("dropout_p", 0.0) > 0
+    dropout = named_arguments(operation, args, kwargs).get("dropout_p")
+    return dropout is None or dropout > 0

@@ -7,14 +7,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_dist import _compat
 
 __all__ = ["FakeRules"]
 
 
-class FakeRules(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class FakeRules(_compat.DispatchMode):  # type: ignore[no-untyped-call]
     """Compute the results of some operations on fake tensors by rules that replace torch's own.
 
     Args:
@@ -103,7 +102,7 @@ def _local_scalar(x: Tensor) -> Any:
 _MASKS = (torch.bool, torch.uint8)
 _RULES: dict[Any, Callable[..., Any]] = {_compat.GROUPED_MM: _grouped_mm}
 _SIZED: dict[Any, Callable[..., Any]] = {
-    torch.ops.aten._local_scalar_dense.default: _local_scalar,
+    _compat.READ_NUMBER: _local_scalar,
     torch.ops.aten.nonzero.default: _nonzero,
     torch.ops.aten.masked_select.default: _masked_select,
     torch.ops.aten.index.Tensor: _index,

@@ -18,10 +18,10 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.overrides import TorchFunctionMode
 
+from lightning_dist._compat import SUBMODULES, FakeTensorMode
 from lightning_dist.own_generators import get_state, own_generators, set_state
 from lightning_dist.step_graph.contents import items_of, packages_of, set_items
 from lightning_dist.step_graph.fake_rules import FakeRules
@@ -185,7 +185,7 @@ _COLLECTIONS = (list, tuple, set, frozenset)
 @contextmanager
 def _quietly() -> Iterator[None]:
     """Suppress torch's warnings about fakes, and what the step prints: failing on fakes is an expected result."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    logger = logging.getLogger(FakeTensorMode.__module__)
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
@@ -274,7 +274,7 @@ def _restored(root: nn.Module) -> Iterator[None]:
     packages = packages_of(root)
     for _, attributes in saved:
         for key, value in attributes.items():
-            if key != "_modules":
+            if key != SUBMODULES:
                 _keep(value, contents, packages)
     try:
         yield

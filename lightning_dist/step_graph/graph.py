@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import TreeSpec, tree_flatten
 
+from lightning_dist._compat import TreeSpec, tree_flatten
 from lightning_dist.step_graph.fake_run import RefusalError
 
 __all__ = ["InnerCall", "Leaf", "NotTraceableError", "Output", "PartCall", "StepGraph", "TraceError", "Value"]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from lightning_dist._compat import base_of
 from lightning_dist.step_graph.graph import Value
 
 __all__ = ["Marks", "history_of", "marks_of"]
@@ -36,12 +37,14 @@ _NOTHING = Marks()
 def marks_of(tensor: Tensor) -> Marks:
     """Return the marks of ``tensor``, and those of its base, which may have been changed through another view."""
     marks: Marks = tensor.__dict__.get("_marks", _NOTHING)
-    return marks if tensor._base is None else marks | tensor._base.__dict__.get("_marks", _NOTHING)
+    base = base_of(tensor)
+    return marks if base is None else marks | base.__dict__.get("_marks", _NOTHING)
 
 
 def history_of(tensor: Tensor) -> tuple[int, int]:
     """Return two hashes of the operations that computed ``tensor``: without and with the numbers in their arguments."""
     name = tensor.__dict__.get("_param_name")
     made: tuple[int, int] = tensor.__dict__.get("_history", (0, 0))
-    base = (0, 0) if tensor._base is None else tensor._base.__dict__.get("_history", (0, 0))
-    return (hash((name, made[0], base[0])), hash((name, made[1], base[1])))
+    base = base_of(tensor)
+    of_base = (0, 0) if base is None else base.__dict__.get("_history", (0, 0))
+    return (hash((name, made[0], of_base[0])), hash((name, made[1], of_base[1])))

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
+
+from lightning_dist._compat import tree_leaves
 
 __all__ = ["follow", "is_known_mean", "is_mean", "is_same_value"]
 

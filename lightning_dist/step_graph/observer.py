@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, handle_torch_function, has_torch_function
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from lightning_dist._compat import GET_BASE, DispatchMode, base_of, tree_flatten, tree_leaves, version_of
 from lightning_dist.step_graph.attribute_changes import AttributeChanges
 from lightning_dist.step_graph.batch_marks import BatchMarks
 from lightning_dist.step_graph.draws import Draws
@@ -30,9 +29,6 @@ __all__ = ["GraphObserver", "note_exchange"]
 
 _FLOPS_PER_ELEMENT = 30
 """Cost of writing one element of a tensor, in floating-point operations of a matrix product that take the same time."""
-
-
-_BASE = Tensor._base.__get__  # type: ignore[union-attr]  # On the class, _base is a descriptor.
 
 
 def note_exchange(tensor: Tensor) -> None:
@@ -138,7 +134,7 @@ class GraphObserver:
     def on_input(self, tensor: Tensor) -> None:
         """Mark a tensor of the batch, and watch whether the step changes it."""
         self._of_batch.mark(tensor)
-        self._inputs.append((tensor, tensor._version))
+        self._inputs.append((tensor, version_of(tensor)))
 
     def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Begin to record the call of a part, or record the arguments of a module inside a part."""
@@ -178,7 +174,7 @@ class GraphObserver:
                 leaf.__dict__.pop("_made_by", None)
                 leaf.__dict__["_marks"] = Marks(frozenset({(index, place)}))
                 leaf.__dict__["_history"] = 2 * (hash((name, place, self._input_history)),)
-                self._outputs.append(((index, place), leaf, leaf._version))
+                self._outputs.append(((index, place), leaf, version_of(leaf)))
         call.cost += self.functions.flops() - self._flops_before
         call.draws = self._draws.were_drawn()
         self._calls.append(call)
@@ -205,8 +201,8 @@ class GraphObserver:
 
     def on_function(self, function: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Record the values and parameters that the result of a torch function depends on, and the cost of the call."""
-        if function == _BASE:
-            return  # The observer itself reads _base.
+        if function == GET_BASE:
+            return  # The observer itself reads the bases of views.
         if function is note_exchange:
             if self._active is None:
                 self._logged.on_exchange()
@@ -240,7 +236,7 @@ class GraphObserver:
         constants = [repr(leaf) for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, int | float | str)]
         history = (structure, hash((name, *constants, *(history[1] for history in before))))
         changed = inputs[:1] if name == "__setitem__" else [out for out in outputs if any(out is t for t in inputs)]
-        bases = [tensor._base for tensor in changed if tensor._base is not None]
+        bases = [base for tensor in changed if (base := base_of(tensor)) is not None]
         for tensor in [*outputs, *changed, *bases]:
             tensor.__dict__["_marks"] = marks | marks_of(tensor)
             tensor.__dict__["_history"] = history
@@ -298,7 +294,7 @@ class GraphObserver:
         if leaf not in inner.places:
             inner.places[leaf] = len(call.leaves)
             call.leaves.append(inner.output.leaves[leaf])
-            self._outputs.append(((index, inner.places[leaf]), tensor, tensor._version))
+            self._outputs.append(((index, inner.places[leaf]), tensor, version_of(tensor)))
         del tensor.__dict__["_made_in"], tensor.__dict__["_made_by"]
         tensor.__dict__["_marks"] = Marks(frozenset({(index, inner.places[leaf])}))
 
@@ -312,7 +308,7 @@ class GraphObserver:
             TraceError: If the step cannot be split into stages.
         """
         for (index, place), tensor, version in self._outputs:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 leaf = self._calls[index].leaves[place]
                 assert leaf is not None
                 self._calls[index].leaves[place] = Leaf(leaf.shape, leaf.dtype, leaf.requires_grad, is_changed=True)
@@ -330,7 +326,7 @@ class GraphObserver:
                 "The loss that the step returns does not depend on what the model returns, so that nothing would be"
                 " trained. Return the loss, computed from the model's output."
             )
-        changes_batch = any(tensor._version != version for tensor, version in self._inputs)
+        changes_batch = any(version_of(tensor) != version for tensor, version in self._inputs)
         params, prefixes = frozenset(self._params_between), tuple(f"{part}." for part in self._parts)
         inside = {name: by_batch for name, by_batch in self._changed_buffers.items() if name.startswith(prefixes)}
         # In a part that has both kinds, such as a queue and the position in it, one buffer may depend on the other.
@@ -355,7 +351,7 @@ class GraphObserver:
 
 
 class _Functions(TorchFunctionMode):
-    def __init__(self, observer: GraphObserver, *operations: TorchDispatchMode) -> None:
+    def __init__(self, observer: GraphObserver, *operations: DispatchMode) -> None:
         super().__init__()
         self._observer = observer
         self._operations = operations
@@ -390,13 +386,15 @@ class _Functions(TorchFunctionMode):
 def _is_called_by_torch() -> bool:
     """Return whether torch itself called the observed function, as FSDP2 does when it registers hooks on tensors."""
     frame = sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals["__name__"] in (__name__, "torch.overrides", "torch._tensor"):
+    between = (__name__, torch.overrides.__name__, Tensor.register_hook.__module__)
+    while frame.f_back is not None and frame.f_globals["__name__"] in between:
         frame = frame.f_back
     return str(frame.f_globals["__name__"]).startswith("torch.")
 
 
 def _is_view(tensor: Tensor, inputs: list[Tensor]) -> bool:
-    return tensor._base is not None and any(tensor._base is given or tensor._base is given._base for given in inputs)
+    base = base_of(tensor)
+    return base is not None and any(base is given or base is base_of(given) for given in inputs)
 
 
 _: type[Observer] = GraphObserver

@@ -194,7 +194,7 @@ class TensorParallel(Technique):
     def _is_local(self, group: ParameterGroup) -> bool:
         """Return whether the owners hold this rank's parts, and these were made with the current ``requires_grad``."""
         # A backward may have gathered the group again, which puts the gathered DTensors back into the owners.
-        params = (param for owner in group.owners for param in owner._parameters.values())
+        params = (param for owner in group.owners for param in _compat.own_parameters(owner).values())
         is_replaced = any(isinstance(param, DTensor) for param in params)
         return not is_replaced and self._made_local.get(group) == _requires_grad(group)
 
@@ -215,7 +215,7 @@ class TensorParallel(Technique):
         for owner in owners:
             self._check_replaced(owner)
             self._in_use.add(owner)
-            for key, param in owner._parameters.items():
+            for key, param in _compat.own_parameters(owner).items():
                 if isinstance(param, DTensor):
                     self._whole[owner, key] = cast(nn.Parameter, param)
                     self._parts.follow_memory(cast(nn.Parameter, param))
@@ -263,7 +263,7 @@ class TensorParallel(Technique):
             return
         held: dict[str, Tensor] = {}
         for key in self._own_keys[module]:
-            stand_in = module._parameters.get(key)
+            stand_in = _compat.own_parameters(module).get(key)
             if isinstance(stand_in, GatheredOnUse):
                 held[key] = stand_in
                 part = stand_in.part("tp")
@@ -280,7 +280,7 @@ class TensorParallel(Technique):
             PlanError: If the step has put another tensor in the place of a parameter.
         """
         for key in sorted(self._own_keys.get(module, ())):
-            if self.is_form_of_parameter(module, key, module._parameters.get(key)):
+            if self.is_form_of_parameter(module, key, _compat.own_parameters(module).get(key)):
                 continue
             name = next(name for name, found in self._root.named_modules() if found is module)
             raise PlanError(
@@ -342,7 +342,7 @@ class TensorParallel(Technique):
     def _use_whole(self, owners: Iterable[nn.Module]) -> None:
         """Undo :meth:`use_local`, so that ``owners`` hold whole parameters from now on."""
         for owner in owners if not self._is_whole else ():
-            for key in owner._parameters if owner in self._in_use else ():
+            for key in _compat.own_parameters(owner) if owner in self._in_use else ():
                 if (owner, key) in self._whole:
                     self._parts.take_requires_grad(self._whole[owner, key])
             self._swap(owner, self._outside_forward)
@@ -418,7 +418,7 @@ class TensorParallel(Technique):
         """
         full: dict[int, nn.Parameter] = {}
         for owner in self._root.modules():
-            for key, param in owner._parameters.items():
+            for key, param in _compat.own_parameters(owner).items():
                 whole = param if isinstance(param, DTensor) else self._whole.get((owner, key))
                 if isinstance(whole, DTensor):
                     self._whole[owner, key] = whole

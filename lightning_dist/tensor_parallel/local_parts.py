@@ -86,7 +86,7 @@ class LocalParts:
         part, memory = self._parts.get(whole), cast(DTensor, whole.detach()).to_local()
         if part is None or part.data_ptr() == memory.data_ptr():
             return False
-        _compat.overwrite(memory, part.detach())
+        memory.data.copy_(part.detach())  # The graph was computed with these values: the version must not change.
         part.data = memory
         return True
 

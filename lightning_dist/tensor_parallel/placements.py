@@ -143,7 +143,7 @@ class Placements:
             new[param] = nn.Parameter(dtensor, param.requires_grad)
             _compat.move_hooks(param, new[param])
         for owner in owners:
-            for key, owned in list(owner._parameters.items()):
+            for key, owned in list(_compat.own_parameters(owner).items()):
                 if owned is not None and owned in new:
                     _compat.put_parameter(owner, key, new[owned])
         return new

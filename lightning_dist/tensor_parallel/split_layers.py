@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dist._compat import assert_on_device, own_parameters
 from lightning_dist.randomness import RankRng
 from lightning_dist.tensor_parallel import autograd_collectives
 from lightning_dist.tensor_parallel.sequence import SequenceParallel
@@ -101,10 +102,10 @@ class SplitLayers:
 
     def _set_bias_aside(self, module: nn.Module, args: Any) -> None:
         """Set the bias aside until the outputs are summed, because every rank would add it."""
-        bias = module._parameters.get("bias")
+        bias = own_parameters(module).get("bias")
         module.__dict__["_tensor_parallel_bias"] = bias
         if bias is not None:
-            module._parameters["bias"] = (
+            own_parameters(module)["bias"] = (
                 None if isinstance(module, nn.Linear) else cast(nn.Parameter, torch.zeros_like(bias))
             )
 
@@ -112,7 +113,7 @@ class SplitLayers:
         self._entered = None
         bias = module.__dict__.pop("_tensor_parallel_bias", None)
         if bias is not None:
-            module._parameters["bias"] = bias
+            own_parameters(module)["bias"] = bias
         if not isinstance(output, Tensor):  # The forward has raised an error, or its recomputation has ended early.
             if self._random is not None and not self._tokens_are_split(module):
                 self._random.leave()
@@ -136,7 +137,7 @@ class SplitLayers:
         num_all = num_own * self._group.size()
         is_index = (indices >= 0) & (indices < num_all)
         if indices.device.type != "cpu":
-            torch._assert_async(is_index.all())
+            assert_on_device(is_index.all())
         elif not is_index.all():
             raise IndexError(f"Index {int(indices[~is_index][0])} is out of range: the embedding has {num_all} rows.")
         own = indices - self._group.rank() * num_own

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
+from lightning_dist._compat import BASE, assert_on_device, without_memory
 from lightning_dist.consensus import timed_barrier
 from lightning_dist.tensor_parallel import autograd_collectives
 
@@ -60,9 +61,7 @@ class SplitLogits(Tensor):
         """Wrap ``local``."""
         shape = list(local.shape)
         shape[dim] *= group.size()
-        wrapper: SplitLogits = Tensor._make_wrapper_subclass(
-            cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad
-        )
+        wrapper = without_memory(cls, shape, dtype=local.dtype, device=local.device, requires_grad=local.requires_grad)
         wrapper.local, wrapper.group, wrapper.split_dim = local, group, dim % local.ndim
         return wrapper
 
@@ -92,10 +91,10 @@ class SplitLogits(Tensor):
         kwargs = kwargs or {}
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
-        if attribute in ("grad_fn", "_base"):
+        if attribute in ("grad_fn", BASE):
             return getattr(args[0].local, attribute)
         if func in _METADATA or (attribute and attribute not in _PROPERTIES_WITH_DATA):
-            with torch._C.DisableTorchFunctionSubclass():
+            with torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func is Tensor.__repr__ or name == "__format__":
             return cls.__repr__(args[0])
@@ -257,7 +256,7 @@ def _cross_entropy(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> Te
         return None
     is_class = ((target >= 0) & (target < logits.size(class_dim))) | (target == ignore_index)
     if target.device.type != "cpu":
-        torch._assert_async(is_class.all())
+        assert_on_device(is_class.all())
     elif not is_class.all():
         wrong = int(target[~is_class][0])
         raise IndexError(f"Target {wrong} is out of bounds: there are {logits.size(class_dim)} classes.")

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_dist._compat import own_buffers, own_parameters
 from lightning_dist.step_graph import tensors_in
 from lightning_dist.step_graph.dataflow import Call, is_learned
 from lightning_dist.tensor_parallel.apply import TensorParallel
@@ -122,16 +123,16 @@ class Trial:
     def _fill(self, block: nn.Module) -> None:
         new: dict[int, nn.Parameter] = {}
         for module in block.modules():
-            for key, param in module._parameters.items():
+            for key, param in own_parameters(module).items():
                 if param is not None and id(param) not in new:
                     scale = 1 / math.sqrt(param.size(-1)) if param.ndim > 1 else 1.0
                     new[id(param)] = nn.Parameter(scale * self._draw(param.shape))
                 if param is not None:
-                    module._parameters[key] = new[id(param)]
-            for key, buffer in module._buffers.items():
+                    own_parameters(module)[key] = new[id(param)]
+            for key, buffer in own_buffers(module).items():
                 if buffer is not None and buffer.is_floating_point():
                     real = torch.ones(buffer.shape, device=self._device) if is_uninitialized(buffer) else buffer
-                    module._buffers[key] = real.to(self._device, torch.float64)
+                    own_buffers(module)[key] = real.to(self._device, torch.float64)
 
     def _draw(self, shape: torch.Size) -> Tensor:
         return torch.randn(shape, generator=self._generator, device=self._device, dtype=torch.float64)

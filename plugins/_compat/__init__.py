@@ -1,4 +1,6 @@
-"""Wrap the plugins' uses of the private API of Lightning and torchmetrics, and say what could replace each.
+"""Wrap the private names of Lightning and torchmetrics, and those of torch that only plugins use.
+
+Each says what could replace it.
 
 - ``checkpoints``: Changes how checkpoints are found and read.
 - ``loaders``: Reads and changes data loaders.
@@ -8,6 +10,8 @@
 - ``norms``: Computes norms of gradients over all ranks.
 - ``processes``: Starts processes and their groups.
 - ``progress``: Reads and corrects the progress of the loops.
+- ``scaler``: Scales losses for float16.
+- ``strategies``: Gives names to what strategies and precision plugins have to override and to set.
 
 The names were checked with Lightning 2.6.
 """
@@ -45,12 +49,15 @@ from lightning_dist.plugins._compat.loops import (
     step_name,
 )
 from lightning_dist.plugins._compat.metrics import (
+    compute_alone,
     gather_metrics_over,
     metric_state,
+    set_batch_value,
     set_metric_state,
     update_metrics_apart,
 )
 from lightning_dist.plugins._compat.modules import (
+    INSTANTIATOR,
     check_output_of_training_step,
     log_graph_before_sharding,
     logging_to,
@@ -72,16 +79,60 @@ from lightning_dist.plugins._compat.processes import (
     set_timeout,
     subprocess_launcher,
 )
+from lightning_dist.plugins._compat.scaler import ShardedGradScaler
+from lightning_dist.plugins._compat.strategies import LightningStrategy, clip_after_closure
 
 __all__ = [
-    "LINK_CHECKPOINT", "agree_on_decisions", "are_sequential", "average_model", "before_every_batch",
-    "before_reducing_evaluation", "before_validation", "changes_accumulation", "check_output_of_training_step",
-    "compute_gradient_norms_of_shards", "gather_metrics_over", "init_process_group", "intercept_checkpoint_paths",
-    "leave_signals_alone", "let_children_exit", "let_groups_be_copied", "log_graph_before_sharding", "logging_step",
-    "logging_to", "made_optimizers", "make_dataloader", "metric_state", "mode_of_loaders", "num_evaluation_batches",
-    "observe_fetching", "optimizers_to_device", "path_after_requeue", "put_training_weights_back",
-    "read_checkpoint_directories", "reduce_across_processes", "requeue_signal", "run_examples_by",
-    "scheduled_accumulation", "seed_workers_by", "set_device_mesh", "set_metric_state", "set_rank_zero",
-    "set_timeout", "silence_predictions", "step_name", "subprocess_launcher", "total_norms",
-    "training_loaders", "transferred", "update_metrics_apart", "validates_alike",
+    "INSTANTIATOR",
+    "LINK_CHECKPOINT",
+    "LightningStrategy",
+    "ShardedGradScaler",
+    "agree_on_decisions",
+    "are_sequential",
+    "average_model",
+    "before_every_batch",
+    "before_reducing_evaluation",
+    "before_validation",
+    "changes_accumulation",
+    "check_output_of_training_step",
+    "clip_after_closure",
+    "compute_alone",
+    "compute_gradient_norms_of_shards",
+    "gather_metrics_over",
+    "init_process_group",
+    "intercept_checkpoint_paths",
+    "leave_signals_alone",
+    "let_children_exit",
+    "let_groups_be_copied",
+    "log_graph_before_sharding",
+    "logging_step",
+    "logging_to",
+    "made_optimizers",
+    "make_dataloader",
+    "metric_state",
+    "mode_of_loaders",
+    "num_evaluation_batches",
+    "observe_fetching",
+    "optimizers_to_device",
+    "path_after_requeue",
+    "put_training_weights_back",
+    "read_checkpoint_directories",
+    "reduce_across_processes",
+    "requeue_signal",
+    "run_examples_by",
+    "scheduled_accumulation",
+    "seed_workers_by",
+    "set_batch_value",
+    "set_device_mesh",
+    "set_metric_state",
+    "set_rank_zero",
+    "set_timeout",
+    "silence_predictions",
+    "step_name",
+    "subprocess_launcher",
+    "total_norms",
+    "training_loaders",
+    "transferred",
+    "update_metrics_apart",
+    "validates_alike",
 ]  # fmt: skip

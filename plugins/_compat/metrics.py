@@ -7,10 +7,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics import metric as metric_module
 
-__all__ = ["gather_metrics_over", "metric_state", "set_metric_state", "update_metrics_apart"]
+__all__ = [
+    "compute_alone",
+    "gather_metrics_over",
+    "metric_state",
+    "set_batch_value",
+    "set_metric_state",
+    "update_metrics_apart",
+]
 
 
 def update_metrics_apart(collection: MetricCollection) -> None:
@@ -37,6 +45,22 @@ def metric_state(metric: Metric) -> dict[str, Any]:
 def set_metric_state(metric: Metric, state: Mapping[str, Any]) -> None:
     """Restore the state of ``metric`` that :func:`metric_state` returned."""
     vars(metric).update(state)
+
+
+def set_batch_value(metric: nn.Module, value: Any) -> None:
+    """Set the value that ``self.log(name, metric)`` takes as that of the batch.
+
+    This could be replaced by a public method of torchmetrics.
+    """
+    vars(metric)["_forward_cache"] = value
+
+
+def compute_alone(metric: Metric) -> None:
+    """Let ``metric`` be computed from this rank's data only, also in its ``forward``.
+
+    This could be replaced by a ``sync_on_compute`` of torchmetrics that holds for metrics that exist already.
+    """
+    metric.sync_on_compute = metric._to_sync = False
 
 
 def gather_metrics_over(ranks: dist.ProcessGroup) -> Callable[[], None]:

@@ -20,6 +20,7 @@ from lightning_dist.consensus import raise_on_all_ranks
 from lightning_dist.tensor_state import is_remote, is_uninitialized
 
 __all__ = [
+    "INSTANTIATOR",
     "check_output_of_training_step",
     "log_graph_before_sharding",
     "logging_to",
@@ -28,6 +29,13 @@ __all__ = [
     "run_examples_by",
     "set_device_mesh",
 ]
+
+
+INSTANTIATOR = "_instantiator"
+"""Name of the hyperparameter that LightningCLI adds for ``load_from_checkpoint``.
+
+This could be replaced by a public name, or by hyperparameters of the module alone.
+"""
 
 
 def log_graph_before_sharding(trainer: Trainer, is_sharded: bool) -> Callable[[], None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import warnings
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -77,10 +77,9 @@ def set_timeout(timeout: timedelta | None) -> None:
     """
     if timeout is None:
         return
-    with warnings.catch_warnings():  # torch warns about backends without a timeout, such as a debugging wrapper.
-        warnings.filterwarnings("ignore", message="Set timeout is now only supported")
-        for group in process_groups():
-            dist.distributed_c10d._set_pg_timeout(timeout, group)
+    for group in process_groups():
+        with suppress(RuntimeError):  # torch raises one for backends that have no timeout.
+            group.set_timeout(timeout)
 
 
 def subprocess_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> _Launcher:

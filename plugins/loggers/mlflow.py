@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_dist.plugins._compat import INSTANTIATOR
 from lightning_dist.plugins.loggers.background import BackgroundWriter
 from lightning_dist.plugins.loggers.params import allowed_name, as_dict, flatten, param_text
 from lightning_dist.plugins.loggers.provenance import git_state, spread, versions
@@ -176,8 +177,7 @@ class MLflowLogger(MLFlowLogger):
 
         client = self.experiment
         named = as_dict(params)
-        # LightningCLI adds this entry for load_from_checkpoint; it is not a parameter of the module.
-        named = {key: value for key, value in named.items() if key != "_instantiator"}
+        named = {key: value for key, value in named.items() if key != INSTANTIATOR}
         flat = {allowed_name(key): param_text(key, value) for key, value in flatten(named)}
         changed = [key for key, value in flat.items() if self._params.get(key, value) != value]
         if changed:

@@ -18,6 +18,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
+from lightning_dist._compat import own_parameters
 from lightning_dist.layout import ParallelLayout
 
 __all__ = ["Float8Precision"]
@@ -171,7 +172,7 @@ class Float8Precision(Precision):
             return "excluded by its name"
         if not layers.can_compute_in_float8(layer):
             return f"{type(layer).__name__} does not run the forward of nn.Linear"
-        if layer._parameters.get("weight") is None:
+        if own_parameters(layer).get("weight") is None:
             return "its weight is computed"
         if min(sizes) < self.min_size:
             return f"{text}, below min_size={self.min_size}"

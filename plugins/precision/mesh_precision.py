@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
+from lightning_dist._compat import own_buffers
+from lightning_dist.plugins._compat import ShardedGradScaler, clip_after_closure
 from lightning_dist.plugins.precision.master_weights import MasterWeights, updates_in_float32
-from lightning_dist.plugins.precision.scaler import ShardedGradScaler
 
 __all__ = ["MeshPrecision"]
 
@@ -193,7 +194,7 @@ class MeshPrecision(MixedPrecision):
         module = self._stored.convert_module(module)
         if self.buffer_dtype is not None:
             for owner, name, buffer in buffers:
-                owner._buffers[name] = buffer.to(getattr(torch, self.buffer_dtype))
+                own_buffers(owner)[name] = buffer.to(getattr(torch, self.buffer_dtype))
         return module
 
     @override
@@ -244,7 +245,7 @@ class MeshPrecision(MixedPrecision):
                 " step: use another optimizer."
             )
         result = closure()
-        self._after_closure(model, optimizer)
+        clip_after_closure(self, model, optimizer)
         self._num_steps += 1
         with updates_in_float32(optimizer, self.master_weights, self.seed * 1_000_003 + self._num_steps):
             optimizer.step(**kwargs)

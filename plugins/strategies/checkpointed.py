@@ -74,7 +74,7 @@ class CheckpointedStrategy(SharedBatchStrategy):
                 f"{type(self).__name__} writes sharded checkpoints itself and would never call {type(io).__name__}."
                 " Remove it from Trainer(plugins=...)."
             )
-        self._checkpoint_io = io
+        self.set_checkpoint_io(io)
 
     def restore_when_sharded(self, restore: Callable[[], None]) -> None:
         """Postpone what Lightning restores before :meth:`setup` until the module is sharded, within :meth:`setup`.

@@ -25,6 +25,7 @@ from lightning_dist.plugins.precision import scales_losses
 
 if TYPE_CHECKING:
     from lightning_dist.plugins.strategies.mesh import MeshStrategy
+from lightning_dist._compat import is_compiled
 
 __all__ = [
     "check_optimizers",
@@ -71,7 +72,7 @@ def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
                 " every rank, enter lightning_dist.full_parameters(module), load its state_dict() into a new module,"
                 " and use torch.nn.utils.prune on that."
             )
-    if strategy._layer_sync is not None and strategy.root_device.type == "cpu":
+    if strategy.layer_sync is not None and strategy.root_device.type == "cpu":
         raise MisconfigurationException(
             "Trainer(sync_batchnorm=True) cannot be honoured on the CPU: torch's SyncBatchNorm works on accelerators"
             " only. Remove it, or use GroupNorm or LayerNorm."
@@ -148,7 +149,7 @@ def refuse_for_pipeline(module: LightningModule) -> None:
         )
     for path, part in module.named_modules():
         # The blocks of a module that is parallel already were compiled by its pipeline.
-        if part._compiled_call_impl is not None and parallelized(module) is None:
+        if is_compiled(part) and parallelized(module) is None:
             raise MisconfigurationException(
                 f"{path or name} was compiled by module.compile(), which a pipeline would undo: it decides itself which"
                 " modules run. Set compile=True on the strategy, which compiles each block."

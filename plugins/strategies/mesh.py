@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dist._compat import convert
 from lightning_dist.after_error import check_that_all_ranks_failed
 from lightning_dist.consensus import go_on
 from lightning_dist.local_step import LocalStep
@@ -186,11 +187,12 @@ class MeshStrategy(CheckpointedStrategy):
         if plugin is not None:
             precision_policy(plugin, self._reduce_dtype)
             agree_on_overflows(plugin)
-        self._precision_plugin = plugin
+        self.set_precision_plugin(plugin)
 
     @override
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
+    def configure_launcher(self) -> None:
+        """Check as well that the requested techniques work together."""
+        super().configure_launcher()
         if isinstance(self.precision_plugin, MeshPrecision):
             self.precision_plugin.use_device(self.root_device.type)
         refuse_compression(self._config, self.layout, self.precision_plugin, self.strategy_name)
@@ -298,8 +300,8 @@ class MeshStrategy(CheckpointedStrategy):
             config = replace(self._config, keep_fp32=self.precision_policy.keep_fp32)
             refuse_other_config(existing, config, self.layout)
             return existing
-        if self._layer_sync is not None:
-            self._layer_sync.apply(module)
+        if self.layer_sync is not None:
+            self.layer_sync.apply(module)
         if isinstance(self.precision_plugin, Float8Precision):
             self.precision_plugin.prepare(self.root_device, self.layout)
         self.precision_plugin.convert_module(module)
@@ -326,7 +328,7 @@ class MeshStrategy(CheckpointedStrategy):
         self._move_to_device(self.lightning_module)
 
     def _move_to_device(self, module: LightningModule) -> None:
-        module._apply(lambda tensor: tensor if is_uninitialized(tensor) else tensor.to(self.root_device))
+        convert(module, lambda tensor: tensor if is_uninitialized(tensor) else tensor.to(self.root_device))
 
     @override
     def setup_optimizers(self, trainer: Trainer) -> None:

@@ -87,8 +87,9 @@ class NDParallelStrategy(PipelineParallelStrategy):
             sizes["dp_shard"] = REMAINING
         return {**sizes, **{axis: size for axis, size in self._absent.items() if size is not None}}
 
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
+    def configure_launcher(self) -> None:
+        """Refuse sequence parallelism between stages as well."""
+        super().configure_launcher()
         splitting = self._config.tensor_parallel
         if self.layout.pp > 1 and self.layout.tp > 1:
             if splitting.sequence_parallel:

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch.plugins.environments import TorchElasticEnvironment
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from typing_extensions import override
 
 from lightning_dist.collectives import gather
 from lightning_dist.plugins import _compat
@@ -22,7 +22,7 @@ from lightning_dist.plugins import _compat
 __all__ = ["ProcessStrategy"]
 
 
-class ProcessStrategy(ParallelStrategy):
+class ProcessStrategy(_compat.LightningStrategy):
     """Run one process for each device.
 
     Args:
@@ -60,12 +60,15 @@ class ProcessStrategy(ParallelStrategy):
         """Return the backend in use; before the process group exists, the one that the user has set, or None."""
         return self._process_group_backend
 
-    def _configure_launcher(self) -> None:
+    @override
+    def configure_launcher(self) -> None:
+        """Start this script once more for each other rank of the node, unless something else starts the processes."""
         assert self.cluster_environment is not None
         if isinstance(self.cluster_environment, TorchElasticEnvironment):
             self._follow_torchrun()
         if not self.cluster_environment.creates_processes_externally:
-            self._launcher = _compat.subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+            environment = self.cluster_environment
+            self.set_launcher(_compat.subprocess_launcher(environment, self.num_processes, self.num_nodes))
 
     def _follow_torchrun(self) -> None:
         """Set the number of nodes to torchrun's, which may be any number in the range that torchrun was given.

@@ -62,8 +62,9 @@ class SharedBatchStrategy(ProcessStrategy):
         raise NotImplementedError(f"{type(self).__name__} chooses no mesh; use one of the named strategies.")
 
     @override
-    def _configure_launcher(self) -> None:
-        super()._configure_launcher()
+    def configure_launcher(self) -> None:
+        """Resolve the layout as well."""
+        super().configure_launcher()
         # The layout is resolved here, so that sizes that do not fit are found before any process is launched.
         self._layout = ParallelLayout.resolve(self.num_nodes * self.num_processes, **self._requested_sizes())
 

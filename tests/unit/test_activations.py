@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lightning_dist.activation_checkpointing import offload, saved_operations
+from lightning_dist.activation_checkpointing import offload
 from lightning_dist.activation_checkpointing.saved_operations import selective_contexts
 from lightning_dist.plugins.strategies.activations import checkpointing_mode
 
@@ -95,16 +95,35 @@ def test_every_second_product_is_computed_once() -> None:
     assert counted({}) - counted({"context_fn": selective_contexts}) == 1
 
 
-def test_attention_with_dropout_runs_again_and_draws_the_same_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_is_computed_once() -> None:
+    calls: list[str] = []
+
+    class Record(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            calls.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def num_kernels(contexts: Any) -> int:
+        calls.clear()
+        x = torch.randn(2, 4, 8, 16, requires_grad=True)
+        with Record():
+            attend = lambda x: nn.functional.scaled_dot_product_attention(x, x, x).sin()  # noqa: E731
+            checkpoint(attend, x, use_reentrant=False, **contexts).sum().backward()
+        return calls.count("aten._scaled_dot_product_flash_attention_for_cpu.default")
+
+    assert num_kernels({}) == 2
+    assert num_kernels({"context_fn": selective_contexts}) == 1
+
+
+def test_attention_with_dropout_runs_again_and_draws_the_same_numbers() -> None:
     """On the CPU, attention with dropout is no kernel of its own; a custom operation stands for one."""
 
-    @torch.library.custom_op("tests::dropping_attention", mutates_args=())
+    @torch.library.custom_op("tests::dropping_scaled_dot_product", mutates_args=())
     def attention(x: Tensor, dropout_p: float) -> Tensor:
         return x * (torch.rand_like(x) >= dropout_p) if dropout_p else x.clone()
 
     attention.register_autograd(lambda context, grad: (grad, None))
-    operation = torch.ops.tests.dropping_attention.default
-    monkeypatch.setattr(saved_operations, "_ATTENTION", frozenset({operation}))
+    operation = torch.ops.tests.dropping_scaled_dot_product.default
 
     def gradient(contexts: Any, dropout_p: float) -> Tensor:
         torch.manual_seed(0)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState, _get_module_fsdp_state
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 
 from lightning_dist._compat import is_in_backward, local_of, move_hooks, share_hooks
 from lightning_dist.accumulated_gradients import AccumulatedGradients
@@ -43,6 +44,7 @@ class ShardedGroup(ParameterGroup):
         self._is_reduced = False
         self._accumulated = AccumulatedGradients()
         self._has_own_dtypes = False
+        self._is_trainable = False
         self._reducing: list[ShardedParam] = []
         self._means: dict[str, LocalGradient] = {}
         self.count_bytes: Callable[[int], None] = lambda num_bytes: None
@@ -67,15 +69,16 @@ class ShardedGroup(ParameterGroup):
 
     def _put_whole(self) -> None:
         """Put the gathered parameters into the modules, with the hooks that the sharded ones have now."""
-        replaced, num_ranks = self._of_other_code(), self._group._all_gather_process_group.size()
-        FSDPParamGroup._to_unsharded(self._group)  # type: ignore[no-untyped-call]
+        group, replaced = self._group, self._of_other_code()
+        info = cast(FSDPMeshInfo, group.post_forward_mesh_info if group.is_sharded_post_forward else group.mesh_info)
+        FSDPParamGroup._to_unsharded(group)  # type: ignore[no-untyped-call]
         for module, name, current in replaced:
             module._parameters[name] = current  # type: ignore[assignment]
         for param in self._params:
             share_hooks(param.shard, param.whole)
             param.was_gathered()
         self.copy_requires_grad()
-        self._count(num_ranks, self._params, None)
+        self._count(info.shard_mesh_size, self._params, None)
 
     def _count(self, num_ranks: int, params: Sequence[ShardedParam], dtype: torch.dtype | None) -> None:
         """Count the bytes that a rank sends when ``params`` are gathered or reduced by a ring of ``num_ranks`` ranks.
@@ -281,7 +284,8 @@ class ShardedGroup(ParameterGroup):
         self._group.mesh_info = FSDPMeshInfo(info.mesh, shard_mesh_dim=info.shard_mesh_dim)
         if after_forward is info:
             self._group.post_forward_mesh_info = self._group.mesh_info
-        self._group._all_reduce_hook = self._reduce_between_replicas
+        module = cast(FSDPModule, self._group.modules[0])
+        module.set_all_reduce_hook(self._reduce_between_replicas)
         self.reducer = reducer
 
     def _reduce_between_replicas(self, flat: torch.Tensor) -> None:
@@ -297,9 +301,9 @@ class ShardedGroup(ParameterGroup):
             gradients.append(LocalGradient(param.name, value))
             begin += size
         # FSDP2 puts views of this tensor into the parameters next. Only then may it still change afterwards.
-        is_final = flat.dtype in (torch.float32, torch.bfloat16) and flat.dtype == self._group._orig_dtype
+        is_final = flat.dtype in (torch.float32, torch.bfloat16)
         is_final &= self._memory is None  # Offloaded gradients are copied next.
-        if is_final and all(param.takes_gradient_as_it_is for param in self._reducing):
+        if is_final and all(param.takes_gradient_as_it_is(flat.dtype) for param in self._reducing):
             self.reducer.reduce_later(flat, gradients)
         else:
             self.reducer.reduce(flat, gradients).wait()
@@ -351,7 +355,8 @@ class ShardedGroup(ParameterGroup):
                     param.to_accumulated_gradient(self._group.reduce_scatter_unused_params)
             with_zeros = self._group.reduce_scatter_unused_params
             self._reducing = [param for param in self._params if param.is_reduced(with_zeros)]
-            self._count(self.mesh.size(self.mesh.ndim - 1), self._reducing, self._group._reduce_dtype)
+            dtype = self._reducing[0].reduce_dtype if self._reducing else None
+            self._count(self.mesh.size(self.mesh.ndim - 1), self._reducing, dtype)
         self._post_backward()
 
     def _mark_used(self) -> None:
@@ -439,11 +444,11 @@ class ShardedGroup(ParameterGroup):
 
         Moving the module to another device, for example, would otherwise free them, because FSDP2 moves shards.
         """
-        self._is_held = True
+        before, self._is_held = self._is_held, True
         try:
             yield
         finally:
-            self._is_held = False
+            self._is_held = before
 
     @property
     def is_sharded(self) -> bool:
@@ -484,16 +489,8 @@ class ShardedGroup(ParameterGroup):
 
         Replaced by: a public way to get the state dict of gathered modules with whole parameters.
         """
-        taken: list[tuple[dict[int, Any], int, Any]] = []
-        for module, handle in self._group._module_to_pre_save_state_dict_hook_handle.items():
-            hooks = module._state_dict_pre_hooks
-            if handle.id in hooks:
-                taken.append((hooks, handle.id, hooks.pop(handle.id)))
-        try:
+        with self.held():
             yield
-        finally:
-            for hooks, number, hook in taken:
-                hooks[number] = hook
 
     def gather(self) -> None:
         """All-gather the parameters if they are sharded now, which is a collective.
@@ -538,9 +535,9 @@ class ShardedGroup(ParameterGroup):
         for param in self._params:
             param.copy_requires_grad()
         # FSDP2 determines only once in which dtypes it reduces gradients, and cannot if all parameters are frozen then.
-        is_unknown = getattr(self._group, "_orig_dtype", torch.float32) is None
-        if is_unknown and any(param.shard.requires_grad for param in self._params):
-            self._group._init_mp_dtypes()
+        before, self._is_trainable = self._is_trainable, any(param.shard.requires_grad for param in self._params)
+        if self._is_trainable and not before:
+            self._group.lazy_init()  # type: ignore[no-untyped-call]
 
     @property
     def syncs_gradients(self) -> bool:
@@ -555,7 +552,7 @@ class ShardedGroup(ParameterGroup):
 
 def fsdp_state(module: nn.Module) -> FSDPState:
     """Return FSDP2's state of a module that ``fully_shard`` was applied to."""
-    state = _get_module_fsdp_state(module)
+    state: FSDPState | None = fully_shard.state(module)  # type: ignore[attr-defined]
     assert state is not None, "fully_shard was not applied to this module"
     return state
 

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp._fully_shard._fsdp_param import ExtensionsData, FSDPParam
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 __all__ = ["LowParam", "MaxOverRanks", "WrapShard", "gather_low"]
 
@@ -95,7 +95,6 @@ def gather_low(
         low = cast(LowParam, param)
         low.is_low, low._wrap, low._first_of = True, wrap, None
         low._largest = torch.zeros((), device=param.device)
-        low._extensions_data = ExtensionsData()
         low._other_form = (None, [], [])
         wrapped.append(low)
     if wrapped:

@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
-from lightning_dist._compat import local_of, overwrite, replace_local
+from lightning_dist._compat import local_of, replace_local
 from lightning_dist.shard_memory import ShardMemory
 from lightning_dist.sharding._compat.low import LowParam
 
@@ -254,7 +254,7 @@ class ShardedParam:
         self._version = version
         if is_replaced:
             gathered = torch.as_strided(memory, whole.size(), whole.stride())
-            overwrite(gathered, whole)
+            gathered.data.copy_(whole)  # The graph was computed with these values: the version must not change.
             whole.data = gathered
         is_offloaded = self._param.offload_to_cpu and whole.device.type != "cpu"
         if is_changed or (not is_offloaded and self._shard_version in (None, self._version_of_shard())):
@@ -370,9 +370,18 @@ class ShardedParam:
         return view, param.padded_sharded_param_size.numel()
 
     @property
-    def takes_gradient_as_it_is(self) -> bool:
-        """Return whether FSDP2 makes a view of its flat tensor the gradient, and neither adds it nor calls a hook."""
-        return self.shard.grad is None and not getattr(self.shard, "_post_accumulate_grad_hooks", None)
+    def reduce_dtype(self) -> torch.dtype | None:
+        """Return the dtype in which the gradient is reduced; None: that in which it is computed."""
+        return self._param.reduce_dtype
+
+    def takes_gradient_as_it_is(self, dtype: torch.dtype) -> bool:
+        """Return whether FSDP2 makes a view of its flat tensor the gradient, and neither adds it nor calls a hook.
+
+        Args:
+            dtype: The dtype of the flat tensor.
+        """
+        is_alone = self.shard.grad is None and not getattr(self.shard, "_post_accumulate_grad_hooks", None)
+        return is_alone and self._param.orig_dtype == dtype
 
     def drop_unreduced(self) -> None:
         """Drop the gradient that a backward left on the gathered copy."""

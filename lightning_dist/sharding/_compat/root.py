@@ -9,8 +9,9 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.distributed.fsdp import FSDPModule
 
+from lightning_dist._compat import tree_leaves
 from lightning_dist.sharding._compat.group import ShardedGroup, fsdp_state
 
 __all__ = [
@@ -68,15 +69,15 @@ def accumulating(root: nn.Module, groups: Sequence[ShardedGroup]) -> Iterator[No
     before = [(g._group.reshard_after_backward, g._group.reduce_grads, g._group.all_reduce_grads) for g in groups]
     for group in groups:
         group._group.reshard_after_backward = group._group.reduce_grads = group._group.all_reduce_grads = False
-    context = fsdp_state(root)._state_ctx
-    context.is_last_backward = False
+    fsdp_root = cast(FSDPModule, root)
+    fsdp_root.set_is_last_backward(False)
     try:
         with ExitStack() as kept:
             for group in groups:
                 kept.enter_context(group.kept_after_forward())
             yield
     finally:
-        context.is_last_backward = True
+        fsdp_root.set_is_last_backward(True)
         for group, (reshard, reduce, all_reduce) in zip(groups, before, strict=True):
             group._group.reshard_after_backward = reshard
             group._group.reduce_grads = reduce
@@ -91,7 +92,6 @@ def reduce_gradients(root: nn.Module, groups: Sequence[ShardedGroup]) -> None:
 
 
 def reset_after_error(root: nn.Module) -> None:
-    """Reset FSDP2's state after a failed step, like ``FSDPModule.reset_iter_state``; torch has it from 2.12 on."""
-    state = fsdp_state(root)
-    if hasattr(state, "_reset_iter_state"):
-        state._reset_iter_state()
+    """Reset FSDP2's state after a failed step; torch can from 2.12 on."""
+    if hasattr(root, "reset_iter_state"):
+        cast(FSDPModule, root).reset_iter_state()

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 import torchmetrics
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import lightning_dist
+from lightning_dist._compat import DispatchMode
 from lightning_dist.step_graph import TraceError, note_exchange
 
 __all__ = ["stand_ins_for_collectives", "without_foreign_collectives"]
@@ -187,10 +187,10 @@ def _place() -> str:
     return ""
 
 
-class _NoCollectives(TorchDispatchMode):
+class _NoCollectives(DispatchMode):
     """Refuse ``c10d`` operations, which catches collectives that the user's module has imported by name."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "c10d":
-            raise TraceError(_refusal(func._schema.name.partition("::")[2].rstrip("_")))
+            raise TraceError(_refusal(func.name().partition("::")[2].partition(".")[0].rstrip("_")))
         return func(*args, **(kwargs or {}))

@@ -18,11 +18,11 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import CatMetric, MaxMetric, Metric, MetricCollection, MinMetric, RunningMean, RunningSum, SumMetric
 
+from lightning_dist._compat import DispatchMode, tree_leaves, version_of, written_arguments
 from lightning_dist.own_generators import GENERATORS, get_state, set_state
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.steps.step_loggers import without_loggers
@@ -180,11 +180,11 @@ def parameters_unchanged(module: LightningModule) -> Iterator[None]:
     renormed = {id(p) for part in module.modules() if getattr(part, "max_norm", None) for p in part.parameters()}
     params = {name: param for name, param in module.named_parameters() if id(param) not in renormed}
 
-    def state_of(param: Any) -> tuple[int, int]:
+    def state_of(param: Any) -> tuple[int, StorageWeakRef]:
         # A parameter that gathers its shards on use would do so if it were asked for its own version.
-        with torch._C.DisableTorchFunctionSubclass():
+        with torch.DisableTorchFunctionSubclass():
             held = getattr(param, "_sharded", param)
-            return held._version, held.untyped_storage()._cdata
+            return version_of(held), StorageWeakRef(held.untyped_storage())
 
     before = {name: state_of(param) for name, param in params.items()}
     with _Writes() as writes:  # A change through ``param.data`` leaves the parameter's version as it is.
@@ -198,21 +198,17 @@ def parameters_unchanged(module: LightningModule) -> Iterator[None]:
             )
 
 
-class _Writes(TorchDispatchMode):
-    """Record the memory that operations in this mode change in place, by its ``StorageImpl`` pointer."""
+class _Writes(DispatchMode):
+    """Record the memory that operations in this mode change in place."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.storages: set[int] = set()
+        self.storages: set[StorageWeakRef] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, and record the tensors that its schema says it changes."""
-        if func._schema.is_mutable:
-            given = {**dict(zip((arg.name for arg in func._schema.arguments), args, strict=False)), **(kwargs or {})}
-            for arg in func._schema.arguments:
-                if arg.alias_info is not None and arg.alias_info.is_write:
-                    changed = tree_leaves(given.get(arg.name))
-                    self.storages |= {leaf.untyped_storage()._cdata for leaf in changed if isinstance(leaf, Tensor)}
+        changed = tree_leaves(written_arguments(func, args, kwargs))
+        self.storages |= {StorageWeakRef(leaf.untyped_storage()) for leaf in changed if isinstance(leaf, Tensor)}
         return func(*args, **(kwargs or {}))
 
 

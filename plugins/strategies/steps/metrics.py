@@ -175,7 +175,7 @@ class SharedMetrics:
             copy = metric.clone()
         finally:
             vars(metric).update(ours)
-        copy.sync_on_compute = copy._to_sync = False
+        _compat.compute_alone(copy)
         copy.reset()
         return copy
 

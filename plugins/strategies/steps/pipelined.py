@@ -17,10 +17,10 @@ from lightning.pytorch.utilities.types import STEP_OUTPUT
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
+from lightning_dist._compat import tree_leaves
 from lightning_dist.collectives import BytesBroadcast
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.pipeline import (

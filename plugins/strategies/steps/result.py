@@ -218,7 +218,7 @@ class StepResult:
                 value = call.value
                 if call.metric is not None:
                     value = self._module.get_submodule(call.metric)
-                    vars(value)["_forward_cache"] = call.value
+                    _compat.set_batch_value(value, call.value)
                 self._module.log(name, value, **call.kwargs)
         return output
 
