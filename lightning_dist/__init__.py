@@ -6,6 +6,7 @@ Importing this package registers the strategies, so that ``Trainer(strategy="hyb
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import full_parameters
 from lightning_dist.plugins.callbacks import FaultTolerance
+from lightning_dist.plugins.global_batch import per_rank_batch_size
 from lightning_dist.plugins.precision import Float8Precision, MeshPrecision
 from lightning_dist.plugins.strategies import (
     CheckpointOptions,
@@ -16,7 +17,6 @@ from lightning_dist.plugins.strategies import (
     NDParallelStrategy,
     PipelineParallelStrategy,
     TensorParallelStrategy,
-    per_rank_batch_size,
     register,
 )
 from lightning_dist.whole_files import install

@@ -10,7 +10,6 @@ from lightning_dist.plugins.strategies import resume_path
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
 from lightning_dist.plugins.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.plugins.strategies.full_shard import FullShardStrategy
-from lightning_dist.plugins.strategies.global_batch import per_rank_batch_size
 from lightning_dist.plugins.strategies.hybrid_shard import HybridShardStrategy
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 from lightning_dist.plugins.strategies.nd_parallel import NDParallelStrategy
@@ -26,7 +25,6 @@ __all__ = [
     "NDParallelStrategy",
     "PipelineParallelStrategy",
     "TensorParallelStrategy",
-    "per_rank_batch_size",
     "register",
 ]
 

@@ -14,7 +14,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from lightning_dist.checkpoint import NUM_SEEN
 from lightning_dist.plugins._compat import changes_accumulation, mode_of_loaders, scheduled_accumulation
 from lightning_dist.plugins._compat.progress import count_batches, training_progress
-from lightning_dist.plugins.strategies.global_batch import Batch, rescale_batch
+from lightning_dist.plugins.global_batch import Batch, rescale_batch
 from lightning_dist.sampler import ResumableSampler
 
 __all__ = ["NUM_SEEN", "LoaderPosition", "give_own_generator", "make_resumable"]

@@ -17,8 +17,8 @@ from lightning_dist.consensus import go_on
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.plugins import _compat
+from lightning_dist.plugins.global_batch import global_batch, set_global_batch
 from lightning_dist.plugins.strategies.evaluation_batches import EvaluationBatches
-from lightning_dist.plugins.strategies.global_batch import global_batch, set_global_batch
 from lightning_dist.plugins.strategies.processes import ProcessStrategy
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
 from lightning_dist.randomness import SameRandomNumbers, agree_on_random_numbers

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from lightning_dist.plugins.strategies.global_batch import Batch, rescale_batch
+from lightning_dist.plugins.global_batch import Batch, rescale_batch
 
 
 @pytest.mark.parametrize(
