@@ -42,6 +42,7 @@ from lightning_dist._compat.modules import (
     route_calls,
 )
 from lightning_dist._compat.processes import (
+    around_collectives,
     default_group,
     default_store,
     num_collectives,
@@ -66,6 +67,7 @@ __all__ = [
     "ROUTE",
     "accept_sequential_redistribution",
     "around_backwards",
+    "around_collectives",
     "around_grads",
     "around_zero_grad",
     "at_end_of_backward",
