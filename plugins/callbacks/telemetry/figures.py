@@ -31,6 +31,12 @@ class RankFigures:
     tokens: float
     peak_mib: float
     bubble: float
+    model_tflop: float
+    """Operations that the model needs, in units of 1e12."""
+    hardware_tflop: float
+    """Operations that the device has run, in units of 1e12."""
+    peak_tflops: float
+    """The most that the device can run per second, in units of 1e12."""
 
 
 def gather(
@@ -75,6 +81,10 @@ def summarize(ranks: Sequence[RankFigures], num_steps: int, num_replicas: int) -
     for name in ("samples", "tokens"):
         if number := sum(getattr(rank, name) for rank in ranks):
             metrics[f"perf/{name}_per_s"] = share * number / slowest
+    peak = slowest * sum(rank.peak_tflops for rank in ranks)
+    if peak > 0:  # It is NaN if operations could not be counted.
+        metrics["perf/mfu"] = sum(rank.model_tflop for rank in ranks) / peak
+        metrics["perf/hfu"] = sum(rank.hardware_tflop for rank in ranks) / peak
     if not any(math.isnan(rank.waits) for rank in ranks):
         metrics |= _compare(ranks, num_steps)
     if 1 < len(ranks) <= _MAX_RANKS_LISTED:

@@ -17,6 +17,7 @@ from lightning_dist.parallel_module import parallelized
 from lightning_dist.pipeline import Pipeline, Timeline, simulate
 from lightning_dist.plugins._compat import logging_step, observe_fetching
 from lightning_dist.plugins.callbacks.telemetry.figures import RankFigures, gather, num_replicas, summarize
+from lightning_dist.plugins.callbacks.telemetry.utilization import Utilization
 from lightning_dist.plugins.loggers.mlflow import MLflowLogger
 from lightning_dist.plugins.loggers.schedule_picture import can_draw, draw_schedule
 from lightning_dist.telemetry import Phase, StepMeter, batch_size, peak_memory_mib
@@ -35,6 +36,8 @@ class StepTelemetry(Callback):
     ``perf/busy_ms_...``      ``slowest_rank``, ``fastest_rank``: how long it was busy in a step, without the waits
     ``perf/samples_per_s``    samples of all replicas per second; a batch has as many as dim 0 of its first tensor
     ``perf/tokens_per_s``     tokens of all replicas per second: elements of a batch's first 2-D integer tensor, if any
+    ``perf/mfu``              operations that the model needs per second, as a fraction of what the devices can run at
+                              most (model FLOPs utilization); ``perf/hfu``: the same with those of recomputation
     ``memory/peak_mib``       peak since the start on the rank that needed most (CUDA: allocated, else resident)
     ``memory/peak_mib_rank0`` the same on rank 0, and so on for each rank, for runs of up to 64 ranks
     ``perf/bubble``           fraction of the time of a pipeline's ranks in which they waited for each other, in the
@@ -53,7 +56,8 @@ class StepTelemetry(Callback):
     Once per run, an :class:`~lightning_dist.plugins.loggers.MLflowLogger` gets a picture of the pipeline's step as the
     artifact ``pipeline/schedule.png``.
 
-    The first step after a start is left out, because it includes initializations. The time of validation, of saving
+    The first step after a start is left out, because it includes initializations, and because its operations are
+    counted while it runs. The time of validation, of saving
     checkpoints and between epochs is left out as well. The device is synchronized once per interval, and the ranks
     exchange one small tensor, or two with a pipeline.
 
@@ -82,6 +86,7 @@ class StepTelemetry(Callback):
         self._logging_step = 0
         self._warm = False
         self._has_drawn = False
+        self._utilization: Utilization | None = None
         self._trainer: Trainer | None = None
 
     @override
@@ -105,12 +110,16 @@ class StepTelemetry(Callback):
         ]
         self._samples = self._tokens = 0
         self._warm = self._has_drawn = False
+        self._utilization = None
         self._global_step = trainer.global_step
         self._interval = self.log_every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         self._meter.begin_step(count_waits=self._is_last_of_interval(logging_step(trainer)))
+        if self._utilization is None and self._interval:
+            self._utilization = Utilization(trainer, pl_module)
+            self._utilization.begin_count()
         self._meter.enter("forward")
 
     @override
@@ -130,6 +139,8 @@ class StepTelemetry(Callback):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._meter.enter(None)
+        if self._utilization is not None:
+            self._utilization.end_count(batch)
         stepped, self._global_step = trainer.global_step > self._global_step, trainer.global_step
         if not self._warm:
             self._warm = stepped
@@ -171,6 +182,8 @@ class StepTelemetry(Callback):
 
     def _stop_measuring(self) -> None:
         self._meter.close()
+        if self._utilization is not None:
+            self._utilization.stop()
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -182,7 +195,7 @@ class StepTelemetry(Callback):
         times = self._meter.lap()
         samples, self._samples = self._samples, 0
         tokens, self._tokens = self._tokens, 0
-        if times.num_steps == 0:
+        if times.num_steps == 0 or self._utilization is None:
             return
         device, parallel = trainer.strategy.root_device, parallelized(pl_module)
         # Only this package's strategies wait for collectives in places where the wait can be observed.
@@ -204,6 +217,7 @@ class StepTelemetry(Callback):
             tokens=tokens,
             peak_mib=peak_memory_mib(device),
             bubble=math.nan if timeline is None else timeline.bubble,
+            **self._utilization.figures(samples, tokens),
         )
         of_techniques = _figures_of_techniques(pl_module, times.num_steps)
         ranks, others = gather(own, list(of_techniques.values()), device)
