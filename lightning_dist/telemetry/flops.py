@@ -55,9 +55,10 @@ class FlopCounter(TorchDispatchMode):
 
     A product of an ``m x k`` and a ``k x n`` matrix counts ``2mkn``. Attention counts all scores, also if it is causal.
     Operations that run in a backward with gradients enabled count as recomputation. This is how activation
-    checkpointing runs forwards again; a backward with ``create_graph=True`` looks the same. Attention between layers
-    that tensor parallelism leaves whole, in a module with other layers that it splits, counts on every rank. Compiled code is seen where
+    checkpointing runs forwards again; a backward with ``create_graph=True`` looks the same. Compiled code is seen where
     it calls torch's operations, as Inductor's does for products unless it generates kernels for them (max-autotune).
+    Attention between layers that tensor parallelism leaves whole, in a module with other layers that it splits, counts
+    on every rank.
 
     Args:
         copied: Modules that several ranks run on the same input.
