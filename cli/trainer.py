@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import set_parsing_settings
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -34,7 +34,7 @@ from lightning_dist.cli.errors import (
 from lightning_dist.cli.failures import Progress, report_failure
 from lightning_dist.cli.messages import shorten
 from lightning_dist.cli.save_config import SaveRunConfig
-from lightning_dist.plugins.callbacks import StepTelemetry
+from lightning_dist.plugins.callbacks import RunProgressBar, StepTelemetry
 from lightning_dist.plugins.loggers import MLflowLogger
 from lightning_dist.plugins.loggers.provenance import versions
 
@@ -187,6 +187,12 @@ class TrainerCommand(CommandLine):
             _add_missing(callbacks, StepTelemetry())
             if config.trainer.logger is not False:
                 _add_missing(callbacks, LearningRateMonitor(logging_interval="step"))
+        if (
+            self.subcommand == "fit"
+            and not config.trainer.barebones
+            and config.trainer.enable_progress_bar is not False
+        ):
+            _add_missing(callbacks, RunProgressBar(), ProgressBar)
         trainer = super().instantiate_trainer(callbacks=[*callbacks, self._progress], **kwargs)
         self._progress.trainer = trainer
         return trainer
@@ -210,8 +216,9 @@ class TrainerCommand(CommandLine):
                 rank_zero_info(_how_to_open(logger))
 
 
-def _add_missing(callbacks: list[Callback], default: Callback) -> None:
-    if not any(isinstance(callback, type(default)) for callback in callbacks):
+def _add_missing(callbacks: list[Callback], default: Callback, kind: type[Callback] | None = None) -> None:
+    """Add ``default``, unless there is a callback of its class, or of the class ``kind``."""
+    if not any(isinstance(callback, kind or type(default)) for callback in callbacks):
         callbacks.append(default)
 
 

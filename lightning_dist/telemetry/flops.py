@@ -50,7 +50,7 @@ class Flops(NamedTuple):
     hardware: float
 
 
-class FlopCounter(TorchDispatchMode):
+class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Count the operations of matrix products, convolutions and attention in this context, by torch's own formulas.
 
     A product of an ``m x k`` and a ``k x n`` matrix counts ``2mkn``. Attention counts all scores, also if it is causal.
@@ -66,7 +66,7 @@ class FlopCounter(TorchDispatchMode):
     """
 
     def __init__(self, copied: Iterable[nn.Module] = (), num_copies: int = 1) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.failure = ""
         """Why an operation could not be counted; empty: all were."""
         self._formulas: dict[Any, Callable[..., int]] = _MISSING | flop_registry
@@ -86,12 +86,12 @@ class FlopCounter(TorchDispatchMode):
         for module in self._copied:
             self._hooks.callback(module.register_forward_pre_hook(self._enter_copied, prepend=True).remove)
             self._hooks.callback(module.register_forward_hook(self._leave_copied, always_call=True).remove)
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Stop counting."""
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._hooks.close()
 
     def _enter_copied(self, *args: Any) -> None:

@@ -230,10 +230,11 @@ class StepTelemetry(Callback):
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=self._logging_step)
         if on_progress_bar:
-            for name, unit in (("perf/tokens_per_s", "tokens/s"), ("perf/samples_per_s", "samples/s")):
-                if name in metrics:
-                    pl_module.log(unit, round(metrics[name]), prog_bar=True, logger=False)
-                    break
+            rate = "tokens" if "perf/tokens_per_s" in metrics else "samples"
+            shown = {f"{rate}/s": metrics.get(f"perf/{rate}_per_s"), "mfu": metrics.get("perf/mfu")}
+            for name, value in shown.items():
+                if value is not None:
+                    pl_module.log(name, value, prog_bar=True, logger=False)
 
     def _draw(self, trainer: Trainer, timeline: Timeline, name: str, metrics: dict[str, float]) -> None:
         """Log a picture of rank 0's pipeline with every MLflowLogger, once per run."""
