@@ -103,6 +103,8 @@ class Recorder:
         self._device = device
         self._clock = DeviceClock(device)
         self._actions: list[tuple[Action, Any, Any]] = []
+        self.num_bytes_sent = 0
+        """Number of bytes that this rank has sent to other stages, in all steps."""
 
     def begin(self) -> None:
         """Discard the actions of the previous step."""
@@ -200,6 +202,18 @@ class TimedStage(PipelineStage):
         self._microbatch = bwd_chunk_id
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self.recorder.add("W", self.stage_index, bwd_chunk_id, start)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the sends of a forward's output, and count their bytes."""
+        return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the sends of a backward's gradients, and count their bytes."""
+        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _counted(self, sends: list[dist.P2POp]) -> list[dist.P2POp]:
+        self.recorder.num_bytes_sent += sum(send.tensor.nbytes for send in sends)
+        return sends
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 
-from lightning_dist import DataParallelStrategy, FullShardStrategy, PipelineParallelStrategy, TensorParallelStrategy
+from lightning_dist import (
+    DataParallelStrategy,
+    FullShardStrategy,
+    HybridShardStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+)
 from lightning_dist.plugins.callbacks import StepTelemetry
 from lightning_dist.plugins.callbacks.telemetry import step_telemetry
 from tests.distributed.test_step_times import Recording
@@ -36,6 +43,7 @@ CASES: dict[str, tuple[Callable[[], Any], type[pl.LightningModule], int]] = {
         lambda: FullShardStrategy(activation_checkpointing="full"), GPT, TOKENS * (2 * GPT_BLOCKS + 4 * GPT_ATTENTION)
     ),
     "compiled": (lambda: FullShardStrategy(compile="aot_eager"), GPT, 0),
+    "replicas of shards": (lambda: HybridShardStrategy(2, 2), GPT, 0),
     "pipeline": (lambda: PipelineParallelStrategy(2, 4), GPT, 0),
     "tensor": (lambda: TensorParallelStrategy(2), Example, 0),
     "tensor, whole sequence": (lambda: TensorParallelStrategy(2, sequence_parallel=False), Example, 0),
@@ -60,7 +68,7 @@ def figures(name: str) -> tuple[list[tuple[float, float]], dict[str, float]]:
     logger = Recording()
     trainer = pl.Trainer(
         accelerator="cpu",
-        devices=2,
+        devices=int(os.environ["WORLD_SIZE"]),
         strategy=make_strategy(),
         max_steps=3,
         use_distributed_sampler=False,
@@ -81,7 +89,7 @@ def figures(name: str) -> tuple[list[tuple[float, float]], dict[str, float]]:
     return [(rank.model_tflop * 1e12 / 2, rank.hardware_tflop * 1e12 / 2) for rank in ranks], metrics
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name != "replicas of shards"])
 def test_operations_of_all_ranks_are_those_of_the_model(pool: WorkerPool, name: str) -> None:
     _, module, more = CASES[name]
     is_gpt = module is GPT
@@ -93,3 +101,21 @@ def test_operations_of_all_ranks_are_those_of_the_model(pool: WorkerPool, name: 
         assert sum(rank for _, rank in ranks) == pytest.approx(hardware, rel=1e-4)
         assert metrics["perf/hfu"] / metrics["perf/mfu"] == pytest.approx(hardware / model, rel=1e-4)
         assert 0 < metrics["perf/mfu"] < 1
+
+
+NUM_PARAMS = sum(param.numel() for param in GPT().parameters() if param.requires_grad)
+
+
+@pytest.mark.parametrize(
+    ("name", "axis", "num_bytes"),
+    [
+        # The ranks send half of all gradients twice: to sum them and to tell the sums.
+        ("data_parallel", "dp_replicate", 2 * 4 * NUM_PARAMS / 2),
+        ("replicas of shards", "dp_replicate", 2 * 4 * (NUM_PARAMS / 2) / 2),
+        # One of the two ranks sends the activations of all tokens, and the other one their gradients.
+        ("pipeline", "pp", 4 * TOKENS * 20),
+    ],
+)
+def test_bytes_sent_over_an_axis_are_logged(pool: WorkerPool, name: str, axis: str, num_bytes: float) -> None:
+    for _, metrics in pool.run(figures, 4 if name == "replicas of shards" else 2, name):
+        assert metrics[f"comm/{axis}_mib_per_step"] * 2**20 == pytest.approx(num_bytes, rel=0.02)
