@@ -271,6 +271,7 @@ def test_the_time_of_a_step_is_split_into_its_phases(clock: Clock, tmp_path: Pat
     assert logger.of("perf/exposed_comm_ms") == {}  # One process waits for no other.
 
 
+@pytest.mark.alone
 def test_hooks_take_less_than_half_a_percent_of_a_step_of_ten_milliseconds(tmp_path: Path) -> None:
     telemetry, spent = StepTelemetry(log_every_n_steps=1000), []
 
