@@ -16,6 +16,7 @@ _TRAINER_COMMANDS = {
     "validate": "run one validation epoch",
     "test": "run one test epoch",
     "predict": "run a model over data and collect what it returns",
+    "profile": "record some training steps with torch's profiler",
 }
 _COMMANDS = _TRAINER_COMMANDS | {"checkpoint": "turn a sharded checkpoint into one file"}
 
@@ -70,6 +71,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         print_error(f'{command} needs {" and ".join(missing)}: pip install "lightning-dist[cli]"')
         return BAD_CONFIGURATION
+    if command == "profile":
+        from lightning_dist.cli.profile import run as run_profile
+
+        return run_profile(arguments)
     from lightning_dist.cli.trainer import run as run_trainer
 
     return run_trainer(arguments)

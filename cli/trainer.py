@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import set_parsing_settings
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -34,7 +34,7 @@ from lightning_dist.cli.errors import (
 from lightning_dist.cli.failures import Progress, report_failure
 from lightning_dist.cli.messages import shorten
 from lightning_dist.cli.save_config import SaveRunConfig
-from lightning_dist.plugins.callbacks import StepTelemetry
+from lightning_dist.plugins.callbacks import RunProgressBar, StepTelemetry
 from lightning_dist.plugins.loggers import MLflowLogger
 from lightning_dist.plugins.loggers.provenance import versions
 
@@ -42,11 +42,12 @@ _DEFAULT_LOGGER = {"class_path": "lightning_dist.plugins.loggers.MLflowLogger"}
 _SYMBOLIC_PATHS = ("last", "best", "hpc", "auto")
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str], command: type["TrainerCommand"] | None = None) -> int:
     """Run a command of the Trainer.
 
     Args:
         arguments: The command and its options.
+        command: Class of the command; None: :class:`TrainerCommand`.
 
     Returns:
         The exit code: 0 for success, 1 if training failed, 2 for a bad configuration.
@@ -56,7 +57,7 @@ def run(arguments: Sequence[str]) -> int:
     _silence_known_warnings()
     progress = Progress()
     try:
-        TrainerCommand(progress, list(arguments) if sys.argv[1:] != list(arguments) else None)
+        (command or TrainerCommand)(progress, list(arguments) if sys.argv[1:] != list(arguments) else None)
     except SIGTERMException:
         return TRAINING_FAILED
     except SystemExit as stop:
@@ -100,15 +101,21 @@ class TrainerCommand(CommandLine):
         args: The command line; None: that of the process.
     """
 
+    _trainer_class: type[Trainer] = Trainer
+    _description: str | None = None
+    """Text of the command's help; None: the first line of the docstring of the Trainer's method."""
+
     def __init__(self, progress: Progress, args: list[str] | None = None) -> None:
         self._progress = progress
         self._command = (args or sys.argv[1:])[0]
         # This lets ${trainer.max_steps} refer to this command's option, which is stored under the command's name.
         set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
         header = [f"{name}=={version}" for name, version in versions().items()]
-        shared = {"dump_header": header}
+        shared: dict[str, Any] = {"dump_header": header}
+        own = {} if self._description is None else {"description": self._description}
         super().__init__(
             save_config_callback=SaveRunConfig,
+            trainer_class=self._trainer_class,
             trainer_defaults={"logger": _DEFAULT_LOGGER},
             parser_class=_Parser,
             parser_kwargs={
@@ -117,7 +124,7 @@ class TrainerCommand(CommandLine):
                 # This mode resolves interpolations, such as ${model.init_args.dim}, after all files and flags are read.
                 "parser_mode": "omegaconf+",
                 **shared,
-                self._command: dict(shared),
+                self._command: shared | own,
             },
             # LightningCLI would create the optimizer before the strategy has sharded the parameters.
             auto_configure_optimizers=False,
@@ -183,10 +190,13 @@ class TrainerCommand(CommandLine):
         config = self.config_init[self.subcommand]
         callbacks = config.trainer.callbacks or []
         callbacks = list(callbacks) if isinstance(callbacks, list) else [callbacks]
-        if self.subcommand == "fit" and config.telemetry and not config.trainer.barebones:
+        trains = self.subcommand in ("fit", "profile")
+        if trains and config.telemetry and not config.trainer.barebones:
             _add_missing(callbacks, StepTelemetry())
             if config.trainer.logger is not False:
                 _add_missing(callbacks, LearningRateMonitor(logging_interval="step"))
+        if trains and not config.trainer.barebones and config.trainer.enable_progress_bar is not False:
+            _add_missing(callbacks, RunProgressBar(), ProgressBar)
         trainer = super().instantiate_trainer(callbacks=[*callbacks, self._progress], **kwargs)
         self._progress.trainer = trainer
         return trainer
@@ -210,8 +220,9 @@ class TrainerCommand(CommandLine):
                 rank_zero_info(_how_to_open(logger))
 
 
-def _add_missing(callbacks: list[Callback], default: Callback) -> None:
-    if not any(isinstance(callback, type(default)) for callback in callbacks):
+def _add_missing(callbacks: list[Callback], default: Callback, kind: type[Callback] | None = None) -> None:
+    """Add ``default``, unless there is a callback of its class, or of the class ``kind``."""
+    if not any(isinstance(callback, kind or type(default)) for callback in callbacks):
         callbacks.append(default)
 
 

@@ -63,6 +63,7 @@ from lightning_dist._compat.operations import (
     written_arguments,
 )
 from lightning_dist._compat.processes import (
+    around_collectives,
     default_group,
     default_store,
     num_collectives,
@@ -109,6 +110,7 @@ __all__ = [
     "TreeSpec",
     "accept_sequential_redistribution",
     "around_backwards",
+    "around_collectives",
     "around_grads",
     "around_zero_grad",
     "assert_on_device",

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 __all__ = [
+    "around_collectives",
     "default_group",
     "default_store",
     "num_collectives",
@@ -55,3 +59,46 @@ def recorded_collectives() -> list[dict[str, Any]]:
         if dump := getattr(torch._C._distributed_c10d, name, None):
             entries += json.loads(dump(True, False)).get("entries", [])
     return entries
+
+
+_COLLECTIVES = (
+    "_allgather_base", "_reduce_scatter_base", "all_gather_single", "all_to_all_single", "allgather",
+    "allgather_into_tensor_coalesced", "allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier",
+    "broadcast", "gather", "recv", "reduce", "reduce_scatter", "reduce_scatter_single",
+    "reduce_scatter_tensor_coalesced", "scatter", "send",
+)  # fmt: skip
+
+
+@contextmanager
+def around_collectives(run: Callable[[Callable[[], Any]], Any], has_streams: bool) -> Iterator[None]:
+    """Pass each wait for a collective that begins in this context to ``run``, from all threads and all callers.
+
+    With streams, a collective may run on the stream that also computes, and FSDP2 lets that stream wait for an event
+    of another one. Beginning a collective and waiting for an event are therefore passed to ``run`` as well.
+
+    Replaced by: a hook of torch.distributed that is called when a rank, or a stream, begins to wait and when it ends.
+
+    Args:
+        run: Function that calls the function that it is given, and returns its result.
+        has_streams: Whether collectives run on streams.
+    """
+    places: list[tuple[Any, str]] = [(dist.Work, "wait")]
+    if has_streams:
+        places += [(dist.ProcessGroup, name) for name in _COLLECTIVES if hasattr(dist.ProcessGroup, name)]
+        places.append((torch.cuda.Stream, "wait_event"))
+    before = [vars(owner)[name] for owner, name in places]
+    for (owner, name), function in zip(places, before, strict=True):
+        setattr(owner, name, _passed_to(run, function))
+    try:
+        yield
+    finally:
+        for (owner, name), function in zip(places, before, strict=True):
+            setattr(owner, name, function)
+
+
+def _passed_to(run: Callable[[Callable[[], Any]], Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def passed(*args: Any, **kwargs: Any) -> Any:
+        return run(partial(function, *args, **kwargs))
+
+    return passed

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 
 import torch
 
+from lightning_dist.collective_waits import waiting
 from lightning_dist.gradient_reducer import Reduction
 
 __all__ = ["InBackground"]
@@ -63,7 +64,7 @@ class _OnThread:
 
     def wait(self) -> None:
         """Wait until the function has ended, and raise its error if there is one."""
-        self._future.result()
+        waiting(self._future.result)
 
 
 class _OnStream:

@@ -134,6 +134,10 @@ class Pipeline(Technique):
         """Return a context in which hooks, too, see the parameters of other stages as meta tensors."""
         return self.all_stages.switched_off()
 
+    def metrics(self, num_steps: int) -> dict[str, float]:
+        """Return what this rank sends to other stages in a step."""
+        return {"comm/pp_mib_per_step": self.runner.take_bytes_sent() / num_steps / 2**20}
+
     def table_rows(self) -> Rows:
         """Return the rows of the start-up table that show on which ranks the stages are, and how they are run."""
         for stage, share in enumerate(self.stages.costs):

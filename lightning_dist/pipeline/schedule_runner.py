@@ -381,6 +381,11 @@ class ScheduleRunner:
         """Return a plan for the end of a step in which all parts are on an earlier stage."""
         return StagePlan(graph, [0] * len(graph.calls), 1, 2)
 
+    def take_bytes_sent(self) -> int:
+        """Return the number of bytes that this rank has sent to other stages since the last call, in training steps."""
+        num_bytes, self._recorder.num_bytes_sent = self._recorder.num_bytes_sent, 0
+        return num_bytes
+
     def timeline(self, group: dist.ProcessGroup) -> Timeline | None:
         """Return when each action of the latest step with a backward ran. This is a collective over ``pp``.
 

@@ -18,12 +18,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from time import perf_counter
 from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage
+
+from lightning_dist.device_clock import DeviceClock
 
 __all__ = ["KINDS", "Action", "Kind", "Order", "Recorder", "Span", "TimedStage", "Timeline", "aligned"]
 
@@ -78,11 +79,14 @@ class Timeline:
         """Return the seconds from the first start to the last end, over all ranks."""
         return max(span.end for span in self.spans) - self.start
 
+    def seconds(self, kinds: str) -> float:
+        """Return the seconds that actions of ``kinds``, such as ``"F"`` or ``"BIW"``, took on all ranks together."""
+        return sum(span.end - span.start for span in self.spans if span.action.kind in kinds)
+
     @property
     def bubble(self) -> float:
         """Return the fraction of the ranks' time, 0 to 1, in which they ran neither a forward nor a backward."""
-        busy = sum(span.end - span.start for span in self.spans)
-        return 1 - busy / (self.num_ranks * self.makespan)
+        return 1 - self.seconds("FBIW") / (self.num_ranks * self.makespan)
 
 
 class Recorder:
@@ -96,26 +100,20 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._is_cuda = device.type == "cuda"
         self._device = device
-        self._events: list[Any] = []
-        self._num_events = 0
+        self._clock = DeviceClock(device)
         self._actions: list[tuple[Action, Any, Any]] = []
+        self.num_bytes_sent = 0
+        """Number of bytes that this rank has sent to other stages, in all steps."""
 
     def begin(self) -> None:
         """Discard the actions of the previous step."""
-        self._actions, self._num_events = [], 0
+        self._actions = []
+        self._clock.forget()
 
     def now(self) -> Any:
-        """Return the current time as a ``perf_counter`` value or a recorded CUDA event, for :meth:`add`."""
-        if not self._is_cuda:
-            return perf_counter()
-        if self._num_events == len(self._events):
-            self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
-        event = self._events[self._num_events]
-        self._num_events += 1
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        """Return the current point in time, for :meth:`add`."""
+        return self._clock.now()
 
     def add(self, kind: Kind, stage: int, microbatch: int, start: Any) -> None:
         """Record that an action ends now.
@@ -138,14 +136,9 @@ class Recorder:
         """
         if not self._actions:
             return []
-        first = self._actions[0][1]
-        if not self._is_cuda:
-            return [Span(rank, action, start - first, end - first) for action, start, end in self._actions]
-        self._actions[-1][2].synchronize()
-        return [
-            Span(rank, action, first.elapsed_time(start) / 1000, first.elapsed_time(end) / 1000)
-            for action, start, end in self._actions
-        ]
+        first, since = self._actions[0][1], self._clock.seconds
+        self._clock.wait_for(self._actions[-1][2])
+        return [Span(rank, action, since(first, start), since(first, end)) for action, start, end in self._actions]
 
     def timeline(self, order: Order, group: dist.ProcessGroup) -> Timeline | None:
         """Gather the latest step's actions from all ranks, and align their clocks. This is a collective over ``group``.
@@ -209,6 +202,18 @@ class TimedStage(PipelineStage):
         self._microbatch = bwd_chunk_id
         super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         self.recorder.add("W", self.stage_index, bwd_chunk_id, start)
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the sends of a forward's output, and count their bytes."""
+        return self._counted(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the sends of a backward's gradients, and count their bytes."""
+        return self._counted(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _counted(self, sends: list[dist.P2POp]) -> list[dist.P2POp]:
+        self.recorder.num_bytes_sent += sum(send.tensor.nbytes for send in sends)
+        return sends
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False

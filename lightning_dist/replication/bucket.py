@@ -83,6 +83,8 @@ class Bucket:
         self.is_stale = False
         """Whether a gradient came after the all-reduce had begun."""
         self.num_pending = self.num_expected = 0
+        self.num_bytes_sent = 0
+        """Number of bytes that this rank has sent in all-reduces, by the formula of a ring."""
         self._mesh = mesh
         self._names = list(names)
         self._reducer = reducer
@@ -190,6 +192,7 @@ class Bucket:
             gradients = [*self._gradients(range(len(self.params))), LocalGradient("", self._flat[-len(self.params) :])]
             self._work = self._reducer.reduce(self._flat, gradients)
         else:
+            self.num_bytes_sent += 2 * self._flat.nbytes * (self._mesh.size() - 1) // self._mesh.size()
             self._work = dist.all_reduce(self._flat, group=self._mesh.get_group(0), async_op=True)
 
     def _gradients(self, indices: Iterable[int]) -> list[LocalGradient]:

@@ -114,6 +114,15 @@ class Replication(Technique):
             self._buckets.append(bucket)
         return hooks
 
+    def metrics(self, num_steps: int) -> dict[str, float]:
+        """Return what this rank sends in a step to average gradients; a reducer counts what it sends itself."""
+        if self._mesh.size() == 1 or self._reducer is not None:
+            return {}
+        num_bytes = sum(bucket.num_bytes_sent for bucket in self._buckets)
+        for bucket in self._buckets:
+            bucket.num_bytes_sent = 0
+        return {"comm/dp_replicate_mib_per_step": num_bytes / num_steps / 2**20}
+
     def before_step(self) -> None:
         """Discard the state of a backward that failed in the last step, if the step has caught the error."""
         if self._reduces_now:

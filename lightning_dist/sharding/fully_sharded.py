@@ -90,7 +90,7 @@ class Sharding(Technique):
             )
         if self._is_direct is None:
             self._is_direct = on_host
-        self._num_bytes_sent = 0
+        self._num_bytes_sent = self._num_bytes_to_replicas = 0
         self._groups: list[ShardedGroup] = []
         self._holders: list[nn.Module] = []
         self._gathered_low: list[nn.Parameter] = []
@@ -146,6 +146,7 @@ class Sharding(Technique):
         )
         group = _compat.sharded_group(modules[0])
         group.count_bytes = self._count_bytes
+        group.count_bytes_to_replicas = self._count_bytes_to_replicas
         group.take_hooks(originals)
         if dtypes:
             group.gather_in(lambda place: dtypes.get(id(originals[place])))
@@ -316,14 +317,20 @@ class Sharding(Technique):
             _compat.flush_gradients(self._root)
 
     def metrics(self, num_steps: int) -> dict[str, float]:
-        """Return what this rank sends in a step to gather parameters and to reduce gradients inside a replica."""
-        num_bytes, self._num_bytes_sent = self._num_bytes_sent, 0
-        return {"comm/dp_shard_mib_per_step": num_bytes / num_steps / 2**20}
+        """Return what this rank sends in a step to gather parameters and to reduce gradients."""
+        sent = {"comm/dp_shard_mib_per_step": self._num_bytes_sent}
+        if self._mesh.ndim > 1 and self._reducer is None:  # Else the reducer counts what it sends.
+            sent["comm/dp_replicate_mib_per_step"] = self._num_bytes_to_replicas
+        self._num_bytes_sent = self._num_bytes_to_replicas = 0
+        return {name: num_bytes / num_steps / 2**20 for name, num_bytes in sent.items()}
 
     def _count_bytes(self, num_bytes: int) -> None:
         """Add up what training steps send; those of an evaluation are left out."""
         if self._module.training:
             self._num_bytes_sent += num_bytes
+
+    def _count_bytes_to_replicas(self, num_bytes: int) -> None:
+        self._num_bytes_to_replicas += num_bytes
 
     def around_microbatches(self) -> AbstractContextManager[None]:
         """Return a context in which backwards add up gradients without reducing them."""

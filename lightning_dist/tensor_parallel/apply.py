@@ -386,6 +386,11 @@ class TensorParallel(Technique):
         split = sum(param.numel() for param in params if self.splits(param))
         return rows_of(self.plan, split / max(sum(param.numel() for param in params), 1))
 
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks over which layers are split."""
+        return self._group.size()
+
     def splits(self, param: Tensor) -> bool:
         """Return whether each rank of ``tp`` has only a part of ``param``, a parameter of the model."""
         if not isinstance(param, DTensor) or "tp" not in (names := param.device_mesh.mesh_dim_names or ()):

@@ -156,6 +156,29 @@ class Plan:
         others = (self.sizes, self.sequence, self.draws_random, self.splits_logits, self.parameters, self.heads)
         return repr((styles, *others))
 
+    def copied_modules(self, root: nn.Module) -> list[nn.Module]:
+        """Return the outermost modules that every rank of ``tp`` runs on the same input, because nothing is split.
+
+        Args:
+            root: The model of the plan.
+        """
+        split = [name for name, entry in self.entries.items() if entry.style != "replicate"]
+        split += [name.rpartition(".")[0] for name in self.parameters]
+        if self.sequence is not None:  # A rank runs the modules of these blocks on its own tokens.
+            blocks = [block for chain in self.sequence.chains for block in chain]
+            split += [name for name, _ in root.named_modules() if _is_in(name, blocks)]
+        around = {"", *(name[:end] for name in split for end in range(1, len(name) + 1) if name[end:][:1] in ("", "."))}
+        return [
+            module
+            for name, module in root.named_modules()
+            if name not in around and name.rpartition(".")[0] in around and not _is_in(name, split)
+        ]
+
+
+def _is_in(name: str, others: Collection[str]) -> bool:
+    """Return whether the module ``name`` is one of ``others`` or inside one of them."""
+    return any(f"{name}.".startswith(f"{other}.") for other in others)
+
 
 def resolve_plan(root: nn.Module, user: Mapping[str, str] | None = None) -> dict[str, Entry]:
     """Merge the plans of the user and of Hugging Face for ``root``; the user's entries override the others.

@@ -2,6 +2,8 @@
 
 from lightning_dist.plugins.callbacks.fault_tolerance import FaultTolerance
 from lightning_dist.plugins.callbacks.pretrained import LoadPretrained
+from lightning_dist.plugins.callbacks.profile import ProfileSteps
+from lightning_dist.plugins.callbacks.progress import RunProgressBar
 from lightning_dist.plugins.callbacks.telemetry import StepTelemetry
 
-__all__ = ["FaultTolerance", "LoadPretrained", "StepTelemetry"]
+__all__ = ["FaultTolerance", "LoadPretrained", "ProfileSteps", "RunProgressBar", "StepTelemetry"]

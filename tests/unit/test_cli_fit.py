@@ -13,14 +13,14 @@ import pytest
 import torch
 import yaml
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import LearningRateMonitor
+from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar, RichProgressBar
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from mlflow import MlflowClient
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler
 
 from lightning_dist.cli import main
-from lightning_dist.plugins.callbacks import StepTelemetry
+from lightning_dist.plugins.callbacks import RunProgressBar, StepTelemetry
 
 pytestmark = pytest.mark.usefixtures("workplace")
 
@@ -231,23 +231,35 @@ def test_a_logger_of_lightning_gets_the_configuration(command: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("flags", "telemetry", "rates"),
+    ("flags", "telemetry", "rates", "bars"),
     [
-        ([], [None], ["step"]),
-        (["--telemetry=false"], [], []),
-        (["--trainer.logger=false"], [None], []),
-        (["--trainer.callbacks+=StepTelemetry", "--trainer.callbacks.log_every_n_steps=3"], [3], ["step"]),
-        (["--trainer.callbacks+=LearningRateMonitor", "--trainer.callbacks.logging_interval=epoch"], [None], ["epoch"]),
-        (["--trainer.callbacks=RichProgressBar", "--trainer.enable_progress_bar=true"], [None], ["step"]),
+        ([], [None], ["step"], []),
+        (["--telemetry=false"], [], [], []),
+        (["--trainer.logger=false"], [None], [], []),
+        (["--trainer.callbacks+=StepTelemetry", "--trainer.callbacks.log_every_n_steps=3"], [3], ["step"], []),
+        (
+            ["--trainer.callbacks+=LearningRateMonitor", "--trainer.callbacks.logging_interval=epoch"],
+            [None],
+            ["epoch"],
+            [],
+        ),
+        (["--trainer.enable_progress_bar=true"], [None], ["step"], [RunProgressBar]),
+        (
+            ["--trainer.callbacks=RichProgressBar", "--trainer.enable_progress_bar=true"],
+            [None],
+            ["step"],
+            [RichProgressBar],
+        ),
     ],
 )
 def test_default_callbacks_are_added_unless_the_user_gives_or_disables_them(
-    command: Any, flags: list[str], telemetry: list[Any], rates: list[str]
+    command: Any, flags: list[str], telemetry: list[Any], rates: list[str], bars: list[type]
 ) -> None:
     assert command("fit", *flags) == 0
     callbacks = Net.trainers[0].callbacks  # type: ignore[attr-defined]
     assert [c.log_every_n_steps for c in callbacks if isinstance(c, StepTelemetry)] == telemetry
     assert [c.logging_interval for c in callbacks if isinstance(c, LearningRateMonitor)] == rates
+    assert [type(c) for c in callbacks if isinstance(c, ProgressBar)] == bars
 
 
 def test_an_error_in_training_prints_its_traceback_and_fails_the_run(

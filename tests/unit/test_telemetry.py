@@ -2,6 +2,8 @@ import ctypes
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from time import perf_counter
 from typing import Any
 
 import pytest
@@ -14,8 +16,8 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist.plugins.callbacks import StepTelemetry
-from lightning_dist.plugins.callbacks import telemetry as callback_module
-from lightning_dist.telemetry import BatchSize, StepTimer, Stopwatch, batch_size, peak_memory_mib
+from lightning_dist.plugins.callbacks.telemetry import step_telemetry
+from lightning_dist.telemetry import BatchSize, StepMeter, StepTimer, Stopwatch, batch_size, peak_memory_mib
 
 
 class Clock:
@@ -194,8 +196,7 @@ def fit(clock: Clock, module: Slow, telemetry: StepTelemetry, folder: Path, **kw
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(callback_module, "StepTimer", lambda *args: StepTimer(*args, clock=clock))
-    monkeypatch.setattr(callback_module, "Stopwatch", lambda: Stopwatch(clock))
+    monkeypatch.setattr(step_telemetry, "StepMeter", lambda device: StepMeter(device, clock))
     return clock
 
 
@@ -233,6 +234,67 @@ def test_step_telemetry_logs_times_and_rates_without_pauses(
     assert bool(logger.of("train/loss")) == bool(steps_at)
 
 
+class Split(Slow):
+    """Let time pass in each phase: 20 ms in a forward, 6 ms in a backward, 1 ms in clipping and 3 ms in an update."""
+
+    def backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        self.clock.pass_ms(6)
+        super().backward(loss, *args, **kwargs)
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.clock.pass_ms(12)
+        if not self.automatic_optimization:
+            self.manual_backward(self.weight**2)
+            self.optimizers().step()
+        self.clock.pass_ms(8)
+        return self.weight**2
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.clock.pass_ms(1)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.clock.pass_ms(2)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.0)
+        optimizer.register_step_post_hook(lambda *args: self.clock.pass_ms(3))
+        return optimizer
+
+
+@pytest.mark.parametrize("manual", [False, True])
+def test_the_time_of_a_step_is_split_into_its_phases(clock: Clock, tmp_path: Path, manual: bool) -> None:
+    logger = fit(clock, Split(clock, manual), StepTelemetry(4), tmp_path, max_steps=8)
+    phases = {"data": 5, "forward": 20, "backward": 6, "optimizer": 1 + 3}
+    for phase, milliseconds in phases.items():
+        assert logger.of(f"perf/{phase}_ms") == pytest.approx({3: milliseconds, 7: milliseconds})
+    assert logger.of("perf/step_ms") == pytest.approx({3: sum(phases.values()) + 2, 7: sum(phases.values()) + 2})
+    assert logger.of("perf/exposed_comm_ms") == {}  # One process waits for no other.
+
+
+@pytest.mark.alone
+def test_hooks_take_less_than_half_a_percent_of_a_step_of_ten_milliseconds(tmp_path: Path) -> None:
+    telemetry, spent = StepTelemetry(log_every_n_steps=1000), []
+
+    def timed(hook: Any) -> Any:
+        def call(*args: Any) -> None:
+            start = perf_counter()
+            hook(*args)
+            spent.append(perf_counter() - start)
+
+        return call
+
+    hooks = (
+        "_before_fetch", "_after_fetch", "on_train_batch_start", "on_before_backward", "on_after_backward",
+        "on_before_optimizer_step", "on_train_batch_end",
+    )  # fmt: skip
+    for hook in hooks:
+        setattr(telemetry, hook, timed(getattr(telemetry, hook)))
+    fit(Clock(), Slow(Clock()), telemetry, tmp_path, max_epochs=20, limit_val_batches=0)
+    per_step = [sum(spent[start : start + len(hooks)]) for start in range(0, len(spent), len(hooks))]
+    assert len(per_step) >= 200
+    assert median(per_step) < 0.005 * 0.010
+
+
 def test_step_telemetry_has_its_own_interval_and_shows_tokens_per_second_in_the_progress_bar(
     clock: Clock, tmp_path: Path
 ) -> None:
@@ -262,14 +324,13 @@ def test_step_telemetry_refuses_an_interval_of_zero() -> None:
 
 def _fit_two_ranks(folder: Path) -> list[tuple[int, dict[str, float]]]:
     clock = Clock()
-    callback_module.StepTimer = lambda *args: StepTimer(*args, clock=clock)  # type: ignore[assignment, misc]
-    callback_module.Stopwatch = lambda: Stopwatch(clock)  # type: ignore[assignment, misc]
+    step_telemetry.StepMeter = lambda device: StepMeter(device, clock)  # type: ignore[assignment, misc]
     try:
         logger = fit(
             clock, Slow(clock), StepTelemetry(), folder, max_steps=4, log_every_n_steps=4, strategy="ddp", devices=2
         )
     finally:
-        callback_module.StepTimer, callback_module.Stopwatch = StepTimer, Stopwatch  # type: ignore[misc]
+        step_telemetry.StepMeter = StepMeter  # type: ignore[misc]
     return logger.logged
 
 

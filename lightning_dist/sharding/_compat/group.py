@@ -49,6 +49,8 @@ class ShardedGroup(ParameterGroup):
         self._means: dict[str, LocalGradient] = {}
         self.count_bytes: Callable[[int], None] = lambda num_bytes: None
         """Called with the number of bytes that this rank sends when it gathers parameters or reduces gradients."""
+        self.count_bytes_to_replicas: Callable[[int], None] = lambda num_bytes: None
+        """Called with the number of bytes that this rank sends when FSDP2 averages gradients over replicas."""
         # FSDP2 reduces and frees a group when the gradients of its modules' inputs are known. Gradients from uses of
         # its parameters outside of these modules may be computed later. Replaced by: a public way to reduce at the end
         # of a backward.
@@ -94,6 +96,14 @@ class ShardedGroup(ParameterGroup):
                 for p in params
             )
             self.count_bytes(whole * (num_ranks - 1) // num_ranks)
+
+    def _count_replicas(self, num_replicas: int, num_shards: int, dtype: torch.dtype | None) -> None:
+        """Count the bytes that a rank sends when its shards of gradients are averaged by a ring of ``num_replicas``."""
+        whole = sum(
+            local_of(p.whole).numel() * (local_of(p.whole).dtype if dtype is None else dtype).itemsize
+            for p in self._reducing
+        )
+        self.count_bytes_to_replicas(2 * whole * (num_replicas - 1) // (num_shards * num_replicas))
 
     def _of_other_code(self) -> list[tuple[nn.Module, str, torch.Tensor | None]]:
         """Return module, name and tensor of each tensor that other code has put in the place of a parameter."""
@@ -355,8 +365,11 @@ class ShardedGroup(ParameterGroup):
                     param.to_accumulated_gradient(self._group.reduce_scatter_unused_params)
             with_zeros = self._group.reduce_scatter_unused_params
             self._reducing = [param for param in self._params if param.is_reduced(with_zeros)]
+            num_shards = self.mesh.size(self.mesh.ndim - 1)
             dtype = self._reducing[0].reduce_dtype if self._reducing else None
-            self._count(self.mesh.size(self.mesh.ndim - 1), self._reducing, dtype)
+            self._count(num_shards, self._reducing, dtype)
+            if self.mesh.ndim > 1 and self.reducer is None:
+                self._count_replicas(self.mesh.size(0), num_shards, dtype)
         self._post_backward()
 
     def _mark_used(self) -> None:

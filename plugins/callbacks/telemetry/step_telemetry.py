@@ -6,19 +6,21 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.pipeline import Pipeline, Timeline, simulate
 from lightning_dist.plugins._compat import logging_step, observe_fetching
+from lightning_dist.plugins.callbacks.telemetry.figures import RankFigures, gather, num_replicas, summarize
+from lightning_dist.plugins.callbacks.telemetry.utilization import Utilization
 from lightning_dist.plugins.loggers.mlflow import MLflowLogger
 from lightning_dist.plugins.loggers.schedule_picture import can_draw, draw_schedule
-from lightning_dist.telemetry import StepTimer, Stopwatch, batch_size, peak_memory_mib
-
-_MAX_RANKS_LISTED = 64
+from lightning_dist.telemetry import Phase, StepMeter, batch_size, peak_memory_mib
 
 
 class StepTelemetry(Callback):
@@ -26,9 +28,16 @@ class StepTelemetry(Callback):
 
     ========================= ============================================================================
     ``perf/step_ms``          time from one optimizer step to the next: the interval's mean, on the slowest rank
-    ``perf/data_ms``          the part of it spent waiting for the next batch, on the rank that waited longest
+    ``perf/data_ms``          the part of it spent waiting for the next batch: the mean over the ranks
+    ``perf/forward_ms``       the part spent in forwards, ``perf/backward_ms`` in backwards, which include the reduction
+                              of gradients, and ``perf/optimizer_ms`` in the updates, which include clipping
+    ``perf/exposed_comm_ms``  the part of these times in which a rank waited for collectives
+    ``perf/slowest_rank``     the rank that was busy longest, which the others waited for
+    ``perf/busy_ms_...``      ``slowest_rank``, ``fastest_rank``: how long it was busy in a step, without the waits
     ``perf/samples_per_s``    samples of all replicas per second; a batch has as many as dim 0 of its first tensor
     ``perf/tokens_per_s``     tokens of all replicas per second: elements of a batch's first 2-D integer tensor, if any
+    ``perf/mfu``              operations that the model needs per second, as a fraction of what the devices can run at
+                              most (model FLOPs utilization); ``perf/hfu``: the same with those of recomputation
     ``memory/peak_mib``       peak since the start on the rank that needed most (CUDA: allocated, else resident)
     ``memory/peak_mib_rank0`` the same on rank 0, and so on for each rank, for runs of up to 64 ranks
     ``perf/bubble``           fraction of the time of a pipeline's ranks in which they waited for each other, in the
@@ -47,7 +56,8 @@ class StepTelemetry(Callback):
     Once per run, an :class:`~lightning_dist.plugins.loggers.MLflowLogger` gets a picture of the pipeline's step as the
     artifact ``pipeline/schedule.png``.
 
-    The first step after a start is left out, because it includes initializations. The time of validation, of saving
+    The first step after a start is left out, because it includes initializations, and because its operations are
+    counted while it runs. The time of validation, of saving
     checkpoints and between epochs is left out as well. The device is synchronized once per interval, and the ranks
     exchange one small tensor, or two with a pipeline.
 
@@ -65,8 +75,10 @@ class StepTelemetry(Callback):
                 "for the Trainer's log_every_n_steps."
             )
         self.log_every_n_steps = log_every_n_steps
-        self._timer = StepTimer()
-        self._data_watch = Stopwatch()
+        self._meter = StepMeter(torch.device("cpu"))
+        self._handles: list[RemovableHandle] = []
+        self._between: Phase | None = None
+        """The phase between a backward and an update, and after it: manual optimization is in ``training_step``."""
         self._interval = 0
         self._samples = 0
         self._tokens = 0
@@ -74,6 +86,7 @@ class StepTelemetry(Callback):
         self._logging_step = 0
         self._warm = False
         self._has_drawn = False
+        self._utilization: Utilization | None = None
         self._trainer: Trainer | None = None
 
     @override
@@ -85,23 +98,54 @@ class StepTelemetry(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        device = trainer.strategy.root_device
-        self._timer = StepTimer(lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else StepTimer()
-        self._data_watch = Stopwatch()
+        self._stop_measuring()  # A fit that failed may not have ended.
+        self._meter = StepMeter(trainer.strategy.root_device)
+        self._meter.start()
+        self._between = None if pl_module.automatic_optimization else "forward"
+        # Lightning wraps the optimizers for users; the hooks belong to torch's own.
+        self._handles = [
+            optimizer.register_step_post_hook(lambda *args: self._meter.enter(self._between))
+            for optimizer in trainer.optimizers
+            if isinstance(optimizer, Optimizer)
+        ]
         self._samples = self._tokens = 0
         self._warm = self._has_drawn = False
+        self._utilization = None
         self._global_step = trainer.global_step
         self._interval = self.log_every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
+
+    @override
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        self._meter.begin_step(count_waits=self._is_last_of_interval(logging_step(trainer)))
+        if self._utilization is None and self._interval:
+            self._utilization = Utilization(trainer, pl_module)
+            self._utilization.begin_count()
+        self._meter.enter("forward")
+
+    @override
+    def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
+        self._meter.enter("backward")
+
+    @override
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._meter.enter(self._between)
+
+    @override
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
+        self._meter.enter("optimizer")
 
     @override
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._meter.enter(None)
+        if self._utilization is not None:
+            self._utilization.end_count(batch)
         stepped, self._global_step = trainer.global_step > self._global_step, trainer.global_step
         if not self._warm:
             self._warm = stepped
             if stepped:
-                self._timer.resume()
+                self._meter.resume()
                 _figures_of_techniques(pl_module, 1)  # Those of the first step are left out as well.
             return
         samples, tokens = batch_size(batch)
@@ -109,54 +153,88 @@ class StepTelemetry(Callback):
         self._tokens += tokens
         if not stepped:
             return
-        self._timer.step()
+        self._meter.step()
         self._logging_step = logging_step(trainer)
-        if self._interval and (self._logging_step + 1) % self._interval == 0:
+        if self._is_last_of_interval(self._logging_step):
             self._report(trainer, pl_module, on_progress_bar=True)
 
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._timer.pause()
+        self._meter.pause()
 
     @override
     def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._timer.pause()
+        self._meter.pause()
 
     @override
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._timer.pause()
+        self._meter.pause()
         if self._interval:
             self._report(trainer, pl_module, on_progress_bar=False)
 
+    @override
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._stop_measuring()
+
+    @override
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        self._stop_measuring()
+
+    def _stop_measuring(self) -> None:
+        self._meter.close()
+        if self._utilization is not None:
+            self._utilization.stop()
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _is_last_of_interval(self, step: int) -> bool:
+        return self._interval > 0 and (step + 1) % self._interval == 0
+
     def _report(self, trainer: Trainer, pl_module: LightningModule, on_progress_bar: bool) -> None:
-        steps, seconds = self._timer.lap()
-        data_seconds = self._data_watch.lap()
+        times = self._meter.lap()
         samples, self._samples = self._samples, 0
         tokens, self._tokens = self._tokens, 0
-        if steps == 0:
+        if times.num_steps == 0 or self._utilization is None:
             return
-        device = trainer.strategy.root_device
-        pipeline = _pipeline(pl_module)
+        device, parallel = trainer.strategy.root_device, parallelized(pl_module)
+        # Only this package's strategies wait for collectives in places where the wait can be observed.
+        waits = math.nan if parallel is None or trainer.world_size == 1 else times.waits
+        phases = times.phases
+        pipeline = None if parallel is None else parallel.get(Pipeline)
         timeline = None if pipeline is None else pipeline.runner.timeline(pipeline.group)
-        bubble = math.nan if timeline is None else timeline.bubble
-        own_metrics = _figures_of_techniques(pl_module, steps)
-        values = [seconds, data_seconds, samples, tokens, peak_memory_mib(device), bubble]
-        gathered = _gather([*values, *own_metrics.values()], device)
-        ranks = [own[: len(values)] for own in gathered]
-        metrics = _summarize([own[:-1] for own in ranks], steps, _num_replicas(trainer))
-        for index, name in enumerate(own_metrics, start=len(values)):
-            metrics[name] = fmean(own[index] for own in gathered)
+        if timeline is not None:  # Forwards and backwards alternate in training_step.
+            scale = times.num_steps * trainer.accumulate_grad_batches / timeline.num_ranks
+            phases["forward"], phases["backward"] = scale * timeline.seconds("F"), scale * timeline.seconds("BIW")
+        own = RankFigures(
+            seconds=times.seconds,
+            data=phases["data"],
+            forward=phases["forward"],
+            backward=phases["backward"],
+            optimizer=phases["optimizer"],
+            waits=waits,
+            samples=samples,
+            tokens=tokens,
+            peak_mib=peak_memory_mib(device),
+            bubble=math.nan if timeline is None else timeline.bubble,
+            **self._utilization.figures(samples, tokens),
+        )
+        of_techniques = _figures_of_techniques(pl_module, times.num_steps)
+        ranks, others = gather(own, list(of_techniques.values()), device)
+        metrics = summarize(ranks, times.num_steps, num_replicas(trainer))
+        for index, name in enumerate(of_techniques):
+            metrics[name] = fmean(rank[index] for rank in others)
         if pipeline is not None and timeline is not None:
-            metrics["perf/bubble"] = fmean(own[-1] for own in ranks)
             metrics["perf/bubble_theory"] = simulate(pipeline.runner.order).bubble
             self._draw(trainer, timeline, f"{pipeline.config.schedule}, step {self._logging_step}", metrics)
         for logger in trainer.loggers:
             logger.log_metrics(metrics, step=self._logging_step)
         if on_progress_bar:
-            for name, unit in (("perf/tokens_per_s", "tokens/s"), ("perf/samples_per_s", "samples/s")):
-                if name in metrics:
-                    pl_module.log(unit, round(metrics[name]), prog_bar=True, logger=False)
-                    break
+            rate = "tokens" if "perf/tokens_per_s" in metrics else "samples"
+            shown = {f"{rate}/s": metrics.get(f"perf/{rate}_per_s"), "mfu": metrics.get("perf/mfu")}
+            for name, value in shown.items():
+                if value is not None:
+                    pl_module.log(name, value, prog_bar=True, logger=False)
 
     def _draw(self, trainer: Trainer, timeline: Timeline, name: str, metrics: dict[str, float]) -> None:
         """Log a picture of rank 0's pipeline with every MLflowLogger, once per run."""
@@ -174,66 +252,25 @@ class StepTelemetry(Callback):
 
         @wraps(save_checkpoint)
         def timed(*args: Any, **kwargs: Any) -> None:
-            was_running = self._timer.pause()
+            was_running = self._meter.pause()
             try:
                 save_checkpoint(*args, **kwargs)
             finally:
                 if was_running:
-                    self._timer.resume()
+                    self._meter.resume()
 
         trainer.save_checkpoint = timed  # type: ignore[method-assign]
 
     def _before_fetch(self) -> None:
         if self._warm:
-            self._timer.resume()
-            self._data_watch.start()
+            self._meter.resume()
+            self._meter.enter("data")
 
     def _after_fetch(self) -> None:
-        self._data_watch.stop()
-
-
-def _pipeline(pl_module: LightningModule) -> Pipeline | None:
-    parallel = parallelized(pl_module)
-    return None if parallel is None else parallel.get(Pipeline)
+        self._meter.enter(None)
 
 
 def _figures_of_techniques(pl_module: LightningModule, num_steps: int) -> dict[str, float]:
     """Return the figures of this rank about the steps since the last call."""
     parallel = parallelized(pl_module)
     return {} if parallel is None else parallel.metrics(num_steps)
-
-
-def _gather(values: list[float], device: torch.device) -> list[list[float]]:
-    """Return every rank's values, indexed by rank. This is a collective over all processes."""
-    mine = torch.tensor(values, device=device)
-    if not (dist.is_available() and dist.is_initialized()):
-        return [mine.tolist()]
-    ranks = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(ranks, mine)
-    gathered: list[list[float]] = torch.stack(ranks).tolist()
-    return gathered
-
-
-def _summarize(ranks: list[list[float]], steps: int, num_replicas: int) -> dict[str, float]:
-    """Compute the run's metrics from every rank's ``[seconds, data_seconds, samples, tokens, peak_mib]``."""
-    seconds, data_seconds, samples, tokens, peak_mib = zip(*ranks, strict=True)
-    slowest = max(seconds)
-    metrics = {
-        "perf/step_ms": 1000 * slowest / steps,
-        "perf/data_ms": 1000 * max(data_seconds) / steps,
-        "memory/peak_mib": max(peak_mib),
-    }
-    # Ranks that share a replica (by tensor or pipeline parallelism) get the same batch, which counts once.
-    share = num_replicas / len(ranks)
-    if sum(samples):
-        metrics["perf/samples_per_s"] = share * sum(samples) / slowest
-    if sum(tokens):
-        metrics["perf/tokens_per_s"] = share * sum(tokens) / slowest
-    if 1 < len(ranks) <= _MAX_RANKS_LISTED:
-        metrics |= {f"memory/peak_mib_rank{rank}": peak for rank, peak in enumerate(peak_mib)}
-    return metrics
-
-
-def _num_replicas(trainer: Trainer) -> int:
-    kwargs = trainer.distributed_sampler_kwargs or {}
-    return int(kwargs.get("num_replicas", trainer.world_size))
