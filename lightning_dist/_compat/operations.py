@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode  # Replaced by: a public name of the class.
+from torch._subclasses import fake_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
@@ -16,6 +16,7 @@ __all__ = [
     "READ_NUMBER",
     "USE_COUNT",
     "DispatchMode",
+    "FakeTensor",
     "FakeTensorMode",
     "assert_on_device",
     "named_arguments",
@@ -27,6 +28,12 @@ DispatchMode = TorchDispatchMode
 
 Replaced by: a public name of the class.
 """
+
+FakeTensor = fake_tensor.FakeTensor
+"""The class of tensors that have no values. Replaced by: a public name of the class."""
+
+FakeTensorMode = fake_tensor.FakeTensorMode
+"""The context in which tensors have no values. Replaced by: a public name of the class."""
 
 GROUPED_MM = torch.ops.aten._grouped_mm.default
 """The operation behind ``torch.nn.functional.grouped_mm``. On fake tensors it accepts only bfloat16 (torch 2.13).

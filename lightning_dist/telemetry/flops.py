@@ -4,35 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from functools import cache
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop, sdpa_flop
 
-from lightning_dist import _compat
+from lightning_dist._compat import DispatchMode, FakeTensor, is_in_backward
 
 __all__ = ["FlopCounter", "Flops"]
 
-aten = torch.ops.aten
-
-_MISSING = {
-    aten._scaled_dot_product_flash_attention_for_cpu: sdpa_flop,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: sdpa_backward_flop,
-}
-"""Formulas for attention on the CPU, which torch's registry lacks (torch 2.13)."""
-
-_ATTENTION_BACKWARDS = {
-    aten._scaled_dot_product_efficient_attention_backward,
-    aten._scaled_dot_product_flash_attention_backward,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward,
-    aten._scaled_dot_product_cudnn_attention_backward,
-    aten._flash_attention_backward,
-    aten._efficient_attention_backward,
-}
 _RECOMPUTED_SCORES = 1 / 5
 """Fraction of the operations of a fused attention's backward that compute the scores again."""
 
@@ -50,7 +33,25 @@ class Flops(NamedTuple):
     hardware: float
 
 
-class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
+@cache
+def _formula(packet: Any) -> Callable[..., int] | None:
+    """Return the formula of an operation; None: its operations are not counted.
+
+    torch's registry lacks attention on the CPU (torch 2.13), which is known by its name.
+    """
+    name = str(packet)
+    if packet not in flop_registry and "scaled_dot_product" in name and "for_cpu" in name:
+        return sdpa_backward_flop if _is_attention_backward(packet) else sdpa_flop
+    return flop_registry.get(packet)
+
+
+@cache
+def _is_attention_backward(packet: Any) -> bool:
+    """Return whether an operation is the backward of a fused attention."""
+    return "attention" in str(packet) and str(packet).endswith("_backward")
+
+
+class FlopCounter(DispatchMode):  # type: ignore[no-untyped-call]
     """Count the operations of matrix products, convolutions and attention in this context, by torch's own formulas.
 
     A product of an ``m x k`` and a ``k x n`` matrix counts ``2mkn``. Attention counts all scores, also if it is causal.
@@ -69,7 +70,6 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.failure = ""
         """Why an operation could not be counted; empty: all were."""
-        self._formulas: dict[Any, Callable[..., int]] = _MISSING | flop_registry
         self._copied = tuple(copied)
         self._num_copies = num_copies
         self._num_running_copied = 0
@@ -117,8 +117,8 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if DTensor in types:  # Its operations on this rank's tensors are counted.
             return NotImplemented
         result = func(*args, **(kwargs or {}))
-        packet = getattr(func, "_overloadpacket", None)
-        formula = self._formulas.get(packet)
+        packet = getattr(func, "overloadpacket", None)
+        formula = None if packet is None else _formula(packet)
         if formula is not None and FakeTensor not in types:
             try:
                 self._add(packet, formula(*args, **(kwargs or {}), out_val=result))
@@ -127,12 +127,12 @@ class FlopCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _add(self, packet: Any, number: int) -> None:
-        if not _compat.is_in_backward():
+        if not is_in_backward():
             self._forward += number
             self._of_copied += number if self._num_running_copied else 0
         elif torch.is_grad_enabled():
             self._recomputed += number
         else:
-            again = number * _RECOMPUTED_SCORES if packet in _ATTENTION_BACKWARDS else 0
+            again = number * _RECOMPUTED_SCORES if _is_attention_backward(packet) else 0
             self._backward += number - again
             self._recomputed += again

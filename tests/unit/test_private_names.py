@@ -39,7 +39,7 @@ _LIBRARIES = (
     "transformers", "safetensors",
 )  # fmt: skip
 
-_MAX_OF_TORCH = 77
+_MAX_OF_TORCH = 79
 
 _ALLOWED = {
     # Documented, in spite of the underscore.
