@@ -11,7 +11,9 @@ from lightning_dist.cli.compare.target import Target
 from lightning_dist.cli.errors import closest
 
 _SAYS_NOTHING = ("None", "False", "")
-_RUN_NAME = "trainer.logger.run_name"
+_AS_GOOD = 5e-4
+"""Relative difference of numbers that are equal in the digits that are shown."""
+_SHOWN_OTHERWISE = {"trainer.logger.run_name", "trainer.logger.experiment_name"}
 
 
 @dataclass(frozen=True)
@@ -85,17 +87,20 @@ class Comparison:
         return [run for column in self.columns for run in column.runs]
 
     def is_best(self, row: Row, index: int) -> bool:
-        """Return whether a column has the best number of a row in which the numbers differ."""
-        complete = [
-            cell.value
-            for cell, column in zip(row.cells, self.columns, strict=True)
-            if cell.value is not None and cell.num_runs == len(column.runs) and not math.isnan(cell.value)
-        ]
-        if row.better is None or len(set(complete)) < 2:
+        """Return whether a column has the best number of a row, or one that is hardly worse; nobody if all have.
+
+        A group takes part only if all of its runs have a number.
+        """
+        if row.better is None:
             return False
-        cell = row.cells[index]
-        best = min(complete) if row.better == "lower" else max(complete)
-        return cell.value == best and cell.num_runs == len(self.columns[index].runs)
+        complete = {
+            place: cell.value
+            for place, (cell, column) in enumerate(zip(row.cells, self.columns, strict=True))
+            if cell.value is not None and cell.num_runs == len(column.runs) and not math.isnan(cell.value)
+        }
+        best = (min if row.better == "lower" else max)(complete.values(), default=math.nan)
+        winners = {place for place, value in complete.items() if math.isclose(value, best, rel_tol=_AS_GOOD)}
+        return index in winners and len(winners) < len(complete)
 
     def ratio(self, row: Row, index: int) -> float | None:
         """Return a column's number divided by that of the first; None if one is missing or the first is zero."""
@@ -169,10 +174,12 @@ def _different_parameters(columns: Sequence[Column]) -> list[tuple[str, list[str
     A run that lacks a parameter is taken to agree with one whose value says as much (None or False). Parameters that
     end alike and have the same values are shown once: LightningCLI and ``save_hyperparameters`` both log a module's.
     """
-    settings = [[{**_parameters(run), **run.tags} for run in column.runs] for column in columns]
+    settings = [
+        [{"experiment": run.experiment, **_parameters(run), **run.tags} for run in column.runs] for column in columns
+    ]
     rows: dict[str, list[str]] = {}
     shown: set[tuple[str, tuple[str, ...]]] = set()
-    keys = {key for column in settings for run in column for key in run if key != _RUN_NAME}
+    keys = {key for column in settings for run in column for key in run if key not in _SHOWN_OTHERWISE}
     for key in sorted(keys, key=_place_of_parameter):
         groups = [{run.get(key) for run in column} for column in settings]
         meant = [{None if value in _SAYS_NOTHING else value for value in values} for values in groups]
@@ -190,7 +197,7 @@ def _place_of_parameter(key: str) -> tuple[int, str]:
     """Return a key that sorts parameters: how runs were distributed, their configuration, their versions and tags."""
     if key.startswith("dist."):
         return (0 if key == "dist.strategy" else 1, key)
-    return (5 if key.startswith(("version.", "git.")) else 2 if "." in key else 3, key)
+    return (4 if key.startswith(("version.", "git.")) else 2 if "." in key else 3, key)
 
 
 def _parameters(run: Run) -> dict[str, str]:

@@ -21,8 +21,15 @@ def cell_text(cell: Cell, row: Row, column: Column) -> str:
         return cell.missing
     text = number(cell.value, row.is_fraction)
     if cell.spread is not None:
-        text += f" ± {number(cell.spread, row.is_fraction)}"
+        text += f" ± {_spread(cell.spread, row.is_fraction)}"
     return text if cell.num_runs == len(column.runs) else f"{text} ({cell.num_runs} of {len(column.runs)})"
+
+
+def _spread(value: float, is_fraction: bool) -> str:
+    """Return a standard deviation in two digits."""
+    if is_fraction:
+        return f"{_spread(100 * value, False)}%"
+    return f"{value:,.0f}" if 10 <= value < 1e9 else f"{value:.2g}"
 
 
 def ratio_text(comparison: Comparison, row: Row, index: int) -> str:

@@ -119,7 +119,7 @@ def read_runs(tracking_uri: str, wanted: Sequence[str] = (), experiment: str | N
             if not found:
                 raise ValueError(
                     f"the experiment {chosen.name!r} in {tracking_uri} has no run that has finished or is running"
-                    + (f", but {num_left_out} others, which you can name: {_listed(every)}" if every else ".")
+                    + (f"; others can be named:{_listed(every)}" if every else ".")
                 )
         names = {experiment.experiment_id: experiment.name for experiment in experiments}
         return Selection([_read(client, run, names) for run in found], num_left_out)
@@ -207,12 +207,13 @@ def _find(client: "MlflowClient", experiments: Sequence["Experiment"], word: str
             return run
     if len(matches) == 1:
         return matches[0]
-    where = f"{tracking_uri}, experiment {experiments[0].name!r}," if len(experiments) == 1 else tracking_uri
+    where = f"the experiment {experiments[0].name!r} of {tracking_uri}" if len(experiments) == 1 else tracking_uri
     if matches:
-        raise ValueError(f"RUN={word!r} is ambiguous in {where}: name one by its ID: {_listed(matches)}")
+        raise ValueError(f"RUN={word!r} is ambiguous in {where}: give the start of the ID of one:{_listed(matches)}")
     every = _search(client, experiments)
     names = {run.info.run_name for run in every}
-    raise ValueError(f"RUN={word!r}: {where} has no such run{closest(word, names)} It has {_listed(every)}")
+    has = f" It has:{_listed(every)}" if every else " It has no runs."
+    raise ValueError(f"RUN={word!r}: {where} has no such run{closest(word, names)}{has}")
 
 
 def _quoted(word: str) -> str:
@@ -229,7 +230,7 @@ def _listed(runs: Sequence["StoredRun"]) -> str:
         for run in runs[-_MAX_LISTED:]
     ]
     more = len(runs) - len(lines)
-    return ("these runs:" if runs else "no runs.") + "".join(lines) + (f"\n  and {more} earlier ones" if more else "")
+    return "".join(lines) + (f"\n  and {more} earlier ones" if more else "")
 
 
 def _enumerate(names: Sequence[str]) -> str:

@@ -42,10 +42,10 @@ def _table(comparison: Comparison, metrics: Sequence[Sequence[Text]], indexes: S
         table.add_row("", *(Text(line, "dim") for line in lines))
     for name, texts in comparison.parameters:
         if name != comparison.grouped_by:
-            table.add_row(name, *(Text(shortened(texts[index])) for index in indexes))
+            table.add_row(Text(name), *(Text(shortened(texts[index])) for index in indexes))
     table.add_row()
     for row, cells in zip(comparison.rows, metrics, strict=True):
-        table.add_row(row_label(row), *(cells[index] for index in indexes))
+        table.add_row(Text(row_label(row)), *(cells[index] for index in indexes))
     return table
 
 
