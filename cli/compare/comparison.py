@@ -10,6 +10,7 @@ from lightning_dist.cli.compare.reading import Run
 from lightning_dist.cli.compare.target import Target
 from lightning_dist.cli.errors import closest
 
+_TOKENS, _SAMPLES = "perf/tokens_per_s", "perf/samples_per_s"
 _SAYS_NOTHING = ("None", "False", "")
 _AS_GOOD = 5e-4
 """Relative difference of numbers that are equal in the digits that are shown."""
@@ -79,7 +80,8 @@ class Comparison:
         self.target = target
         self.grouped_by = grouped_by
         self.parameters = _different_parameters(columns)
-        self.rows = [*_target_rows(columns, target), *_metric_rows(columns)]
+        self.metrics = _compared_metrics(self.runs)
+        self.rows = [*_target_rows(columns, target), *_metric_rows(columns, self.metrics)]
 
     @property
     def runs(self) -> list[Run]:
@@ -171,8 +173,9 @@ def baseline_first(columns: Sequence[Column], name: str) -> list[Column]:
 def _different_parameters(columns: Sequence[Column]) -> list[tuple[str, list[str]]]:
     """Return the names of the parameters that differ between columns, and each column's value as text.
 
-    A run that lacks a parameter is taken to agree with one whose value says as much (None or False). Parameters that
-    end alike and have the same values are shown once: LightningCLI and ``save_hyperparameters`` both log a module's.
+    A run that lacks a parameter is taken to agree with one whose value says as much: None, False, or for the size of an
+    axis 1. Parameters that end alike and have the same values are shown once: LightningCLI and ``save_hyperparameters``
+    both log a module's.
     """
     settings = [
         [{"experiment": run.experiment, **_parameters(run), **run.tags} for run in column.runs] for column in columns
@@ -182,7 +185,8 @@ def _different_parameters(columns: Sequence[Column]) -> list[tuple[str, list[str
     keys = {key for column in settings for run in column for key in run if key not in _SHOWN_OTHERWISE}
     for key in sorted(keys, key=_place_of_parameter):
         groups = [{run.get(key) for run in column} for column in settings]
-        meant = [{None if value in _SAYS_NOTHING else value for value in values} for values in groups]
+        says_nothing = (*_SAYS_NOTHING, "1") if key.startswith("dist.layout.") else _SAYS_NOTHING
+        meant = [{None if value in says_nothing else value for value in values} for values in groups]
         if all(values == meant[0] for values in meant):
             continue
         texts = [", ".join(sorted("-" if value is None else value for value in values)) for values in groups]
@@ -212,6 +216,14 @@ def _as_flag(key: str) -> str:
     return key.replace(".init_args.", ".").removesuffix(".class_path")
 
 
+def _compared_metrics(runs: Sequence[Run]) -> list[str]:
+    """Return the names of the metrics in the order in which they are shown, without samples where tokens say as much."""
+    names = {name for run in runs for name in run.series}
+    if all(_TOKENS in run.series for run in runs if _SAMPLES in run.series):
+        names.discard(_SAMPLES)
+    return sorted(names, key=losses_first)
+
+
 def _target_rows(columns: Sequence[Column], target: Target | None) -> list[Row]:
     if target is None:
         return []
@@ -224,22 +236,15 @@ def _target_rows(columns: Sequence[Column], target: Target | None) -> list[Row]:
     return [Row(f"seconds to {target}", "", "lower", seconds), Row(f"steps to {target}", "", "lower", steps)]
 
 
-def _metric_rows(columns: Sequence[Column]) -> list[Row]:
-    names = {name for column in columns for run in column.runs for name in run.series}
+def _metric_rows(columns: Sequence[Column], metrics: Sequence[str]) -> list[Row]:
     rows = []
-    for name in sorted(names, key=losses_first):
+    for name in metrics:
         for measure in measures_of(name):
             cells = [
                 _cell([measure(run.series[name].values) for run in column.runs if name in run.series])
                 for column in columns
             ]
             rows.append(Row(name, measure.statistic, measure.better, cells, measure.is_fraction))
-    tokens = next((row for row in rows if row.metric == "perf/tokens_per_s"), None)
-    if tokens is not None and all(
-        cell.num_runs == len(column.runs) for cell, column in zip(tokens.cells, columns, strict=True)
-    ):
-        # Where every run counts tokens, samples per second say the same.
-        rows = [row for row in rows if row.metric != "perf/samples_per_s"]
     return rows
 
 

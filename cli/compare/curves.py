@@ -1,11 +1,10 @@
 """Prepare the histories of metrics for drawing."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lightning_dist.cli.compare.comparison import Comparison
-from lightning_dist.cli.compare.measures import losses_first
 from lightning_dist.cli.compare.reading import Run, Series
 
 _MAX_POINTS = 1000
@@ -28,18 +27,17 @@ class Curve(NamedTuple):
 
 def curves_of(comparison: Comparison) -> dict[str, list[Curve]]:
     """Return the curves of every metric that at least one run has more than one value of."""
-    curves: dict[str, list[Curve]] = {}
+    curves = {name: list(_curves(comparison, name)) for name in comparison.metrics}
+    return {name: found for name, found in curves.items() if any(len(curve.series.values) > 1 for curve in found)}
+
+
+def _curves(comparison: Comparison, name: str) -> Iterator[Curve]:
     for index, column in enumerate(comparison.columns):
         for run in column.runs:
-            for name, series in run.series.items():
-                finite = _chosen(series, [place for place, value in enumerate(series.values) if math.isfinite(value)])
-                if finite.values:
-                    curves.setdefault(name, []).append(Curve(index, run, thinned(finite)))
-    return {
-        name: curves[name]
-        for name in sorted(curves, key=losses_first)
-        if any(len(curve.series.values) > 1 for curve in curves[name])
-    }
+            series = run.series.get(name, Series([], [], []))
+            finite = _chosen(series, [place for place, value in enumerate(series.values) if math.isfinite(value)])
+            if finite.values:
+                yield Curve(index, run, thinned(finite))
 
 
 def thinned(series: Series, max_points: int = _MAX_POINTS) -> Series:

@@ -1,11 +1,13 @@
 """Format the numbers of a comparison as text, for the terminal and for the page."""
 
 import math
+import re
 
 from lightning_dist.cli.compare.comparison import Cell, Column, Comparison, Row
 from lightning_dist.cli.compare.reading import Run
 
 _MAX_LENGTH = 44
+_CLASS_PATH = re.compile(r"\b([a-z_]\w*\.)+(?=[A-Z]\w*\b)")
 
 
 def number(value: float, is_fraction: bool = False) -> str:
@@ -58,6 +60,7 @@ def about_run(run: Run) -> str:
 
 
 def shortened(text: str) -> str:
-    """Return text on one line, with its middle left out if it is long."""
+    """Return text on one line: a class without its module, and long text without its middle."""
     line = " ".join(text.split())
+    line = _CLASS_PATH.sub("", line)
     return line if len(line) <= _MAX_LENGTH else f"{line[: _MAX_LENGTH - 16]}…{line[-15:]}"

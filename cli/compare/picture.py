@@ -49,10 +49,10 @@ def draw_curves(comparison: Comparison, path: Path) -> None:
     layout = ConstrainedLayoutEngine(rect=(0, 0, 1, 1 - _LEGEND_IN / height), h_pad=0.1, w_pad=0.08)
     figure = Figure(figsize=(_NUM_IN_ROW * _WIDTH_IN, height), dpi=_DPI, layout=layout)
     canvas = FigureCanvasAgg(figure)
-    all_axes = figure.subplots(num_rows, _NUM_IN_ROW, squeeze=False).flat
-    for axes, (name, axis, curves) in zip(all_axes, plots, strict=False):
+    places = list(figure.subplots(num_rows, _NUM_IN_ROW, squeeze=False).flat)
+    for axes, (name, axis, curves) in zip(places, plots, strict=False):
         _draw(axes, name, axis, curves)
-    for axes in list(all_axes)[len(plots) :]:
+    for axes in places[len(plots) :]:
         axes.set_axis_off()
     handles = [Line2D([], [], label=column.label, **_style(index)) for index, column in enumerate(comparison.columns)]
     figure.legend(handles=handles, loc="upper center", ncols=min(len(handles), 6), frameon=False)

@@ -27,6 +27,7 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     widths = [_width(comparison, metrics, index) for index in range(len(comparison.columns))]
     for indexes in _blocks(widths, console.width - width_of_names):
         console.print(_table(comparison, metrics, indexes))
+        console.print()
     console.print(_legend(comparison), highlight=False)
 
 
