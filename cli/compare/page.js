@@ -53,7 +53,8 @@
     const svg = element("svg", { viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": `${name} over ${axis}` });
     figure.append(svg);
     if (!curves.length) return;
-    const [x0, x1] = range(curves.flatMap((curve) => curve[axis]));
+    let [x0, x1] = range(curves.flatMap((curve) => curve[axis]));
+    if (x0 > 0 && x0 < x1 / 2) x0 = 0; // Charts of values that are logged at other steps then have the same scale.
     let [y0, y1] = range(curves.flatMap((curve) => curve.value));
     const margin = 0.04 * (y1 - y0);
     [y0, y1] = [y0 >= 0 ? Math.max(0, y0 - margin) : y0 - margin, y1 + margin];
