@@ -217,7 +217,7 @@ def _as_flag(key: str) -> str:
 
 
 def _compared_metrics(runs: Sequence[Run]) -> list[str]:
-    """Return the names of the metrics in the order in which they are shown, without samples where tokens say as much."""
+    """Return the names of the metrics in the order of the rows, without samples where tokens say as much."""
     names = {name for run in runs for name in run.series}
     if all(_TOKENS in run.series for run in runs if _SAMPLES in run.series):
         names.discard(_SAMPLES)
