@@ -197,14 +197,11 @@ def _only_experiment(client: "MlflowClient", experiments: Sequence["Experiment"]
 
 def _find(client: "MlflowClient", experiments: Sequence["Experiment"], word: str, tracking_uri: str) -> "StoredRun":
     """Return the run whose name or ID is ``word``, or whose ID begins with it."""
-    named = _search(client, experiments, f"attributes.run_name = {_quoted(word)}")
-    matches = named if re.fullmatch("[0-9a-f]+", word) is None else [
-        *named,
-        *(run for run in _search(client, experiments, f"attributes.run_id LIKE '{word}%'") if run not in named),
-    ]  # fmt: skip
-    for run in matches:
-        if run.info.run_id == word:
-            return run
+    conditions = [f"attributes.run_name = {_quoted(word)}"]
+    if re.fullmatch("[0-9a-f]+", word):
+        conditions.append(f"attributes.run_id LIKE '{word}%'")
+    by_id = {run.info.run_id: run for condition in conditions for run in _search(client, experiments, condition)}
+    matches = [by_id[word]] if word in by_id else list(by_id.values())
     if len(matches) == 1:
         return matches[0]
     where = f"the experiment {experiments[0].name!r} of {tracking_uri}" if len(experiments) == 1 else tracking_uri
