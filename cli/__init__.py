@@ -18,8 +18,12 @@ _TRAINER_COMMANDS = {
     "predict": "run a model over data and collect what it returns",
     "profile": "record some training steps with torch's profiler",
 }
-_COMMANDS = _TRAINER_COMMANDS | {"checkpoint": "turn a sharded checkpoint into one file"}
+_COMMANDS = _TRAINER_COMMANDS | {
+    "checkpoint": "turn a sharded checkpoint into one file",
+    "compare": "compare runs that MLflow holds",
+}
 
+_EXTRA_OF_COMPARE = ("mlflow", "rich", "jinja2")
 _EXTRA = ("jsonargparse", "docstring_parser", "omegaconf", "mlflow")
 
 _USAGE = """\
@@ -67,7 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lightning_dist.cli.checkpoint import run as run_checkpoint
 
         return run_checkpoint(arguments[1:])
-    missing = [name for name in _EXTRA if find_spec(name) is None]
+    extra = _EXTRA_OF_COMPARE if command == "compare" else _EXTRA
+    missing = [name for name in extra if find_spec(name) is None]
     if missing:
         print_error(f'{command} needs {" and ".join(missing)}: pip install "lightning-dist[cli]"')
         return BAD_CONFIGURATION
@@ -75,6 +80,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         from lightning_dist.cli.profile import run as run_profile
 
         return run_profile(arguments)
+    if command == "compare":
+        from lightning_dist.cli.compare.command import run as run_compare
+
+        return run_compare(arguments[1:])
     from lightning_dist.cli.trainer import run as run_trainer
 
     return run_trainer(arguments)

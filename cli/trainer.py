@@ -33,6 +33,7 @@ from lightning_dist.cli.errors import (
 )
 from lightning_dist.cli.failures import Progress, report_failure
 from lightning_dist.cli.messages import shorten
+from lightning_dist.cli.mlflow_pages import how_to_open, run_page
 from lightning_dist.cli.save_config import SaveRunConfig
 from lightning_dist.plugins.callbacks import RunProgressBar, StepTelemetry
 from lightning_dist.plugins.loggers import MLflowLogger
@@ -217,7 +218,8 @@ class TrainerCommand(CommandLine):
             rank_zero_info(f"Checkpoint: {os.path.relpath(checkpoint)}")
         for logger in self.trainer.loggers:
             if isinstance(logger, MLflowLogger) and self.trainer.is_global_zero:
-                rank_zero_info(_how_to_open(logger))
+                page = run_page(str(logger.experiment_id), str(logger.run_id))
+                rank_zero_info(how_to_open(logger.tracking_uri, page))
 
 
 def _add_missing(callbacks: list[Callback], default: Callback, kind: type[Callback] | None = None) -> None:
@@ -249,10 +251,3 @@ def _spec(config: Any) -> dict[str, Any]:
     init_args = config.get("init_args")
     arguments = init_args.as_dict() if init_args is not None else {}
     return {"class_path": config.class_path, "init_args": arguments | dict(config.get("dict_kwargs") or {})}
-
-
-def _how_to_open(logger: MLflowLogger) -> str:
-    page = f"#/experiments/{logger.experiment_id}/runs/{logger.run_id}"
-    if logger.tracking_uri.startswith("http"):
-        return f"MLflow: {logger.tracking_uri.rstrip('/')}/{page}"
-    return f"MLflow: http://127.0.0.1:5000/{page}\n  after: mlflow server --backend-store-uri {logger.tracking_uri}"

@@ -25,7 +25,8 @@ from lightning_dist.plugins._compat import INSTANTIATOR
 from lightning_dist.plugins.loggers.background import BackgroundWriter
 from lightning_dist.plugins.loggers.params import allowed_name, as_dict, flatten, param_text
 from lightning_dist.plugins.loggers.provenance import git_state, spread, versions
-from lightning_dist.plugins.loggers.store import DEFAULT_TRACKING_URI, SQLITE, connect, default_save_dir, own_randomness
+from lightning_dist.plugins.loggers.store import connect, default_save_dir, own_randomness
+from lightning_dist.plugins.tracking_uri import SQLITE, chosen_tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -88,7 +89,7 @@ class MLflowLogger(MLFlowLogger):
         self.tags: dict[str, Any] | None = tags
         self._experiment_name = experiment_name
         self._run_name = run_name
-        self._tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_TRACKING_URI
+        self._tracking_uri = chosen_tracking_uri(tracking_uri)
         self._save_dir = os.fspath(save_dir) if save_dir is not None else default_save_dir(self._tracking_uri)
         self._log_model = log_model
         self._prefix = prefix

@@ -5,16 +5,14 @@ import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
+from lightning_dist.plugins.tracking_uri import SQLITE, absolute_uri, sqlite_file
+
 if TYPE_CHECKING:
     from mlflow import MlflowClient
-
-SQLITE = "sqlite:///"
-DEFAULT_TRACKING_URI = f"{SQLITE}mlflow.db"
 
 
 def default_save_dir(tracking_uri: str) -> str:
@@ -22,12 +20,8 @@ def default_save_dir(tracking_uri: str) -> str:
     if tracking_uri.startswith("file:"):
         return re.sub(r"^file:(//)?", "", tracking_uri)
     if tracking_uri.startswith(SQLITE):
-        return str(_sqlite_file(tracking_uri).parent / "mlruns")
+        return str(sqlite_file(tracking_uri).parent / "mlruns")
     return "mlruns"
-
-
-def _sqlite_file(tracking_uri: str) -> Path:
-    return Path(tracking_uri.removeprefix(SQLITE).partition("?")[0])
 
 
 def connect(tracking_uri: str) -> "MlflowClient":
@@ -36,21 +30,17 @@ def connect(tracking_uri: str) -> "MlflowClient":
     Raises:
         ValueError: If MLflow does not accept the URI.
     """
-    uri = tracking_uri
     if tracking_uri.startswith(SQLITE):
-        database = _sqlite_file(tracking_uri)
+        database = sqlite_file(tracking_uri)
         if not database.exists():
             rank_zero_info(f"Creating the MLflow database {database} (once, a few seconds).")
             database.parent.mkdir(parents=True, exist_ok=True)
-        # MLflow caches connections by URI, so a relative one would refer to the working directory of its first use.
-        _, mark, options = tracking_uri.partition("?")
-        uri = f"{SQLITE}{database.resolve()}{mark}{options}"
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
     with _quiet("alembic", "mlflow.store"):
         try:
-            return MlflowClient(uri)
+            return MlflowClient(absolute_uri(tracking_uri))
         except MlflowException as error:
             raise ValueError(f"MLflowLogger(tracking_uri={tracking_uri!r}): {error.message}") from error
 

@@ -1,0 +1,30 @@
+"""Link to pages of MLflow's web interface."""
+
+import json
+from collections.abc import Iterable
+from urllib.parse import quote
+
+
+def run_page(experiment_id: str, run_id: str) -> str:
+    """Return the address of a run's page, relative to that of the server."""
+    return f"#/experiments/{experiment_id}/runs/{run_id}"
+
+
+def comparison_page(experiment_ids: Iterable[str], run_ids: Iterable[str]) -> str:
+    """Return the address of the page that compares runs, relative to that of the server."""
+    runs, experiments = (
+        quote(json.dumps(list(ids), separators=(",", ":")), safe="") for ids in (run_ids, experiment_ids)
+    )
+    return f"#/compare-runs?runs={runs}&experiments={experiments}"
+
+
+def how_to_open(tracking_uri: str, page: str) -> str:
+    """Return text that says where a page is, and which server must run for it if the store is not a server.
+
+    Args:
+        tracking_uri: URI of the store.
+        page: Address of the page, relative to that of the server.
+    """
+    if tracking_uri.startswith("http"):
+        return f"MLflow: {tracking_uri.rstrip('/')}/{page}"
+    return f"MLflow: http://127.0.0.1:5000/{page}\n  after: mlflow server --backend-store-uri {tracking_uri}"
