@@ -2,10 +2,14 @@
 
 import platform
 import subprocess
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
+
+from lightning_dist.plugins.loggers.dataset_digest import describe_dataset
 
 _DISTRIBUTIONS = ("lightning-dist", "torch", "lightning", "mlflow")
 _GIT_TIMEOUT_S = 5
@@ -49,16 +53,68 @@ def spread(trainer: Trainer) -> dict[str, Any]:
 
     Args:
         trainer: A Trainer whose strategy is set up. If the strategy has a ``layout`` with a method ``describe()``, the
-            size of each of its axes is included.
+            size of each of its axes is included; so are the ``settings`` of this project's strategies, such as the
+            compression.
     """
     strategy = trainer.strategy
     layout = getattr(strategy, "layout", None)
     return {
-        "strategy": getattr(strategy, "strategy_name", None) or type(strategy).__name__,
+        "strategy": _strategy_name(trainer),
         "precision": trainer.precision,
         "accelerator": type(trainer.accelerator).__name__.removesuffix("Accelerator").lower(),
         "num_devices": trainer.num_devices,
         "num_nodes": trainer.num_nodes,
         "world_size": trainer.world_size,
+        "device": _device_name(strategy.root_device),
         "layout": {} if layout is None else layout.describe(),
+        **getattr(strategy, "settings", {}),
     }
+
+
+def _strategy_name(trainer: Trainer) -> str:
+    return getattr(trainer.strategy, "strategy_name", None) or type(trainer.strategy).__name__
+
+
+def _device_name(device: torch.device) -> str:
+    """Return the model of a GPU, or the processor's architecture."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def run_name(trainer: Trainer) -> str:
+    """Return the strategy and the sizes of its layout, such as ``hybrid_shard 2x4``."""
+    name = _strategy_name(trainer)
+    layout = getattr(trainer.strategy, "layout", None)
+    if layout is None:
+        return name if trainer.world_size == 1 else f"{name} {trainer.world_size}"
+    sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
+    if name == "nd_parallel":
+        return " ".join([name, *(f"{axis}{size}" for axis, size in sizes.items())])
+    return f"{name} {'x'.join(map(str, sizes.values())) or 1}"
+
+
+def data_of(trainer: Trainer) -> dict[str, Any]:
+    """Return the sizes of a training's batches, and a digest of its dataset; empty if they are not known.
+
+    Args:
+        trainer: A Trainer that trains, whose data loaders exist.
+    """
+    loader = next(iter(_loaders(trainer)), None)
+    if loader is None:
+        return {}
+    found: dict[str, Any] = {}
+    per_rank = getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or loader.batch_size
+    if per_rank:
+        num_parts = int((trainer.distributed_sampler_kwargs or {}).get("num_replicas", trainer.world_size))
+        found["dist"] = {
+            "batch_per_rank": per_rank,
+            "accumulate_grad_batches": trainer.accumulate_grad_batches,
+            "global_batch": per_rank * trainer.accumulate_grad_batches * num_parts,
+        }
+    return found | {"data": describe_dataset(loader.dataset, getattr(trainer, "datamodule", None))}
+
+
+def _loaders(trainer: Trainer) -> Iterable[Any]:
+    """Return the training's loaders that have a dataset; a user may give any iterable, or several."""
+    given = trainer.train_dataloader
+    several = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else [given]
+    return [loader for loader in several if hasattr(loader, "dataset") and hasattr(loader, "batch_size")]

@@ -1,6 +1,8 @@
 """Connect to MLflow's store, and keep it from disturbing a training process."""
 
+import fcntl
 import logging
+import os
 import random
 import re
 from collections.abc import Iterator
@@ -12,6 +14,20 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+
+# MLflow's codes of errors that the same call would have again.
+_REFUSALS = {
+    "INVALID_PARAMETER_VALUE",
+    "RESOURCE_DOES_NOT_EXIST",
+    "RESOURCE_ALREADY_EXISTS",
+    "RESOURCE_LIMIT_EXCEEDED",
+    "BAD_REQUEST",
+    "MALFORMED_REQUEST",
+    "INVALID_STATE",
+}
+_REQUEST_DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
+"""MLflow's client would retry a call for minutes, with a line for each retry, while new metrics wait behind it. The
+logger tries again itself."""
 
 SQLITE = "sqlite:///"
 DEFAULT_TRACKING_URI = f"{SQLITE}mlflow.db"
@@ -26,6 +42,19 @@ def default_save_dir(tracking_uri: str) -> str:
     return "mlruns"
 
 
+def is_local(tracking_uri: str) -> bool:
+    """Return whether a store is a file of this machine, which is always there."""
+    return tracking_uri.startswith((SQLITE, "file:"))
+
+
+def absolute_uri(tracking_uri: str) -> str:
+    """Return the URI of the same store for any working directory."""
+    if not tracking_uri.startswith(SQLITE):
+        return tracking_uri
+    _, mark, options = tracking_uri.partition("?")
+    return f"{SQLITE}{_sqlite_file(tracking_uri).resolve()}{mark}{options}"
+
+
 def _sqlite_file(tracking_uri: str) -> Path:
     return Path(tracking_uri.removeprefix(SQLITE).partition("?")[0])
 
@@ -36,23 +65,44 @@ def connect(tracking_uri: str) -> "MlflowClient":
     Raises:
         ValueError: If MLflow does not accept the URI.
     """
-    uri = tracking_uri
+    for name, value in _REQUEST_DEFAULTS.items():
+        os.environ.setdefault(name, value)
     if tracking_uri.startswith(SQLITE):
         database = _sqlite_file(tracking_uri)
         if not database.exists():
             rank_zero_info(f"Creating the MLflow database {database} (once, a few seconds).")
             database.parent.mkdir(parents=True, exist_ok=True)
-        # MLflow caches connections by URI, so a relative one would refer to the working directory of its first use.
-        _, mark, options = tracking_uri.partition("?")
-        uri = f"{SQLITE}{database.resolve()}{mark}{options}"
+    # MLflow caches connections by URI, so a relative one would refer to the working directory of its first use.
+    uri = absolute_uri(tracking_uri)
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
-    with _quiet("alembic", "mlflow.store"):
+    with _quiet("alembic", "mlflow.store"), _one_at_a_time(tracking_uri):
         try:
             return MlflowClient(uri)
         except MlflowException as error:
             raise ValueError(f"MLflowLogger(tracking_uri={tracking_uri!r}): {error.message}") from error
+
+
+def is_refused(error: Exception) -> bool:
+    """Return whether the store has refused a call for what it contains, and would do so again."""
+    from mlflow.exceptions import MlflowException
+
+    return isinstance(error, MlflowException) and error.error_code in _REFUSALS
+
+
+@contextmanager
+def _one_at_a_time(tracking_uri: str) -> Iterator[None]:
+    """Keep other processes from creating the same SQLite database in this context, of which all but one would fail."""
+    if not tracking_uri.startswith(SQLITE):
+        yield
+        return
+    folder = os.open(_sqlite_file(tracking_uri).resolve().parent, os.O_RDONLY)  # This leaves no file behind.
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 @contextmanager
