@@ -17,7 +17,10 @@ _TRAINER_COMMANDS = {
     "test": "run one test epoch",
     "predict": "run a model over data and collect what it returns",
 }
-_COMMANDS = _TRAINER_COMMANDS | {"checkpoint": "turn a sharded checkpoint into one file"}
+_COMMANDS = _TRAINER_COMMANDS | {
+    "checkpoint": "turn a sharded checkpoint into one file",
+    "sync": "send MLflow what runs have logged while it was away",
+}
 
 _EXTRA = ("jsonargparse", "docstring_parser", "omegaconf", "mlflow")
 
@@ -70,6 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         print_error(f'{command} needs {" and ".join(missing)}: pip install "lightning-dist[cli]"')
         return BAD_CONFIGURATION
+    if command == "sync":
+        from lightning_dist.cli.sync import run as run_sync
+
+        return run_sync(arguments[1:])
     from lightning_dist.cli.trainer import run as run_trainer
 
     return run_trainer(arguments)

@@ -1,24 +1,15 @@
 """Run ``lightning-dist checkpoint``, which lists, checks and converts checkpoints without a Trainer."""
 
-import argparse
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
 
 from lightning_dist.cli.errors import BAD_CONFIGURATION, closest, print_error
+from lightning_dist.cli.parsers import OneLineParser
 
 DAMAGED = 1
 
 _OUTPUT_FORMATS = (".ckpt", ".safetensors")
-
-
-class _Parser(argparse.ArgumentParser):
-    """Report a mistake on the command line in one line."""
-
-    def error(self, message: str) -> NoReturn:
-        print_error(f"{self.prog}: {message}")
-        raise SystemExit(BAD_CONFIGURATION)
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -30,8 +21,8 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         The exit code: 0 for success, 1 if a checkpoint is damaged, 2 if the input cannot be used.
     """
-    parser = _Parser(prog="lightning-dist checkpoint", description="Work with checkpoints.", allow_abbrev=False)
-    actions = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=_Parser)
+    parser = OneLineParser(prog="lightning-dist checkpoint", description="Work with checkpoints.", allow_abbrev=False)
+    actions = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=OneLineParser)
     consolidate = actions.add_parser(
         "consolidate",
         help="write a sharded checkpoint as one file",

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning_dist.plugins.loggers.delivery import Delivery
-from lightning_dist.plugins.loggers.run_identity import OpenRun, RunIdentity, is_newest_start, open_run
+from lightning_dist.plugins.loggers.run_identity import OpenRun, RunIdentity, is_newest_start, last_steps, open_run
 from lightning_dist.plugins.loggers.spool import Entry, Spool, SpoolInUseError, find_spools
 from lightning_dist.plugins.loggers.store import connect
 
@@ -43,6 +43,8 @@ class Synced:
 def send_leftovers(client: MlflowClient, run: OpenRun, training: str, folder: Path, own: Path) -> None:
     """Send what earlier processes of a training have left in a folder, without what ended the run then.
 
+    The last steps of ``run`` are updated.
+
     Args:
         client: A client of the store.
         run: The training's run.
@@ -64,7 +66,7 @@ def send_leftovers(client: MlflowClient, run: OpenRun, training: str, folder: Pa
             if spool.header.get("training") == training:
                 _send(spool, Delivery(client, run, _identity(spool).step or 0, compares_histories=True), ends_run=False)
                 spool.remove()
-                continue
+                run.last_steps = last_steps(client.get_run(run.run_id))
         finally:
             if path.exists():
                 spool.close()

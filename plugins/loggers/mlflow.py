@@ -239,7 +239,7 @@ class MLflowLogger(MLFlowLogger):
             if isinstance(value, str):
                 rank_zero_warn(f"Discarding the metric {name}={value!r}: it is text.")
                 continue
-            points.append([self._metric_name(name), float(value), now_ms, step])
+            points.append([self._metric_name(name), float(value), now_ms, None if step is None else int(step)])
         self._put({"metrics": points})
         if self._trainer is not None and self._trainer.training:
             trainer, self._trainer = self._trainer, None

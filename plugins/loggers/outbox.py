@@ -46,8 +46,8 @@ class Outbox:
 
     SEND_EVERY_S = 5.0
     """Time in seconds from one call to MLflow to the next."""
-    MAX_RETRY_S = 30.0
-    """The longest time in seconds between two attempts while MLflow cannot be reached."""
+    FIRST_RETRY_S, MAX_RETRY_S = 1.0, 30.0
+    """The first and the longest time in seconds between two attempts while MLflow cannot be reached."""
 
     def __init__(self, identity: RunIdentity, folder: Path, connect_timeout: float, run: OpenRun | None = None) -> None:
         self.client: MlflowClient | None = None
@@ -146,11 +146,10 @@ class Outbox:
                 continue
             try:
                 entry = item() if callable(item) else item
+                with self._lock:
+                    self._keep(entry)
             except Exception as error:
                 rank_zero_warn(f"{error!r} occurred while something was prepared for MLflow, which does not get it.")
-                continue
-            with self._lock:
-                self._keep(entry)
 
     def _keep(self, entry: Entry) -> None:
         try:
@@ -191,8 +190,8 @@ class Outbox:
             except ValueError as error:
                 self._set_unusable(error)
             except Exception as error:
+                pause = min(2 * pause, self.MAX_RETRY_S) if self.is_away else self.FIRST_RETRY_S
                 self._report_away(getattr(error, "message", None) or repr(error))
-                pause = min(2 * pause, self.MAX_RETRY_S)
             else:
                 pause = self.SEND_EVERY_S
                 self._report_return()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
-__all__ = ["OpenRun", "RunIdentity", "UnusableRunError", "is_newest_start", "open_run"]
+__all__ = ["OpenRun", "RunIdentity", "UnusableRunError", "is_newest_start", "last_steps", "open_run"]
 
 TRAINING_TAG = "lightning_dist.training"
 STARTED_TAG = "lightning_dist.started_at"
@@ -141,9 +141,13 @@ def _continued(client: MlflowClient, run: Run, identity: RunIdentity) -> OpenRun
         client.update_run(run_id, status="RUNNING")
         client.log_batch(run_id, tags=[RunTag(key, value) for key, value in new_tags.items()])
         tags |= new_tags
+    return OpenRun(run_id, run.info.experiment_id, dict(run.data.params), tags, last_steps(run))
+
+
+def last_steps(run: Run) -> dict[str, int]:
+    """Return the last step of each metric of a run."""
     # The values that Run.data shows have no step; its message has it.
-    last_steps = {metric.key: metric.step for metric in run.data.to_proto().metrics}
-    return OpenRun(run_id, run.info.experiment_id, dict(run.data.params), tags, last_steps)
+    return {metric.key: metric.step for metric in run.data.to_proto().metrics}
 
 
 def _given_run(client: MlflowClient, identity: RunIdentity) -> Run:

@@ -40,7 +40,7 @@ class Module(BoringModel):
 
 def fit(logger: MLflowLogger, module: LightningModule | None = None, **kwargs: Any) -> Trainer:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 2}
-    trainer = Trainer(accelerator="cpu", logger=logger, max_steps=4, limit_val_batches=1, **(quiet | kwargs))
+    trainer = Trainer(accelerator="cpu", logger=logger, limit_val_batches=1, **({"max_steps": 4} | quiet | kwargs))
     trainer.fit(module or Module())
     return trainer
 
