@@ -190,7 +190,7 @@ class MLflowLogger(MLFlowLogger):
         It has no effect if the user has given a run, or the run has started already.
 
         Args:
-            training: ID of the training, which :attr:`checkpoint_entries` has put into the checkpoint.
+            training: ID of the training, which :meth:`entries_for_checkpoint` has put into the checkpoint.
             run_id: ID of its run; None if MLflow could not be reached when the checkpoint was saved.
             step: Number of optimizer steps at the checkpoint.
         """
@@ -199,10 +199,11 @@ class MLflowLogger(MLFlowLogger):
             if self._continues_run:
                 self._training = training
 
-    @property
-    def checkpoint_entries(self) -> dict[str, str]:
-        """Return what a checkpoint needs, so that a process that resumes it continues the run."""
+    @rank_zero_only
+    def entries_for_checkpoint(self) -> dict[str, str]:
+        """Return what a checkpoint that is being saved needs, so that a process that resumes it continues the run."""
         run = self._open_run()
+        self._started().write_soon()
         return {"mlflow_training": self._training} | ({} if run is None else {"mlflow_run": run.run_id})
 
     @override

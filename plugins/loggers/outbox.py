@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import atexit
 import threading
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
-from queue import SimpleQueue
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -30,8 +30,10 @@ _MAX_IN_MEMORY = 10_000
 class Outbox:
     """Write what a run logs to a spool, and send it from there to MLflow.
 
-    :meth:`put` takes microseconds, and waits for nothing. One background thread writes to the spool at once, so that
-    nothing is lost if the process is killed. Another one sends what is there every few seconds, in few calls. While
+    :meth:`put` takes microseconds, and waits for nothing. One background thread writes to the spool several times a
+    second, and at once when a checkpoint is saved, so that a process that is killed loses nothing that the one that
+    resumes does not log again. :meth:`put` does not wake it, because the operating system may let a thread that wakes
+    take the core of the training thread. Another thread sends what is there every few seconds, in few calls. While
     MLflow cannot be reached, it goes on trying. MLflow's own asynchronous logging cannot be used for this: it forgets
     what it could not send, sends in any order, and holds ten threads. As all calls are made on a background thread,
     Ctrl-C, which Python raises in the main thread, cannot interrupt a transaction, which would leave an SQLite database
@@ -46,6 +48,8 @@ class Outbox:
 
     SEND_EVERY_S = 5.0
     """Time in seconds from one call to MLflow to the next."""
+    WRITE_EVERY_S = 0.2
+    """Time in seconds from one write to the spool to the next."""
     FIRST_RETRY_S, MAX_RETRY_S = 1.0, 30.0
     """The first and the longest time in seconds between two attempts while MLflow cannot be reached."""
 
@@ -62,7 +66,9 @@ class Outbox:
         self._delivery: Delivery | None = None
         self._in_memory: list[Entry] = []
         self._lock = threading.Lock()  # It guards the spool's creation, and the entries in memory.
-        self._incoming: SimpleQueue[Entry | Callable[[], Entry] | threading.Event | None] = SimpleQueue()
+        self._incoming: deque[Entry | Callable[[], Entry] | threading.Event] = deque()
+        self._writes_now = threading.Event()
+        self._must_write_soon = False
         self._attempts = threading.Condition()
         self._num_asked = self._num_answered = 0
         self._is_closing = False
@@ -92,12 +98,24 @@ class Outbox:
 
     def put(self, entry: Entry | Callable[[], Entry]) -> None:
         """Log an entry, or what a function returns that is called on a background thread."""
-        self._incoming.put(entry)
+        self._incoming.append(entry)
+        if self._must_write_soon:
+            self._must_write_soon = False
+            self._writes_now.set()
+
+    def write_soon(self) -> None:
+        """Write what is logged, and what is logged next, without delay, since a checkpoint is being saved.
+
+        What belongs to the step of the checkpoint may be logged after the save has begun, and before it has ended.
+        """
+        self._must_write_soon = True
+        self._writes_now.set()
 
     def flush(self) -> bool:
         """Wait until MLflow has everything, or cannot be reached; return whether it has everything."""
         written = threading.Event()
-        self._incoming.put(written)
+        self._incoming.append(written)
+        self._writes_now.set()
         written.wait()
         self._attempt(None)
         return self.has_sent_all
@@ -114,7 +132,7 @@ class Outbox:
             return
         self.flush()
         self._is_closing = True
-        self._incoming.put(None)
+        self._writes_now.set()
         with self._attempts:
             self._attempts.notify_all()
         for thread in self._threads:
@@ -140,7 +158,14 @@ class Outbox:
     # The thread that writes
 
     def _write(self) -> None:
-        while (item := self._incoming.get()) is not None:
+        while not self._is_closing:
+            self._writes_now.wait(self.WRITE_EVERY_S)
+            self._writes_now.clear()
+            self._write_incoming()
+
+    def _write_incoming(self) -> None:
+        while self._incoming:
+            item = self._incoming.popleft()
             if isinstance(item, threading.Event):
                 item.set()
                 continue

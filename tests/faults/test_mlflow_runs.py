@@ -226,5 +226,5 @@ def test_training_does_not_notice_that_the_server_is_killed_and_misses_nothing(
     assert steps == list(range(module.num_steps))
     assert find_spools(tmp_path) == []
     seconds = sorted(logger.seconds)
-    assert sum(seconds) / len(seconds) < 1e-4
+    assert seconds[len(seconds) // 2] < 1e-4
     assert seconds[len(seconds) * 99 // 100] < 1e-3
