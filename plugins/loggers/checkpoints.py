@@ -7,53 +7,68 @@ import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
+from lightning_dist.plugins.loggers.logged_model import models_of
 from lightning_dist.plugins.loggers.spool import Entry
 
-__all__ = ["new_checkpoints", "upload_of"]
+__all__ = ["CheckpointUploads"]
 
 
-def new_checkpoints(callback: ModelCheckpoint, uploaded: dict[str, float]) -> list[tuple[Path, float | None]]:
-    """Return the checkpoints of a callback that are not uploaded yet, with their scores, oldest first.
-
-    Args:
-        callback: The callback.
-        uploaded: The times at which uploaded checkpoints were modified, by path; the returned ones are added.
-    """
-    new = []
-    for path, score in _checkpoints(callback).items():
-        modified = path.stat().st_mtime
-        if uploaded.get(str(path), -1.0) < modified:
-            uploaded[str(path)] = modified
-            new.append((path, score))
-    return new
-
-
-def upload_of(path: Path, score: float | None, callback: ModelCheckpoint, scratch: Path) -> Iterator[Entry]:
-    """Yield the entries that upload a checkpoint, and what is known about it.
-
-    A directory, whose files are not changed any more, is linked to ``scratch``, so that it can be uploaded although
-    the callback removes it.
+class CheckpointUploads:
+    """Decide which checkpoints are uploaded, and when.
 
     Args:
-        path: File or directory of the checkpoint.
-        score: Value of the metric that the callback monitors.
-        callback: The callback that saved it.
-        scratch: Folder for the links.
+        log_model: ``"all"``: all of them, when they are saved. True: those that exist at the end of a fit, or when they
+            are saved if ``save_top_k`` is -1. False: none.
+        max_model_mib: Size in MiB up to which the best one becomes a model of MLflow at the end; None: none does.
+        scratch: Local folder for files that are uploaded.
     """
-    linked = _linked(path, scratch) if path.is_dir() else None
-    yield {"file": [str(linked or path.resolve()), path.stem, linked is not None]}
-    is_best = str(path) == callback.best_model_path
-    about = {
-        "score": score,
-        "monitor": callback.monitor,
-        "original_filename": path.name,
-        "aliases": ["latest", "best"] if is_best else ["latest"],
-    }
-    yield {"text": [f"{path.stem}/metadata.json", json.dumps(about, indent=2)]}
+
+    def __init__(self, log_model: bool | Literal["all"], max_model_mib: float | None, scratch: Path) -> None:
+        self._log_model = log_model
+        self._max_model_mib = max_model_mib
+        self._scratch = scratch
+        self._callbacks: dict[str, ModelCheckpoint] = {}
+        self._uploaded: dict[str, float] = {}
+
+    def saved(self, callback: ModelCheckpoint) -> Iterator[Entry]:
+        """Yield what is to be uploaded now that a callback has saved a checkpoint."""
+        self._callbacks[callback.state_key] = callback
+        if self._log_model == "all" or (self._log_model is True and callback.save_top_k == -1):
+            yield from self._new_ones(callback)
+
+    def at_end(self, has_failed: bool) -> Iterator[Entry]:
+        """Yield what is to be uploaded at the end of a fit."""
+        for callback in self._callbacks.values():
+            if self._log_model is True:
+                yield from self._new_ones(callback)
+            if self._max_model_mib is not None and not has_failed:
+                yield from models_of(callback, self._max_model_mib, self._scratch)
+        self._callbacks = {}
+
+    def _new_ones(self, callback: ModelCheckpoint) -> Iterator[Entry]:
+        for path, score in _checkpoints(callback).items():
+            modified = path.stat().st_mtime
+            if self._uploaded.get(str(path), -1.0) < modified:
+                self._uploaded[str(path)] = modified
+                yield from self._upload(path, score, callback)
+
+    def _upload(self, path: Path, score: float | None, callback: ModelCheckpoint) -> Iterator[Entry]:
+        # The files of a directory are not changed any more, so links keep them although the callback removes it.
+        linked = _linked(path, self._scratch) if path.is_dir() else None
+        yield {"file": [str(linked or path.resolve()), path.stem, linked is not None]}
+        is_best = str(path) == callback.best_model_path
+        about = {
+            "score": score,
+            "monitor": callback.monitor,
+            "original_filename": path.name,
+            "aliases": ["latest", "best"] if is_best else ["latest"],
+        }
+        yield {"text": [f"{path.stem}/metadata.json", json.dumps(about, indent=2)]}
 
 
 def _linked(directory: Path, scratch: Path) -> Path | None:

@@ -40,6 +40,7 @@ class Delivery:
     ``name``     the run's name
     ``text``     ``[name of an artifact, its content]``
     ``file``     ``[path of a local file or folder, folder among the artifacts, whether the local one is removed]``
+    ``model``    ``[name, path of a local file, whether it is removed]``: the file becomes a model of MLflow
     ``end``      ``[status, time in ms]``
     ============ ==============================================================================================
 
@@ -88,7 +89,7 @@ class Delivery:
         try:
             getattr(self, f"_send_{kind}")(value)
         except Exception as error:
-            if kind in ("text", "file"):
+            if kind in ("text", "file", "model"):
                 self._check_uploads(value[0], error)
             else:
                 self._check_refusal(error)
@@ -205,7 +206,21 @@ class Delivery:
             rank_zero_warn(f"{path} was removed before it was uploaded to MLflow.")
             return
         if is_removed:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            shutil.rmtree(path.parent)  # It was made for this file or folder alone.
+
+    def _send_model(self, model: Sequence[Any]) -> None:
+        from mlflow.entities import LoggedModelOutput
+
+        name, path, is_removed = model[0], Path(model[1]), model[2]
+        experiment, run_id = self._run.experiment_id, self._run.run_id
+        found = self._client.search_logged_models([experiment], f"name = '{name}' AND source_run_id = '{run_id}'")
+        logged = found[0] if found else self._client.create_logged_model(experiment, name, run_id)
+        if logged.status != "READY":
+            self._client.log_model_artifact(logged.model_id, str(path))
+            self._client.log_outputs(run_id, [LoggedModelOutput(logged.model_id, self._step)])
+            self._client.finalize_logged_model(logged.model_id, "READY")
+        if is_removed:
+            shutil.rmtree(path.parent)
 
     def _send_end(self, end: Sequence[Any]) -> None:
         status, time_ms = end

@@ -10,6 +10,7 @@ import time
 import uuid
 from argparse import Namespace
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -22,13 +23,14 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dist.plugins.loggers.checkpoints import new_checkpoints, upload_of
+from lightning_dist.plugins.loggers.checkpoints import CheckpointUploads
 from lightning_dist.plugins.loggers.outbox import Outbox
 from lightning_dist.plugins.loggers.params import allowed_name, as_dict, flatten, param_text
 from lightning_dist.plugins.loggers.provenance import data_of, git_state, run_name, spread, versions
 from lightning_dist.plugins.loggers.run_identity import OpenRun, RunIdentity
 from lightning_dist.plugins.loggers.spool import Entry
-from lightning_dist.plugins.loggers.store import DEFAULT_TRACKING_URI, SQLITE, default_save_dir
+from lightning_dist.plugins.loggers.store import DEFAULT_TRACKING_URI, SQLITE, default_save_dir, default_spool_dir
+from lightning_dist.plugins.loggers.system_metrics import NodeMetrics
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -68,11 +70,14 @@ class MLflowLogger(MLFlowLogger):
         continue_run: Whether a fit that resumes a checkpoint continues the run of the training that saved it. If
             False, it starts a new run, which is linked to that one.
         connect_timeout: Time in seconds for which the start waits for the store. Training then begins without it.
+        system_metrics: Whether the use of each node's processors, memory, disks, network and GPUs is logged every 10 s.
+        logged_model_max_mib: Size in MiB up to which the best checkpoint of every ModelCheckpoint is logged as one file
+            that is a model of MLflow, at the end of a fit; None: none is. Rank 0 holds it in memory meanwhile.
         spool_dir: Local folder of the files that keep what the store has not got. By default ``mlflow-spool`` under
             ``save_dir``.
 
     Raises:
-        ModuleNotFoundError: If mlflow is not installed.
+        ModuleNotFoundError: If mlflow is not installed, or psutil for ``system_metrics``.
         ValueError: If ``log_model`` is none of its three values or ``connect_timeout`` is not positive; on first use,
             if ``run_id`` is unknown, or the run or experiment was deleted.
     """
@@ -91,10 +96,14 @@ class MLflowLogger(MLFlowLogger):
         synchronous: bool | None = None,
         continue_run: bool = True,
         connect_timeout: float = 5.0,
+        system_metrics: bool = False,
+        logged_model_max_mib: float | None = None,
         spool_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if importlib.util.find_spec("mlflow") is None:
             raise ModuleNotFoundError('MLflowLogger needs mlflow: pip install "lightning-dist[cli]"')
+        if system_metrics and importlib.util.find_spec("psutil") is None:
+            raise ModuleNotFoundError("MLflowLogger(system_metrics=True) needs psutil: pip install psutil")
         if log_model not in (True, False, "all"):
             raise ValueError(f"MLflowLogger(log_model={log_model!r}): expected True, False or 'all'.")
         if not connect_timeout > 0:
@@ -106,14 +115,16 @@ class MLflowLogger(MLFlowLogger):
         self._run_name = run_name
         self._tracking_uri = tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or DEFAULT_TRACKING_URI
         self._save_dir = os.fspath(save_dir) if save_dir is not None else default_save_dir(self._tracking_uri)
-        self._spool_dir = Path(spool_dir) if spool_dir is not None else _default_spool_dir(self._save_dir)
-        self._log_model = log_model
+        self._spool_dir = Path(spool_dir or default_spool_dir(self._save_dir)).resolve()
         self._prefix = prefix
         self._artifact_location = artifact_location
         self._run_id = run_id
         self._synchronous = bool(synchronous)
         self._continues_run = continue_run
         self._connect_timeout = connect_timeout
+        self._logs_system_metrics = system_metrics
+        self._uploads = CheckpointUploads(log_model, logged_model_max_mib, self._spool_dir)
+        self._node_metrics: NodeMetrics | None = None
         self._training = uuid.uuid4().hex
         self._resumed: tuple[str, str | None, int] | None = None
         self._run: OpenRun | None = None
@@ -121,8 +132,6 @@ class MLflowLogger(MLFlowLogger):
         self._version: str | None = run_id
         self._names: dict[str, str] = {}
         self._trainer: Trainer | None = None
-        self._checkpoint_callbacks: dict[str, ModelCheckpoint] = {}
-        self._uploaded: dict[str, float] = {}
 
     @property
     @override
@@ -280,23 +289,21 @@ class MLflowLogger(MLFlowLogger):
             write: Function that writes the file to the path that it is given.
             name: Path under which the file is stored among the run's artifacts, such as ``pipeline/schedule.png``.
         """
-        folder = self._spool_dir.resolve() / f"files-{self._training[:12]}-{time.time_ns()}"
+        path = self._spool_dir / f"file-{time.time_ns()}" / Path(name).name
 
         def written() -> Entry:
-            folder.mkdir(parents=True)
-            path = folder / Path(name).name
+            path.parent.mkdir(parents=True)
             write(path)
             return {"file": [str(path), str(Path(name).parent), True]}
 
         self._put(written)
 
     @override
-    @rank_zero_only
     def log_graph(self, model: nn.Module, input_array: Tensor | None = None) -> None:
         """Log how the run is distributed as parameters under ``dist.``, in place of a graph, and name the run.
 
-        Lightning calls this at the start of every run, after the strategy is set up. It is the only call that gives a
-        logger access to the Trainer.
+        Lightning calls this on all ranks at the start of every run, after the strategy is set up. It is the only call
+        that gives a logger access to the Trainer.
 
         Args:
             model: The LightningModule, whose Trainer has set up the strategy.
@@ -305,29 +312,44 @@ class MLflowLogger(MLFlowLogger):
         trainer = getattr(model, "_trainer", None)
         if trainer is None:
             return
+        if self._logs_system_metrics and self._node_metrics is None:
+            self._start_node_metrics(trainer)
+        if trainer.is_global_zero:
+            self._describe(trainer)
+
+    def _describe(self, trainer: Trainer) -> None:
         self.log_hyperparams({"dist": spread(trainer)})
         self.log_hyperparams({"version": versions(), "git": git_state()})
         if self._run_name is None and self._is_new_run:
             self._put({"name": run_name(trainer)})
         self._trainer = trainer  # The data loaders do not exist yet.
 
+    def _start_node_metrics(self, trainer: Trainer) -> None:
+        """Sample the node's metrics on its first rank. This is a collective over all processes."""
+        _ = self.experiment  # This starts the run on rank 0.
+        own = None if self._outbox is None or self._outbox.run is None else (self._outbox.identity, self._outbox.run)
+        shared: tuple[RunIdentity, OpenRun] | None = trainer.strategy.broadcast(own)
+        if shared is None:
+            rank_zero_warn("system_metrics=True has no effect: MLflow could not be reached when the run started.")
+        elif trainer.local_rank == 0:
+            if not trainer.is_global_zero:
+                identity = replace(shared[0], training=self._training, run_id=shared[1].run_id, is_given=True)
+                self._outbox = Outbox(identity, self._spool_dir, self._connect_timeout, shared[1])
+                self._outbox.start()
+            self._node_metrics = NodeMetrics(
+                trainer.node_rank, self._tracking_uri, self._put, lambda: trainer.global_step
+            )
+
     @property
     def _is_new_run(self) -> bool:
         return self._run_id is None and (self._resumed is None or not self._continues_run)
 
     @override
+    @rank_zero_only
     def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
         """Upload a ModelCheckpoint's new checkpoints, now or at the end, as ``log_model`` says."""
-        if self._log_model == "all" or (self._log_model is True and checkpoint_callback.save_top_k == -1):
-            self._upload_checkpoints(checkpoint_callback)
-        elif self._log_model is True:
-            self._checkpoint_callbacks[checkpoint_callback.state_key] = checkpoint_callback
-
-    @rank_zero_only
-    def _upload_checkpoints(self, callback: ModelCheckpoint) -> None:
-        for path, score in new_checkpoints(callback, self._uploaded):
-            for entry in upload_of(path, score, callback, self._spool_dir.resolve()):
-                self._put(entry)
+        for entry in self._uploads.saved(checkpoint_callback):
+            self._put(entry)
 
     @rank_zero_only
     def flush(self) -> None:
@@ -336,7 +358,6 @@ class MLflowLogger(MLFlowLogger):
             self._outbox.flush()
 
     @override
-    @rank_zero_only
     def finalize(self, status: str = "success") -> None:
         """Send what is left, and end the run if one was started.
 
@@ -346,14 +367,21 @@ class MLflowLogger(MLFlowLogger):
             status: ``"failed"``, ``"success"`` or ``"finished"``. A run that failed because of Ctrl-C or a signal is
                 marked KILLED.
         """
+        if self._node_metrics is not None:
+            self._node_metrics.close()
+            self._node_metrics = None
         if self._outbox is None:
             return
-        for callback in self._checkpoint_callbacks.values():
-            self._upload_checkpoints(callback)
-        self._put({"end": [_terminal_status(status), int(time.time() * 1000)]})
+        self._put_end(_terminal_status(status))
         outbox, self._outbox = self._outbox, None
         outbox.close()
         self._run = outbox.run
+
+    @rank_zero_only
+    def _put_end(self, status: str) -> None:
+        for entry in self._uploads.at_end(has_failed=status != "FINISHED"):
+            self._put(entry)
+        self._put({"end": [status, int(time.time() * 1000)]})
 
     def _put(self, entry: Entry | Callable[[], Entry]) -> None:
         outbox = self._started()
@@ -364,7 +392,7 @@ class MLflowLogger(MLFlowLogger):
     def _started(self) -> Outbox:
         """Return the outbox, with the run started, unless MLflow cannot be reached."""
         if self._outbox is None:
-            outbox = Outbox(self._identity(), self._spool_dir.resolve(), self._connect_timeout, self._run)
+            outbox = Outbox(self._identity(), self._spool_dir, self._connect_timeout, self._run)
             outbox.start()
             self._outbox, self._run = outbox, outbox.run
             if self._version is None:
@@ -401,11 +429,6 @@ class MLflowLogger(MLFlowLogger):
         if self._artifact_location is None and self._tracking_uri.startswith(SQLITE):
             return Path(self.save_dir, self.name).resolve().as_uri()
         return self._artifact_location
-
-
-def _default_spool_dir(save_dir: str) -> Path:
-    is_remote = "://" in save_dir
-    return Path("mlruns" if is_remote else save_dir, "mlflow-spool")
 
 
 def _terminal_status(status: str) -> str:

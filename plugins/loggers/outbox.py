@@ -59,7 +59,7 @@ class Outbox:
         self.is_away = False
         self.num_lost = 0
         self.path = folder / f"{identity.started_at}-{identity.training[:12]}{SUFFIX}"
-        self._identity = identity
+        self.identity = identity
         self._folder = folder
         self._connect_timeout = connect_timeout
         self._spool: Spool | None = None
@@ -89,7 +89,7 @@ class Outbox:
             self._threads.append(thread)
         atexit.register(self.close)
         # Creating an SQLite database takes seconds, and needs no connection.
-        timeout = None if is_local(self._identity.tracking_uri) else self._connect_timeout
+        timeout = None if is_local(self.identity.tracking_uri) else self._connect_timeout
         if not self._attempt(timeout):
             self._report_away(f"it has not answered within connect_timeout={self._connect_timeout:g} s")
         if self._unusable is not None and self.run is None:
@@ -145,7 +145,7 @@ class Outbox:
                 self._spool.remove()
             else:
                 rank_zero_warn(
-                    f"MLflow at {self._identity.tracking_uri} has not got everything: {self.path} keeps"
+                    f"MLflow at {self.identity.tracking_uri} has not got everything: {self.path} keeps"
                     f" {self._spool.num_metrics} values of metrics. {_how_to_send(self._folder)}"
                 )
                 self._spool.close()
@@ -179,7 +179,7 @@ class Outbox:
     def _keep(self, entry: Entry) -> None:
         try:
             if self._spool is None:
-                self._spool = Spool(self.path, self._identity.header())
+                self._spool = Spool(self.path, self.identity.header())
             self._spool.append([entry])
         except OSError as error:
             self._in_memory.append(entry)
@@ -234,13 +234,13 @@ class Outbox:
         if self._unusable is not None:
             raise self._unusable
         if self.client is None:
-            self.client = connect(self._identity.tracking_uri)
+            self.client = connect(self.identity.tracking_uri)
         if self._delivery is None:
             is_first_try, self._has_tried = not self._has_tried, True
-            run = self.run or open_run(self.client, self._identity, is_first_try)
-            send_leftovers(self.client, run, self._identity.training, self._folder, self.path)
+            run = self.run or open_run(self.client, self.identity, is_first_try)
+            send_leftovers(self.client, run, self.identity.training, self._folder, self.path)
             self.run = run
-            self._delivery = Delivery(self.client, run, self._identity.step or 0)
+            self._delivery = Delivery(self.client, run, self.identity.step or 0)
         while self._spool is not None and not self._spool.is_empty:
             entries, position = self._spool.pending()
             self._delivery.send(entries)
@@ -263,7 +263,7 @@ class Outbox:
             self.is_away = True
             self._away_since = monotonic()
             rank_zero_warn(
-                f"MLflow at {self._identity.tracking_uri} cannot be reached ({_one_line(reason)}). Training goes on."
+                f"MLflow at {self.identity.tracking_uri} cannot be reached ({_one_line(reason)}). Training goes on."
                 f" What it logs is kept in {self.path}, and sent when MLflow is back. {_how_to_send(self._folder)}"
             )
 
@@ -271,7 +271,7 @@ class Outbox:
         if self.is_away:
             self.is_away = False
             rank_zero_info(
-                f"MLflow at {self._identity.tracking_uri} is back after {monotonic() - self._away_since:.0f} s, and has"
+                f"MLflow at {self.identity.tracking_uri} is back after {monotonic() - self._away_since:.0f} s, and has"
                 " everything that was logged."
             )
 

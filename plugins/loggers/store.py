@@ -42,6 +42,11 @@ def default_save_dir(tracking_uri: str) -> str:
     return "mlruns"
 
 
+def default_spool_dir(save_dir: str) -> Path:
+    """Return the folder of spools, which must be a local one."""
+    return Path("mlruns" if "://" in save_dir else save_dir, "mlflow-spool")
+
+
 def is_local(tracking_uri: str) -> bool:
     """Return whether a store is a file of this machine, which is always there."""
     return tracking_uri.startswith((SQLITE, "file:"))

@@ -17,7 +17,8 @@ __all__ = ["continue_runs", "runs_of"]
 def runs_of(trainer: Trainer) -> dict[str, str]:
     """Return what a checkpoint says about the run that its training logs to; on rank 0, which writes it."""
     loggers = _mlflow_loggers(trainer)
-    return loggers[0].entries_for_checkpoint() if loggers else {}
+    entries = loggers[0].entries_for_checkpoint() if loggers else None
+    return entries or {}
 
 
 def continue_runs(trainer: Trainer, path: Any) -> None:
