@@ -206,7 +206,7 @@ class TrainerCommand(CommandLine):
         if checkpoint:
             rank_zero_info(f"Checkpoint: {os.path.relpath(checkpoint)}")
         for logger in self.trainer.loggers:
-            if isinstance(logger, MLflowLogger) and self.trainer.is_global_zero:
+            if isinstance(logger, MLflowLogger) and self.trainer.is_global_zero and logger.run_id is not None:
                 rank_zero_info(_how_to_open(logger))
 
 
@@ -241,7 +241,8 @@ def _spec(config: Any) -> dict[str, Any]:
 
 
 def _how_to_open(logger: MLflowLogger) -> str:
-    page = f"#/experiments/{logger.experiment_id}/runs/{logger.run_id}"
+    # MLflow 3.17 opens an experiment on an overview for language models unless the browser is told otherwise.
+    page = f"#/experiments/{logger.experiment_id}/runs/{logger.run_id}?workflowType=machine_learning"
     if logger.tracking_uri.startswith("http"):
         return f"MLflow: {logger.tracking_uri.rstrip('/')}/{page}"
     return f"MLflow: http://127.0.0.1:5000/{page}\n  after: mlflow server --backend-store-uri {logger.tracking_uri}"

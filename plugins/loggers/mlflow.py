@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
-import sys
 import time
 import uuid
 from argparse import Namespace
@@ -18,16 +17,15 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.loggers.logger import DummyLogger, rank_zero_experiment
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
 from lightning_dist.plugins.loggers.checkpoints import CheckpointUploads
 from lightning_dist.plugins.loggers.outbox import Outbox
-from lightning_dist.plugins.loggers.params import allowed_name, as_dict, flatten, param_text
-from lightning_dist.plugins.loggers.provenance import data_of, git_state, run_name, spread, versions
-from lightning_dist.plugins.loggers.run_identity import OpenRun, RunIdentity
+from lightning_dist.plugins.loggers.params import allowed_name, flat_params
+from lightning_dist.plugins.loggers.provenance import data_of, git_state, provenance_tags, run_name, spread, versions
+from lightning_dist.plugins.loggers.run_identity import OpenRun, RunIdentity, terminal_status
 from lightning_dist.plugins.loggers.spool import Entry
 from lightning_dist.plugins.loggers.store import DEFAULT_TRACKING_URI, SQLITE, default_save_dir, default_spool_dir
 from lightning_dist.plugins.loggers.system_metrics import NodeMetrics
@@ -129,6 +127,7 @@ class MLflowLogger(MLFlowLogger):
         self._resumed: tuple[str, str | None, int] | None = None
         self._run: OpenRun | None = None
         self._outbox: Outbox | None = None
+        self._has_started = False
         self._version: str | None = run_id
         self._names: dict[str, str] = {}
         self._trainer: Trainer | None = None
@@ -184,7 +183,7 @@ class MLflowLogger(MLFlowLogger):
     @override
     def version(self) -> str | None:
         """Return the run's ID, or a name for its folder if MLflow could not be reached when it started."""
-        _ = self.experiment
+        self._open_run()
         return self._version
 
     @property
@@ -227,10 +226,7 @@ class MLflowLogger(MLFlowLogger):
             *args: Ignored.
             **kwargs: Ignored.
         """
-        named = as_dict(params)
-        # LightningCLI adds this entry for load_from_checkpoint; it is not a parameter of the module.
-        named = {key: value for key, value in named.items() if key != "_instantiator"}
-        flat = {allowed_name(key): param_text(key, value) for key, value in flatten(named) if value is not None}
+        flat = flat_params(params)
         if flat:
             self._put({"params": flat})
 
@@ -372,7 +368,7 @@ class MLflowLogger(MLFlowLogger):
             self._node_metrics = None
         if self._outbox is None:
             return
-        self._put_end(_terminal_status(status))
+        self._put_end(terminal_status(status))
         outbox, self._outbox = self._outbox, None
         outbox.close()
         self._run = outbox.run
@@ -394,21 +390,19 @@ class MLflowLogger(MLFlowLogger):
         if self._outbox is None:
             outbox = Outbox(self._identity(), self._spool_dir, self._connect_timeout, self._run)
             outbox.start()
-            self._outbox, self._run = outbox, outbox.run
+            self._outbox, self._run, self._has_started = outbox, outbox.run, True
             if self._version is None:
                 self._version = outbox.run.run_id if outbox.run is not None else f"offline-{self._training[:12]}"
         return self._outbox
 
     def _open_run(self) -> OpenRun | None:
-        _ = self.experiment  # This starts the run on rank 0.
-        return self._outbox.run if self._outbox is not None else self._run
+        if not self._has_started:
+            _ = self.experiment  # This starts the run on rank 0.
+        if self._run is None and self._outbox is not None:  # MLflow may be back in the meantime.
+            self._run = self._outbox.run
+        return self._run
 
     def _identity(self) -> RunIdentity:
-        commit = git_state()
-        tags = {f"version.{name}": version for name, version in versions().items()}
-        tags |= {f"git.{name}": value for name, value in commit.items()}
-        if commit:
-            tags["mlflow.source.git.commit"] = commit["commit"]
         _, run_before, step = self._resumed or ("", None, None)
         return RunIdentity(
             self._tracking_uri,
@@ -417,7 +411,7 @@ class MLflowLogger(MLFlowLogger):
             time.time_ns() // 1_000_000,
             self._artifact_root(),
             self._run_name,
-            tags,
+            provenance_tags(),
             {key: str(value) for key, value in (self.tags or {}).items()},
             step,
             run_id=self._run_id or (run_before if self._continues_run else None),
@@ -429,10 +423,3 @@ class MLflowLogger(MLFlowLogger):
         if self._artifact_location is None and self._tracking_uri.startswith(SQLITE):
             return Path(self.save_dir, self.name).resolve().as_uri()
         return self._artifact_location
-
-
-def _terminal_status(status: str) -> str:
-    if status != "failed":
-        return "FINISHED"
-    # Lightning finalizes loggers while it handles the exception, and passes "failed" for every exception.
-    return "KILLED" if isinstance(sys.exc_info()[1], (KeyboardInterrupt, SIGTERMException, SystemExit)) else "FAILED"

@@ -40,6 +40,14 @@ def git_state() -> dict[str, str]:
     return {"commit": commit} if changes is None else {"commit": commit, "dirty": str(bool(changes)).lower()}
 
 
+def provenance_tags() -> dict[str, str]:
+    """Return the versions and the commit as the tags of a run; MLflow's page shows one of them as the source."""
+    commit = git_state()
+    tags = {f"version.{name}": version for name, version in versions().items()}
+    tags |= {f"git.{name}": value for name, value in commit.items()}
+    return tags | ({"mlflow.source.git.commit": commit["commit"]} if commit else {})
+
+
 def _git(*args: str) -> str | None:
     try:
         done = subprocess.run(["git", *args], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_dist.plugins.loggers.store import absolute_uri, is_refused, own_randomness
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
-__all__ = ["OpenRun", "RunIdentity", "UnusableRunError", "is_newest_start", "last_steps", "open_run"]
+__all__ = ["OpenRun", "RunIdentity", "UnusableRunError", "is_newest_start", "last_steps", "open_run", "terminal_status"]
 
 TRAINING_TAG = "lightning_dist.training"
 STARTED_TAG = "lightning_dist.started_at"
@@ -22,7 +24,7 @@ RESUMED_FROM_TAG = "resumed_from"
 RESUMED_AT_TAG = "resumed_at_steps"
 _PARENT_TAG = "mlflow.parentRunId"
 _EXPERIMENT_KIND = ("mlflow.experimentKind", "custom_model_development")
-"""The tag with which MLflow's page of an experiment opens on its runs, and not on an overview for language models."""
+"""The tag that says that an experiment trains models, and is not about applications of language models."""
 
 
 class UnusableRunError(ValueError):
@@ -232,3 +234,11 @@ def _find_or_create_experiment(client: MlflowClient, identity: RunIdentity) -> s
 def is_newest_start(run: OpenRun, identity: RunIdentity) -> bool:
     """Return whether no later process of the training has gone on with the run."""
     return int(run.tags.get(STARTED_TAG, 0)) <= identity.started_at
+
+
+def terminal_status(status: str) -> str:
+    """Return MLflow's status of a run that Lightning ends with ``status``, which may be due to an exception."""
+    if status != "failed":
+        return "FINISHED"
+    # Lightning finalizes loggers while it handles the exception, and passes "failed" for every exception.
+    return "KILLED" if isinstance(sys.exc_info()[1], (KeyboardInterrupt, SIGTERMException, SystemExit)) else "FAILED"

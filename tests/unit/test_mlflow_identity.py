@@ -113,7 +113,7 @@ def test_a_given_run_that_was_deleted_is_refused() -> None:
         _ = MLflowLogger(run_id=run_id).experiment
 
 
-def test_the_page_of_an_experiment_opens_on_its_runs() -> None:
+def test_an_experiment_has_the_kind_of_model_training() -> None:
     client().create_experiment("old")
     for name in ("new", "old"):
         _ = MLflowLogger(name).run_id

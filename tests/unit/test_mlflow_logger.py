@@ -366,7 +366,13 @@ def test_the_layout_of_a_strategy_is_logged() -> None:
         strategy_name="hybrid_shard", layout=layout, settings=settings, root_device=torch.device("cpu")
     )
     trainer = SimpleNamespace(
-        strategy=strategy, precision="bf16-mixed", accelerator=object(), num_devices=4, num_nodes=2, world_size=8
+        strategy=strategy,
+        is_global_zero=True,
+        precision="bf16-mixed",
+        accelerator=object(),
+        num_devices=4,
+        num_nodes=2,
+        world_size=8,
     )
     module = Module()
     module._trainer = trainer  # type: ignore[assignment]
