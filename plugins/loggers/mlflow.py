@@ -211,7 +211,8 @@ class MLflowLogger(MLFlowLogger):
     def entries_for_checkpoint(self) -> dict[str, str]:
         """Return what a checkpoint that is being saved needs, so that a process that resumes it continues the run."""
         run = self._open_run()
-        self._started().write_soon()
+        if self._outbox is not None:
+            self._outbox.write_soon()
         return {"mlflow_training": self._training} | ({} if run is None else {"mlflow_run": run.run_id})
 
     @override

@@ -1,5 +1,6 @@
 """Which MLflow run a training logs to, and what makes it comparable with others."""
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,9 @@ from lightning_dist.layout import ParallelLayout
 from lightning_dist.plugins.loggers import MLflowLogger
 from lightning_dist.plugins.loggers.dataset_digest import describe_dataset
 from lightning_dist.plugins.loggers.provenance import run_name
+from lightning_dist.plugins.loggers.spool import find_spools
+from lightning_dist.plugins.strategies import FullShardStrategy
+from tests.pool import WorkerPool
 from tests.unit.test_mlflow_logger import client, files, fit, run_of
 
 pytestmark = pytest.mark.usefixtures("workplace")
@@ -190,3 +194,19 @@ def test_system_metrics_are_logged_for_each_node(monkeypatch: pytest.MonkeyPatch
     metrics = run_of(logger).data.metrics
     assert 0 < metrics["system/node0/system_memory_usage_percentage"] <= 100
     assert "system/node0/cpu_utilization_percentage" in metrics
+
+
+def fit_on_two_nodes(folder: str) -> str | None:
+    os.environ["MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL"] = "0.05"
+    logger = MLflowLogger(tracking_uri=f"sqlite:///{folder}/mlflow.db", system_metrics=True)
+    fit(logger, strategy=FullShardStrategy(), devices=1, num_nodes=2, enable_checkpointing=False)
+    return logger.run_id
+
+
+def test_every_node_logs_its_system_metrics_to_the_same_run(pool: WorkerPool, mlflow_folder: Path) -> None:
+    run_id, _ = pool.run(fit_on_two_nodes, 2, str(mlflow_folder), num_nodes=2)
+    run = client().get_run(str(run_id))
+    nodes = {name.split("/")[1] for name in run.data.metrics if name.startswith("system/")}
+    assert nodes == {"node0", "node1"}
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "full_shard 2")
+    assert find_spools(mlflow_folder) == []

@@ -376,3 +376,12 @@ def test_threads_end_with_the_run(store: Store) -> None:
     logger.log_metrics({"a": 1.0})
     logger.finalize("success")
     assert set(threading.enumerate()) <= before
+
+
+def test_sync_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(["sync", "--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    assert "lightning-dist sync /scratch/mlruns --json" in text
+    assert "1  something could not be sent" in text
