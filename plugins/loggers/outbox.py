@@ -16,7 +16,7 @@ from lightning_dist.plugins.loggers.delivery import Delivery
 from lightning_dist.plugins.loggers.leftovers import send_leftovers
 from lightning_dist.plugins.loggers.run_identity import OpenRun, RunIdentity, open_run
 from lightning_dist.plugins.loggers.spool import SUFFIX, Entry, Spool
-from lightning_dist.plugins.loggers.store import connect, is_local
+from lightning_dist.plugins.loggers.store import UnusableStoreError, connect, is_local
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -73,7 +73,7 @@ class Outbox:
         self._num_asked = self._num_answered = 0
         self._is_closing = False
         self._has_tried = False
-        self._unusable: ValueError | None = None
+        self._unusable: UnusableStoreError | None = None
         self._warned_of_disk = False
         self._threads: list[threading.Thread] = []
 
@@ -81,7 +81,7 @@ class Outbox:
         """Start the threads, and wait until the run is open or MLflow turns out to be away.
 
         Raises:
-            ValueError: If the given run or experiment cannot be used, or the URI is not accepted.
+            UnusableStoreError: If the given run or experiment cannot be used, or the URI is not accepted.
         """
         for target in (self._write, self._send):
             thread = threading.Thread(target=target, name=f"mlflow{target.__name__}", daemon=True)
@@ -212,7 +212,7 @@ class Outbox:
                 asked = self._num_asked
             try:
                 self._send_all()
-            except ValueError as error:
+            except UnusableStoreError as error:
                 self._set_unusable(error)
             except Exception as error:
                 pause = min(2 * pause, self.MAX_RETRY_S) if self.is_away else self.FIRST_RETRY_S
@@ -228,7 +228,7 @@ class Outbox:
         """Open the run unless it is open, and send everything that is there.
 
         Raises:
-            ValueError: If the run or the experiment cannot be used.
+            UnusableStoreError: If the run or the experiment cannot be used.
             Exception: If MLflow cannot be reached.
         """
         if self._unusable is not None:
@@ -252,7 +252,7 @@ class Outbox:
             sent = set(map(id, in_memory))
             self._in_memory = [entry for entry in self._in_memory if id(entry) not in sent]
 
-    def _set_unusable(self, error: ValueError) -> None:
+    def _set_unusable(self, error: UnusableStoreError) -> None:
         """Record that the run cannot be used; if training goes on already, it does so without MLflow."""
         if self._unusable is None and self.is_away:
             rank_zero_warn(f"{error} Training goes on, and what it logs is kept in {self.path}.")

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
-from lightning_dist.plugins.loggers.store import absolute_uri, is_refused, own_randomness
+from lightning_dist.plugins.loggers.store import UnusableStoreError, absolute_uri, is_refused, own_randomness
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
-__all__ = ["OpenRun", "RunIdentity", "UnusableRunError", "is_newest_start", "last_steps", "open_run", "terminal_status"]
+__all__ = ["OpenRun", "RunIdentity", "is_newest_start", "last_steps", "open_run", "terminal_status"]
 
 TRAINING_TAG = "lightning_dist.training"
 STARTED_TAG = "lightning_dist.started_at"
@@ -25,10 +25,6 @@ RESUMED_AT_TAG = "resumed_at_steps"
 _PARENT_TAG = "mlflow.parentRunId"
 _EXPERIMENT_KIND = ("mlflow.experimentKind", "custom_model_development")
 """The tag that says that an experiment trains models, and is not about applications of language models."""
-
-
-class UnusableRunError(ValueError):
-    """Report that the run or the experiment that the user has named cannot be used."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +92,7 @@ def open_run(client: MlflowClient, identity: RunIdentity, is_first_try: bool) ->
         is_first_try: Whether no earlier call, of which only the answer may have been lost, can have created the run.
 
     Raises:
-        UnusableRunError: If the user has given a run that does not exist or was deleted, or an experiment that was
+        UnusableStoreError: If the user has given a run that does not exist or was deleted, or an experiment that was
             deleted.
         MlflowException: If the store cannot be reached.
     """
@@ -156,12 +152,12 @@ def _given_run(client: MlflowClient, identity: RunIdentity) -> Run:
     run_id = str(identity.run_id)
     run, reason = _existing(client, run_id)
     if run is None:
-        raise UnusableRunError(
+        raise UnusableStoreError(
             f"MLflowLogger(run_id={run_id!r}): {identity.tracking_uri} has no such run ({reason}). Leave run_id out to"
             " start a new one."
         )
     if run.info.lifecycle_stage == "deleted":
-        raise UnusableRunError(
+        raise UnusableStoreError(
             f"MLflowLogger(run_id={run_id!r}): this run was deleted. Leave run_id out to start a new one, or restore"
             f" it: MLFLOW_TRACKING_URI={identity.tracking_uri} mlflow runs restore --run-id {run_id}"
         )
@@ -221,7 +217,7 @@ def _find_or_create_experiment(client: MlflowClient, identity: RunIdentity) -> s
             if found is None:
                 raise
     if found.lifecycle_stage == "deleted":
-        raise UnusableRunError(
+        raise UnusableStoreError(
             f"MLflowLogger(experiment_name={identity.experiment!r}): this experiment was deleted. Choose another name,"
             f" or restore it: MLFLOW_TRACKING_URI={identity.tracking_uri} mlflow experiments restore -x"
             f" {found.experiment_id}"

@@ -33,6 +33,10 @@ SQLITE = "sqlite:///"
 DEFAULT_TRACKING_URI = f"{SQLITE}mlflow.db"
 
 
+class UnusableStoreError(ValueError):
+    """Report that the store, the experiment or the run that the user has named cannot be used."""
+
+
 def default_save_dir(tracking_uri: str) -> str:
     """Return the folder of a file store, or else ``mlruns`` beside the SQLite file or in the working directory."""
     if tracking_uri.startswith("file:"):
@@ -68,7 +72,7 @@ def connect(tracking_uri: str) -> "MlflowClient":
     """Return a client of the store, and create the store if it is an SQLite file that does not exist.
 
     Raises:
-        ValueError: If MLflow does not accept the URI.
+        UnusableStoreError: If MLflow does not accept the URI.
     """
     for name, value in _REQUEST_DEFAULTS.items():
         os.environ.setdefault(name, value)
@@ -86,7 +90,7 @@ def connect(tracking_uri: str) -> "MlflowClient":
         try:
             return MlflowClient(uri)
         except MlflowException as error:
-            raise ValueError(f"MLflowLogger(tracking_uri={tracking_uri!r}): {error.message}") from error
+            raise UnusableStoreError(f"MLflowLogger(tracking_uri={tracking_uri!r}): {error.message}") from error
 
 
 def is_refused(error: Exception) -> bool:
