@@ -5,26 +5,35 @@ This module imports nothing of the ``cli`` extra, so that it can report which of
 
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 
 from lightning_dist.cli.errors import BAD_CONFIGURATION, closest, print_error
 
 __all__ = ["main"]
 
-_TRAINER_COMMANDS = {
+_COMMANDS = {
     "fit": "train a model",
     "validate": "run one validation epoch",
     "test": "run one test epoch",
     "predict": "run a model over data and collect what it returns",
     "profile": "record some training steps with torch's profiler",
-}
-_COMMANDS = _TRAINER_COMMANDS | {
-    "checkpoint": "turn a sharded checkpoint into one file",
     "compare": "compare runs that MLflow holds",
+    "sync": "send MLflow what runs have logged while it was away",
+    "checkpoint": "list, check and convert checkpoints",
 }
+_MODULES = {
+    "profile": "lightning_dist.cli.profile",
+    "compare": "lightning_dist.cli.compare.command",
+    "sync": "lightning_dist.cli.sync",
+    "checkpoint": "lightning_dist.cli.checkpoint",
+}
+"""The modules of the commands; of the others, it is ``lightning_dist.cli.trainer``."""
 
-_EXTRA_OF_COMPARE = ("mlflow", "rich", "jinja2")
-_EXTRA = ("jsonargparse", "docstring_parser", "omegaconf", "mlflow")
+_PACKAGES = {"compare": ("mlflow", "rich", "jinja2"), "sync": ("mlflow",), "checkpoint": ()}
+"""The packages of the extra ``cli`` that the commands need."""
+
+_PACKAGES_OF_TRAINER = ("jsonargparse", "docstring_parser", "omegaconf", "mlflow")
 
 _USAGE = """\
 usage: lightning-dist COMMAND [options]
@@ -67,23 +76,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = ", ".join(_COMMANDS)
         print_error(f"no command is named {command!r}{closest(command, _COMMANDS)} The commands are {names}.")
         return BAD_CONFIGURATION
-    if command == "checkpoint":
-        from lightning_dist.cli.checkpoint import run as run_checkpoint
-
-        return run_checkpoint(arguments[1:])
-    extra = _EXTRA_OF_COMPARE if command == "compare" else _EXTRA
-    missing = [name for name in extra if find_spec(name) is None]
+    missing = [name for name in _PACKAGES.get(command, _PACKAGES_OF_TRAINER) if find_spec(name) is None]
     if missing:
         print_error(f'{command} needs {" and ".join(missing)}: pip install "lightning-dist[cli]"')
         return BAD_CONFIGURATION
-    if command == "profile":
-        from lightning_dist.cli.profile import run as run_profile
+    if command in _MODULES:
+        return int(import_module(_MODULES[command]).run(arguments[1:]))
+    from lightning_dist.cli.trainer import run
 
-        return run_profile(arguments)
-    if command == "compare":
-        from lightning_dist.cli.compare.command import run as run_compare
-
-        return run_compare(arguments[1:])
-    from lightning_dist.cli.trainer import run as run_trainer
-
-    return run_trainer(arguments)
+    return run(arguments)

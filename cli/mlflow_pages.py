@@ -6,8 +6,11 @@ from urllib.parse import quote
 
 
 def run_page(experiment_id: str, run_id: str) -> str:
-    """Return the address of a run's page, relative to that of the server."""
-    return f"#/experiments/{experiment_id}/runs/{run_id}"
+    """Return the address of a run's page, relative to that of the server.
+
+    MLflow 3.17 opens an experiment on an overview for language models unless the address says otherwise.
+    """
+    return f"#/experiments/{experiment_id}/runs/{run_id}?workflowType=machine_learning"
 
 
 def comparison_page(experiment_ids: Iterable[str], run_ids: Iterable[str]) -> str:

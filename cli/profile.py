@@ -26,12 +26,12 @@ def run(arguments: Sequence[str]) -> int:
     """Run the command.
 
     Args:
-        arguments: The command and its options.
+        arguments: Words of the command line after ``profile``.
 
     Returns:
         The exit code: 0 for success, 1 if training failed, 2 for a bad configuration.
     """
-    return run_trainer(arguments, ProfileCommand)
+    return run_trainer(["profile", *arguments], ProfileCommand)
 
 
 class ProfilingTrainer(Trainer):

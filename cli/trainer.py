@@ -217,8 +217,8 @@ class TrainerCommand(CommandLine):
         if checkpoint:
             rank_zero_info(f"Checkpoint: {os.path.relpath(checkpoint)}")
         for logger in self.trainer.loggers:
-            if isinstance(logger, MLflowLogger) and self.trainer.is_global_zero:
-                page = run_page(str(logger.experiment_id), str(logger.run_id))
+            if isinstance(logger, MLflowLogger) and self.trainer.is_global_zero and logger.run_id is not None:
+                page = run_page(str(logger.experiment_id), logger.run_id)
                 rank_zero_info(how_to_open(logger.tracking_uri, page))
 
 

@@ -1,52 +1,58 @@
 """Log a run to MLflow with its configuration, layout, versions, commit, metrics and checkpoints."""
 
+from __future__ import annotations
+
 import importlib.util
-import json
 import os
 import re
-import sys
-import tempfile
+import time
+import uuid
 from argparse import Namespace
 from collections.abc import Callable, Mapping
-from functools import partial
+from dataclasses import replace
 from pathlib import Path
-from time import time
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
+from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger
-from lightning.pytorch.loggers.logger import rank_zero_experiment
-from lightning.pytorch.utilities.exceptions import SIGTERMException
+from lightning.pytorch.loggers.logger import DummyLogger, rank_zero_experiment
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
 
-from lightning_dist.plugins._compat import INSTANTIATOR
-from lightning_dist.plugins.loggers.background import BackgroundWriter
-from lightning_dist.plugins.loggers.params import allowed_name, as_dict, flatten, param_text
-from lightning_dist.plugins.loggers.provenance import git_state, spread, versions
-from lightning_dist.plugins.loggers.store import connect, default_save_dir, own_randomness
+from lightning_dist.plugins.loggers.checkpoints import CheckpointUploads
+from lightning_dist.plugins.loggers.outbox import Outbox
+from lightning_dist.plugins.loggers.params import allowed_name, flat_params
+from lightning_dist.plugins.loggers.provenance import data_of, git_state, provenance_tags, run_name, spread, versions
+from lightning_dist.plugins.loggers.run_identity import OpenRun, RunIdentity, terminal_status
+from lightning_dist.plugins.loggers.spool import Entry
+from lightning_dist.plugins.loggers.store import default_save_dir, default_spool_dir
+from lightning_dist.plugins.loggers.system_metrics import NodeMetrics
 from lightning_dist.plugins.tracking_uri import SQLITE, chosen_tracking_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
 
-_MAX_PARAMS_PER_BATCH = 100
+__all__ = ["MLflowLogger"]
 
 
 class MLflowLogger(MLFlowLogger):
     """Log to MLflow; ``MLflowLogger()`` works without arguments, in any working directory.
 
     It differs from Lightning's ``MLFlowLogger`` as follows: the store is an SQLite database by default; only rank 0
-    connects to it, when something is first logged; parameters keep up to 6,000 characters, and nested ones get dotted
-    names; strategy, layout, precision, versions and the git commit are logged at the start of every run; sharded
-    (directory) checkpoints are uploaded like files; a run that fails is marked FAILED, one that is interrupted KILLED.
+    connects to it, when something is first logged; what is logged is kept in a local file while MLflow cannot be
+    reached, and no failure of MLflow ends a fit; a training that is resumed continues its run; parameters keep up to
+    6,000 characters, and nested ones get dotted names; strategy, layout, precision, versions and the git commit are
+    logged at the start of every run; sharded (directory) checkpoints are uploaded like files; a run that fails is
+    marked FAILED, one that is interrupted KILLED.
 
     A run's folder is ``save_dir/experiment_name/run_id``, with its ``checkpoints`` and, by default, its ``artifacts``.
+    If MLflow cannot be reached when the run starts, a name with ``offline`` replaces the ``run_id``.
 
     Args:
         experiment_name: Name of the experiment, which is created if it does not exist.
-        run_name: Name of a new run; None: MLflow invents one.
+        run_name: Name of a new run; None: its strategy and layout, such as ``hybrid_shard 2x4``.
         tracking_uri: URI of the store: by default the environment variable ``MLFLOW_TRACKING_URI``, else
             ``sqlite:///mlflow.db`` in the working directory.
         tags: Tags to set on the run, in addition to those for versions and the git commit, which a new run gets.
@@ -58,13 +64,21 @@ class MLflowLogger(MLFlowLogger):
         artifact_location: URI of a new experiment's artifacts: by default the experiment's folder under ``save_dir``
             with an SQLite store, else what the tracking server chooses.
         run_id: ID of a run to continue, instead of starting a new one.
-        synchronous: Whether to wait until the store has accepted a metric. By default metrics are sent in the
-            background, and an error there is raised by a later call.
+        synchronous: Whether to wait until the store has accepted a metric, or cannot be reached. By default metrics
+            are sent in the background.
+        continue_run: Whether a fit that resumes a checkpoint continues the run of the training that saved it. If
+            False, it starts a new run, which is linked to that one.
+        connect_timeout: Time in seconds for which the start waits for the store. Training then begins without it.
+        system_metrics: Whether the use of each node's processors, memory, disks, network and GPUs is logged every 10 s.
+        logged_model_max_mib: Size in MiB up to which the best checkpoint of every ModelCheckpoint is logged as one file
+            that is a model of MLflow, at the end of a fit; None: none is. Rank 0 holds it in memory meanwhile.
+        spool_dir: Local folder of the files that keep what the store has not got. By default ``mlflow-spool`` under
+            ``save_dir``.
 
     Raises:
-        ModuleNotFoundError: If mlflow is not installed.
-        ValueError: If ``log_model`` is none of its three values; on first use, if ``run_id`` is unknown or the
-            experiment was deleted.
+        ModuleNotFoundError: If mlflow is not installed, or psutil for ``system_metrics``.
+        ValueError: If ``log_model`` is none of its three values or ``connect_timeout`` is not positive; on first use,
+            if ``run_id`` is unknown, or the run or experiment was deleted.
     """
 
     def __init__(
@@ -79,11 +93,20 @@ class MLflowLogger(MLFlowLogger):
         artifact_location: str | None = None,
         run_id: str | None = None,
         synchronous: bool | None = None,
+        continue_run: bool = True,
+        connect_timeout: float = 5.0,
+        system_metrics: bool = False,
+        logged_model_max_mib: float | None = None,
+        spool_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         if importlib.util.find_spec("mlflow") is None:
             raise ModuleNotFoundError('MLflowLogger needs mlflow: pip install "lightning-dist[cli]"')
+        if system_metrics and importlib.util.find_spec("psutil") is None:
+            raise ModuleNotFoundError("MLflowLogger(system_metrics=True) needs psutil: pip install psutil")
         if log_model not in (True, False, "all"):
             raise ValueError(f"MLflowLogger(log_model={log_model!r}): expected True, False or 'all'.")
+        if not connect_timeout > 0:
+            raise ValueError(f"MLflowLogger(connect_timeout={connect_timeout}): expected more than 0 seconds.")
         # MLFlowLogger's own __init__ is skipped, because it connects to the store on every rank.
         super(MLFlowLogger, self).__init__()
         self.tags: dict[str, Any] | None = tags
@@ -91,35 +114,37 @@ class MLflowLogger(MLFlowLogger):
         self._run_name = run_name
         self._tracking_uri = chosen_tracking_uri(tracking_uri)
         self._save_dir = os.fspath(save_dir) if save_dir is not None else default_save_dir(self._tracking_uri)
-        self._log_model = log_model
+        self._spool_dir = Path(spool_dir or default_spool_dir(self._save_dir)).resolve()
         self._prefix = prefix
         self._artifact_location = artifact_location
         self._run_id = run_id
-        self._experiment_id: str | None = None
         self._synchronous = bool(synchronous)
-        self._writer = BackgroundWriter(is_unreachable=_is_unreachable)
-        self._client: MlflowClient | None = None
-        self._params: dict[str, str] = {}
-        self._checkpoint_callbacks: dict[str, ModelCheckpoint] = {}
-        self._uploaded: dict[str, float] = {}
+        self._continues_run = continue_run
+        self._connect_timeout = connect_timeout
+        self._logs_system_metrics = system_metrics
+        self._uploads = CheckpointUploads(log_model, logged_model_max_mib, self._spool_dir)
+        self._node_metrics: NodeMetrics | None = None
+        self._training = uuid.uuid4().hex
+        self._resumed: tuple[str, str | None, int] | None = None
+        self._run: OpenRun | None = None
+        self._outbox: Outbox | None = None
+        self._has_started = False
+        self._version: str | None = run_id
+        self._names: dict[str, str] = {}
+        self._trainer: Trainer | None = None
 
     @property
     @override
     @rank_zero_experiment
-    def experiment(self) -> "MlflowClient":
-        """Return the connected MLflow client, with the run started; on other ranks than 0, a dummy that does nothing.
+    def experiment(self) -> MlflowClient:
+        """Return the MLflow client, with the run started; on other ranks than 0, a dummy that does nothing.
+
+        If MLflow cannot be reached, calls of the client fail; those of the logger do not.
 
         Raises:
             ValueError: If the given run or experiment cannot be used.
         """
-        if self._client is None:
-            client = connect(self._tracking_uri)
-            if self._run_id is None:
-                self._create_run(client)
-            else:
-                self._reopen_run(client, self._run_id)
-            self._client = client
-        return self._client
+        return cast("MlflowClient", self._started().client or DummyLogger().experiment)
 
     @property
     def tracking_uri(self) -> str:
@@ -129,16 +154,19 @@ class MLflowLogger(MLFlowLogger):
     @property
     @override
     def run_id(self) -> str | None:
-        """Return the run's ID, and start the run if necessary; on other ranks than 0, None unless it was given."""
-        _ = self.experiment
-        return self._run_id
+        """Return the run's ID, and start the run if necessary; None while MLflow cannot be reached.
+
+        On other ranks than 0, it is None unless it was given.
+        """
+        run = self._open_run()
+        return self._run_id if run is None else run.run_id
 
     @property
     @override
     def experiment_id(self) -> str | None:
-        """Return the experiment's ID, and create the experiment if necessary; None on other ranks than 0."""
-        _ = self.experiment
-        return self._experiment_id
+        """Return the experiment's ID, and create the experiment if necessary; None where :attr:`run_id` is."""
+        run = self._open_run()
+        return None if run is None else run.experiment_id
 
     @property
     @override
@@ -155,8 +183,9 @@ class MLflowLogger(MLFlowLogger):
     @property
     @override
     def version(self) -> str | None:
-        """Return the run's ID."""
-        return self.run_id
+        """Return the run's ID, or a name for its folder if MLflow could not be reached when it started."""
+        self._open_run()
+        return self._version
 
     @property
     @override
@@ -164,33 +193,44 @@ class MLflowLogger(MLFlowLogger):
         """Return the run's folder; on other ranks than 0, None unless the run's ID was given."""
         return None if self.version is None else os.path.join(self.save_dir, self.name, self.version)
 
+    def continue_training(self, training: str, run_id: str | None, step: int) -> None:
+        """Log to the run of the training that a checkpoint is from; this project's strategies call it before a fit.
+
+        It has no effect if the user has given a run, or the run has started already.
+
+        Args:
+            training: ID of the training, which :meth:`entries_for_checkpoint` has put into the checkpoint.
+            run_id: ID of its run; None if MLflow could not be reached when the checkpoint was saved.
+            step: Number of optimizer steps at the checkpoint.
+        """
+        if self._run is None and self._outbox is None and self._run_id is None:
+            self._resumed = (training, run_id, step)
+            if self._continues_run:
+                self._training = training
+
+    @rank_zero_only
+    def entries_for_checkpoint(self) -> dict[str, str]:
+        """Return what a checkpoint that is being saved needs, so that a process that resumes it continues the run."""
+        run = self._open_run()
+        if self._outbox is not None:
+            self._outbox.write_soon()
+        return {"mlflow_training": self._training} | ({} if run is None else {"mlflow_run": run.run_id})
+
     @override
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace | None, *args: Any, **kwargs: Any) -> None:
-        """Log parameters; nested names are joined with dots, and a value that the run already has is not sent again.
+        """Log parameters; nested names are joined with dots, and parameters that are None are left out.
+
+        A parameter that the run has with another value keeps it; a tag ``param_drift.<name>`` records the change.
 
         Args:
             params: Parameters, nested to any depth. Lists of scalars stay one value.
             *args: Ignored.
             **kwargs: Ignored.
         """
-        from mlflow.entities import Param
-
-        client = self.experiment
-        named = as_dict(params)
-        named = {key: value for key, value in named.items() if key != INSTANTIATOR}
-        flat = {allowed_name(key): param_text(key, value) for key, value in flatten(named)}
-        changed = [key for key, value in flat.items() if self._params.get(key, value) != value]
-        if changed:
-            rank_zero_warn(
-                "MLflow cannot change the parameters of a run; kept as they were: "
-                + ", ".join(f"{key} (was {self._params[key]}, now {flat[key]})" for key in changed)
-            )
-        new = [Param(key, value) for key, value in flat.items() if key not in self._params]
-        for start in range(0, len(new), _MAX_PARAMS_PER_BATCH):
-            batch = new[start : start + _MAX_PARAMS_PER_BATCH]
-            self._writer.run(partial(client.log_batch, self._run_id, params=batch))
-        self._params = flat | self._params
+        flat = flat_params(params)
+        if flat:
+            self._put({"params": flat})
 
     @override
     @rank_zero_only
@@ -200,24 +240,23 @@ class MLflowLogger(MLFlowLogger):
         Args:
             metrics: Values by name. Text is left out with a warning, as in Lightning.
             step: The step to which the values belong; None: 0.
-
-        Raises:
-            Exception: The error of an earlier call to the store in the background.
         """
-        from mlflow.entities import Metric
-
-        client = self.experiment
-        now_ms = int(time() * 1000)
-        batch = []
+        now_ms = int(time.time() * 1000)
+        points = []
         for name, value in metrics.items():
             if isinstance(value, str):
                 rank_zero_warn(f"Discarding the metric {name}={value!r}: it is text.")
                 continue
-            key = f"{self._prefix}{self.LOGGER_JOIN_CHAR}{name}" if self._prefix else name
-            batch.append(Metric(allowed_name(key), float(value), now_ms, step or 0))
-        self._writer.put(partial(client.log_batch, self._run_id, metrics=batch))
-        if self._synchronous:
-            self._writer.flush()
+            points.append([self._metric_name(name), float(value), now_ms, None if step is None else int(step)])
+        self._put({"metrics": points})
+        if self._trainer is not None and self._trainer.training:
+            trainer, self._trainer = self._trainer, None
+            self.log_hyperparams(data_of(trainer))
+
+    def _metric_name(self, name: str) -> str:
+        if name not in self._names:
+            self._names[name] = allowed_name(f"{self._prefix}{self.LOGGER_JOIN_CHAR}{name}" if self._prefix else name)
+        return self._names[name]
 
     @rank_zero_only
     def log_config(self, config: Mapping[str, Any], text: str) -> None:
@@ -228,12 +267,17 @@ class MLflowLogger(MLFlowLogger):
             text: The same configuration as a YAML document.
         """
         self.log_hyperparams(dict(config))
-        self._writer.run(partial(self.experiment.log_text, self._run_id, text, "config.yaml"))
+        self._put({"text": ["config.yaml", text]})
 
     @rank_zero_only
     def log_folder(self, folder: Path, name: str) -> None:
-        """Upload a local folder as artifacts under ``name``, and return when it is done."""
-        self.experiment.log_artifacts(str(self._run_id), str(folder), name)
+        """Upload the files of a local folder as artifacts under ``name``, and return when it is done.
+
+        If MLflow cannot be reached, they stay in the folder until it can.
+        """
+        for path in sorted(folder.iterdir()):
+            self._put({"file": [str(path.resolve()), name, False]})
+        self.flush()
 
     @rank_zero_only
     def log_file(self, write: Callable[[Path], None], name: str) -> None:
@@ -243,183 +287,141 @@ class MLflowLogger(MLFlowLogger):
             write: Function that writes the file to the path that it is given.
             name: Path under which the file is stored among the run's artifacts, such as ``pipeline/schedule.png``.
         """
-        self._writer.put(partial(self._upload_file, self.experiment, write, name))
-        if self._synchronous:
-            self._writer.flush()
+        path = self._spool_dir / f"file-{time.time_ns()}" / Path(name).name
+
+        def written() -> Entry:
+            path.parent.mkdir(parents=True)
+            write(path)
+            return {"file": [str(path), str(Path(name).parent), True]}
+
+        self._put(written)
 
     @override
-    @rank_zero_only
     def log_graph(self, model: nn.Module, input_array: Tensor | None = None) -> None:
-        """Log the strategy, layout, precision and device counts as parameters under ``dist.``, in place of a graph.
+        """Log how the run is distributed as parameters under ``dist.``, in place of a graph, and name the run.
 
-        Lightning calls this at the start of every run, after the strategy is set up. It is the only call that gives a
-        logger access to the Trainer.
+        Lightning calls this on all ranks at the start of every run, after the strategy is set up. It is the only call
+        that gives a logger access to the Trainer.
 
         Args:
             model: The LightningModule, whose Trainer has set up the strategy.
             input_array: Ignored.
         """
         trainer = getattr(model, "_trainer", None)
-        if trainer is not None:
-            self.log_hyperparams({"dist": spread(trainer)})
+        if trainer is None:
+            return
+        if self._logs_system_metrics and self._node_metrics is None:
+            self._start_node_metrics(trainer)
+        if trainer.is_global_zero:
+            self._describe(trainer)
 
-    @override
-    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
-        """Upload a ModelCheckpoint's new checkpoints, now or at the end, as ``log_model`` says."""
-        if self._log_model == "all" or (self._log_model is True and checkpoint_callback.save_top_k == -1):
-            self._writer.run(partial(self._upload_checkpoints, self.experiment, checkpoint_callback))
-        elif self._log_model is True:
-            self._checkpoint_callbacks[checkpoint_callback.state_key] = checkpoint_callback
+    def _describe(self, trainer: Trainer) -> None:
+        self.log_hyperparams({"dist": spread(trainer)})
+        self.log_hyperparams({"version": versions(), "git": git_state()})
+        if self._run_name is None and self._is_new_run:
+            self._put({"name": run_name(trainer)})
+        self._trainer = trainer  # The data loaders do not exist yet.
 
-    def flush(self) -> None:
-        """Wait until the store has everything that was logged.
+    def _start_node_metrics(self, trainer: Trainer) -> None:
+        """Sample the node's metrics on its first rank. This is a collective over all processes."""
+        _ = self.experiment  # This starts the run on rank 0.
+        own = None if self._outbox is None or self._outbox.run is None else (self._outbox.identity, self._outbox.run)
+        shared: tuple[RunIdentity, OpenRun] | None = trainer.strategy.broadcast(own)
+        if shared is None:
+            rank_zero_warn("system_metrics=True has no effect: MLflow could not be reached when the run started.")
+        elif trainer.local_rank == 0:
+            if not trainer.is_global_zero:
+                identity = replace(shared[0], training=self._training, run_id=shared[1].run_id, is_given=True)
+                self._outbox = Outbox(identity, self._spool_dir, self._connect_timeout, shared[1])
+                self._outbox.start()
+            self._node_metrics = NodeMetrics(
+                trainer.node_rank, self._tracking_uri, self._put, lambda: trainer.global_step
+            )
 
-        Raises:
-            Exception: The error of the first call to the store that failed.
-        """
-        self._writer.flush()
+    @property
+    def _is_new_run(self) -> bool:
+        return self._run_id is None and (self._resumed is None or not self._continues_run)
 
     @override
     @rank_zero_only
+    def after_save_checkpoint(self, checkpoint_callback: ModelCheckpoint) -> None:
+        """Upload a ModelCheckpoint's new checkpoints, now or at the end, as ``log_model`` says."""
+        for entry in self._uploads.saved(checkpoint_callback):
+            self._put(entry)
+
+    @rank_zero_only
+    def flush(self) -> None:
+        """Wait until the store has everything that was logged, or cannot be reached."""
+        if self._outbox is not None:
+            self._outbox.flush()
+
+    @override
     def finalize(self, status: str = "success") -> None:
-        """Upload the checkpoints and values that are still pending, and end the run if one was started.
+        """Send what is left, and end the run if one was started.
+
+        What MLflow has not got, because it cannot be reached, stays in the spool, which a warning names.
 
         Args:
             status: ``"failed"``, ``"success"`` or ``"finished"``. A run that failed because of Ctrl-C or a signal is
                 marked KILLED.
         """
-        client = self._client
-        if client is None:
+        if self._node_metrics is not None:
+            self._node_metrics.close()
+            self._node_metrics = None
+        if self._outbox is None:
             return
-        ended = _terminal_status(status)
-        try:
-            for callback in self._checkpoint_callbacks.values():
-                self._writer.run(partial(self._upload_checkpoints, client, callback))
-            self._writer.flush()
-        except Exception as error:
-            if ended == "FINISHED":
-                raise
-            # The error that ended the run is being raised, and this one must not replace it.
-            rank_zero_warn(f"MLflow did not take all of run {self._run_id}: {error}")
-        finally:
-            self._end_run(client, ended)
+        self._put_end(terminal_status(status))
+        outbox, self._outbox = self._outbox, None
+        outbox.close()
+        self._run = outbox.run
 
-    def _end_run(self, client: "MlflowClient", status: str) -> None:
-        try:
-            self._writer.run(partial(client.set_terminated, str(self._run_id), status))
-        except Exception as error:
-            if status == "FINISHED":
-                raise
-            rank_zero_warn(f"Run {self._run_id} could not be marked as {status} in MLflow: {error}")
-        finally:
-            self._writer.try_again()
+    @rank_zero_only
+    def _put_end(self, status: str) -> None:
+        for entry in self._uploads.at_end(has_failed=status != "FINISHED"):
+            self._put(entry)
+        self._put({"end": [status, int(time.time() * 1000)]})
 
-    def _create_run(self, client: "MlflowClient") -> None:
-        from mlflow.tracking.context.registry import resolve_tags
+    def _put(self, entry: Entry | Callable[[], Entry]) -> None:
+        outbox = self._started()
+        outbox.put(entry)
+        if self._synchronous:
+            outbox.flush()
 
-        self._experiment_id = self._find_or_create_experiment(client)
-        commit = git_state()
-        tags = {f"version.{name}": version for name, version in versions().items()}
-        tags |= {f"git.{name}": value for name, value in commit.items()}
-        if commit:
-            tags["mlflow.source.git.commit"] = commit["commit"]
-        tags |= {key: str(value) for key, value in (self.tags or {}).items()}
-        with own_randomness():
-            run = client.create_run(self._experiment_id, run_name=self._run_name, tags=resolve_tags(tags))
-        self._run_id = run.info.run_id
+    def _started(self) -> Outbox:
+        """Return the outbox, with the run started, unless MLflow cannot be reached."""
+        if self._outbox is None:
+            outbox = Outbox(self._identity(), self._spool_dir, self._connect_timeout, self._run)
+            outbox.start()
+            self._outbox, self._run, self._has_started = outbox, outbox.run, True
+            if self._version is None:
+                self._version = outbox.run.run_id if outbox.run is not None else f"offline-{self._training[:12]}"
+        return self._outbox
 
-    def _reopen_run(self, client: "MlflowClient", run_id: str) -> None:
-        from mlflow.exceptions import MlflowException
+    def _open_run(self) -> OpenRun | None:
+        if not self._has_started:
+            _ = self.experiment  # This starts the run on rank 0.
+        if self._run is None and self._outbox is not None:  # MLflow may be back in the meantime.
+            self._run = self._outbox.run
+        return self._run
 
-        try:
-            run = client.get_run(run_id)
-        except MlflowException as error:
-            raise ValueError(
-                f"MLflowLogger(run_id={run_id!r}): {self._tracking_uri} has no such run ({error.message}). Leave "
-                "run_id out to start a new one."
-            ) from error
-        self._experiment_id = run.info.experiment_id
-        self._params = dict(run.data.params)
-        client.update_run(run_id, status="RUNNING")
-        for key, value in (self.tags or {}).items():
-            client.set_tag(run_id, key, value)
-
-    def _find_or_create_experiment(self, client: "MlflowClient") -> str:
-        from mlflow.exceptions import MlflowException
-
-        found = client.get_experiment_by_name(self._experiment_name)
-        if found is None:
-            try:
-                return str(client.create_experiment(self._experiment_name, self._artifact_root()))
-            except MlflowException:
-                # Another run may have created the experiment in the meantime.
-                found = client.get_experiment_by_name(self._experiment_name)
-                if found is None:
-                    raise
-        if found.lifecycle_stage == "deleted":
-            raise ValueError(
-                f"MLflowLogger(experiment_name={self._experiment_name!r}): this experiment was deleted. Choose another "
-                f"name, or restore it: MLFLOW_TRACKING_URI={self._tracking_uri} mlflow experiments restore -x "
-                f"{found.experiment_id}"
-            )
-        return str(found.experiment_id)
+    def _identity(self) -> RunIdentity:
+        _, run_before, step = self._resumed or ("", None, None)
+        return RunIdentity(
+            self._tracking_uri,
+            self._experiment_name,
+            self._training,
+            time.time_ns() // 1_000_000,
+            self._artifact_root(),
+            self._run_name,
+            provenance_tags(),
+            {key: str(value) for key, value in (self.tags or {}).items()},
+            step,
+            run_id=self._run_id or (run_before if self._continues_run else None),
+            is_given=self._run_id is not None,
+            parent=None if self._continues_run else run_before,
+        )
 
     def _artifact_root(self) -> str | None:
         if self._artifact_location is None and self._tracking_uri.startswith(SQLITE):
             return Path(self.save_dir, self.name).resolve().as_uri()
         return self._artifact_location
-
-    def _upload_file(self, client: "MlflowClient", write: Callable[[Path], None], name: str) -> None:
-        with tempfile.TemporaryDirectory() as scratch:
-            path = Path(scratch, Path(name).name)
-            write(path)
-            client.log_artifact(str(self._run_id), str(path), str(Path(name).parent))
-
-    def _upload_checkpoints(self, client: "MlflowClient", callback: ModelCheckpoint) -> None:
-        run_id = str(self._run_id)
-        for path, score in _checkpoints(callback).items():
-            modified = path.stat().st_mtime
-            if self._uploaded.get(str(path), -1.0) >= modified:
-                continue
-            folder = path.stem
-            if path.is_dir():
-                client.log_artifacts(run_id, str(path), f"{folder}/{path.name}")
-            else:
-                client.log_artifact(run_id, str(path), folder)
-            is_best = str(path) == callback.best_model_path
-            about = {
-                "score": score,
-                "monitor": callback.monitor,
-                "original_filename": path.name,
-                "aliases": ["latest", "best"] if is_best else ["latest"],
-            }
-            with tempfile.TemporaryDirectory() as scratch:
-                Path(scratch, "metadata.json").write_text(json.dumps(about, indent=2))
-                client.log_artifacts(run_id, scratch, folder)
-            self._uploaded[str(path)] = modified
-
-
-def _checkpoints(callback: ModelCheckpoint) -> dict[Path, float | None]:
-    """Return the existing checkpoints of a callback, files and directories, oldest first, with their scores."""
-    scores: dict[str, Tensor | None] = {
-        callback.last_model_path: callback.current_score,
-        callback.best_model_path: callback.best_model_score,
-        **callback.best_k_models,
-    }
-    existing = [(Path(path), score) for path, score in scores.items() if path and Path(path).exists()]
-    existing.sort(key=lambda item: item[0].stat().st_mtime)
-    return {path: None if score is None else float(score) for path, score in existing}
-
-
-def _is_unreachable(error: Exception) -> bool:
-    """Return whether MLflow's client has given up reaching the server. It retries each call for minutes."""
-    from mlflow.exceptions import MlflowException
-
-    return type(error) is MlflowException and error.message.startswith("API request to ")
-
-
-def _terminal_status(status: str) -> str:
-    if status != "failed":
-        return "FINISHED"
-    # Lightning finalizes loggers while it handles the exception, and passes "failed" for every exception.
-    return "KILLED" if isinstance(sys.exc_info()[1], (KeyboardInterrupt, SIGTERMException, SystemExit)) else "FAILED"

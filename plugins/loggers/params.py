@@ -8,14 +8,17 @@ from typing import Any
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
+from lightning_dist.plugins._compat import INSTANTIATOR
+
 MAX_PARAM_LENGTH = 6000
 
 
-def as_dict(params: Any) -> dict[str, Any]:
-    """Return parameters, given as a dictionary, a Namespace or None, as a dictionary; an empty one for None."""
-    if params is None:
-        return {}
-    return vars(params) if isinstance(params, Namespace) else dict(params)
+def flat_params(params: dict[str, Any] | Namespace | None) -> dict[str, str]:
+    """Return the parameters that are not None as text, with dotted names that MLflow accepts."""
+    named = {} if params is None else vars(params) if isinstance(params, Namespace) else params
+    # LightningCLI adds this entry for load_from_checkpoint; it is not a parameter of the module.
+    named = {key: value for key, value in named.items() if key != INSTANTIATOR}
+    return {allowed_name(key): param_text(key, value) for key, value in flatten(named) if value is not None}
 
 
 def flatten(value: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:

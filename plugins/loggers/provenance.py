@@ -5,7 +5,12 @@ import subprocess
 from importlib import metadata
 from typing import Any
 
+import torch
 from lightning.pytorch import Trainer
+
+from lightning_dist.plugins._compat import training_loaders
+from lightning_dist.plugins.global_batch import global_batch
+from lightning_dist.plugins.loggers.dataset_digest import describe_dataset
 
 _DISTRIBUTIONS = ("lightning-dist", "torch", "lightning", "mlflow")
 _GIT_TIMEOUT_S = 5
@@ -36,6 +41,14 @@ def git_state() -> dict[str, str]:
     return {"commit": commit} if changes is None else {"commit": commit, "dirty": str(bool(changes)).lower()}
 
 
+def provenance_tags() -> dict[str, str]:
+    """Return the versions and the commit as the tags of a run; MLflow's page shows one of them as the source."""
+    commit = git_state()
+    tags = {f"version.{name}": version for name, version in versions().items()}
+    tags |= {f"git.{name}": value for name, value in commit.items()}
+    return tags | ({"mlflow.source.git.commit": commit["commit"]} if commit else {})
+
+
 def _git(*args: str) -> str | None:
     try:
         done = subprocess.run(["git", *args], capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=True)
@@ -49,16 +62,59 @@ def spread(trainer: Trainer) -> dict[str, Any]:
 
     Args:
         trainer: A Trainer whose strategy is set up. If the strategy has a ``layout`` with a method ``describe()``, the
-            size of each of its axes is included.
+            size of each of its axes is included; so are the ``settings`` of this project's strategies, such as the
+            compression.
     """
     strategy = trainer.strategy
     layout = getattr(strategy, "layout", None)
     return {
-        "strategy": getattr(strategy, "strategy_name", None) or type(strategy).__name__,
+        "strategy": _strategy_name(trainer),
         "precision": trainer.precision,
         "accelerator": type(trainer.accelerator).__name__.removesuffix("Accelerator").lower(),
         "num_devices": trainer.num_devices,
         "num_nodes": trainer.num_nodes,
         "world_size": trainer.world_size,
+        "device": _device_name(strategy.root_device),
         "layout": {} if layout is None else layout.describe(),
+        **getattr(strategy, "settings", {}),
     }
+
+
+def _strategy_name(trainer: Trainer) -> str:
+    return getattr(trainer.strategy, "strategy_name", None) or type(trainer.strategy).__name__
+
+
+def _device_name(device: torch.device) -> str:
+    """Return the model of a GPU, or the processor's architecture."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+
+
+def run_name(trainer: Trainer) -> str:
+    """Return the strategy and the sizes of its layout, such as ``hybrid_shard 2x4``."""
+    name = _strategy_name(trainer)
+    layout = getattr(trainer.strategy, "layout", None)
+    if layout is None:
+        return name if trainer.world_size == 1 else f"{name} {trainer.world_size}"
+    sizes = {axis: size for axis, size in layout.sizes.items() if size > 1}
+    if name == "nd_parallel":
+        return " ".join([name, *(f"{axis}{size}" for axis, size in sizes.items())])
+    return f"{name} {'x'.join(map(str, sizes.values())) or 1}"
+
+
+def data_of(trainer: Trainer) -> dict[str, Any]:
+    """Return the sizes of a training's batches, and a digest of its dataset; empty if they are not known.
+
+    Args:
+        trainer: A Trainer that trains, whose data loaders exist.
+    """
+    found: dict[str, Any] = {}
+    if batch := global_batch(trainer):
+        found["dist"] = {
+            "batch_per_rank": batch.per_rank,
+            "accumulate_grad_batches": batch.accumulate,
+            "global_batch": batch.total,
+        }
+    loader = next((loader for loader in training_loaders(trainer) if hasattr(loader, "dataset")), None)
+    if loader is not None:
+        found["data"] = describe_dataset(loader.dataset, getattr(trainer, "datamodule", None))
+    return found

@@ -1,10 +1,13 @@
 """Connect to MLflow's store, and keep it from disturbing a training process."""
 
+import fcntl
 import logging
+import os
 import random
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
@@ -13,6 +16,24 @@ from lightning_dist.plugins.tracking_uri import SQLITE, absolute_uri, sqlite_fil
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
+
+# MLflow's codes of errors that the same call would have again.
+_REFUSALS = {
+    "INVALID_PARAMETER_VALUE",
+    "RESOURCE_DOES_NOT_EXIST",
+    "RESOURCE_ALREADY_EXISTS",
+    "RESOURCE_LIMIT_EXCEEDED",
+    "BAD_REQUEST",
+    "MALFORMED_REQUEST",
+    "INVALID_STATE",
+}
+_REQUEST_DEFAULTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
+"""MLflow's client would retry a call for minutes, with a line for each retry, while new metrics wait behind it. The
+logger tries again itself."""
+
+
+class UnusableStoreError(ValueError):
+    """Report that the store, the experiment or the run that the user has named cannot be used."""
 
 
 def default_save_dir(tracking_uri: str) -> str:
@@ -24,12 +45,24 @@ def default_save_dir(tracking_uri: str) -> str:
     return "mlruns"
 
 
+def default_spool_dir(save_dir: str) -> Path:
+    """Return the folder of spools, which must be a local one."""
+    return Path("mlruns" if "://" in save_dir else save_dir, "mlflow-spool")
+
+
+def is_local(tracking_uri: str) -> bool:
+    """Return whether a store is a file of this machine, which is always there."""
+    return tracking_uri.startswith((SQLITE, "file:"))
+
+
 def connect(tracking_uri: str) -> "MlflowClient":
     """Return a client of the store, and create the store if it is an SQLite file that does not exist.
 
     Raises:
-        ValueError: If MLflow does not accept the URI.
+        UnusableStoreError: If MLflow does not accept the URI.
     """
+    for name, value in _REQUEST_DEFAULTS.items():
+        os.environ.setdefault(name, value)
     if tracking_uri.startswith(SQLITE):
         database = sqlite_file(tracking_uri)
         if not database.exists():
@@ -38,11 +71,32 @@ def connect(tracking_uri: str) -> "MlflowClient":
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 
-    with _quiet("alembic", "mlflow.store"):
+    with _quiet("alembic", "mlflow.store"), _one_at_a_time(tracking_uri):
         try:
             return MlflowClient(absolute_uri(tracking_uri))
         except MlflowException as error:
-            raise ValueError(f"MLflowLogger(tracking_uri={tracking_uri!r}): {error.message}") from error
+            raise UnusableStoreError(f"MLflowLogger(tracking_uri={tracking_uri!r}): {error.message}") from error
+
+
+def is_refused(error: Exception) -> bool:
+    """Return whether the store has refused a call for what it contains, and would do so again."""
+    from mlflow.exceptions import MlflowException
+
+    return isinstance(error, MlflowException) and error.error_code in _REFUSALS
+
+
+@contextmanager
+def _one_at_a_time(tracking_uri: str) -> Iterator[None]:
+    """Keep other processes from creating the same SQLite database in this context, of which all but one would fail."""
+    if not tracking_uri.startswith(SQLITE):
+        yield
+        return
+    folder = os.open(sqlite_file(tracking_uri).resolve().parent, os.O_RDONLY)  # This leaves no file behind.
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """Provide the strategies, and register them under the names that ``Trainer(strategy=...)`` takes."""
 
 from collections.abc import Callable
+from typing import Any
 
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
@@ -45,11 +46,16 @@ def register() -> None:
         name = strategy.strategy_name
         if name not in StrategyRegistry:
             StrategyRegistry.register(name, strategy, description=(strategy.__doc__ or "").partition("\n")[0])
-    _compat.intercept_checkpoint_paths(
-        MeshStrategy, resume_path.resolve_ckpt_path, resume_path.resume, _restore_when_sharded
-    )
+    _compat.intercept_checkpoint_paths(MeshStrategy, _resolve_ckpt_path, resume_path.resume, _restore_when_sharded)
     _compat.read_checkpoint_directories()
     _compat.compute_gradient_norms_of_shards()
+
+
+def _resolve_ckpt_path(trainer: Trainer, asked: Any, found: Callable[[], Any]) -> Any:
+    assert isinstance(trainer.strategy, MeshStrategy)
+    path = resume_path.resolve_ckpt_path(trainer, asked, found)
+    trainer.strategy.resumes_from = path
+    return path
 
 
 def _restore_when_sharded(trainer: Trainer, restore: Callable[[], None]) -> None:

@@ -60,6 +60,7 @@ class CheckpointedStrategy(SharedBatchStrategy):
         self._checkpoints = Checkpoints(self._checkpoint_options, timeout)
         self._exact_resume = ExactResume()
         self._restore: Callable[[], None] | None = None
+        self.resumes_from: Any = None  # This is the path of the checkpoint that the coming fit resumes, or None.
         self._has_averages = False
 
     @property

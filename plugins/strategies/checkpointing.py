@@ -21,6 +21,7 @@ from lightning_dist.checkpoint import CheckpointError, Manifest, Save, Snapshot,
 from lightning_dist.checkpoint.state import by_name
 from lightning_dist.consensus import raise_on_all_ranks
 from lightning_dist.plugins.strategies.bookkeeping import Bookkeeping, absolute
+from lightning_dist.plugins.strategies.logged_runs import runs_of
 from lightning_dist.plugins.strategies.retention import Retention
 
 __all__ = ["CheckpointOptions", "Checkpoints", "optimizer_state"]
@@ -112,6 +113,8 @@ class Checkpoints:
         self.finish_pending()
         step = int(checkpoint.get("global_step", 0))
         about = {"global_step": step, "epoch": checkpoint.get("epoch"), "run": self._run}
+        if self._trainer is not None:
+            about |= runs_of(self._trainer)
         asynchronous = self._is_fitting and self._options.asynchronous
         snapshot: Snapshot | Exception
         try:

@@ -57,6 +57,7 @@ from lightning_dist.plugins.strategies.gradient_compression import (
     sync_config,
     with_loss_scaling,
 )
+from lightning_dist.plugins.strategies.logged_runs import continue_runs
 from lightning_dist.plugins.strategies.memory_report import MemoryReport
 from lightning_dist.plugins.strategies.offloading import (
     backend_for_offload,
@@ -64,6 +65,7 @@ from lightning_dist.plugins.strategies.offloading import (
     offloads_optimizer,
     refuse_offload,
 )
+from lightning_dist.plugins.strategies.run_settings import run_settings
 from lightning_dist.plugins.strategies.startup_table import startup_table
 from lightning_dist.plugins.strategies.steps.base import Steps, begins_accumulation
 from lightning_dist.plugins.strategies.steps.choice import complete_config, make_steps, refuse_other_config
@@ -211,6 +213,8 @@ class MeshStrategy(CheckpointedStrategy):
             # Lightning keeps checkpoint callbacks last, so that they save the states that all others have updated.
             first_checkpoint = next((i for i, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
             callbacks.insert(first_checkpoint, FaultTolerance())
+        if self._trainer.state.fn == TrainerFn.FITTING:
+            continue_runs(self._trainer, self.resumes_from)
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
@@ -344,6 +348,11 @@ class MeshStrategy(CheckpointedStrategy):
         check_optimizers(self.optimizers, self.lightning_module, type(self).__name__)
         self._local_steps = [LocalStep(optimizer) for optimizer in self.optimizers]
         self._undo_optimizers = self.parallel.prepare_optimizers(self.optimizers)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return what runs are compared by in a logger, besides the layout; None stands for what is not in use."""
+        return run_settings(self._config, self.parallel)
 
     @property
     def steps(self) -> Steps:

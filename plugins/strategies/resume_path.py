@@ -17,7 +17,7 @@ from lightning_dist.consensus import OtherRankError, raise_on_all_ranks
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.bookkeeping import absolute
 
-__all__ = ["AUTO", "ResumePath", "resolve_ckpt_path", "resume"]
+__all__ = ["AUTO", "ResumePath", "candidates", "resolve_ckpt_path", "resume"]
 
 AUTO = "auto"
 
@@ -76,21 +76,21 @@ def resume(trainer: Trainer, path: Any, load: Callable[[Any], None]) -> None:
     if not isinstance(path, ResumePath):
         load(path)
         return
-    candidates: list[str] = []
+    names: list[str] = []
     with raise_on_all_ranks(f"looking for checkpoints in {' and '.join(path.folders)}"):
         if trainer.is_global_zero:
-            candidates = _candidates(path)
-    candidates = trainer.strategy.broadcast(candidates)
-    for candidate in candidates:
+            names = candidates(path)
+    names = trainer.strategy.broadcast(names)
+    for candidate in names:
         try:
             load(candidate)
         except (CheckpointError, OtherRankError) as error:
             rank_zero_warn(f"{error} Trying the one before.")
         else:
             return
-    if candidates:
+    if names:
         raise CheckpointError(
-            f"None of the {len(candidates)} checkpoints in {' and '.join(path.folders)} can be read; the reasons are"
+            f"None of the {len(names)} checkpoints in {' and '.join(path.folders)} can be read; the reasons are"
             " above. To start afresh, move them away."
         )
     if trainer.state.fn != TrainerFn.FITTING:
@@ -102,7 +102,7 @@ def resume(trainer: Trainer, path: Any, load: Callable[[Any], None]) -> None:
     load(None)
 
 
-def _candidates(path: ResumePath) -> list[str]:
+def candidates(path: ResumePath) -> list[str]:
     """Return the checkpoints to try: first ``path`` unless it is AUTO, then those in its folders, newest first."""
     newest_first = [found for folder in path.folders for found in find(folder)]
     newest_first.sort(key=lambda found: getattr(found[1], "saved_at", 0.0), reverse=True)

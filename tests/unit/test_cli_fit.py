@@ -349,7 +349,7 @@ def _fit_hybrid_here() -> dict[str, Any]:
         "code": code,
         "owns": {id(p) for p in optimizer.param_groups[0]["params"]} == {id(p) for p in module.parameters()},
         "run_id": trainer.logger.version,
-        "connected": trainer.logger._client is not None,
+        "connected": trainer.logger._run is not None,
         "weight": module.layer.weight.full_tensor().flatten().tolist(),  # type: ignore[operator]
     }
 

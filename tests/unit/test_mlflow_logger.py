@@ -1,11 +1,10 @@
 import os
 import pickle
+import platform
 import random
 import subprocess
 import sys
-import threading
 from argparse import Namespace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,11 +18,11 @@ from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from mlflow import MlflowClient
-from mlflow.exceptions import MlflowException
 
+from lightning_dist.layout import ParallelLayout
 from lightning_dist.plugins.loggers import MLflowLogger
 from lightning_dist.plugins.loggers import mlflow as logger_module
-from lightning_dist.plugins.loggers.background import BackgroundWriter
+from lightning_dist.plugins.loggers import outbox as outbox_module
 
 pytestmark = pytest.mark.usefixtures("workplace")
 
@@ -41,7 +40,7 @@ class Module(BoringModel):
 
 def fit(logger: MLflowLogger, module: LightningModule | None = None, **kwargs: Any) -> Trainer:
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "log_every_n_steps": 2}
-    trainer = Trainer(accelerator="cpu", logger=logger, max_steps=4, limit_val_batches=1, **(quiet | kwargs))
+    trainer = Trainer(accelerator="cpu", logger=logger, limit_val_batches=1, **({"max_steps": 4} | quiet | kwargs))
     trainer.fit(module or Module())
     return trainer
 
@@ -68,6 +67,10 @@ def test_by_default_a_run_is_logged_with_all_its_files_in_one_folder() -> None:
     assert {key: run.data.params[key] for key in ("lr", "sizes")} == {"lr": "0.1", "sizes": "(1, 2)"}
     assert {key.removeprefix("dist."): value for key, value in run.data.params.items() if key.startswith("dist.")} == {
         "strategy": "single_device",
+        "device": platform.machine(),
+        "batch_per_rank": "1",
+        "accumulate_grad_batches": "1",
+        "global_batch": "1",
         "precision": "32-true",
         "accelerator": "cpu",
         "num_devices": "1",
@@ -118,7 +121,7 @@ def test_ranks_other_than_0_never_connect_to_the_store(monkeypatch: pytest.Monke
         raise AssertionError("connected")
 
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    monkeypatch.setattr(logger_module, "connect", refuse)
+    monkeypatch.setattr(outbox_module, "connect", refuse)
     logger = MLflowLogger("gpt")
     logger.log_metrics({"a": 1.0}, step=0)
     logger.log_hyperparams({"a": 1})
@@ -133,8 +136,8 @@ def test_ranks_other_than_0_never_connect_to_the_store(monkeypatch: pytest.Monke
 
 def test_the_logger_connects_once_and_only_when_something_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     connections = []
-    connect = logger_module.connect
-    monkeypatch.setattr(logger_module, "connect", lambda uri: connections.append(uri) or connect(uri))
+    connect = outbox_module.connect
+    monkeypatch.setattr(outbox_module, "connect", lambda uri: connections.append(uri) or connect(uri))
     logger = MLflowLogger()
     logger.finalize("success")
     assert connections == []
@@ -147,7 +150,7 @@ def test_the_logger_connects_once_and_only_when_something_is_logged(monkeypatch:
     ("params", "expected"),
     [
         ({"a": {"b": {"c": 1}}}, {"a.b.c": "1"}),
-        (Namespace(a=1, b=Namespace(c=None)), {"a": "1", "b.c": "None"}),
+        (Namespace(a=1, b=Namespace(c=None)), {"a": "1"}),
         ({"l": [1, 2]}, {"l": "[1, 2]"}),
         ({"l": [{"x": 1}, 5]}, {"l.0.x": "1", "l.1": "5"}),
         ({"long": "x" * 6000}, {"long": "x" * 6000}),
@@ -181,6 +184,7 @@ def test_hyperparameters_that_mlflow_does_not_accept_are_adapted_with_a_warning(
     logger.log_hyperparams({"a": 1})
     with pytest.warns((UserWarning, RuntimeWarning), match=warning):
         logger.log_hyperparams(params)
+        logger.flush()
     assert run_of(logger).data.params == expected
 
 
@@ -335,6 +339,7 @@ def test_checkpoints_are_uploaded_at_once_or_at_the_end(
     expected = {f"{m}/{m}.ckpt/{name}".rstrip("/") for m in ("a", "b") for name in inside}
     expected |= {f"{m}/metadata.json" for m in ("a", "b")}
     artifacts = Path(logger.log_dir, "artifacts")
+    logger.flush()
     assert files(artifacts) == (expected if when == "now" else set())
     logger.finalize("success")
     assert files(artifacts) == expected
@@ -350,22 +355,37 @@ def test_a_checkpoint_is_uploaded_again_only_when_it_changed(monkeypatch: pytest
         logger.after_save_checkpoint(callback)
     os.utime("last.ckpt", (2e9, 2e9))
     logger.after_save_checkpoint(callback)
-    assert uploads == ["last.ckpt"] * 2
+    logger.flush()
+    assert [path for path in uploads if path.endswith(".ckpt")] == [str(Path("last.ckpt").resolve())] * 2
 
 
 def test_the_layout_of_a_strategy_is_logged() -> None:
-    layout = SimpleNamespace(describe=lambda: {"dp_replicate": 2, "dp_shard": 4})
-    strategy = SimpleNamespace(strategy_name="hybrid_shard", layout=layout)
+    layout = ParallelLayout(dp_replicate=2, dp_shard=4)
+    settings = {"compression": "powersgd (rank=4)", "schedule": None}
+    strategy = SimpleNamespace(
+        strategy_name="hybrid_shard", layout=layout, settings=settings, root_device=torch.device("cpu")
+    )
     trainer = SimpleNamespace(
-        strategy=strategy, precision="bf16-mixed", accelerator=object(), num_devices=4, num_nodes=2, world_size=8
+        strategy=strategy,
+        is_global_zero=True,
+        precision="bf16-mixed",
+        accelerator=object(),
+        num_devices=4,
+        num_nodes=2,
+        world_size=8,
     )
     module = Module()
     module._trainer = trainer  # type: ignore[assignment]
     logger = MLflowLogger()
     logger.log_graph(module)
-    params = run_of(logger).data.params
+    run = run_of(logger)
+    assert run.info.run_name == "hybrid_shard 2x4"
+    params = run.data.params
     assert params["dist.strategy"] == "hybrid_shard"
-    assert (params["dist.layout.dp_replicate"], params["dist.layout.dp_shard"]) == ("2", "4")
+    assert (params["dist.layout.dp_replicate_size"], params["dist.layout.dp_shard_size"]) == ("2", "4")
+    assert params["dist.compression"] == "powersgd (rank=4)"
+    assert "dist.schedule" not in params
+    assert params["version.torch"] == torch.__version__
 
 
 def test_creating_a_database_prints_one_line_instead_of_the_migrations() -> None:
@@ -381,81 +401,6 @@ def test_creating_a_database_prints_one_line_instead_of_the_migrations() -> None
     assert lines == ["Creating the MLflow database new/runs.db (once, a few seconds)."]
 
 
-class Store:
-    """Simulate a store that waits until ``open`` is set, and raises in its first ``failing`` calls."""
-
-    def __init__(self, failing: int = 0) -> None:
-        self.taken: list[Any] = []
-        self.failing = failing
-        self.open = threading.Event()
-
-    def log_batch(self, run_id: str, metrics: Any) -> None:
-        assert self.open.wait(10)
-        self.taken.append(metrics[0].value)
-        if len(self.taken) <= self.failing:
-            raise ConnectionError(f"refused {metrics[0].value}")
-
-    def set_terminated(self, run_id: str, status: str) -> None:
-        self.taken.append(status)
-
-
-def with_store(store: Store, **kwargs: Any) -> MLflowLogger:
-    logger = MLflowLogger(**kwargs)
-    logger._client, logger._run_id = store, "run"  # type: ignore[assignment]
-    return logger
-
-
-def test_metrics_are_sent_in_order_without_waiting() -> None:
-    store = Store()
-    logger = with_store(store)
-    for value in range(5):
-        logger.log_metrics({"a": value})
-    assert store.taken == []
-    store.open.set()
-    logger.finalize("success")
-    assert store.taken == [0.0, 1.0, 2.0, 3.0, 4.0, "FINISHED"]
-
-
-def test_an_error_of_the_store_is_raised_once_by_the_next_flush() -> None:
-    store = Store(failing=1)
-    logger = with_store(store)
-    logger.log_metrics({"a": 0})
-    store.open.set()
-    with pytest.raises(ConnectionError, match="refused 0"):
-        logger.flush()
-    logger.log_metrics({"a": 1})
-    logger.flush()
-    assert store.taken == [0.0, 1.0]
-
-
-def test_a_synchronous_logger_raises_at_once() -> None:
-    store = Store(failing=1)
-    store.open.set()
-    logger = with_store(store, synchronous=True)
-    with pytest.raises(ConnectionError, match="refused 7"):
-        logger.log_metrics({"a": 7})
-
-
-def test_the_end_of_a_run_is_recorded_even_if_logging_metrics_failed() -> None:
-    store = Store(failing=1)
-    logger = with_store(store)
-    logger.log_metrics({"a": 0})
-    store.open.set()
-    with pytest.raises(ConnectionError):
-        logger.finalize("success")
-    assert store.taken == [0.0, "FINISHED"]
-
-
-def test_a_failing_store_does_not_hide_why_a_run_failed() -> None:
-    store = Store(failing=1)
-    logger = with_store(store)
-    logger.log_metrics({"a": 0})
-    store.open.set()
-    with pytest.warns(UserWarning, match="did not take all of run run: refused 0"):
-        logger.finalize("failed")
-    assert store.taken == [0.0, "FAILED"]
-
-
 def test_a_relative_path_with_a_dot_is_that_database(mlflow_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(mlflow_folder)
     before = set(mlflow_folder.iterdir())
@@ -464,39 +409,3 @@ def test_a_relative_path_with_a_dot_is_that_database(mlflow_folder: Path, monkey
     logger.finalize("success")
     assert set(mlflow_folder.iterdir()) - before <= {mlflow_folder / "mlruns"}
     assert MlflowClient("sqlite:///mlflow.db").get_run(logger.run_id).data.metrics["a"] == 1.0
-
-
-def test_a_store_that_cannot_be_reached_is_asked_once() -> None:
-    class Gone(Store):
-        num_calls = 0
-
-        def log_batch(self, *args: Any, **kwargs: Any) -> None:
-            self.open.wait(10)
-            self.num_calls += 1
-            raise MlflowException("API request to http://gone failed with exception")
-
-        set_terminated = log_batch
-
-    store = Gone()
-    logger = with_store(store)
-    for value in range(5):
-        logger.log_metrics({"a": value})
-    store.open.set()
-    with pytest.warns(UserWarning, match="could not be marked as FAILED in MLflow: API request"):
-        logger.finalize("failed")
-    assert store.num_calls == 1
-
-
-def test_a_full_queue_blocks_the_caller() -> None:
-    store = Store()
-    writer = BackgroundWriter(max_pending=2)
-    for value in range(2):
-        writer.put(partial(store.log_batch, "run", [SimpleNamespace(value=value)]))
-    third = threading.Thread(target=writer.put, args=(partial(store.log_batch, "run", [SimpleNamespace(value=2)]),))
-    third.start()
-    third.join(0.2)
-    assert third.is_alive()
-    store.open.set()
-    third.join(10)
-    writer.flush()
-    assert store.taken == [0, 1, 2]
