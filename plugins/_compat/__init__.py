@@ -24,6 +24,7 @@ from lightning_dist.plugins._compat.checkpoints import (
     requeue_signal,
 )
 from lightning_dist.plugins._compat.loaders import (
+    FINGERPRINT,
     are_sequential,
     make_dataloader,
     mode_of_loaders,
@@ -83,6 +84,7 @@ from lightning_dist.plugins._compat.scaler import ShardedGradScaler
 from lightning_dist.plugins._compat.strategies import LightningStrategy, clip_after_closure
 
 __all__ = [
+    "FINGERPRINT",
     "INSTANTIATOR",
     "LINK_CHECKPOINT",
     "LightningStrategy",

@@ -19,6 +19,7 @@ from lightning.pytorch.utilities import CombinedLoader
 from torch.utils.data import DataLoader
 
 __all__ = [
+    "FINGERPRINT",
     "are_sequential",
     "make_dataloader",
     "mode_of_loaders",
@@ -29,6 +30,13 @@ __all__ = [
     "transferred",
     "validates_alike",
 ]
+
+
+FINGERPRINT = "_fingerprint"
+"""Name of the attribute of Hugging Face's datasets that holds a digest of their data.
+
+This could be replaced by a public property of them.
+"""
 
 
 def mode_of_loaders(trainer: Trainer) -> str | None:

@@ -10,10 +10,12 @@ import torch
 import xxhash
 from torch import Tensor
 
+from lightning_dist.plugins._compat import FINGERPRINT
+
 __all__ = ["describe_dataset"]
 
-_NAMES_OF_DIGESTS = ("digest", "fingerprint", "_fingerprint")
-"""Attributes that hold a digest already; Hugging Face's datasets have the last one."""
+_NAMES_OF_DIGESTS = ("digest", "fingerprint", FINGERPRINT)
+"""Attributes that hold a digest already."""
 _NUM_SAMPLED = 4096
 
 

@@ -129,7 +129,7 @@ class MLflowLogger(MLFlowLogger):
         self._run: OpenRun | None = None
         self._outbox: Outbox | None = None
         self._has_started = False
-        self._version: str | None = run_id
+        self._folder_name: str | None = run_id
         self._names: dict[str, str] = {}
         self._trainer: Trainer | None = None
 
@@ -185,7 +185,7 @@ class MLflowLogger(MLFlowLogger):
     def version(self) -> str | None:
         """Return the run's ID, or a name for its folder if MLflow could not be reached when it started."""
         self._open_run()
-        return self._version
+        return self._folder_name
 
     @property
     @override
@@ -393,8 +393,8 @@ class MLflowLogger(MLFlowLogger):
             outbox = Outbox(self._identity(), self._spool_dir, self._connect_timeout, self._run)
             outbox.start()
             self._outbox, self._run, self._has_started = outbox, outbox.run, True
-            if self._version is None:
-                self._version = outbox.run.run_id if outbox.run is not None else f"offline-{self._training[:12]}"
+            if self._folder_name is None:
+                self._folder_name = outbox.run.run_id if outbox.run is not None else f"offline-{self._training[:12]}"
         return self._outbox
 
     def _open_run(self) -> OpenRun | None:
