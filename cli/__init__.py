@@ -17,7 +17,10 @@ _TRAINER_COMMANDS = {
     "test": "run one test epoch",
     "predict": "run a model over data and collect what it returns",
 }
-_COMMANDS = _TRAINER_COMMANDS | {"checkpoint": "turn a sharded checkpoint into one file"}
+_COMMANDS = _TRAINER_COMMANDS | {
+    "check": "compare a step under a strategy with one process, before a training",
+    "checkpoint": "turn a sharded checkpoint into one file",
+}
 
 _EXTRA = ("jsonargparse", "docstring_parser", "omegaconf", "mlflow")
 
@@ -70,6 +73,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         print_error(f'{command} needs {" and ".join(missing)}: pip install "lightning-dist[cli]"')
         return BAD_CONFIGURATION
+    if command == "check":
+        from lightning_dist.cli.check import run as run_check
+
+        return run_check(arguments)
     from lightning_dist.cli.trainer import run as run_trainer
 
     return run_trainer(arguments)

@@ -51,12 +51,25 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         The exit code: 0 for success, 1 if training failed, 2 for a bad configuration.
     """
+    return run_command(TrainerCommand, arguments)
+
+
+def run_command(command: "type[TrainerCommand]", arguments: Sequence[str]) -> int:
+    """Run a command that is configured like those of the Trainer.
+
+    Args:
+        command: Class of the command, which runs when it is created.
+        arguments: The command's name and its options.
+
+    Returns:
+        The exit code: that of the command if it exits, 0 for success, 1 if training failed, 2 for a bad configuration.
+    """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     _silence_known_warnings()
     progress = Progress()
     try:
-        TrainerCommand(progress, list(arguments) if sys.argv[1:] != list(arguments) else None)
+        command(progress, list(arguments) if sys.argv[1:] != list(arguments) else None)
     except SIGTERMException:
         return TRAINING_FAILED
     except SystemExit as stop:
@@ -98,20 +111,21 @@ class TrainerCommand(CommandLine):
     Args:
         progress: Callback that records whether the run has reached its first batch.
         args: The command line; None: that of the process.
+        kwargs: Further arguments of LightningCLI, which override those that are set here.
     """
 
-    def __init__(self, progress: Progress, args: list[str] | None = None) -> None:
+    def __init__(self, progress: Progress, args: list[str] | None = None, **kwargs: Any) -> None:
         self._progress = progress
         self._command = (args or sys.argv[1:])[0]
         # This lets ${trainer.max_steps} refer to this command's option, which is stored under the command's name.
         set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
         header = [f"{name}=={version}" for name, version in versions().items()]
         shared = {"dump_header": header}
-        super().__init__(
-            save_config_callback=SaveRunConfig,
-            trainer_defaults={"logger": _DEFAULT_LOGGER},
-            parser_class=_Parser,
-            parser_kwargs={
+        defaults: dict[str, Any] = {
+            "save_config_callback": SaveRunConfig,
+            "trainer_defaults": {"logger": _DEFAULT_LOGGER},
+            "parser_class": _Parser,
+            "parser_kwargs": {
                 "prog": "lightning-dist",
                 "allow_abbrev": False,
                 # This mode resolves interpolations, such as ${model.init_args.dim}, after all files and flags are read.
@@ -120,9 +134,10 @@ class TrainerCommand(CommandLine):
                 self._command: dict(shared),
             },
             # LightningCLI would create the optimizer before the strategy has sharded the parameters.
-            auto_configure_optimizers=False,
-            args=args,
-        )
+            "auto_configure_optimizers": False,
+            "args": args,
+        }
+        super().__init__(**(defaults | kwargs))
 
     @override
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]

@@ -6,6 +6,7 @@ Importing this package registers the strategies, so that ``Trainer(strategy="hyb
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import full_parameters
 from lightning_dist.plugins.callbacks import FaultTolerance
+from lightning_dist.plugins.parity_check import check
 from lightning_dist.plugins.precision import Float8Precision, MeshPrecision
 from lightning_dist.plugins.strategies import (
     CheckpointOptions,
@@ -33,6 +34,7 @@ __all__ = [
     "ParallelLayout",
     "PipelineParallelStrategy",
     "TensorParallelStrategy",
+    "check",
     "full_parameters",
 ]
 

@@ -47,6 +47,7 @@ from lightning_dist._compat.processes import (
     num_collectives,
     process_groups,
     recorded_collectives,
+    without_process_group,
 )
 from lightning_dist._compat.tensors import (
     GROUPED_MM,
@@ -99,5 +100,6 @@ __all__ = [
     "shifted",
     "step_hooks",
     "take_post_accumulate_hooks",
+    "without_process_group",
     "without_torch_functions",
 ]  # fmt: skip
