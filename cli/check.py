@@ -1,12 +1,13 @@
 """Run ``lightning-dist check``, which compares a step under a strategy with one process."""
 
 import contextlib
-import json as json_format
+import json
 import sys
 from collections.abc import Sequence
 from typing import Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser
 from typing_extensions import override
 
 from lightning_dist.audit import AuditError
@@ -44,7 +45,7 @@ options:
   --whole_batch BOOL    Let one process compute the batches of all ranks as one batch, for losses that compare samples
                         of several ranks, instead of one after the other with accumulated gradients, as DDP does.
                         (default: true with manual optimization and sync_batchnorm, else false)
-  --json BOOL           Print the results as JSON, with the deviations of all parameters. (default: false)
+  --json                Print the results as JSON, with the deviations of all parameters.
   -h, --help            Show this and exit; the other options: lightning-dist fit --help
 
 exit codes:
@@ -53,7 +54,7 @@ exit codes:
 examples:
   lightning-dist check -c examples/gpt/base.yaml -c examples/gpt/hybrid_shard.yaml
   lightning-dist check -c my.yaml --trainer.strategy=tensor_parallel --model.init_args.num_layers=2
-  lightning-dist check -c my.yaml --float64=false --json=true > check.json
+  lightning-dist check -c my.yaml --float64=false --json > check.json
   torchrun --nproc-per-node=4 -m lightning_dist.cli check -c my.yaml --trainer.devices=4
 """
 
@@ -85,7 +86,6 @@ class _Options(Trainer):
         float64: bool | None = None,
         tolerance: float | None = None,
         whole_batch: bool | None = None,
-        json: bool = False,
         ckpt_path: str | None = None,
         weights_only: bool | None = None,
     ) -> None:
@@ -98,7 +98,6 @@ class _Options(Trainer):
             float64: Whether to compute in float64.
             tolerance: Largest accepted relative deviation.
             whole_batch: Whether one process computes the batches of all ranks as one batch.
-            json: Whether to print the results as JSON.
             ckpt_path: Accepted because configurations of a fit may have it; the check starts from initial weights.
             weights_only: Accepted in the same way.
         """
@@ -113,6 +112,11 @@ class _CheckCommand(TrainerCommand):
     @override
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
         return {"check": {"model", "datamodule"}}
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        parser.add_argument("--json", action="store_true", help="Print the results as JSON.")
 
     @override
     def read_checkpoint_hparams(self, path: str) -> None:
@@ -131,13 +135,12 @@ class _CheckCommand(TrainerCommand):
         self._trainer_arguments = {**self.config_init.check.trainer, "logger": self._has_logger}
         return cast(Trainer, self)
 
-    def check(self, model: LightningModule, datamodule: Any = None, *, json: bool, **options: Any) -> None:
+    def check(self, model: LightningModule, datamodule: Any = None, **options: Any) -> None:
         """Run the check, print the report on rank 0, and exit.
 
         Args:
             model: The module of the configuration.
             datamodule: The datamodule of the configuration.
-            json: Whether to print the results as JSON.
             options: Further options of the command.
 
         Raises:
@@ -145,6 +148,7 @@ class _CheckCommand(TrainerCommand):
         """
         for name in ("ckpt_path", "weights_only"):
             options.pop(name)
+        as_json: bool = self.config.check.json
         made = [model]
         self.model = None
         strategies = [self._trainer_arguments.pop("strategy")]
@@ -169,7 +173,7 @@ class _CheckCommand(TrainerCommand):
         stdout = sys.stdout
         try:
             # Whatever the module prints must not mix with JSON.
-            with contextlib.redirect_stdout(sys.stderr if json else stdout):
+            with contextlib.redirect_stdout(sys.stderr if as_json else stdout):
                 result = check(
                     make_module,
                     datamodule,
@@ -178,10 +182,12 @@ class _CheckCommand(TrainerCommand):
                     **{**self._trainer_arguments, "strategy": make_strategy},
                 )
         except (AuditError, DifferentBatchError, ParityError, ReplicasDifferError) as error:
-            raise SystemExit(report(str(error), DEVIATES, prefix="wrong: ")) from error
+            code = report(str(error), DEVIATES, prefix="wrong: ")
+            self._progress.stop_other_processes()
+            raise SystemExit(code) from error
         if self._progress.trainer is None or not self._progress.trainer.is_global_zero:
             raise SystemExit(0)
-        print(json_format.dumps(result.to_dict(), indent=2) if json else result)
+        print(json.dumps(result.to_dict(), indent=2) if as_json else result)
         raise SystemExit(0 if result.passed else DEVIATES)
 
     def _watch(self, trainer: Trainer) -> None:

@@ -193,6 +193,11 @@ class _Check:
                 " be compared, because of its data or of limits of the Trainer: give more data, raise max_steps, or"
                 " compare fewer steps."
             )
+        if module.automatic_optimization and recorder.num_calls != self._num_steps * trainer.accumulate_grad_batches:
+            raise ValueError(
+                f"accumulate_grad_batches={trainer.accumulate_grad_batches} is more than the batches of an epoch, whose"
+                " end has ended an optimizer step early: give more data, or accumulate fewer batches."
+            )
         policy = strategy.precision_policy
         return _Run(
             recording=recorder.recording,
@@ -281,10 +286,11 @@ def _random_numbers(run: _Run, draws: bool) -> str:
         return f"one process repeats the random numbers of each rank{seeded}" if draws else ""
     texts = []
     if run.without_dropout:
-        names = ", ".join(run.without_dropout[:2]) + (", ..." if len(run.without_dropout) > 2 else "")
+        shown = ", ".join(run.without_dropout[:2])
+        others = f" and {len(run.without_dropout) - 2} more" if len(run.without_dropout) > 2 else ""
         texts.append(
-            f"dropout is off on both sides ({len(run.without_dropout)} probabilities: {names}), because masks of split"
-            " or compiled layers cannot be equal"
+            f"dropout is off on both sides ({shown}{others}), because masks of split or compiled layers, and of joined"
+            " batches, cannot be equal"
         )
     if draws:
         texts.append(f"the step draws other random numbers, from the same state on both sides{seeded}")

@@ -85,6 +85,11 @@ class Recorder(Callback):
         self.recording = Recording()
         self.is_complete = False
 
+    @property
+    def num_calls(self) -> int:
+        """Return the number of calls of ``training_step`` on this rank so far."""
+        return len(self._own)
+
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self.recording.num_batches = trainer.num_training_batches

@@ -307,7 +307,14 @@ def _explain_weights(report: Report, recording: Recording, reference: Reference)
             f"The optimizer step did not change {_list(stale)}, which it changes in one process: the optimizer holds"
             " other tensors than the module's parameters, such as those from before they were sharded."
         )
-    others = [name for name in own if name not in stale]
+    differing = [name for name in own if recording.weights.differing.get(name, (0, 0.0))[1]]
+    if differing:
+        ranks = sorted({recording.weights.differing[name][0] for name in differing})
+        report.findings.append(
+            f"The weights of {_list(differing)} differ between ranks after the step, although their gradients do not:"
+            f" rank {', '.join(map(str, ranks))} has others than rank 0."
+        )
+    others = [name for name in own if name not in stale and name not in differing]
     if others:
         report.findings.append(
             f"The weights of {_list(others)} deviate after the step, by up to {report.weights[others[0]]:.1e} of their"

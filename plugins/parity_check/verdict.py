@@ -6,17 +6,18 @@ import pickle
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from itertools import count
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from lightning_dist._compat import default_store, without_process_group
+from lightning_dist._compat import default_group, default_store, without_process_group
 from lightning_dist.consensus import OtherRankError
 from lightning_dist.plugins.parity_check.report import Report
 
 __all__ = ["on_first_rank"]
 
-_numbers = count()
+_calls: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+"""Number of this process's calls of :func:`on_first_rank`, for each default process group that was created."""
 
 _PERIOD = timedelta(seconds=30)
 
@@ -33,7 +34,9 @@ def on_first_rank(make: Callable[[], Report]) -> Report:
     Raises:
         OtherRankError: On the other ranks, if ``make`` raises an error.
     """
-    store, key = default_store(), f"lightning_dist/check/{next(_numbers)}"
+    group, store = default_group(), default_store()
+    _calls[group] = _calls.get(group, 0) + 1
+    key = f"lightning_dist/check/{_calls[group]}"
     if dist.get_rank() == 0:
         try:
             with without_process_group():
