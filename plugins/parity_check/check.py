@@ -17,9 +17,10 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from lightning_dist.audit import FirstStepAudit
 from lightning_dist.consensus import OtherRankError
 from lightning_dist.layout import ParallelLayout
+from lightning_dist.pipeline import Pipeline
 from lightning_dist.plugins.parity_check.randomness import switch_off_dropout
 from lightning_dist.plugins.parity_check.recording import Recorder, Recording
-from lightning_dist.plugins.parity_check.reference import Reference, join_parts, one_process, repeat
+from lightning_dist.plugins.parity_check.reference import Reference, batch_norms, join_batches, one_process, repeat
 from lightning_dist.plugins.parity_check.refusals import (
     comparable_strategy,
     refuse_batch_norm,
@@ -112,7 +113,7 @@ class _Run:
         dtypes: Dtypes in which parameters were gathered and gradients reduced, where they are not the stored one.
         calls_per_step: Number of calls of ``training_step`` on a rank for each step.
         joins_batches: Whether one process computes the batches of all ranks as one batch.
-        without_dropout: Names of probabilities of dropout that were set to 0; None if dropout was left as it is.
+        adapted: What was adapted so that one process can compute the same.
     """
 
     recording: Recording
@@ -123,7 +124,20 @@ class _Run:
     dtypes: set[torch.dtype]
     calls_per_step: int
     joins_batches: bool
+    adapted: _Adaptation
+
+
+@dataclass
+class _Adaptation:
+    """Hold what was adapted so that one process can compute the same as the ranks.
+
+    Args:
+        without_dropout: Names of probabilities of dropout that were set to 0; None if dropout was left as it is.
+        num_microbatches: Number of microbatches into which one process splits each batch, as a pipeline does.
+    """
+
     without_dropout: list[str] | None
+    num_microbatches: int = 1
 
 
 class _Check:
@@ -158,11 +172,11 @@ class _Check:
             set_rng_state(random_state)  # The module draws the same again, for tensors that are no parameters.
             module = self._make_module()
             module.configure_callbacks = list  # type: ignore[method-assign]
-            recording = join_parts(run.recording) if run.joins_batches else run.recording
+            recording = join_batches(run.recording) if run.joins_batches else run.recording
             with one_process():
                 reference = repeat(
-                    module, recording, self._num_steps, run.device, self._datamodule, run.without_dropout is not None,
-                    callbacks, **settings.in_one_process(run.precision),
+                    module, recording, self._num_steps, run.adapted.num_microbatches, run.device, self._datamodule,
+                    run.adapted.without_dropout is not None, callbacks, **settings.in_one_process(run.precision),
                 )  # fmt: skip
             return self._report(run, reference, settings.callbacks_left_out)
 
@@ -185,7 +199,7 @@ class _Check:
         module.configure_callbacks = list  # type: ignore[method-assign]
         refuse_what_differs_by_design(module)
         joins_batches = uses_whole_batch(module, trainer, self._whole_batch)
-        without_dropout = _prepare_at_setup(strategy, joins_batches)
+        adapted = _adapt_at_setup(strategy, joins_batches)
         trainer.fit(module, self._loaders, datamodule=self._datamodule)
         if not recorder.is_complete:
             raise ValueError(
@@ -208,7 +222,7 @@ class _Check:
             dtypes={dtype for dtype in (policy.param_dtype, policy.reduce_dtype) if dtype is not None},
             calls_per_step=trainer.accumulate_grad_batches,
             joins_batches=joins_batches,
-            without_dropout=without_dropout,
+            adapted=adapted,
         )
 
     def _report(self, run: _Run, reference: Reference, callbacks_left_out: list[str]) -> Report:
@@ -234,7 +248,7 @@ class _Check:
         if callbacks_left_out:
             report.facts.append(("left out", ", ".join(callbacks_left_out)))
         compare(report, recording, reference, run.calls_per_step)
-        batches = {int(digest([call.batch for call in calls])) for calls in recording.microbatches}
+        batches = {int(digest([call.batch for call in calls])) for calls in recording.batches}
         if len(batches) < run.layout.num_data_parallel:
             report.notes.append("Data-parallel ranks were given the same batches. Are the data divided among them?")
         if report.findings:
@@ -242,52 +256,54 @@ class _Check:
         return report
 
 
-def _prepare_at_setup(strategy: MeshStrategy, joins_batches: bool) -> list[str] | None:
-    """Prepare the module when the strategy is set up, which is when ``configure_model`` has made its layers.
-
-    Returns:
-        List to which names of probabilities of dropout are added that are set to 0; None if dropout is left as it is.
-    """
+def _adapt_at_setup(strategy: MeshStrategy, joins_batches: bool) -> _Adaptation:
+    """Adapt the module when the strategy is set up, which is when ``configure_model`` has made its layers."""
     layout, config = strategy.layout, strategy.config
     draws_alike = layout.tp == 1 and layout.pp == 1 and config.compile_backend is None and not joins_batches
-    without_dropout: list[str] | None = None if draws_alike else []
+    adapted = _Adaptation(None if draws_alike else [])
     set_up = strategy.setup
 
     def setup(trainer: Trainer) -> None:
         module = trainer.lightning_module
-        if without_dropout is not None:
-            without_dropout.extend(switch_off_dropout(module))
+        if adapted.without_dropout is not None:
+            adapted.without_dropout.extend(switch_off_dropout(module))
         set_up(trainer)
         if joins_batches:
             refuse_batch_norm(module)
+        pipeline = strategy.parallel.get(Pipeline)
+        if pipeline is not None and any(batch_norms(module)):
+            adapted.num_microbatches = pipeline.config.num_microbatches
         audit = strategy.parallel.get(FirstStepAudit)
         assert audit is not None
         audit.compares_weights = False  # The recorder compares them, and more.
 
     strategy.setup = setup  # type: ignore[method-assign]
-    return without_dropout
+    return adapted
 
 
 def _batches(run: _Run) -> str:
-    number = len(run.recording.microbatches[0])
-    batches = f"{number} batch{'es' if number > 1 else ''}"
-    ranks = run.layout.num_data_parallel
-    if ranks == 1:
-        return f"{batches}, the same as under the strategy"
-    how = "joined into one" if run.joins_batches else "one after the other, with accumulated gradients"
-    return f"{batches} of each of {ranks} data-parallel ranks, {how}"
+    number, ranks = len(run.recording.batches[0]), run.layout.num_data_parallel
+    text = f"{number} batch{'es' if number > 1 else ''}"
+    if ranks > 1:
+        how = "joined into one" if run.joins_batches else "one after the other, with accumulated gradients"
+        text += f" of each of {ranks} data-parallel ranks, {how}"
+    else:
+        text += ", the same as under the strategy"
+    if run.adapted.num_microbatches > 1:
+        text += f"; in {run.adapted.num_microbatches} microbatches, as in the pipeline, because of BatchNorm"
+    return text
 
 
 def _random_numbers(run: _Run, draws: bool) -> str:
     """Return a sentence on random numbers; "" if there are none."""
     seed = os.environ.get("PL_GLOBAL_SEED")
     seeded = f"; the seed is {seed}" if seed else "; no seed was set"
-    if run.without_dropout is None:
+    if run.adapted.without_dropout is None:
         return f"one process repeats the random numbers of each rank{seeded}" if draws else ""
     texts = []
-    if run.without_dropout:
-        shown = ", ".join(run.without_dropout[:2])
-        others = f" and {len(run.without_dropout) - 2} more" if len(run.without_dropout) > 2 else ""
+    if run.adapted.without_dropout:
+        shown = ", ".join(run.adapted.without_dropout[:2])
+        others = f" and {len(run.adapted.without_dropout) - 2} more" if len(run.adapted.without_dropout) > 2 else ""
         texts.append(
             f"dropout is off on both sides ({shown}{others}), because masks of split or compiled layers, and of joined"
             " batches, cannot be equal"
@@ -302,13 +318,13 @@ def _possible_reasons(run: _Run, draws: bool) -> list[str]:
     reasons = []
     if run.layout.pp > 1:
         reasons.append(
-            "A pipeline computes BatchNorm, and losses that are a sum or that compare samples, for each microbatch by"
-            " itself: docs/strategies/pipeline_parallel.md."
+            "A pipeline computes losses that are a sum, or that compare samples, for each microbatch by itself:"
+            " docs/strategies/pipeline_parallel.md."
         )
     if run.layout.num_data_parallel > 1 and not run.joins_batches:
         reasons.append(
             "If the step compares samples of several ranks (self.all_gather), compare with whole_batch=true."
         )
-    if run.without_dropout is not None and draws:
+    if run.adapted.without_dropout is not None and draws:
         reasons.append("The step draws random numbers, which may not be equal under this layout.")
     return reasons

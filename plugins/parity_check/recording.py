@@ -20,12 +20,12 @@ from lightning_dist.layout import ParallelLayout
 from lightning_dist.parity import Gathered, gather_gradients, gather_parameters, whole_buffers
 from lightning_dist.plugins.parity_check.randomness import random_states
 
-__all__ = ["Microbatch", "Recorder", "Recording", "loosen_plateaus", "number_of"]
+__all__ = ["RecordedBatch", "Recorder", "Recording", "loosen_plateaus", "number_of"]
 
 
 @dataclass
-class Microbatch:
-    """Hold the batch of one call of ``training_step``, and what is needed to repeat the call.
+class RecordedBatch:
+    """Hold a batch of ``training_step``, and what is needed to repeat the step.
 
     Args:
         batch: The batch as the step was given it, on the CPU.
@@ -49,7 +49,7 @@ class Recording:
     Args:
         initial: Whole parameters before the first step, by name.
         buffers: Buffers before the first step, by name.
-        microbatches: For each data-parallel rank, the calls of ``training_step`` in their order.
+        batches: For each data-parallel rank, its batches in their order.
         gradients: Whole gradients of the first optimizer step, before clipping.
         weights: Whole parameters after the last step.
         num_batches: Number of batches of an epoch on a rank; infinity if it is not known.
@@ -59,7 +59,7 @@ class Recording:
 
     initial: dict[str, Tensor] = field(default_factory=dict)
     buffers: dict[str, Tensor] = field(default_factory=dict)
-    microbatches: list[list[Microbatch]] = field(default_factory=list)
+    batches: list[list[RecordedBatch]] = field(default_factory=list)
     gradients: Gathered = field(default_factory=lambda: Gathered({}, {}))
     weights: Gathered = field(default_factory=lambda: Gathered({}, {}))
     num_batches: float = math.inf
@@ -80,7 +80,7 @@ class Recorder(Callback):
         self._num_steps = num_steps
         self._layout = layout
         self._device = device
-        self._own: list[Microbatch] = []
+        self._own: list[RecordedBatch] = []
         self._has_gradients = False
         self.recording = Recording()
         self.is_complete = False
@@ -102,7 +102,7 @@ class Recorder(Callback):
             self.recording.initial = gather_parameters(pl_module, self._device).tensors
             self.recording.buffers = whole_buffers(pl_module)
         kept = move_data_to_device(copy.deepcopy(batch), torch.device("cpu"))
-        self._own.append(Microbatch(kept, batch_idx, random_states(pl_module)))
+        self._own.append(RecordedBatch(kept, batch_idx, random_states(pl_module)))
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -129,18 +129,18 @@ class Recorder(Callback):
             return
         self.recording.num_updates = trainer.global_step
         self.recording.weights = gather_parameters(pl_module, self._device)
-        self._collect_microbatches()
+        self._collect_batches()
         self.is_complete = True
         trainer.should_stop = True
 
-    def _collect_microbatches(self) -> None:
-        """Send the microbatches of one rank of each data-parallel part to rank 0. This is a collective."""
+    def _collect_batches(self) -> None:
+        """Send the batches of one rank of each data-parallel part to rank 0. This is a collective."""
         rank, parts = dist.get_rank(), [self._layout.data_parallel_rank(r) for r in range(dist.get_world_size())]
         is_first_of_part = parts.index(parts[rank]) == rank
         gathered: list[Any] | None = [None] * len(parts) if rank == 0 else None
         dist.gather_object(self._own if is_first_of_part else None, gathered, 0)
         if gathered is not None:
-            self.recording.microbatches = [gathered[parts.index(part)] for part in range(max(parts) + 1)]
+            self.recording.batches = [gathered[parts.index(part)] for part in range(max(parts) + 1)]
 
 
 def loosen_plateaus(trainer: Trainer) -> None:

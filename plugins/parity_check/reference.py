@@ -1,7 +1,8 @@
 """Repeat a recorded run in one process, by Lightning's own strategy for a single device.
 
 What several data-parallel ranks compute in a step, one process computes by accumulating their batches: the gradient is
-the mean of the gradients of the ranks' losses, as with DDP. Buffers are those of the first rank after each batch.
+the mean of the gradients of the ranks' losses, as with DDP. Buffers are those of the first rank after each batch. One
+process can compute the microbatches of a pipeline in the same way.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ from lightning_dist.plugins.parity_check.randomness import (
     set_random_states,
     switch_off_dropout,
 )
-from lightning_dist.plugins.parity_check.recording import Microbatch, Recording, loosen_plateaus, number_of
+from lightning_dist.plugins.parity_check.recording import RecordedBatch, Recording, loosen_plateaus, number_of
+from lightning_dist.plugins.strategies.steps.microbatching import BatchSplitter
 
-__all__ = ["Reference", "join_parts", "one_process", "repeat"]
+__all__ = ["Reference", "batch_norms", "join_batches", "one_process", "repeat"]
 
 
 @dataclass
@@ -60,6 +62,7 @@ def repeat(
     module: LightningModule,
     recording: Recording,
     num_steps: int,
+    num_microbatches: int,
     device: torch.device,
     datamodule: LightningDataModule | None,
     without_dropout: bool,
@@ -72,38 +75,80 @@ def repeat(
         module: New instance of the module that was run, which gets the recorded initial weights.
         recording: The run under the strategy.
         num_steps: Number of optimizer steps; with manual optimization, of batches.
+        num_microbatches: Number of microbatches into which each batch is split.
         device: Device to compute on.
         datamodule: The run's datamodule, which steps may read attributes of; it is not asked for data.
         without_dropout: Whether dropout was switched off in the run.
         callbacks: Callbacks that take part in the training.
         arguments: Arguments of the Trainer, without those that distribute a run.
     """
-    num_parts = len(recording.microbatches)
-    in_order = [microbatch for calls in zip(*recording.microbatches, strict=True) for microbatch in calls]
-    repeater = _Repeater(in_order, recording, num_steps, num_parts, datamodule)
+    calls = _calls(module, recording, num_microbatches)
+    repeater = _Repeater(calls, recording, num_steps, datamodule)
+    per_batch = num_microbatches * len(recording.batches)
     if recording.is_automatic:
-        arguments["accumulate_grad_batches"] = num_parts * arguments.get("accumulate_grad_batches", 1)
+        arguments["accumulate_grad_batches"] = per_batch * arguments.get("accumulate_grad_batches", 1)
     strategy = _OneProcess(device, without_dropout)
     trainer = Trainer(
         **{**arguments, "callbacks": [repeater, *callbacks], "strategy": strategy, "devices": 1, "num_nodes": 1}
     )
     repeater.wrap_step(module)
-    length = recording.num_batches * num_parts
-    trainer.fit(module, train_dataloaders=_Batches([call.batch for call in in_order], length))
+    trainer.fit(module, train_dataloaders=_Batches([call.batch for call in calls], recording.num_batches * per_batch))
     return repeater.reference
 
 
-def join_parts(recording: Recording) -> Recording:
+@dataclass
+class _Call:
+    """Describe a call of ``training_step`` in one process.
+
+    Args:
+        batch: The batch, or a microbatch of it.
+        recorded: The batch as a rank was given it.
+        begins: Whether it is the first call for this batch.
+        ends: Whether it is the last call for this batch.
+        is_of_first_rank: Whether the batch is that of the first data-parallel rank.
+        is_of_last_rank: Whether the batch is that of the last data-parallel rank.
+    """
+
+    batch: Any
+    recorded: RecordedBatch
+    begins: bool
+    ends: bool
+    is_of_first_rank: bool
+    is_of_last_rank: bool
+
+
+def _calls(module: LightningModule, recording: Recording, num_microbatches: int) -> list[_Call]:
+    splitter, calls = BatchSplitter(module), []
+    for of_ranks in zip(*recording.batches, strict=True):
+        for rank, recorded in enumerate(of_ranks):
+            is_split = num_microbatches > 1
+            parts = splitter.split(recorded.batch, num_microbatches) if is_split else [recorded.batch]
+            if len(parts) != num_microbatches:
+                raise ValueError(f"A batch of data-parallel rank {rank} cannot be split into {num_microbatches} parts.")
+            for index, part in enumerate(parts):
+                call = _Call(part, recorded, index == 0, index == len(parts) - 1, rank == 0, rank == len(of_ranks) - 1)
+                calls.append(call)
+    return calls
+
+
+def batch_norms(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield name and module of every BatchNorm that normalises the samples of one call by themselves."""
+    for name, part in module.named_modules():
+        if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and part.training:
+            yield name, part
+
+
+def join_batches(recording: Recording) -> Recording:
     """Return the recording with the batches of all data-parallel ranks joined into one batch for each step.
 
     Raises:
         ValueError: If the batches cannot be joined.
     """
     joined = [
-        replace(calls[0], batch=_join([call.batch for call in calls]))
-        for calls in zip(*recording.microbatches, strict=True)
+        replace(of_ranks[0], batch=_join([recorded.batch for recorded in of_ranks]))
+        for of_ranks in zip(*recording.batches, strict=True)
     ]
-    return replace(recording, microbatches=[joined])
+    return replace(recording, batches=[joined])
 
 
 def _join(parts: Sequence[Any]) -> Any:
@@ -202,25 +247,22 @@ class _Repeater(Callback):
     """Give steps the recorded weights, random states and batches, and record what they compute.
 
     Args:
-        microbatches: Calls of ``training_step`` in the order in which one process repeats them.
+        calls: Calls of ``training_step`` in their order.
         recording: The run under the strategy.
         num_steps: Number of optimizer steps; with manual optimization, of batches.
-        num_parts: Number of data-parallel ranks, whose calls follow each other.
         datamodule: The run's datamodule.
     """
 
     def __init__(
         self,
-        microbatches: Sequence[Microbatch],
+        calls: Sequence[_Call],
         recording: Recording,
         num_steps: int,
-        num_parts: int,
         datamodule: LightningDataModule | None,
     ) -> None:
-        self._microbatches = microbatches
+        self._calls = calls
         self._recording = recording
         self._num_steps = num_steps
-        self._num_parts = num_parts
         self._datamodule = datamodule
         self._num_calls = 0
         self._buffers_before: dict[str, Tensor] = {}
@@ -234,8 +276,8 @@ class _Repeater(Callback):
 
         @wraps(step)
         def training_step(*args: Any, **kwargs: Any) -> Any:
-            call = self._microbatches[self._num_calls]
-            args = tuple(call.batch_idx if index == 1 and type(arg) is int else arg for index, arg in enumerate(args))
+            index_of_rank = self._calls[self._num_calls].recorded.batch_idx
+            args = tuple(index_of_rank if index == 1 and type(arg) is int else arg for index, arg in enumerate(args))
             before = random_states(module)
             with _DtypeWatch(self.reference.dtypes):
                 output = step(*args, **kwargs)
@@ -278,12 +320,15 @@ class _Repeater(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if not self._num_calls:
             _fill(pl_module, self._recording.initial, self._recording.buffers)
+        call = self._calls[self._num_calls]
+        if not call.begins:
+            return
         # The batches of all ranks begin with the same buffers, of which those of the first rank are kept.
-        if self._num_calls % self._num_parts == 0:
+        if call.is_of_first_rank:
             self._buffers_before = _copy_of_buffers(pl_module)
         else:
             _fill(pl_module, {}, self._buffers_before)
-        set_random_states(pl_module, self._microbatches[self._num_calls].random_states)
+        set_random_states(pl_module, call.recorded.random_states)
 
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
@@ -303,9 +348,10 @@ class _Repeater(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        if self._num_calls % self._num_parts == 1:
+        call = self._calls[self._num_calls - 1]
+        if call.ends and call.is_of_first_rank:
             self._buffers_after = _copy_of_buffers(pl_module)
-        elif self._num_calls % self._num_parts == 0 and self._num_parts > 1:
+        elif call.ends and call.is_of_last_rank:
             _fill(pl_module, {}, self._buffers_after)
         is_automatic = self._recording.is_automatic
         if (trainer.global_step if is_automatic else self._num_calls) >= self._num_steps:

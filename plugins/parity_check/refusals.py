@@ -5,8 +5,8 @@ from __future__ import annotations
 from inspect import signature
 
 from lightning.pytorch import LightningModule, Trainer
-from torch import nn
 
+from lightning_dist.plugins.parity_check.reference import batch_norms
 from lightning_dist.plugins.strategies import MeshStrategy
 
 __all__ = ["comparable_strategy", "refuse_batch_norm", "refuse_what_differs_by_design", "uses_whole_batch"]
@@ -87,10 +87,9 @@ def refuse_batch_norm(module: LightningModule) -> None:
     Raises:
         ValueError: If a module is a BatchNorm that is not synchronized.
     """
-    for name, part in module.named_modules():
-        if isinstance(part, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) and part.training:
-            raise ValueError(
-                f"{name} is a {type(part).__name__}, which normalises the samples of each rank by themselves, and one"
-                f" process computes the batches of all ranks as one batch (whole_batch, or manual optimization). Check"
-                " the module with a single data-parallel rank, such as under tensor_parallel."
-            )
+    for name, part in batch_norms(module):
+        raise ValueError(
+            f"{name} is a {type(part).__name__}, which normalises the samples of each rank by themselves, and one"
+            " process computes the batches of all ranks as one batch (whole_batch, or manual optimization). Check the"
+            " module with a single data-parallel rank, such as under tensor_parallel."
+        )

@@ -185,8 +185,8 @@ def compare(report: Report, recording: Recording, reference: Reference, calls_pe
 
 
 def _compare_losses(report: Report, recording: Recording, reference: Reference, calls_per_step: int) -> None:
-    own = [call for calls in zip(*recording.microbatches, strict=True) for call in calls]
-    per_step = calls_per_step * len(recording.microbatches)
+    own = [call for calls in zip(*recording.batches, strict=True) for call in calls]
+    per_step = calls_per_step * len(recording.batches)
     losses = _means(
         [call.loss for call in own], [1.0 if call.weight is None else call.weight for call in own], per_step
     )

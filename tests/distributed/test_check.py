@@ -241,6 +241,7 @@ RIGHT: dict[str, tuple[str, str, int, dict[str, Any], str]] = {
     "batch norm": ("ResNet", "2x1", 2, {"accumulate_grad_batches": 2, "steps": 2}, "4 batches of each of 2"),
     "split layers": ("GPT", "tp2-2", 4, {"gradient_clip_val": 0.1}, "1 batch of each of 2 data-parallel ranks"),
     "stages": ("GPT", "pp2-1", 2, {"gradient_clip_val": 0.1}, "1 batch, the same as under the strategy"),
+    "batch norm in stages": ("ResNet", "pp2-1", 2, {}, "in 4 microbatches, as in the pipeline, because of BatchNorm"),
     "dropout, repeated": ("Dropping", "full_shard", 2, {}, "one process repeats the random numbers of each rank"),
     "dropout, off": (
         "Dropping",
