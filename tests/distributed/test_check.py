@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import sys
@@ -228,11 +229,15 @@ def checked(model: str, strategy: Any, **options: Any) -> tuple[str, dict[str, A
     made = HybridShardStrategy(2, 1, **strategy) if isinstance(strategy, dict) else strategy
     if isinstance(strategy, str) and strategy[-1].isdigit():
         made = make_strategy(strategy)
+    seeds = itertools.count(10 * int(os.environ["RANK"]))
+
+    def make_module() -> TestModule:
+        torch.manual_seed(next(seeds))  # One process must get the weights of the run, whatever it draws.
+        return MODELS[model](optimizer="adamw")
+
     defaults = {"use_distributed_sampler": False, "max_epochs": -1, "accelerator": "cpu"}
     devices = int(os.environ["LOCAL_WORLD_SIZE"])
-    report = lightning_dist.check(
-        lambda: MODELS[model](optimizer="adamw"), strategy=made, devices=devices, **{**defaults, **options}
-    )
+    report = lightning_dist.check(make_module, strategy=made, devices=devices, **{**defaults, **options})
     return str(report), report.to_dict()
 
 
