@@ -8,6 +8,7 @@ from typing import Any, cast
 
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from typing_extensions import override
 
 from lightning_dist.audit import AuditError
@@ -146,8 +147,9 @@ class _CheckCommand(TrainerCommand):
         Raises:
             SystemExit: With the exit code.
         """
-        for name in ("ckpt_path", "weights_only"):
-            options.pop(name)
+        del options["weights_only"]
+        if path := options.pop("ckpt_path"):
+            rank_zero_info(f"ckpt_path={path} is not read: the check starts from initial weights.")
         as_json: bool = self.config.check.json
         made = [model]
         self.model = None

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import re
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -173,7 +176,7 @@ class _Check:
             module = self._make_module()
             module.configure_callbacks = list  # type: ignore[method-assign]
             recording = join_batches(run.recording) if run.joins_batches else run.recording
-            with one_process():
+            with one_process(), _quietly():
                 reference = repeat(
                     module, recording, self._num_steps, run.adapted.num_microbatches, run.device, self._datamodule,
                     run.adapted.without_dropout is not None, callbacks, **settings.in_one_process(run.precision),
@@ -281,6 +284,20 @@ def _adapt_at_setup(strategy: MeshStrategy, joins_batches: bool) -> _Adaptation:
     return adapted
 
 
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """Suppress the messages of a second Trainer, which repeat those of the first one."""
+    logger = logging.getLogger("lightning.pytorch")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
 def _batches(run: _Run) -> str:
     number, ranks = len(run.recording.batches[0]), run.layout.num_data_parallel
     text = f"{number} batch{'es' if number > 1 else ''}"
@@ -295,21 +312,20 @@ def _batches(run: _Run) -> str:
 
 
 def _random_numbers(run: _Run, draws: bool) -> str:
-    """Return a sentence on random numbers; "" if there are none."""
+    """Return what was done about random numbers; "" if there are none."""
     seed = os.environ.get("PL_GLOBAL_SEED")
     seeded = f"; the seed is {seed}" if seed else "; no seed was set"
-    if run.adapted.without_dropout is None:
+    names = run.adapted.without_dropout
+    if names is None:
         return f"one process repeats the random numbers of each rank{seeded}" if draws else ""
     texts = []
-    if run.adapted.without_dropout:
-        shown = ", ".join(run.adapted.without_dropout[:2])
-        others = f" and {len(run.adapted.without_dropout) - 2} more" if len(run.adapted.without_dropout) > 2 else ""
+    if names:
+        others = f" and {len(names) - 2} more" if len(names) > 2 else ""
         texts.append(
-            f"dropout is off on both sides ({shown}{others}), because masks of split or compiled layers, and of joined"
-            " batches, cannot be equal"
+            f"dropout is off on both sides ({', '.join(names[:2])}{others}), since the shapes of the masks differ"
         )
     if draws:
-        texts.append(f"the step draws other random numbers, from the same state on both sides{seeded}")
+        texts.append(f"the step draws random numbers, from the same state on both sides{seeded}")
     return "; ".join(texts)
 
 

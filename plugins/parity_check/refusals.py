@@ -20,15 +20,16 @@ def comparable_strategy(trainer: Trainer) -> MeshStrategy:
             one process by design.
     """
     strategy = trainer.strategy
+    name = strategy.strategy_name if isinstance(strategy, MeshStrategy) else type(strategy).__name__
+    if trainer.world_size == 1:
+        raise ValueError(
+            f"strategy={name} runs in one process, so that there is nothing to compare: name a strategy such as"
+            " hybrid_shard, and set devices or num_nodes of the Trainer to more than 1."
+        )
     if not isinstance(strategy, MeshStrategy):
         raise ValueError(
-            f"strategy={type(strategy).__name__} is not a strategy of lightning-dist, and cannot be checked: name one,"
-            " such as hybrid_shard."
-        )
-    if strategy.layout.world_size == 1:
-        raise ValueError(
-            f"strategy={strategy.strategy_name} runs in one process, so that there is nothing to compare: set devices"
-            " or num_nodes of the Trainer to more than 1."
+            f"strategy={name} is not a strategy of lightning-dist, and cannot be checked: name one, such as"
+            " hybrid_shard."
         )
     config = strategy.config
     for name, is_given in (("compression", config.compression), ("sync", config.sync)):

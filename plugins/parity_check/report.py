@@ -259,7 +259,7 @@ def _compare_weights(
             report.weights[name] = max(report.weights[name], relative)
     if not any(change.any() for change in changes[1].values()):
         rates = set(reference.learning_rates)
-        why = " since its learning rate is 0: compare more steps" if rates == {0.0} else ""
+        why = ", since its learning rate is 0: compare more steps" if rates == {0.0} else ""
         report.notes.append(f"The step changes no weights in one process{why}.")
 
 
