@@ -17,12 +17,14 @@ _COMMANDS = {
     "validate": "run one validation epoch",
     "test": "run one test epoch",
     "predict": "run a model over data and collect what it returns",
+    "check": "compare a step under a strategy with one process, before a training",
     "profile": "record some training steps with torch's profiler",
     "compare": "compare runs that MLflow holds",
     "sync": "send MLflow what runs have logged while it was away",
     "checkpoint": "list, check and convert checkpoints",
 }
 _MODULES = {
+    "check": "lightning_dist.cli.check",
     "profile": "lightning_dist.cli.profile",
     "compare": "lightning_dist.cli.compare.command",
     "sync": "lightning_dist.cli.sync",

@@ -79,7 +79,7 @@ def _nearest_key(key: str, parser: ArgumentParser, dashes: str = "") -> str:
 
 
 def _missing(names: str, parser: ArgumentParser) -> str:
-    missing = [re.sub(r"^(fit|validate|test|predict)\.", "", name.strip()) for name in names.split(",")]
+    missing = [re.sub(r"^(fit|validate|test|predict|check)\.", "", name.strip()) for name in names.split(",")]
     if missing == ["model"]:
         return "no model: give --model=my_module.MyModel, or model.class_path in a YAML file and -c FILE."
     return f"required, but not given: {', '.join(missing)}"

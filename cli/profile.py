@@ -11,8 +11,7 @@ from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI
 from typing_extensions import override
 
-from lightning_dist.cli.trainer import TrainerCommand
-from lightning_dist.cli.trainer import run as run_trainer
+from lightning_dist.cli.trainer import TrainerCommand, run_command
 from lightning_dist.plugins.callbacks import ProfileSteps
 
 _DESCRIPTION = (
@@ -31,7 +30,7 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         The exit code: 0 for success, 1 if training failed, 2 for a bad configuration.
     """
-    return run_trainer(["profile", *arguments], ProfileCommand)
+    return run_command(ProfileCommand, ["profile", *arguments])
 
 
 class ProfilingTrainer(Trainer):

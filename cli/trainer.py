@@ -43,22 +43,34 @@ _DEFAULT_LOGGER = {"class_path": "lightning_dist.plugins.loggers.MLflowLogger"}
 _SYMBOLIC_PATHS = ("last", "best", "hpc", "auto")
 
 
-def run(arguments: Sequence[str], command: type["TrainerCommand"] | None = None) -> int:
+def run(arguments: Sequence[str]) -> int:
     """Run a command of the Trainer.
 
     Args:
-        arguments: The command and its options.
-        command: Class of the command; None: :class:`TrainerCommand`.
+        arguments: The command's name and its options.
 
     Returns:
         The exit code: 0 for success, 1 if training failed, 2 for a bad configuration.
+    """
+    return run_command(TrainerCommand, arguments)
+
+
+def run_command(command: "type[TrainerCommand]", arguments: Sequence[str]) -> int:
+    """Run a command that is configured like those of the Trainer.
+
+    Args:
+        command: Class of the command, which runs when it is created.
+        arguments: The command's name and its options.
+
+    Returns:
+        The exit code: that of the command if it exits, 0 for success, 1 if training failed, 2 for a bad configuration.
     """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     _silence_known_warnings()
     progress = Progress()
     try:
-        (command or TrainerCommand)(progress, list(arguments) if sys.argv[1:] != list(arguments) else None)
+        command(progress, list(arguments) if sys.argv[1:] != list(arguments) else None)
     except SIGTERMException:
         return TRAINING_FAILED
     except SystemExit as stop:
@@ -106,6 +118,8 @@ class TrainerCommand(CommandLine):
     _description: str | None = None
     """Text of the command's help; None: the first line of the docstring of the Trainer's method."""
 
+    _saves_config = True
+
     def __init__(self, progress: Progress, args: list[str] | None = None) -> None:
         self._progress = progress
         self._command = (args or sys.argv[1:])[0]
@@ -115,7 +129,7 @@ class TrainerCommand(CommandLine):
         shared: dict[str, Any] = {"dump_header": header}
         own = {} if self._description is None else {"description": self._description}
         super().__init__(
-            save_config_callback=SaveRunConfig,
+            save_config_callback=SaveRunConfig if self._saves_config else None,
             trainer_class=self._trainer_class,
             trainer_defaults={"logger": _DEFAULT_LOGGER},
             parser_class=_Parser,

@@ -7,6 +7,7 @@ from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import full_parameters
 from lightning_dist.plugins.callbacks import FaultTolerance
 from lightning_dist.plugins.global_batch import per_rank_batch_size
+from lightning_dist.plugins.parity_check import check
 from lightning_dist.plugins.precision import Float8Precision, MeshPrecision
 from lightning_dist.plugins.strategies import (
     CheckpointOptions,
@@ -34,6 +35,7 @@ __all__ = [
     "ParallelLayout",
     "PipelineParallelStrategy",
     "TensorParallelStrategy",
+    "check",
     "full_parameters",
     "per_rank_batch_size",
 ]

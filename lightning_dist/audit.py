@@ -52,6 +52,8 @@ class FirstStepAudit(Technique):
         self.is_due = True
         """Whether the current step is checked."""
         self._weights_are_due = True
+        self.compares_weights = True
+        """Whether replicated parameters are compared between ranks; a caller that does so itself switches it off."""
         self._agreed: set[int] = set()
         self._compares = False
         handle = register_module_parameter_registration_hook(_mark(weakref.ref(self)))
@@ -240,7 +242,7 @@ class FirstStepAudit(Technique):
             AuditError: If a parameter differs by more than rounding errors.
         """
         self.is_due = False
-        if not self._weights_are_due:
+        if not self._weights_are_due or not self.compares_weights:
             return
         self._weights_are_due = False
         for (axis, group), held in self._replicated().items():

@@ -70,6 +70,7 @@ from lightning_dist._compat.processes import (
     num_collectives,
     process_groups,
     recorded_collectives,
+    without_process_group,
 )
 from lightning_dist._compat.tensors import (
     BASE,
@@ -165,5 +166,6 @@ __all__ = [
     "tree_unflatten",
     "version_of",
     "without_memory",
+    "without_process_group",
     "written_arguments",
 ]

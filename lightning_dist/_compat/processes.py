@@ -18,6 +18,7 @@ __all__ = [
     "num_collectives",
     "process_groups",
     "recorded_collectives",
+    "without_process_group",
 ]
 
 
@@ -37,6 +38,20 @@ def default_store() -> dist.Store:
 def process_groups() -> list[dist.ProcessGroup]:
     """Return all process groups that this rank is in; torch's public functions return only the default one."""
     return list(dist.distributed_c10d._world.pg_map)
+
+
+@contextmanager
+def without_process_group() -> Iterator[None]:
+    """Let code in this context find no process group, as in a program of one process.
+
+    Replaced by: a public way to run code outside of the process group that is initialized.
+    """
+    world = dist.distributed_c10d._world
+    default, world.default_pg = world.default_pg, None
+    try:
+        yield
+    finally:
+        world.default_pg = default
 
 
 def num_collectives(group: dist.ProcessGroup) -> int:

@@ -175,6 +175,11 @@ class MeshStrategy(CheckpointedStrategy):
         self._restore_loggers: Callable[[], None] = _do_nothing
 
     @property
+    def config(self) -> ParallelConfig:
+        """Return the engine's configuration that the arguments of the strategy ask for."""
+        return self._config
+
+    @property
     def precision_policy(self) -> PrecisionPolicy:
         """Return the dtypes in which parameters are gathered and gradients are reduced."""
         return precision_policy(self.precision_plugin, self._reduce_dtype)

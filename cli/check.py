@@ -1,0 +1,197 @@
+"""Run ``lightning-dist check``, which compares a step under a strategy with one process."""
+
+import contextlib
+import json
+import sys
+from collections.abc import Sequence
+from typing import Any, cast
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
+from typing_extensions import override
+
+from lightning_dist.audit import AuditError
+from lightning_dist.cli.errors import TRAINING_FAILED, report
+from lightning_dist.cli.trainer import TrainerCommand, run_command
+from lightning_dist.parity import ParityError
+from lightning_dist.plugins.parity_check import check
+from lightning_dist.randomness import rng_state, set_rng_state
+from lightning_dist.replicas import ReplicasDifferError
+from lightning_dist.tensor_parallel.same_batch import DifferentBatchError
+
+DEVIATES = TRAINING_FAILED
+
+_HELP = """\
+usage: lightning-dist check -c CONFIG [-c CONFIG ...] [options]
+
+Compare the first step of your model and data under a strategy with one process, before an expensive training: the loss,
+the gradient of every parameter, and the change of every weight by the optimizer, with gradient clipping and
+accumulation. One process starts from the same weights and gets the same batches and random numbers. Nothing is logged,
+saved or validated.
+
+Configuration files and options are those of `lightning-dist fit`, and processes are launched in the same way. Rank 0
+also computes the step of one process, so that its device must hold the whole model beside its part. For a large
+model, check one with fewer layers.
+
+options:
+  --steps N             Compare N optimizer steps: the gradients of the first one, the weights after the last one.
+                        (default: 1)
+  --float64 BOOL        Compute in float64 on both sides, in which rounding hides no mistake, instead of in
+                        trainer.precision. (default: true, unless the model raises an error about dtypes)
+  --tolerance X         Largest accepted relative deviation. (default: 1e-10 for the loss and gradients and 1e-6 for
+                        changes of weights, if all is computed in float64; 1e-4 and 1e-2 if some is in float32; 0.1
+                        and 0.5 if some is in bfloat16, float16 or TF32)
+  --whole_batch BOOL    Let one process compute the batches of all ranks as one batch, for losses that compare samples
+                        of several ranks, instead of one after the other with accumulated gradients, as DDP does.
+                        (default: true with manual optimization and sync_batchnorm, else false)
+  --json                Print the results as JSON, with the deviations of all parameters.
+  -h, --help            Show this and exit; the other options: lightning-dist fit --help
+
+exit codes:
+  0 passed   1 deviates, or the step failed   2 the configuration is wrong, or there is nothing to compare
+
+examples:
+  lightning-dist check -c examples/gpt/base.yaml -c examples/gpt/hybrid_shard.yaml
+  lightning-dist check -c my.yaml --trainer.strategy=tensor_parallel --model.init_args.num_layers=2
+  lightning-dist check -c my.yaml --float64=false --json > check.json
+  torchrun --nproc-per-node=4 -m lightning_dist.cli check -c my.yaml --trainer.devices=4
+"""
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run ``lightning-dist check``.
+
+    Args:
+        arguments: Words of the command line after ``check``.
+
+    Returns:
+        The exit code: 0 if the step passes, 1 if it deviates or fails, 2 for a bad configuration. On other ranks than 0
+        it is 0 if the step deviates, so that a launcher does not end rank 0 before it has printed the report.
+    """
+    if {"-h", "--help"} & set(arguments):
+        print(_HELP, end="")
+        return 0
+    return run_command(_CheckCommand, ["check", *arguments])
+
+
+class _Options(Trainer):
+    """Declare the options of the command for its parser; no instance of it is made."""
+
+    def check(
+        self,
+        model: LightningModule,
+        datamodule: Any = None,
+        steps: int = 1,
+        float64: bool | None = None,
+        tolerance: float | None = None,
+        whole_batch: bool | None = None,
+        ckpt_path: str | None = None,
+        weights_only: bool | None = None,
+    ) -> None:
+        """Compare the first step under the strategy with one process.
+
+        Args:
+            model: The module of the configuration.
+            datamodule: The datamodule of the configuration.
+            steps: Number of optimizer steps.
+            float64: Whether to compute in float64.
+            tolerance: Largest accepted relative deviation.
+            whole_batch: Whether one process computes the batches of all ranks as one batch.
+            ckpt_path: Accepted because configurations of a fit may have it; the check starts from initial weights.
+            weights_only: Accepted in the same way.
+        """
+
+
+class _CheckCommand(TrainerCommand):
+    """Run the check with the classes of the configuration, of which it makes some a second time for one process."""
+
+    _trainer_class = _Options
+    _saves_config = False
+
+    @override
+    def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]
+        return {"check": {"model", "datamodule"}}
+
+    @override
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        super().add_arguments_to_parser(parser)
+        parser.add_argument("--json", action="store_true", help="Print the results as JSON.")
+
+    @override
+    def read_checkpoint_hparams(self, path: str) -> None:
+        """Leave the checkpoint of the configuration unread."""
+
+    @override
+    def before_instantiate_classes(self) -> None:
+        self._random_state = rng_state()
+        trainer = self.config.check.trainer
+        self._has_logger = trainer.logger is not False
+        trainer.logger = False  # Creating one may begin a run in a database.
+
+    @override
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Keep the arguments of the Trainers of the check, and return this command, whose method runs it."""
+        self._trainer_arguments = {**self.config_init.check.trainer, "logger": self._has_logger}
+        return cast(Trainer, self)
+
+    def check(self, model: LightningModule, datamodule: Any = None, **options: Any) -> None:
+        """Run the check, print the report on rank 0, and exit.
+
+        Args:
+            model: The module of the configuration.
+            datamodule: The datamodule of the configuration.
+            options: Further options of the command.
+
+        Raises:
+            SystemExit: With the exit code.
+        """
+        del options["weights_only"]
+        if path := options.pop("ckpt_path"):
+            rank_zero_info(f"ckpt_path={path} is not read: the check starts from initial weights.")
+        as_json: bool = self.config.check.json
+        made = [model]
+        self.model = None
+        strategies = [self._trainer_arguments.pop("strategy")]
+
+        def make_again() -> None:
+            set_rng_state(self._random_state)
+            self.instantiate_classes()
+            self.after_instantiate_classes()
+
+        def make_module() -> LightningModule:
+            if not made:
+                make_again()
+                made.append(self.model)
+            return made.pop()
+
+        def make_strategy() -> Any:
+            if not strategies:
+                make_again()
+                strategies.append(self._trainer_arguments.pop("strategy"))
+            return strategies.pop()
+
+        stdout = sys.stdout
+        try:
+            # Whatever the module prints must not mix with JSON.
+            with contextlib.redirect_stdout(sys.stderr if as_json else stdout):
+                result = check(
+                    make_module,
+                    datamodule,
+                    on_trainer=self._watch,
+                    **options,
+                    **{**self._trainer_arguments, "strategy": make_strategy},
+                )
+        except (AuditError, DifferentBatchError, ParityError, ReplicasDifferError) as error:
+            code = report(str(error), DEVIATES, prefix="wrong: ")
+            self._progress.stop_other_processes()
+            raise SystemExit(code) from error
+        if self._progress.trainer is None or not self._progress.trainer.is_global_zero:
+            raise SystemExit(0)
+        print(json.dumps(result.to_dict(), indent=2) if as_json else result)
+        raise SystemExit(0 if result.passed else DEVIATES)
+
+    def _watch(self, trainer: Trainer) -> None:
+        if self._progress.trainer is None:  # The first one launches the processes.
+            self._progress.trainer = trainer
+        trainer.callbacks.append(self._progress)  # type: ignore[attr-defined]
