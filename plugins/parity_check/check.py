@@ -172,6 +172,13 @@ class _Check:
         gc.collect()  # The reference needs the memory of the run's module and optimizers.
 
         def report() -> Report:
+            try:
+                return compared()
+            except torch.OutOfMemoryError as error:
+                error.add_note("One process holds the whole model on the device of rank 0: check a smaller model.")
+                raise
+
+        def compared() -> Report:
             set_rng_state(random_state)  # The module draws the same again, for tensors that are no parameters.
             module = self._make_module()
             module.configure_callbacks = list  # type: ignore[method-assign]

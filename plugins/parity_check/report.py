@@ -30,8 +30,8 @@ class Tolerances:
         weights: For the change of weights. It is larger, because adaptive optimizers amplify the rounding errors of
             small gradients.
         negligible: Fraction of the norm of all gradients below which the norm of one does not count.
-        noise: Fraction of the norm of all gradients below which a gradient may consist of rounding errors alone, so
-            that the change of its weights is not compared.
+        noise: Fraction of the root mean square of gradients below which an element may consist of rounding errors
+            alone, so that the change of its weight is not compared.
     """
 
     gradients: float
@@ -179,7 +179,7 @@ def compare(report: Report, recording: Recording, reference: Reference, calls_pe
         scale = max(float(filled[1][name].double().norm()), limits.negligible * norm)
         report.gradients[name] = max(report.gradients[name], distance / scale)
     report.factors = _factors(filled[0], filled[1], report.gradients, limits.gradients)
-    _compare_weights(report, recording, reference, filled[1], norm)
+    _compare_weights(report, recording, reference, filled)
     _explain_gradients(report, recording)
     _explain_weights(report, recording, reference)
 
@@ -236,20 +236,24 @@ def _factors(
 
 
 def _compare_weights(
-    report: Report, recording: Recording, reference: Reference, gradients: Mapping[str, Tensor], norm: float
+    report: Report, recording: Recording, reference: Reference, gradients: Sequence[Mapping[str, Tensor]]
 ) -> None:
     """Compare the changes of weights, which a small learning rate does not hide behind the weights themselves."""
     limits, initial = report.tolerances, recording.initial
-    floors = {name for name, gradient in gradients.items() if float(gradient.double().norm()) <= limits.noise * norm}
-    unclear = sorted(name for name in floors if gradients[name].any())
-    changes = [
-        {name: side[name].double() - initial[name].double() for name in initial if name not in unclear}
-        for side in (recording.weights.tensors, reference.weights)
-    ]
-    if unclear:
+    noise = _noise(gradients[0], gradients[1], limits.noise)
+    unclear = [name for name, elements in noise.items() if elements.all()]
+    changes = []
+    for side in (recording.weights.tensors, reference.weights):
+        changes.append({name: side[name].double() - initial[name].double() for name in initial if name not in unclear})
+        for name, elements in noise.items():
+            if name in changes[-1]:
+                changes[-1][name][elements] = 0
+    if noise:
+        left_out = sum(int(elements.sum()) for elements in noise.values())
         report.notes.append(
-            f"The gradients of {_list(unclear)} are zero up to rounding errors: the change of these weights is not"
-            " compared, because an adaptive optimizer makes it of rounding errors."
+            f"{left_out:,} of {sum(map(torch.numel, gradients[1].values())):,} elements of gradients, in"
+            f" {_list(list(noise))}, are no larger than rounding errors: the changes of these weights are not compared,"
+            " because an adaptive optimizer makes them of rounding errors."
         )
     report.weights = errors(changes[0], changes[1], limits.negligible)
     scale = limits.negligible * math.sqrt(sum(float(change.square().sum()) for change in changes[1].values()))
@@ -261,6 +265,24 @@ def _compare_weights(
         rates = set(reference.learning_rates)
         why = ", since its learning rate is 0: compare more steps" if rates == {0.0} else ""
         report.notes.append(f"The step changes no weights in one process{why}.")
+
+
+def _noise(own: Mapping[str, Tensor], other: Mapping[str, Tensor], noise: float) -> dict[str, Tensor]:
+    """Return which elements of gradients may consist of rounding errors alone, for gradients that have such elements.
+
+    They are not zero, but smaller on both sides than the fraction ``noise`` of the root mean square of the gradient, or
+    of all gradients.
+    """
+    squares = {name: float(gradient.double().square().sum()) for name, gradient in other.items()}
+    mean_square = sum(squares.values()) / max(sum(gradient.numel() for gradient in other.values()), 1)
+    found = {}
+    for name, gradient in other.items():
+        limit = noise * math.sqrt(max(squares[name] / max(gradient.numel(), 1), mean_square))
+        largest = torch.maximum(gradient.abs(), own[name].to(gradient.dtype).abs())
+        elements = (largest > 0) & (largest <= limit)
+        if elements.any():
+            found[name] = elements
+    return found
 
 
 def _explain_gradients(report: Report, recording: Recording) -> None:

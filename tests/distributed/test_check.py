@@ -314,6 +314,15 @@ def test_a_module_that_cannot_run_in_float64_is_checked_in_its_own_precision(poo
     assert max(values["gradients"].values()) < 1e-5
 
 
+def test_noise_that_adaptive_optimizers_amplify_is_not_compared(pool: WorkerPool) -> None:
+    printed, values = pool.run(checked, 2, "GPT", "tp2-1", float64=False, precision="32-true")[0]
+    assert values["passed"], printed
+    # A third of these biases is that of keys, whose true gradient is zero.
+    assert "model.blocks.0.qkv.bias, model.blocks.1.qkv.bias, are no larger than rounding errors" in printed
+    assert 0 < max(values["gradients"].values()) < 1e-5
+    assert 0 < max(values["weights"].values()) < 1e-4
+
+
 def refusal(*args: Any, **options: Any) -> str:
     try:
         return checked(*args, **options)[0]
