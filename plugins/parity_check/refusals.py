@@ -60,7 +60,7 @@ def uses_whole_batch(module: LightningModule, trainer: Trainer, asked: bool | No
     if strategy.layout.num_data_parallel == 1:
         return False
     if module.automatic_optimization:
-        return strategy._layer_sync is not None if asked is None else asked
+        return strategy.layer_sync is not None if asked is None else asked
     if asked is False:
         raise ValueError(
             f"whole_batch=False with {type(module).__name__}, which sets automatic_optimization = False: one process"
