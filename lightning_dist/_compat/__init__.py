@@ -40,6 +40,7 @@ from lightning_dist._compat.modules import (
     move_without_meta_tensors,
     put_parameter,
     route_calls,
+    without_weak_references,
 )
 from lightning_dist._compat.processes import (
     default_group,
@@ -100,4 +101,5 @@ __all__ = [
     "step_hooks",
     "take_post_accumulate_hooks",
     "without_torch_functions",
+    "without_weak_references",
 ]  # fmt: skip

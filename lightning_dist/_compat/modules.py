@@ -19,6 +19,7 @@ __all__ = [
     "move_without_meta_tensors",
     "put_parameter",
     "route_calls",
+    "without_weak_references",
 ]
 
 
@@ -40,6 +41,18 @@ def put_parameter(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
     names = vars(module).get("_flat_weights_names", ())
     if key in names:
         vars(module)["_flat_weights"][names.index(key)] = tensor
+
+
+@contextmanager
+def without_weak_references(module: nn.Module) -> Iterator[None]:
+    """Drop the weak references of a recurrent layer to its weights in this context, so that torch can swap these.
+
+    Replaced by: ``swap_tensors`` on tensors that have weak references, or recurrent layers without them.
+    """
+    has_references = vars(module).pop("_flat_weight_refs", None) is not None
+    yield
+    if has_references:
+        module._init_flat_weights()  # type: ignore[operator]
 
 
 ROUTE = "_compiled_call_impl"

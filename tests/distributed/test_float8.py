@@ -173,11 +173,6 @@ def test_checkpoints_are_those_of_other_precisions(pool: WorkerPool, tmp_path: P
     assert pool.run(saved_and_resumed, 2, tmp_path) == [(True, True, True)] * 2
 
 
-class Resettable(Transformer):
-    def reset_parameters(self) -> None:
-        torch.nn.init.normal_(self.position, std=0.02)
-
-
 class Created(Wide):
     """Create the layers on the meta device, with a tie, a hook and a layer that is excluded."""
 
@@ -187,7 +182,7 @@ class Created(Wide):
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
-            self.model = Resettable(dim=32)
+            self.model = Transformer(dim=32)
             self.num_calls = 0
             self.model.blocks[0].qkv.register_forward_hook(self.count)
 
