@@ -8,6 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import MeshPrecision
@@ -57,6 +58,8 @@ def fit(
     precise: dict[str, Any] = {"precision": precision}
     if isinstance(precision, dict):
         precise = {"plugins": [MeshPrecision(**precision)]}  # Its scaler is created with the Trainer.
+    elif precision == "16-mixed":  # By its name, Lightning's Trainer would use bf16-mixed on a CPU.
+        precise = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
     elif precision in KINDS:
         precise = {"plugins": [MeshPrecision(precision)]}  # type: ignore[arg-type]
     trainer = make_trainer(
