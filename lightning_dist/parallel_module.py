@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_dist._compat import around_backwards
 from lightning_dist.consensus import timed_barrier
-from lightning_dist.initialization import materialize, refuse_meta_attributes
+from lightning_dist.initialization import materialize, materialize_attributes
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.replaced_parameters import ReplacedParameters
 from lightning_dist.step_gradients import StepGradients
@@ -143,7 +143,7 @@ class ParallelModule:
             groups.append(group)
             unit.params.clear()  # Nothing may keep the whole parameters in memory.
         materialize([self.module], self.module, device, remote)
-        refuse_meta_attributes(self.module)
+        materialize_attributes(self.module, device)
         return tuple(groups)
 
     def get(self, kind: type[SomeTechnique]) -> SomeTechnique | None:

@@ -15,8 +15,9 @@ from lightning_dist.activation_checkpointing import ActivationCheckpointing, Che
 from lightning_dist.audit import FirstStepAudit
 from lightning_dist.compilation import Compilation
 from lightning_dist.compression import Compression, CompressionConfig, LocalUpdates, SyncConfig
+from lightning_dist.deferred_init import deferred_init
 from lightning_dist.float32_modules import Float32Modules, refuse_other_patterns
-from lightning_dist.initialization import agreed_seed, broadcast_weights
+from lightning_dist.initialization import agree_on_operations, agreed_seed, broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.offload import Offload, OffloadConfig
 from lightning_dist.parallel_module import ParallelModule
@@ -105,9 +106,11 @@ def parallelize(
     _refuse_dtensors(module)
     units = find_units(module, config.units, config.min_num_params)
     _refuse_without_blocks(module, units, config)
-    for param in module.parameters():
-        if not param.is_contiguous():  # FSDP2 does not accept other memory formats, such as channels_last.
-            param.data = param.data.contiguous()
+    with deferred_init(torch.device(mesh.device_type)):
+        for param in module.parameters():
+            if not param.is_contiguous():  # FSDP2 does not accept other memory formats, such as channels_last.
+                param.data = param.data.contiguous()
+    agree_on_operations(module)
     techniques = _techniques(module, units, layout, mesh, config, stage_to_stage)
     refuse_other_patterns(module, config.keep_fp32)
     broadcast_weights(module)

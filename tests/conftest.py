@@ -71,6 +71,14 @@ def reference_pool() -> Iterator[WorkerPool]:
     workers.close()
 
 
+@pytest.fixture
+def own_pool() -> Iterator[WorkerPool]:
+    """Provide workers whose allocator may be changed."""
+    workers = WorkerPool()
+    yield workers
+    workers.close()
+
+
 @pytest.fixture(scope="session")
 def empty_mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the path of an empty MLflow database, made once per session because MLflow needs seconds to make one."""

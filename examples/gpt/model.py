@@ -32,23 +32,13 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, head_dim: int, max_len: int, base: float = 10_000.0) -> None:
         super().__init__()
-        self.base = base
-        self.register_buffer("cos", torch.empty(max_len, head_dim // 2), persistent=False)
-        self.register_buffer("sin", torch.empty(max_len, head_dim // 2), persistent=False)
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Fill the tables of cosines and sines.
-
-        The tables are in no checkpoint, so this is called when the module is materialised from the meta device.
-        """
-        max_len, half = self.cos.shape
-        device = self.cos.device
+        half = head_dim // 2
         # Use float32 for every default dtype, because bfloat16 cannot distinguish neighbouring positions.
-        frequencies = self.base ** -(torch.arange(half, device=device, dtype=torch.float32) / half)
-        angles = torch.outer(torch.arange(max_len, device=device, dtype=torch.float32), frequencies)
-        self.cos.copy_(angles.cos())
-        self.sin.copy_(angles.sin())
+        frequencies = base ** -(torch.arange(half, dtype=torch.float32) / half)
+        angles = torch.outer(torch.arange(max_len, dtype=torch.float32), frequencies)
+        dtype = torch.get_default_dtype()
+        self.register_buffer("cos", angles.cos().to(dtype), persistent=False)
+        self.register_buffer("sin", angles.sin().to(dtype), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         """Rotate ``x`` (batch, heads, length, head_dim) by each position's angles."""

@@ -50,6 +50,7 @@ from lightning_dist._compat.modules import (
     reset_function,
     route_calls,
     set_module_versions,
+    without_weak_references,
 )
 from lightning_dist._compat.operations import (
     GROUPED_MM,
@@ -94,6 +95,7 @@ from lightning_dist._compat.trees import (
     tree_flatten,
     tree_leaves,
     tree_map,
+    tree_map_only,
     tree_unflatten,
 )
 
@@ -163,9 +165,11 @@ __all__ = [
     "tree_flatten",
     "tree_leaves",
     "tree_map",
+    "tree_map_only",
     "tree_unflatten",
     "version_of",
     "without_memory",
     "without_process_group",
+    "without_weak_references",
     "written_arguments",
 ]

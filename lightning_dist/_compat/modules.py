@@ -28,6 +28,7 @@ __all__ = [
     "reset_function",
     "route_calls",
     "set_module_versions",
+    "without_weak_references",
 ]
 
 
@@ -99,6 +100,18 @@ SUBMODULES = "_modules"
 
 Replaced by: a public way to list the attributes that users have set on a module.
 """
+
+
+@contextmanager
+def without_weak_references(module: nn.Module) -> Iterator[None]:
+    """Drop the weak references of a recurrent layer to its weights in this context, so that torch can swap these.
+
+    Replaced by: ``swap_tensors`` on tensors that have weak references, or recurrent layers without them.
+    """
+    has_references = vars(module).pop("_flat_weight_refs", None) is not None
+    yield
+    if has_references:
+        module._init_flat_weights()  # type: ignore[operator]
 
 
 ROUTE = "_compiled_call_impl"

@@ -4,6 +4,14 @@ torch describes these functions in its guides and uses them in its public interf
 module. Replaced by: a public ``torch.utils.pytree``.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
-__all__ = ["TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
+__all__ = ["TreeSpec", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten"]
+
+
+def tree_map_only(kind: type, function: Callable[[Any], Any], tree: Any) -> Any:
+    """Return ``tree`` with ``function`` applied to the leaves that are instances of ``kind``."""
+    return tree_map(lambda leaf: function(leaf) if isinstance(leaf, kind) else leaf, tree)

@@ -21,7 +21,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from lightning.pytorch.plugins.precision import DoublePrecision, HalfPrecision, MixedPrecision, Precision
+from lightning.pytorch.plugins.precision import (
+    BitsandbytesPrecision,
+    DoublePrecision,
+    HalfPrecision,
+    MixedPrecision,
+    Precision,
+    TransformerEnginePrecision,
+)
 from torch import nn
 
 from lightning_dist.plugins.precision.float8 import Float8Precision
@@ -29,6 +36,19 @@ from lightning_dist.plugins.precision.mesh_precision import MeshPrecision
 from lightning_dist.sharding import WrapShard
 
 __all__ = ["PrecisionPolicy", "precision_policy"]
+
+_REFUSED: dict[type[Precision], str] = {
+    BitsandbytesPrecision: (
+        "stores weights in quantized form, which can be neither sharded nor split, and does not train them. To save"
+        " memory, use precision='bf16-true', MeshPrecision(master_weights='stochastic') or offload='both' of the"
+        " strategy; to train adapters of a quantized model, use Lightning's strategy 'ddp'"
+    ),
+    TransformerEnginePrecision: (
+        "replaces layers by those of Transformer Engine, whose scaling factors and weights these strategies cannot keep"
+        " equal or shard. To compute in float8, use plugins=[Float8Precision()] of lightning_dist and no precision="
+    ),
+}
+"""Plugins of Lightning that do not work with any strategy of this package, and why."""
 
 _DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
@@ -83,7 +103,11 @@ def precision_policy(plugin: Precision, reduce_dtype: str | None = None) -> Prec
         return PrecisionPolicy(torch.bfloat16, reduced_in or torch.float32, keep_fp32)
     if isinstance(plugin, MixedPrecision | HalfPrecision):
         return PrecisionPolicy(torch.float16, reduced_in or torch.float32, keep_fp32)
+    for cls, why in _REFUSED.items():
+        if isinstance(plugin, cls):
+            raise ValueError(f"{type(plugin).__name__} {why}.")
     raise ValueError(
-        f"precision={plugin.precision!r} ({type(plugin).__name__}) is not supported by the sharded strategies; use"
-        " '32-true', '64-true', 'bf16-mixed', 'bf16-true', '16-mixed' or '16-true'."
+        f"The plugin {type(plugin).__name__} (precision={plugin.precision!r}) is not supported by the strategies of"
+        " lightning_dist: leave it out, and use precision='32-true', '64-true', 'bf16-mixed', 'bf16-true', '16-mixed'"
+        " or '16-true'."
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -25,6 +25,7 @@ from typing_extensions import override
 from lightning_dist._compat import convert
 from lightning_dist.after_error import check_that_all_ranks_failed
 from lightning_dist.consensus import go_on
+from lightning_dist.deferred_init import deferred_init
 from lightning_dist.local_step import LocalStep
 from lightning_dist.parallel_module import ParallelModule, parallelized
 from lightning_dist.parallelize import ParallelConfig, parallelize
@@ -225,19 +226,19 @@ class MeshStrategy(CheckpointedStrategy):
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Return the context of ``trainer.init_module``, in which tensors are on the meta device with ``empty_init``.
 
-        Such a module gets its values from a checkpoint, or when it is sharded, like one from ``configure_model``.
+        Such a module gets its values when it is sharded, like one from ``configure_model``, or from a checkpoint.
 
         Args:
             empty_init: Whether to create tensors without values. None: values are created.
         """
-        device = torch.device("meta") if empty_init else self.root_device
-        with device, self.precision_plugin.tensor_init_context():
+        on_device = deferred_init(self.root_device) if empty_init else self.root_device
+        with on_device, self.precision_plugin.tensor_init_context():
             yield
 
     @contextmanager
     def model_sharded_context(self) -> Generator[None, None, None]:
-        """Return the context in which ``configure_model`` creates meta tensors; only shards are initialised."""
-        with torch.device("meta"):
+        """Return the context in which ``configure_model`` creates meta tensors, which get their values when sharded."""
+        with deferred_init(self.root_device):
             yield
 
     @override
@@ -313,7 +314,9 @@ class MeshStrategy(CheckpointedStrategy):
             self.layer_sync.apply(module)
         if isinstance(self.precision_plugin, Float8Precision):
             self.precision_plugin.prepare(self.root_device, self.layout)
-        self.precision_plugin.convert_module(module)
+        is_deferred = any(is_uninitialized(param) for param in module.parameters())
+        with deferred_init(self.root_device) if is_deferred else nullcontext():
+            self.precision_plugin.convert_module(module)
         self._move_to_device(module)
         policy = self.precision_policy
         sharding = replace(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ from lightning_dist.parity import whole_parameters
 from lightning_dist.plugins.strategies.startup_table import startup_table
 from tests.distributed.fit import Weights, make_strategy, make_trainer, refused
 from tests.models import GPT, Transformer
-from tests.pool import WorkerPool
+from tests.pool import WorkerPool, in_parallel
 
-NUM_STEPS = 4
+NUM_STEPS = 3
+
+Options = tuple[tuple[str, Any], ...]
+"""The names and values of arguments."""
 
 
 class Wide(GPT):
@@ -100,9 +104,13 @@ def fit(
     return {name: weight.float().numpy() for name, weight in whole_parameters(module).items()}, losses
 
 
-def trained(pool: WorkerPool, world_size: int, *args: Any, **kwargs: Any) -> tuple[Weights, list[float]]:
-    """Return the weights of all stages, and the losses, of :func:`fit`."""
-    results = pool.run(fit, world_size, *args, **kwargs)
+@functools.cache
+def trained(
+    pool: WorkerPool, world_size: int, layout: str, options: Options | None, chunks: int = 1, **strategy_kwargs: Any
+) -> tuple[Weights, list[float]]:
+    """Return the weights of all stages, and the losses, of :func:`fit`, once for all tests."""
+    own = None if options is None else dict(options)
+    results = pool.run(fit, world_size, layout, own, chunks, strategy_kwargs=strategy_kwargs)
     return {name: weight for weights, _ in results for name, weight in weights.items()}, results[0][1]
 
 
@@ -128,16 +136,18 @@ def difference(actual: Weights, expected: Weights) -> float:
     ],
 )
 def test_layouts_compute_what_one_process_computes(
-    pool: WorkerPool, layout: str, recipe: str, chunks: int, tolerance: float
+    pool: WorkerPool, reference_pool: WorkerPool, layout: str, recipe: str, chunks: int, tolerance: float
 ) -> None:
-    expected, losses = trained(pool, 1, "auto", {"recipe": recipe}, chunks)
-    actual, own_losses = trained(pool, 2, layout, {"recipe": recipe})
+    options = (("recipe", recipe),)
+    (actual, own_losses), (expected, losses) = in_parallel(
+        lambda: trained(pool, 2, layout, options), lambda: trained(reference_pool, 1, "auto", options, chunks)
+    )
     assert difference(actual, expected) < tolerance
     assert own_losses == pytest.approx(losses, rel=max(0.1 * tolerance, 1e-6))
 
 
 def test_float8_is_computed(pool: WorkerPool) -> None:
-    weights, _ = trained(pool, 2, "2x1", {})
+    weights, _ = trained(pool, 2, "2x1", (("recipe", "tensorwise"),))
     other, _ = trained(pool, 2, "2x1", None)
     assert 0.005 < difference(weights, other) < 0.05
 
@@ -145,9 +155,9 @@ def test_float8_is_computed(pool: WorkerPool) -> None:
 @pytest.mark.parametrize("mode", [False, "offload"])
 def test_gathering_in_float8_has_the_same_bits(pool: WorkerPool, mode: Any) -> None:
     """In bf16-true, gathered weights are not rounded before they are scaled."""
-    expected = trained(pool, 4, "2x2", {"base": "bf16-true"})
-    options = {"base": "bf16-true", "float8_all_gather": True}
-    actual = trained(pool, 4, "2x2", options, strategy_kwargs={"activation_checkpointing": mode})
+    base: Options = (("base", "bf16-true"),)
+    expected = trained(pool, 2, "1x2", base)
+    actual = trained(pool, 2, "1x2", (*base, ("float8_all_gather", True)), activation_checkpointing=mode)
     assert actual[1] == expected[1]
     assert all((actual[0][name] == expected[0][name]).all() for name in expected[0])
 
@@ -156,9 +166,9 @@ def saved_and_resumed(folder: Path) -> tuple[bool, bool, bool]:
     """Return whether a resumed run has the bits of one that was not stopped, and what loads without float8."""
     run = partial(fit, model=Resumable)
     options = {"float8_all_gather": True}
-    whole, _ = run("1x2", options, num_steps=3)
+    whole, _ = run("1x2", options, num_steps=2)
     saved, _ = run("1x2", options, num_steps=1, save=folder / "float8")
-    resumed, _ = run("1x2", options, num_steps=3, resume=folder / "float8")
+    resumed, _ = run("1x2", options, num_steps=2, resume=folder / "float8")
     without, losses = run("2x1", None, num_steps=1, resume=folder / "float8")
     run("2x1", None, num_steps=1, save=folder / "bf16")
     _, new_losses = run("1x2", options, num_steps=2, resume=folder / "bf16")
@@ -173,11 +183,6 @@ def test_checkpoints_are_those_of_other_precisions(pool: WorkerPool, tmp_path: P
     assert pool.run(saved_and_resumed, 2, tmp_path) == [(True, True, True)] * 2
 
 
-class Resettable(Transformer):
-    def reset_parameters(self) -> None:
-        torch.nn.init.normal_(self.position, std=0.02)
-
-
 class Created(Wide):
     """Create the layers on the meta device, with a tie, a hook and a layer that is excluded."""
 
@@ -187,7 +192,7 @@ class Created(Wide):
 
     def configure_model(self) -> None:
         if not hasattr(self, "model"):
-            self.model = Resettable(dim=32)
+            self.model = Transformer(dim=32)
             self.num_calls = 0
             self.model.blocks[0].qkv.register_forward_hook(self.count)
 

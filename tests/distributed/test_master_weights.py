@@ -1,4 +1,4 @@
-"""Test training in bfloat16 with master weights."""
+"""Test training in bfloat16 with master weights, and the other low precisions, against plain torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import lightning.pytorch as pl
 import pytest
-import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import MeshPrecision
@@ -16,24 +16,16 @@ from lightning_dist.parallel_module import parallelized
 from lightning_dist.parity import whole_parameters
 from lightning_dist.plugins.strategies.startup_table import startup_table
 from tests.distributed.fit import Weights, make_strategy, make_trainer
-from tests.models import GPT
+from tests.distributed.float32_masters import LowPrecision, TwoRates, progress, train_with_masters
 from tests.pool import WorkerPool
 
 KINDS = ["fp32", "kahan", "stochastic"]
 
+NUM_STEPS = 10
 
-class SmallSteps(GPT):
-    """Train with AdamW and a learning rate, from weights that bfloat16 represents exactly."""
 
-    def __init__(self, lr: float) -> None:
-        torch.manual_seed(0)
-        super().__init__()
-        self.lr = lr
-        for param in self.parameters():
-            param.data = param.data.to(torch.bfloat16).to(param.dtype)
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=self.lr, weight_decay=0.0)
+class Resumable(TwoRates):
+    """Have a loader that Lightning distributes, and whose position is in checkpoints."""
 
     def train_dataloader(self) -> Any:
         return DataLoader(TensorDataset(*self.data()), batch_size=2)
@@ -42,18 +34,18 @@ class SmallSteps(GPT):
 def fit(
     layout: str,
     precision: str | dict[str, Any],
-    lr: float,
-    num_steps: int,
+    num_steps: int = NUM_STEPS,
+    model: type[TwoRates] = TwoRates,
     save: Path | None = None,
     resume: Path | None = None,
-) -> tuple[Weights, list[float]]:
-    """Return the weights and the training losses.
+) -> tuple[Weights, list[float], str]:
+    """Return the weights, the training losses and the table at the start.
 
     Args:
         layout: Layout of :func:`tests.distributed.fit.make_strategy`.
         precision: Kind of master weights, or Lightning's name of a precision, or the arguments of MeshPrecision.
-        lr: Learning rate.
         num_steps: Number of the last step.
+        model: Class of the module.
         save: Path at which a checkpoint is saved at the end.
         resume: Path of a checkpoint from which the training goes on.
     """
@@ -66,85 +58,100 @@ def fit(
     precise: dict[str, Any] = {"precision": precision}
     if isinstance(precision, dict):
         precise = {"plugins": [MeshPrecision(**precision)]}  # Its scaler is created with the Trainer.
+    elif precision == "16-mixed":  # By its name, Lightning's Trainer would use bf16-mixed on a CPU.
+        precise = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
     elif precision in KINDS:
         precise = {"plugins": [MeshPrecision(precision)]}  # type: ignore[arg-type]
     trainer = make_trainer(
         "auto",
         strategy=make_strategy(layout, check_replicas_every_n_steps=1),
         max_steps=num_steps,
-        use_distributed_sampler=True,
+        use_distributed_sampler=model is Resumable,
         callbacks=[Record()],
         **precise,
     )
-    model = SmallSteps(lr)
+    module = model()
     scaler = getattr(trainer.precision_plugin, "scaler", None)
     if scaler is not None:  # The first steps would overflow with the default scale, and be skipped.
         scaler.load_state_dict({**scaler.state_dict(), "scale": 256.0})
-    trainer.fit(model, ckpt_path=resume)
+    trainer.fit(module, ckpt_path=resume)
     if save is not None:
         trainer.save_checkpoint(save)
         trainer.strategy.wait_for_checkpoints()
-    return {name: weight.float().numpy() for name, weight in whole_parameters(model).items()}, losses
+    parallel = parallelized(module)
+    assert parallel is not None
+    weights = {name: weight.float().numpy() for name, weight in whole_parameters(module).items()}
+    return weights, losses, startup_table(trainer.strategy, parallel)
 
 
-def progress(weights: Weights, reference: Weights) -> float:
-    """Return how far the weights have moved along the way of the reference, as a fraction of that way."""
-    start = {name: param.detach().numpy() for name, param in SmallSteps(0.0).named_parameters()}
-    way = {name: reference[name] - start[name] for name in start}
-    along = sum(float(((weights[name] - start[name]) * way[name]).sum()) for name in start)
-    return along / sum(float((step**2).sum()) for step in way.values())
+def fits(layout: str, precisions: list[str | dict[str, Any]], num_steps: int) -> list[tuple[Weights, list[float], str]]:
+    """Return what :func:`fit` returns for each precision."""
+    return [fit(layout, precision, num_steps) for precision in precisions]
+
+
+def assert_like_masters(
+    pool: WorkerPool, num_ranks: int, layout: str, references: dict[Any, LowPrecision], num_steps: int = NUM_STEPS
+) -> None:
+    """Assert that trainings have the losses and the weights of plain torch with float32 masters.
+
+    Args:
+        pool: The workers.
+        num_ranks: Number of ranks.
+        layout: Layout of :func:`tests.distributed.fit.make_strategy`.
+        references: For each precision of :func:`fit`, that of the reference; a dictionary is given by its items.
+        num_steps: Number of steps.
+    """
+    precisions = [dict(precision) if isinstance(precision, tuple) else precision for precision in references]
+    ranks = pool.run(fits, num_ranks, layout, precisions, num_steps)
+    for index, (precision, low) in enumerate(references.items()):
+        expected_weights, expected = train_with_masters(low, num_steps)
+        assert expected[-1] < 0.9 * expected[0]
+        weights: Weights = {}
+        for rank in ranks:
+            weights |= rank[index][0]
+        losses = ranks[0][index][1]
+        if precision == "stochastic":  # Random rounding makes the weights noisy, but not biased.
+            assert fmean(losses) == pytest.approx(fmean(expected), rel=0.01)
+        else:
+            assert losses == pytest.approx(expected, rel=0.01), precision
+        assert progress(weights, expected_weights) == pytest.approx(1.0, abs=0.1), precision
 
 
 @pytest.mark.parametrize(
-    ("layout", "kinds"), [("2x2", KINDS), ("4x1", ["kahan"]), ("tp2-2", ["fp32"]), ("pp2-2", ["stochastic"])]
+    ("num_ranks", "layout", "references"),
+    [
+        (4, "2x2", {**dict.fromkeys(KINDS, "bf16-true"), "bf16-mixed": "bf16-mixed", "16-mixed": "16-mixed"}),
+        (2, "2x1", {"kahan": "bf16-true"}),
+        (2, "tp2-1", {"fp32": "bf16-true"}),
+        (2, "pp2-1", {"stochastic": "bf16-true"}),
+    ],
 )
-def test_updates_that_bfloat16_would_round_away_are_kept(pool: WorkerPool, layout: str, kinds: list[str]) -> None:
-    def trained(precision: str) -> Weights:
-        weights: Weights = {}
-        for own, _ in pool.run(fit, 4, layout, precision, 1e-4, 25):
-            weights |= own
-        return weights
-
-    reference = trained("32-true")
-    for kind in kinds:
-        assert progress(trained(kind), reference) == pytest.approx(1.0, abs=0.1), kind
-    if layout == "2x2":
-        assert progress(trained("bf16-true"), reference) < 0.5
+def test_training_is_that_of_plain_torch_with_float32_masters(
+    pool: WorkerPool, num_ranks: int, layout: str, references: dict[Any, LowPrecision]
+) -> None:
+    assert_like_masters(pool, num_ranks, layout, references)
 
 
-def test_losses_are_those_of_float32(pool: WorkerPool) -> None:
-    expected = pool.run(fit, 4, "2x2", "32-true", 3e-3, 25)[0][1]
-    assert expected[-1] < 0.9 * expected[0]
-    for kind in KINDS:
-        actual = pool.run(fit, 4, "2x2", kind, 3e-3, 25)[0][1]
-        if kind == "stochastic":  # Random rounding makes the weights noisy, but not biased.
-            assert fmean(actual) == pytest.approx(fmean(expected), rel=0.01)
-        else:
-            assert actual == pytest.approx(expected, rel=0.01), kind
+def test_without_masters_bfloat16_rounds_updates_away(pool: WorkerPool) -> None:
+    weights, _, table = pool.run(fit, 2, "1x2", "bf16-true")[0]
+    assert progress(weights, train_with_masters("bf16-true", NUM_STEPS)[0]) < 0.5
+    assert "updated in float32" not in table
 
 
-@pytest.mark.parametrize(("layout", "kind"), [("2x2", "kahan"), ("4x1", "fp32"), ("tp2-2", "stochastic")])
+def resumed(layout: str, precision: str | dict[str, Any], folder: Path) -> tuple[bool, str]:
+    """Return whether a resumed training ends with the bits of one that was not stopped, and the table."""
+    whole, _, table = fit(layout, precision, 4, Resumable)
+    fit(layout, precision, 2, Resumable, save=folder / "saved")
+    weights = fit(layout, precision, 4, Resumable, resume=folder / "saved")[0]
+    return whole.keys() == weights.keys() and all((whole[name] == weights[name]).all() for name in whole), table
+
+
+@pytest.mark.parametrize(("layout", "kind"), [("1x2", "kahan"), ("2x1", "fp32"), ("tp2-1", "stochastic")])
 def test_a_resumed_run_goes_on_bit_by_bit(pool: WorkerPool, tmp_path: Path, layout: str, kind: str) -> None:
-    whole = pool.run(fit, 4, layout, kind, 1e-3, 6)[0][0]
-    pool.run(fit, 4, layout, kind, 1e-3, 3, save=tmp_path / "saved")
-    resumed = pool.run(fit, 4, layout, kind, 1e-3, 6, resume=tmp_path / "saved")[0][0]
-    assert whole.keys() == resumed.keys()
-    assert all((whole[name] == resumed[name]).all() for name in whole)
-
-
-def table() -> str:
-    model, precision = SmallSteps(1e-3), MeshPrecision("stochastic")
-    trainer = make_trainer("1x2", max_steps=1, plugins=[precision])
-    trainer.fit(model)
-    parallel = parallelized(model)
-    assert parallel is not None
-    return startup_table(trainer.strategy, parallel)
-
-
-def test_the_table_at_the_start_says_how_weights_are_updated(pool: WorkerPool) -> None:
-    for text in pool.run(table, 2):
-        assert "stored in bfloat16" in text
-        assert "updated in float32 (stochastic)" in text
+    for has_same_bits, table in pool.run(resumed, 2, layout, kind, tmp_path):
+        assert has_same_bits
+        assert "stored in bfloat16" in table
+        assert f"updated in float32 ({kind})" in table
 
 
 def test_other_master_weights_are_refused() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import logging
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +23,8 @@ from tests.pool import RankFailed, WorkerPool
 NUM_LAYERS = 8
 
 
-def params_mib(dim: int) -> float:
-    return NUM_LAYERS * (8 * dim**2 + 5 * dim) * 4 / 2**20
+def params_mib(dim: int, num_layers: int = NUM_LAYERS) -> float:
+    return num_layers * (8 * dim**2 + 5 * dim) * 4 / 2**20
 
 
 class Block(nn.Module):
@@ -35,14 +37,15 @@ class Block(nn.Module):
 
 
 class Deep(pl.LightningModule):
-    def __init__(self, dim: int = 512, num_rows: int = 2) -> None:
+    def __init__(self, dim: int = 512, num_rows: int = 2, num_layers: int = NUM_LAYERS) -> None:
         super().__init__()
         self.dim = dim
         self.num_rows = num_rows
+        self.num_layers = num_layers
 
     def configure_model(self) -> None:
         if not hasattr(self, "blocks"):
-            self.blocks = nn.Sequential(*(Block(self.dim) for _ in range(NUM_LAYERS)))
+            self.blocks = nn.Sequential(*(Block(self.dim) for _ in range(self.num_layers)))
 
     def training_step(self, batch: list[torch.Tensor]) -> torch.Tensor:
         return self.blocks(batch[0].expand(self.num_rows, -1)).square().mean()
@@ -102,16 +105,9 @@ def test_states_in_files_are_not_counted(pool: WorkerPool, tmp_path: Path) -> No
 M_MMAP_THRESHOLD = -3  # This is a constant of glibc's malloc.h.
 
 
-@pytest.fixture
-def own_pool() -> Iterator[WorkerPool]:
-    """Provide workers whose allocator may be changed."""
-    pool = WorkerPool()
-    yield pool
-    pool.close()
-
-
-def fit_within(limit_mib: int, dim: int, num_rows: int, **strategy_kwargs: Any) -> None:
-    """Train with at most ``limit_mib`` more of private memory than when the fit begins."""
+@contextmanager
+def limited_memory(limit_mib: int) -> Iterator[None]:
+    """Let this process allocate at most ``limit_mib`` more of private memory in this context."""
     if hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, 128 * 1024)  # The limit counts freed memory that the allocator keeps.
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -119,27 +115,36 @@ def fit_within(limit_mib: int, dim: int, num_rows: int, **strategy_kwargs: Any) 
     before = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (in_use_kib * 1024 + limit_mib * 2**20, before[1]))
     try:
-        trainer = make_trainer("auto", strategy=make_strategy("full_shard", **strategy_kwargs), max_steps=2)
-        trainer.fit(Deep(dim, num_rows))
+        yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def fit_within(
+    limit_mib: int, model: Callable[[], pl.LightningModule], num_steps: int = 2, **strategy_kwargs: Any
+) -> None:
+    """Train with at most ``limit_mib`` more of private memory than when the fit begins."""
+    with limited_memory(limit_mib):
+        trainer = make_trainer("auto", strategy=make_strategy("full_shard", **strategy_kwargs), max_steps=num_steps)
+        trainer.fit(model())
 
 
 LIMIT_MIB = 190
 
 
 def test_a_model_whose_state_exceeds_the_limit_trains_with_offloading(own_pool: WorkerPool, tmp_path: Path) -> None:
+    model = partial(Deep, 512, 500)
     assert 4 * params_mib(512) > LIMIT_MIB  # These are parameters, gradients and the states of AdamW.
     with pytest.raises(RankFailed) as caught:
-        own_pool.run(fit_within, 2, LIMIT_MIB, 512, 500)
+        own_pool.run(fit_within, 2, LIMIT_MIB, model)
     assert any("activation_checkpointing='full': about" in text for text in caught.value.errors.values())
     kwargs = {"activation_checkpointing": "full", "offload": "both", "offload_folder": str(tmp_path)}
-    own_pool.run(fit_within, 2, LIMIT_MIB, 512, 500, **kwargs)
+    own_pool.run(fit_within, 2, LIMIT_MIB, model, **kwargs)
 
 
 def test_an_error_about_memory_ends_with_settings_that_help(pool: WorkerPool) -> None:
     with pytest.raises(RankFailed) as caught:
-        pool.run(fit_within, 2, 600, 512, 40_000)
+        pool.run(fit_within, 2, 600, partial(Deep, 512, 40_000))
     text = next(text for text in caught.value.errors.values() if "Out of memory." in text)
     assert "activation_checkpointing='full': about" in text
     assert text.index("activation_checkpointing='full'") < text.index("offload='optimizer'")

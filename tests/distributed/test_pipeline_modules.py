@@ -162,12 +162,7 @@ class Meta(DeepGPT):
 
     def configure_model(self) -> None:
         if self.model is None:
-            self.model = Initialized(num_layers=8)
-
-
-class Initialized(Transformer):
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.position, std=0.02)
+            self.model = Transformer(num_layers=8)
 
 
 def materialized() -> tuple[Weights, int, int]:

@@ -413,14 +413,7 @@ def module_callbacks(run: Run) -> None:
     run.fit(Stops(), val=True, max_epochs=5)
 
 
-@case(
-    "configure_model builds the layers",
-    differs=dict.fromkeys(
-        ("pp", "nd", "nd_tp"),
-        "Layers that configure_model builds are initialised stage by stage, from other random numbers than in one"
-        " process.",
-    ),
-)
+@case("configure_model builds the layers")
 def configured_model(run: Run) -> None:
     class Configured(Classifier):
         def __init__(self) -> None:

@@ -8,11 +8,10 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 from lightning.pytorch.callbacks import BaseFinetuning, Callback, Checkpoint, ModelCheckpoint, Timer
-from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from tests.behaviour.case import Run, case
-from tests.behaviour.models import NUM_CLASSES, NUM_FEATURES, Classifier
+from tests.behaviour.models import NUM_CLASSES, Classifier
 
 
 class _Remembers(Callback):
@@ -105,33 +104,11 @@ def no_optimizer(run: Run) -> None:
     run.fit(_NoOptimizer(lr=0.5).double(), max_epochs=2, ckpt_path=str(run.folder / "a.ckpt"), name="resumed")
 
 
-class _Constant(pl.LightningModule):
-    """Use layers whose ``reset_parameters`` draws no random numbers, so that every process makes the same weights."""
-
-    class Layer(nn.Linear):
-        def reset_parameters(self) -> None:
-            nn.init.constant_(self.weight, 0.1)
-            nn.init.eye_(self.weight)
-            nn.init.zeros_(self.bias)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.net = nn.Sequential(
-            self.Layer(NUM_FEATURES, NUM_FEATURES), nn.ReLU(), self.Layer(NUM_FEATURES, NUM_CLASSES)
-        )
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.SGD(self.parameters(), lr=0.1)
-
-
-@case("trainer.init_module(empty_init=True) gives values by reset_parameters")
+@case("trainer.init_module(empty_init=True) gives the values that the constructor would give")
 def empty_init(run: Run) -> None:
     trainer = run.trainer()
     with trainer.init_module(empty_init=not run.is_reference):
-        model = _Constant()
+        model = Classifier()
     trainer.fit(model, run.loader())
     run.observe(trainer, model)
 

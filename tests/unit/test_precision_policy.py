@@ -1,0 +1,65 @@
+"""Test that precision plugins that cannot work are refused by name, under every strategy."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from lightning.fabric.plugins.precision import transformer_engine
+from lightning.pytorch.plugins.precision import BitsandbytesPrecision, FSDPPrecision, Precision
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_dist.plugins.precision import precision_policy
+
+STRATEGIES = ["data_parallel", "full_shard", "hybrid_shard", "nd_parallel", "pipeline_parallel", "tensor_parallel"]
+
+
+class Quantized(BitsandbytesPrecision):
+    """Skip the constructor, which needs the package bitsandbytes."""
+
+    def __init__(self) -> None:
+        Precision.__init__(self)
+
+
+@pytest.fixture
+def fake_transformer_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Provide what the constructor of Lightning's plugin needs of the package transformer_engine."""
+    monkeypatch.setattr(transformer_engine, "_TRANSFORMER_ENGINE_AVAILABLE", True)
+    recipe: Any = ModuleType("recipe")
+    recipe.DelayedScaling = object
+    for name in ("transformer_engine", "transformer_engine.common"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, "transformer_engine.common.recipe", recipe)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("precision", ["transformer-engine", "transformer-engine-float16"])
+@pytest.mark.usefixtures("fake_transformer_engine")
+def test_transformer_engine_is_refused_by_every_strategy(strategy: str, precision: Any) -> None:
+    with pytest.raises(ValueError, match=r"^TransformerEnginePrecision replaces .* plugins=\[Float8Precision\(\)\]"):
+        pl.Trainer(strategy=strategy, precision=precision, accelerator="cpu", devices=2, logger=False)
+    plugin = transformer_engine_plugin()
+    with pytest.raises(ValueError, match=r"^TransformerEnginePrecision replaces"):
+        pl.Trainer(strategy=strategy, plugins=[plugin], accelerator="cpu", devices=2, logger=False)
+
+
+def transformer_engine_plugin() -> Precision:
+    from lightning.pytorch.plugins.precision import TransformerEnginePrecision
+
+    return TransformerEnginePrecision(weights_dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_bitsandbytes_is_refused_by_every_strategy(strategy: str) -> None:
+    """Lightning's Trainer itself refuses the plugin on a CPU, so that the strategy is asked directly."""
+    with pytest.raises(ValueError, match=r"^Quantized stores weights in quantized form, .* use precision='bf16-true'"):
+        StrategyRegistry.get(strategy).precision_plugin = Quantized()
+
+
+def test_plugins_of_other_strategies_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"^The plugin FSDPPrecision \(precision='bf16-true'\) is not supported"):
+        precision_policy(FSDPPrecision("bf16-true"))
