@@ -88,7 +88,7 @@ def write(
     snapshot: Snapshot,
     group: dist.ProcessGroup | None = None,
     parts: Mapping[str, torch.Tensor] | None = None,
-) -> float:
+) -> tuple[float, int]:
     """Write ``snapshot`` to ``path`` and replace whatever is there. This is a collective over all processes.
 
     Args:
@@ -98,7 +98,8 @@ def write(
         parts: Copies of this rank's :func:`~lightning_dist.checkpoint.tensors.own_parts`; None: use the live tensors.
 
     Returns:
-        The time of the save in seconds since the epoch, as the manifest has it in ``saved_at``.
+        The time of the save in seconds since the epoch, as the manifest has it in ``saved_at``, and on the first rank
+        the number of bytes of all files; 0 on other ranks.
 
     Raises:
         CheckpointError: On all ranks, if any rank failed. A previous checkpoint at ``path`` is then still there.
@@ -113,7 +114,7 @@ def write(
                 _check_space(place, snapshot, num_ranks)
         with raise_on_all_ranks("writing its files", group):
             written = _write_files(place, save_id, snapshot, parts, rank)
-        written_by_rank = _gathered(written, num_ranks, group)
+        written_by_rank, num_bytes = _gathered(written, num_ranks, group), 0
         with raise_on_all_ranks("putting it in place", group):
             if is_first:
                 files = {name: entry for files, _ in written_by_rank for name, entry in files.items()}
@@ -122,7 +123,8 @@ def write(
                     raise CheckpointError(f"no rank has written {absent[0]}")
                 manifest = Manifest(files, tensors, num_ranks, saved_at, dict(snapshot.about))
                 place.commit(save_id, manifest.encode())
-        return saved_at
+                num_bytes = manifest.num_bytes
+        return saved_at, num_bytes
     except Exception as error:
         if is_first:
             with suppress(Exception):  # The next run that locks the folder removes what cannot be removed now.

@@ -43,7 +43,7 @@ class Save:
     Args:
         path: Path or URL that the checkpoint is saved to.
         about: Values in the manifest to show where checkpoints are listed.
-        num_bytes: Bytes of the tensors of the whole checkpoint.
+        num_bytes: Bytes of all files of the checkpoint, once it is written; known on the first rank.
         stall_s: Seconds for which training waited for the save.
         staging_s: Seconds that copying took. Training waited for a part of this time.
         write_s: Seconds from the end of copying until the checkpoint was at its path, or the save had failed.
@@ -105,7 +105,7 @@ class Writer:
         if isinstance(snapshot, Exception):
             problem, snapshot = snapshot, Snapshot({}, bytes)
         taken = snapshot
-        save = self._current = Save(str(path), dict(taken.about), taken.num_bytes)
+        save = self._current = Save(str(path), dict(taken.about))
         if asynchronous:
             self._prepare_staging(taken)
             taken = replace(taken, tensors=_with_copies(taken.tensors, self._is_first))
@@ -134,7 +134,7 @@ class Writer:
                     parts = staged()
                 with raise_on_all_ranks("locking the folder", self._group):
                     self._lock(path)
-                save.saved_at = write(path, taken, self._group, parts)
+                save.saved_at, save.num_bytes = write(path, taken, self._group, parts)
             except BaseException as error:
                 save.error = error if isinstance(error, CheckpointError) else not_written(path, error)
             self._newest, self._is_verified = save, False
