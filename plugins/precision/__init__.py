@@ -1,7 +1,7 @@
 """Turn Lightning's ``precision=`` into FSDP2's policy, scale losses for float16, and compute in bfloat16 or float8."""
 
 from lightning_dist.plugins._compat import ShardedGradScaler
-from lightning_dist.plugins.precision.float8 import Float8Precision
+from lightning_dist.plugins.precision.float8 import Float8Precision, use_precision_again
 from lightning_dist.plugins.precision.master_weights import KEPT_BYTES, MasterWeights
 from lightning_dist.plugins.precision.mesh_precision import MeshPrecision
 from lightning_dist.plugins.precision.policy import PrecisionPolicy, precision_policy
@@ -17,4 +17,5 @@ __all__ = [
     "agree_on_overflows",
     "precision_policy",
     "scales_losses",
+    "use_precision_again",
 ]

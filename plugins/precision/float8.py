@@ -9,6 +9,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Literal, cast, get_args
+from weakref import WeakKeyDictionary
 
 import torch
 from lightning.pytorch import LightningModule
@@ -21,7 +22,7 @@ from typing_extensions import override
 from lightning_dist._compat import own_parameters
 from lightning_dist.layout import ParallelLayout
 
-__all__ = ["Float8Precision"]
+__all__ = ["Float8Precision", "use_precision_again"]
 
 Recipe = Literal["tensorwise", "rowwise"]
 
@@ -92,6 +93,15 @@ class Float8Precision(Precision):
         self.float8_all_gather = float8_all_gather
         self.emulate = emulate
         self.base = HalfPrecision("bf16-true") if base == "bf16-true" else MixedPrecision("bf16-mixed", "cpu")
+        self._arguments = {
+            "recipe": recipe,
+            "exclude": exclude,
+            "min_size": min_size,
+            "base": base,
+            "float8_all_gather": float8_all_gather,
+            "emulate": emulate,
+        }
+        self._layers: list[nn.Linear] = []
         self._num_layers = self._num_linears = 0
         self._num_splits = 1
         self._is_prepared = False
@@ -142,6 +152,24 @@ class Float8Precision(Precision):
         if not self._is_prepared:
             self.prepare(cast(LightningModule, module).trainer.strategy.root_device)
         self.base.convert_module(module)
+        self._convert_layers(module)
+        return module
+
+    def use_again(self, module: nn.Module) -> None:
+        """Let the layers of a module compute in float8 that an earlier Trainer with this plugin has made parallel."""
+        self._convert_layers(module)
+
+    @override
+    def teardown(self) -> None:
+        """Let layers compute as before they were converted, so that a Trainer without this plugin does not use float8.
+
+        They stay of the class that computes in float8, because techniques may have kept their forward.
+        """
+        for layer in self._layers:
+            layer.computes_in_float8 = False  # type: ignore[assignment]
+        self._layers.clear()
+
+    def _convert_layers(self, module: nn.Module) -> None:
         layers = import_module("lightning_dist.plugins.precision.float8_linear")
         linears = {name: part for name, part in module.named_modules() if isinstance(part, nn.Linear)}
         for pattern in self.exclude or ():
@@ -161,8 +189,9 @@ class Float8Precision(Precision):
         config = layers.float8_config(self.recipe, self.emulate)
         for layer in chosen:
             layers.compute_in_float8(layer, config)
+        self._layers += chosen
         self._num_layers, self._num_linears = len(chosen), len(linears)
-        return module
+        _arguments_of[module] = self._arguments
 
     def _why_not(self, name: str, layer: nn.Linear, layers: ModuleType) -> str | None:
         """Return why a linear layer does not compute in float8; None: it does."""
@@ -213,6 +242,36 @@ class Float8Precision(Precision):
     def convert_input(self, data: Any) -> Any:
         """Convert a batch as ``base`` does."""
         return self.base.convert_input(data)
+
+
+_arguments_of: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
+"""The arguments of the Float8Precision that has converted a module."""
+
+
+def use_precision_again(module: nn.Module, plugin: Precision) -> None:
+    """Let a module that an earlier Trainer has made parallel compute in float8 if ``plugin`` asks for it.
+
+    Args:
+        module: The user's module.
+        plugin: Precision plugin of the Trainer that uses the module now.
+
+    Raises:
+        MisconfigurationException: If that would need other weights or layers than those of the earlier Trainer.
+    """
+    before = _arguments_of.get(module)
+    now = plugin._arguments if isinstance(plugin, Float8Precision) else None
+    if isinstance(plugin, Float8Precision) and now == before:
+        plugin.use_again(module)
+    elif now is not None or (before is not None and before["float8_all_gather"]):
+
+        def shown(arguments: dict[str, Any] | None) -> str:
+            listed = ", ".join(f"{name}={value!r}" for name, value in (arguments or {}).items())
+            return f"Float8Precision({listed})" if arguments else "no Float8Precision"
+
+        raise MisconfigurationException(
+            f"An earlier Trainer has made this {type(module).__name__} parallel with {shown(before)}, which cannot be"
+            f" changed to {shown(now)}. Make a new one, and load the weights from a checkpoint."
+        )
 
 
 _MAX_LISTED = 8

@@ -39,8 +39,13 @@ _Float8Linear: type[nn.Linear] = type(convert_to_float8_training(nn.Linear(1, 1,
 class Float8Linear(_Float8Linear):  # type: ignore[misc, valid-type]
     """Compute a linear layer in float8, under the autocast of any device; torchao's layer knows that of CUDA only."""
 
+    computes_in_float8: bool
+    """Whether a Trainer with Float8Precision runs; otherwise the layer computes as before it was converted."""
+
     def forward(self, input: Tensor) -> Tensor:
         """Return the layer's output in the dtype of autocast, or else in the dtype of ``input``."""
+        if not self.computes_in_float8:
+            return nn.Linear.forward(self, input)
         device = input.device.type
         if torch.is_autocast_enabled(device):
             input = input.to(torch.get_autocast_dtype(device))
@@ -60,6 +65,7 @@ def compute_in_float8(layer: nn.Linear, config: Float8LinearConfig) -> None:
     for name, value in _attributes_of_torchao(config).items():
         setattr(layer, name, value)
     layer.__class__ = _in_float8(type(layer))
+    layer.computes_in_float8 = True  # type: ignore[assignment]
 
 
 _classes: dict[type[nn.Linear], type[nn.Linear]] = {nn.Linear: Float8Linear}

@@ -37,6 +37,7 @@ from lightning_dist.plugins.precision import (
     PrecisionPolicy,
     agree_on_overflows,
     precision_policy,
+    use_precision_again,
 )
 from lightning_dist.plugins.strategies.activations import CheckpointingArgument, checkpointing_mode
 from lightning_dist.plugins.strategies.checkpointed import AFTER_ERROR_S, CheckpointedStrategy
@@ -309,6 +310,7 @@ class MeshStrategy(CheckpointedStrategy):
                 )
             config = replace(self._config, keep_fp32=self.precision_policy.keep_fp32)
             refuse_other_config(existing, config, self.layout)
+            use_precision_again(module, self.precision_plugin)
             return existing
         if self.layer_sync is not None:
             self.layer_sync.apply(module)

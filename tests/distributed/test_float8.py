@@ -11,6 +11,7 @@ import lightning.pytorch as pl
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -22,7 +23,7 @@ from tests.distributed.fit import Weights, make_strategy, make_trainer, refused
 from tests.models import GPT, Transformer
 from tests.pool import WorkerPool, in_parallel
 
-NUM_STEPS = 3
+NUM_STEPS = 2
 
 Options = tuple[tuple[str, Any], ...]
 """The names and values of arguments."""
@@ -233,6 +234,62 @@ def test_modules_on_the_meta_device_are_converted(pool: WorkerPool) -> None:
         assert found["num_calls"] == 2
         assert found["is_tied"]
         assert found["rounded"] < 2**-8  # It is that of bfloat16; float8 has 2**-4.
+
+
+def step(module: Wide, layout: str, options: dict[str, Any] | None) -> dict[str, Tensor] | str:
+    """Train a module by a new Trainer for one step, and return its weights, or the error of the Trainer."""
+    precise = {"precision": "bf16-mixed"} if options is None else {"plugins": [small(options)]}
+    try:
+        make_trainer(layout, max_steps=1, **precise).fit(module)
+    except MisconfigurationException as error:
+        return str(error)
+    return {name: weight.clone() for name, weight in whole_parameters(module).items()}
+
+
+def steps_again(
+    layout: str, first: dict[str, Any] | None, second: dict[str, Any] | None, third: dict[str, Any] | None
+) -> tuple[float, str]:
+    """Train a module with three Trainers, each for a step, and compare the second step with that of a new module.
+
+    Args:
+        layout: Layout of :func:`tests.distributed.fit.make_strategy`.
+        first: Arguments of the first Trainer's Float8Precision; None: bf16-mixed.
+        second: The same of the second Trainer.
+        third: The same of the third Trainer, which is refused.
+
+    Returns:
+        How far the updates differ, as a fraction of the expected updates, and the error of the third Trainer.
+    """
+    module, new = Wide(), Wide()
+    start, weights = step(module, layout, first), step(module, layout, second)
+    error = step(module, layout, third)
+    assert isinstance(start, dict)
+    new.load_state_dict(start)
+    expected = step(new, layout, second)
+    assert isinstance(weights, dict)
+    assert isinstance(expected, dict)
+    assert isinstance(error, str)
+    wrong = sum(float((weights[name] - expected[name]).square().sum()) for name in start)
+    return (wrong / sum(float((expected[name] - start[name]).square().sum()) for name in start)) ** 0.5, error
+
+
+def all_steps_again() -> tuple[tuple[float, str], tuple[float, str], Any]:
+    gathered, later = {"float8_all_gather": True}, Wide()
+    step(later, "2x1", None)
+    return (
+        steps_again("1x2", gathered, gathered, None),
+        steps_again("tp2-1", {}, None, {"recipe": "rowwise"}),
+        step(later, "2x1", {}),
+    )
+
+
+def test_a_second_trainer_computes_as_its_own_precision_says_or_is_refused(pool: WorkerPool) -> None:
+    for again, without, later in pool.run(all_steps_again, 2):
+        assert again[0] == 0.0
+        assert without[0] < 0.005  # The plan of split layers is another one; float8 changes updates by 3%.
+        assert "float8_all_gather=True, emulate=True), which cannot be changed to no Float8Precision" in again[1]
+        assert "which cannot be changed to Float8Precision(recipe='rowwise'" in without[1]
+        assert "with no Float8Precision, which cannot be changed to Float8Precision(" in later
 
 
 def test_what_cannot_work_is_refused(pool: WorkerPool) -> None:

@@ -147,3 +147,14 @@ def test_the_validation_loss_is_that_of_bfloat16() -> None:
     actual = validation_loss(plugins=[Float8Precision(min_size=64, emulate=True)])
     assert actual == pytest.approx(expected, rel=0.01)
     assert actual != expected
+
+
+def test_layers_compute_as_before_when_the_trainer_has_ended() -> None:
+    model, inputs = Model(), torch.randn(4, 32)
+    before = model.mlp(inputs)
+    precision = Float8Precision(min_size=32, emulate=True)
+    precision.prepare(torch.device("cpu"))
+    precision.convert_module(model)
+    assert not torch.equal(model.mlp(inputs), before)
+    precision.teardown()
+    assert torch.equal(model.mlp(inputs), before)
