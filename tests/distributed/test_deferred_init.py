@@ -108,7 +108,7 @@ def starts(layout: str, names: list[str]) -> tuple[list[dict[str, Tensor]], int]
         ("full_shard", 2, list(MODELS)),
         ("2x2", 4, ["example"]),
         ("2x1", 2, list(MODELS)),
-        ("tp2-1", 2, ["example", "measured", "llama"]),
+        ("tp2-1", 2, list(MODELS)),
         ("pp2-1", 2, list(MODELS)),
     ],
 )
