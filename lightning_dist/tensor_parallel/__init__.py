@@ -17,6 +17,7 @@ These modules apply it:
 - ``local_parts``: Gives autograd a rank's parts of parameters as plain tensors.
 - ``split_layers``, ``sequence``, ``heads``, ``split_logits``: Exchange hidden states, tokens, heads and logits.
 - ``autograd_collectives``: Defines the differentiable collectives between the ranks of ``tp``.
+- ``traffic``: Counts what these collectives send.
 - ``same_batch``: Checks that the ranks of one ``tp`` group are given the same batch.
 - ``table``, ``unsplit``: Describe the plan in the start-up table (what is split, what is replicated, and why).
 """

@@ -33,6 +33,7 @@ from lightning_dist.tensor_parallel.sequence import SequenceParallel
 from lightning_dist.tensor_parallel.split_layers import AfterForward, BeforeForward, SplitLayers
 from lightning_dist.tensor_parallel.split_logits import whole_logits
 from lightning_dist.tensor_parallel.table import rows_of
+from lightning_dist.tensor_parallel.traffic import Traffic
 from lightning_dist.tensor_state import is_remote
 from lightning_dist.units import Unit
 
@@ -58,6 +59,7 @@ class TensorParallel(Technique):
         self._root = root
         self._mesh = mesh
         self._group = mesh.get_group()
+        self._traffic = Traffic(self._group, lambda: root.training)  # What an evaluation sends is left out.
         self._placements = Placements(root, mesh, num_shards)
         self._parts = LocalParts()
         # In the following attributes, a pair of a module and a name identifies a parameter that the module holds.
@@ -379,6 +381,10 @@ class TensorParallel(Technique):
                         self._use_whole(owners)
 
         return entered
+
+    def metrics(self, num_steps: int) -> dict[str, float]:
+        """Return what this rank sends in a step to the ranks that it splits layers with."""
+        return {"comm/tp_mib_per_step": self._traffic.take() / num_steps / 2**20}
 
     def table_rows(self) -> Rows:
         """Return the rows of the start-up table that show which layers are split, and how."""

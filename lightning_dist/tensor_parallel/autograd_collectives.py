@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.collectives import direct_all_gather
+from lightning_dist.tensor_parallel.traffic import count_all_reduce, count_gather, count_reduce_scatter
 
 __all__ = ["copy_all_to", "copy_to", "gather", "gather_to", "scatter_from", "split", "sum_from", "whole"]
 
@@ -122,6 +123,7 @@ def _same(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 def _summed(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     total = tensor.clone(memory_format=torch.contiguous_format)
+    count_all_reduce(total, group)
     dist.all_reduce(total, group=group)
     return total
 
@@ -135,6 +137,7 @@ def whole(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     # Backends concatenate along the first dimension, so dim is moved there and back.
     first = tensor.movedim(dim, 0).contiguous()
     chunks = first.new_empty((group.size(), *first.shape))
+    count_gather(first, group)
     if dist.get_backend(group) == "gloo":
         direct_all_gather(chunks, first, group)
     else:
@@ -145,6 +148,7 @@ def whole(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 def _part_of_sum(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     first = tensor.movedim(dim, 0).contiguous()
     chunks = first.view(group.size(), -1, *first.shape[1:])
+    count_reduce_scatter(first, group)
     if dist.get_backend(group) == "gloo":  # Gloo's own reduce-scatter sends as many bytes as an all-reduce.
         received = torch.empty_like(chunks)
         dist.all_to_all_single(received, chunks, group=group)

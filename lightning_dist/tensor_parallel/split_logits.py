@@ -19,6 +19,7 @@ from torch.nn import functional
 from lightning_dist._compat import BASE, assert_on_device, without_memory
 from lightning_dist.consensus import timed_barrier
 from lightning_dist.tensor_parallel import autograd_collectives
+from lightning_dist.tensor_parallel.traffic import count_all_reduce
 
 __all__ = ["SplitLogits", "whole_logits", "works_on_parts"]
 
@@ -279,6 +280,7 @@ class _CrossEntropy(torch.autograd.Function):
     def forward(ctx: Any, local: Tensor, target: Tensor, group: dist.ProcessGroup, ignore_index: int) -> Tensor:
         dtype = torch.promote_types(local.dtype, torch.float32)
         largest = local.amax(-1).to(dtype)
+        count_all_reduce(largest, group)
         dist.all_reduce(largest, dist.ReduceOp.MAX, group)
         own = target - group.rank() * local.size(-1)
         is_own = (own >= 0) & (own < local.size(-1)) & (target != ignore_index)
@@ -286,6 +288,7 @@ class _CrossEntropy(torch.autograd.Function):
         shifted = local.to(dtype, copy=True).sub_(largest.unsqueeze(-1))
         of_target = shifted.gather(-1, own).squeeze(-1).masked_fill(~is_own, 0.0)
         sums = torch.stack((shifted.exp_().sum(-1), of_target))
+        count_all_reduce(sums, group)
         dist.all_reduce(sums, group=group)
         total, of_target = sums.unbind()
         log_total = total.log()

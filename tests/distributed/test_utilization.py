@@ -114,6 +114,11 @@ NUM_PARAMS = sum(param.numel() for param in GPT().parameters() if param.requires
         ("replicas of shards", "dp_replicate", 2 * 4 * (NUM_PARAMS / 2) / 2),
         # One of the two ranks sends the activations of all tokens, and the other one their gradients.
         ("pipeline", "pp", 4 * TOKENS * 20),
+        # A layer has four all-gathers and four reduce-scatters of all tokens, of which a rank sends half, and an
+        # all-reduce of the gradients of its two norms. Outside of the blocks, hidden states are whole: they are gathered
+        # once in the forward and once in the backward, and summed after the embedding and before the head. The loss has
+        # three sums of a number per token.
+        ("tensor", "tp", 4 * (TOKENS * (24 / 2 * (2 * 8 + 6) + 3) + 2 * 2 * 24)),
     ],
 )
 def test_bytes_sent_over_an_axis_are_logged(pool: WorkerPool, name: str, axis: str, num_bytes: float) -> None:

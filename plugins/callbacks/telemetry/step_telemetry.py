@@ -17,6 +17,7 @@ from lightning_dist.parallel_module import parallelized
 from lightning_dist.pipeline import Pipeline, Timeline, simulate
 from lightning_dist.plugins._compat import logging_step, observe_fetching
 from lightning_dist.plugins.callbacks.telemetry.figures import RankFigures, gather, num_replicas, summarize
+from lightning_dist.plugins.callbacks.telemetry.nodes import inter_node_mib
 from lightning_dist.plugins.callbacks.telemetry.utilization import Utilization
 from lightning_dist.plugins.loggers.mlflow import MLflowLogger
 from lightning_dist.plugins.loggers.schedule_picture import can_draw, draw_schedule
@@ -45,21 +46,21 @@ class StepTelemetry(Callback):
     ``perf/bubble_theory``    the same fraction if all ranks take equally long, and a backward as long as two forwards
     ========================= ============================================================================
 
-    Techniques add figures of their own, the mean over the ranks: with sharding, ``comm/dp_shard_mib_per_step`` is what
-    a rank sends to gather parameters and to reduce gradients inside a replica, by the formulas of ring collectives;
-    with ``compression`` or ``sync``, ``comm/dp_replicate_mib_per_step`` is what it sends to other replicas; with
-    ``compression``,
-    ``compression/ratio`` is that of an exact all-reduce to it, ``compression/ms_per_step`` the time spent compressing
-    on the CPU, ``compression/residual_over_gradient`` the norm of a rank's residuals over that of the gradients in the
-    step after the last log, and ``grad/skipped_steps`` the number of steps that were skipped so far.
+    Techniques add figures of their own, the mean over the ranks. ``comm/<axis>_mib_per_step`` is what a rank sends
+    along an axis of the mesh, by the formulas of ring collectives: for ``dp_shard`` to gather parameters and to reduce
+    gradients inside a replica, for ``dp_replicate`` to average gradients over replicas, for ``tp`` between the ranks
+    that split layers, and for ``pp`` between stages. ``comm/inter_node_mib_per_step`` is the part of all of these that
+    goes to other nodes. With ``compression``, ``compression/ratio`` is that of an exact all-reduce to what is sent,
+    ``compression/ms_per_step`` the time spent compressing on the CPU, ``compression/residual_over_gradient`` the norm of
+    a rank's residuals over that of the gradients in the step after the last log, and ``grad/skipped_steps`` the number
+    of steps that were skipped so far.
 
     Once per run, an :class:`~lightning_dist.plugins.loggers.MLflowLogger` gets a picture of the pipeline's step as the
     artifact ``pipeline/schedule.png``.
 
     The first step after a start is left out, because it includes initializations, and because its operations are
-    counted while it runs. The time of validation, of saving
-    checkpoints and between epochs is left out as well. The device is synchronized once per interval, and the ranks
-    exchange one small tensor, or two with a pipeline.
+    counted while it runs. The time of validation, of saving checkpoints and between epochs is left out as well. The
+    device is synchronized once per interval, and the ranks exchange one small tensor, or two with a pipeline.
 
     Args:
         log_every_n_steps: Number of optimizer steps in an interval; None: the Trainer's ``log_every_n_steps``.
@@ -224,6 +225,9 @@ class StepTelemetry(Callback):
         metrics = summarize(ranks, times.num_steps, num_replicas(trainer))
         for index, name in enumerate(of_techniques):
             metrics[name] = fmean(rank[index] for rank in others)
+        layout = getattr(trainer.strategy, "layout", None)
+        if layout is not None and trainer.num_nodes > 1:
+            metrics["comm/inter_node_mib_per_step"] = inter_node_mib(metrics, layout, trainer.num_devices)
         if pipeline is not None and timeline is not None:
             metrics["perf/bubble_theory"] = simulate(pipeline.runner.order).bubble
             self._draw(trainer, timeline, f"{pipeline.config.schedule}, step {self._logging_step}", metrics)
