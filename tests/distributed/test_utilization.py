@@ -115,9 +115,9 @@ NUM_PARAMS = sum(param.numel() for param in GPT().parameters() if param.requires
         # One of the two ranks sends the activations of all tokens, and the other one their gradients.
         ("pipeline", "pp", 4 * TOKENS * 20),
         # A layer has four all-gathers and four reduce-scatters of all tokens, of which a rank sends half, and an
-        # all-reduce of the gradients of its two norms. Outside of the blocks, hidden states are whole: they are gathered
-        # once in the forward and once in the backward, and summed after the embedding and before the head. The loss has
-        # three sums of a number per token.
+        # all-reduce of the gradients of its two norms. Outside of the blocks, hidden states are whole: they are
+        # gathered once in the forward and once in the backward, and summed after the embedding and before the head. The
+        # loss has three sums of a number per token.
         ("tensor", "tp", 4 * (TOKENS * (24 / 2 * (2 * 8 + 6) + 3) + 2 * 2 * 24)),
     ],
 )

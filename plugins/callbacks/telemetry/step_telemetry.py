@@ -51,9 +51,9 @@ class StepTelemetry(Callback):
     gradients inside a replica, for ``dp_replicate`` to average gradients over replicas, for ``tp`` between the ranks
     that split layers, and for ``pp`` between stages. ``comm/inter_node_mib_per_step`` is the part of all of these that
     goes to other nodes. With ``compression``, ``compression/ratio`` is that of an exact all-reduce to what is sent,
-    ``compression/ms_per_step`` the time spent compressing on the CPU, ``compression/residual_over_gradient`` the norm of
-    a rank's residuals over that of the gradients in the step after the last log, and ``grad/skipped_steps`` the number
-    of steps that were skipped so far.
+    ``compression/ms_per_step`` the time spent compressing on the CPU, ``compression/residual_over_gradient`` the norm
+    of a rank's residuals over that of the gradients in the step after the last log, and ``grad/skipped_steps`` the
+    number of steps that were skipped so far.
 
     Once per run, an :class:`~lightning_dist.plugins.loggers.MLflowLogger` gets a picture of the pipeline's step as the
     artifact ``pipeline/schedule.png``.
