@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from lightning_dist.layout import REMAINING
+from lightning_dist.layout import AXES, REMAINING
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 
 __all__ = ["DataParallelStrategy"]
@@ -27,7 +27,8 @@ class DataParallelStrategy(MeshStrategy):
     strategy_name = "data_parallel"
 
     def __init__(self, dp_replicate_size: int | None = None, **kwargs: Any) -> None:
-        for name in [name for name in kwargs if name.endswith("_size")]:
+        axes = {f"{axis.name}_size" for axis in AXES} - {"dp_replicate_size"}
+        for name in sorted(axes & kwargs.keys()):
             raise ValueError(
                 f"{name}={kwargs[name]!r}: data_parallel only has replicas, whose number is dp_replicate_size. Use"
                 " strategy='hybrid_shard' to shard the model, or 'nd_parallel' for any sizes."
