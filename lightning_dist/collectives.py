@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -11,7 +12,9 @@ import torch.distributed as dist
 __all__ = [
     "BytesBroadcast",
     "DirectAllGather",
+    "Transfer",
     "TwoShotReduceScatter",
+    "begin_exchange",
     "direct_all_gather",
     "exchange",
     "gather",
@@ -19,8 +22,27 @@ __all__ = [
 ]
 
 
-Exchange = Callable[[torch.Tensor, Sequence[torch.Tensor], dist.ProcessGroup], None]
-"""A function with the first three arguments of :func:`exchange`, and its effect."""
+class Transfer(dist.Work):
+    """Represent messages between ranks that may still be under way.
+
+    Args:
+        finish: Function that waits for the messages, and does with them what has to be done; it is called once.
+    """
+
+    def __init__(self, finish: Callable[[], object]) -> None:
+        super().__init__()
+        self._finish: Callable[[], object] | None = finish
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Wait until the data have arrived, and return True."""
+        if self._finish is not None:
+            finish, self._finish = self._finish, None
+            finish()
+        return True
+
+
+BeginExchange = Callable[[torch.Tensor, Sequence[torch.Tensor], dist.ProcessGroup], Transfer]
+"""A function with the first three arguments of :func:`begin_exchange`, and its effect."""
 
 
 def exchange(received: torch.Tensor, sent: Sequence[torch.Tensor], group: dist.ProcessGroup, tag: int = 0) -> None:
@@ -36,13 +58,34 @@ def exchange(received: torch.Tensor, sent: Sequence[torch.Tensor], group: dist.P
         group: Process group of the ``n`` ranks.
         tag: Tag of the messages. Ranks receive only messages with their own tag.
     """
+    begin_exchange(received, sent, group, tag).wait()
+
+
+def begin_exchange(
+    received: torch.Tensor, sent: Sequence[torch.Tensor], group: dist.ProcessGroup, tag: int = 0
+) -> Transfer:
+    """Begin what :func:`exchange` does, and return without waiting for the messages.
+
+    Args:
+        received: As for :func:`exchange`; it must not be read or changed before the transfer has ended.
+        sent: As for :func:`exchange`; they must not be changed before the transfer has ended.
+        group: As for :func:`exchange`.
+        tag: As for :func:`exchange`. Messages with the same tag arrive in the order in which they were sent.
+
+    Returns:
+        The transfer, for which the caller waits.
+    """
     rank, world_size = group.rank(), group.size()
     others = [(rank + distance) % world_size for distance in range(1, world_size)]
     messages = [dist.irecv(received[other], group=group, group_src=other, tag=tag) for other in reversed(others)]
     messages += [dist.isend(sent[other], group=group, group_dst=other, tag=tag) for other in others]
-    for message in messages:
-        assert message is not None
-        message.wait()
+
+    def finish() -> None:
+        for message in messages:
+            assert message is not None
+            message.wait()
+
+    return Transfer(finish)
 
 
 class DirectAllGather:
@@ -52,11 +95,11 @@ class DirectAllGather:
     ``n - 1``.
 
     Args:
-        exchange: Function that transfers the data of each all-gather; it may check that all ranks do the same.
+        begin: Function that begins to transfer the data of each all-gather; it may check that all ranks do the same.
     """
 
-    def __init__(self, exchange: Exchange = exchange) -> None:
-        self._exchange = exchange
+    def __init__(self, begin: BeginExchange = begin_exchange) -> None:
+        self._begin = begin
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised tensor of shape ``size``."""
@@ -65,27 +108,23 @@ class DirectAllGather:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather the ``input_tensor`` of all ranks into ``output_tensor``. This is a collective over ``group``.
+        """Begin to gather the ``input_tensor`` of all ranks into ``output_tensor``. This is a collective.
+
+        FSDP2 waits for the returned work before it reads ``output_tensor``, whether it has set ``async_op`` or not.
 
         Args:
             output_tensor: Tensor of ``n * numel`` elements that receives the chunks in rank order.
             input_tensor: This rank's chunk, of ``numel`` elements; may be a view of its part of ``output_tensor``.
             group: Process group of the ``n`` ranks.
-            async_op: Whether to return at once; the backend's own all-gather is used then, and nothing is checked.
+            async_op: Whether FSDP2 gathers on the stream that computes; the data are transferred in the same way.
 
         Returns:
-            The backend's work to wait for if ``async_op`` is set, else None.
+            The work to wait for.
         """
-        if async_op:
-            work: dist.Work = dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op=True)
-            return work
-        direct_all_gather(output_tensor.view(group.size(), -1), input_tensor, group, self._exchange)
-        return None
+        return begin_direct_all_gather(output_tensor.view(group.size(), -1), input_tensor, group, self._begin)
 
 
-def direct_all_gather(
-    chunks: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup, exchange: Exchange = exchange
-) -> None:
+def direct_all_gather(chunks: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Send ``mine`` to all other ranks and receive their chunks into ``chunks``, of shape ``(n, numel)``.
 
     This is a collective over ``group``.
@@ -94,12 +133,25 @@ def direct_all_gather(
         chunks: Tensor of ``n`` rows that receives the chunks of all ranks, including this one's.
         mine: This rank's chunk, of ``numel`` elements; may be its row of ``chunks``.
         group: Process group of the ``n`` ranks.
-        exchange: Function that transfers the data.
+    """
+    begin_direct_all_gather(chunks, mine, group).wait()
+
+
+def begin_direct_all_gather(
+    chunks: torch.Tensor, mine: torch.Tensor, group: dist.ProcessGroup, begin: BeginExchange = begin_exchange
+) -> Transfer:
+    """Begin what :func:`direct_all_gather` does, and return without waiting for the messages.
+
+    Args:
+        chunks: Tensor of ``n`` rows that receives the chunks of all ranks, including this one's.
+        mine: This rank's chunk, of ``numel`` elements; may be its row of ``chunks``.
+        group: Process group of the ``n`` ranks.
+        begin: Function that begins to transfer the data.
     """
     own = chunks[group.rank()]
     if own.data_ptr() != mine.data_ptr():
         own.copy_(mine)
-    exchange(chunks, [mine] * group.size(), group)
+    return begin(chunks, [mine] * group.size(), group)
 
 
 def max_of_flags(flags: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -133,11 +185,19 @@ class TwoShotReduceScatter:
     every run. While it runs, it needs one more buffer of the input's size.
 
     Args:
-        exchange: Function that transfers the data of each reduce-scatter; it may check that all ranks do the same.
+        begin: Function that begins to transfer the data of each reduce-scatter; it may check that all ranks do the
+            same.
+        take: Function of a reduce-scatter that is under way and of its output, which returns whether it will wait for
+            the reduce-scatter later, before the output is read; None: each one has ended when this object returns.
     """
 
-    def __init__(self, exchange: Exchange = exchange) -> None:
-        self._exchange = exchange
+    def __init__(
+        self,
+        begin: BeginExchange = begin_exchange,
+        take: Callable[[Transfer, torch.Tensor], bool] | None = None,
+    ) -> None:
+        self._begin = begin
+        self._take = take
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised tensor of shape ``size``."""
@@ -170,15 +230,22 @@ class TwoShotReduceScatter:
         rank, world_size = group.rank(), group.size()
         chunks = input_tensor.view(world_size, -1)
         received = torch.empty_like(chunks)
-        self._exchange(received, chunks.unbind(), group)
         output = output_tensor.view(-1)
-        if world_size == 2:  # This rank's own chunk need not be copied first.
-            torch.add(received[1 - rank], chunks[rank], out=output)
-        else:
-            received[rank].copy_(chunks[rank])
-            torch.sum(received, dim=0, out=output)
-        if op == dist.ReduceOp.AVG:
-            output.div_(world_size)
+        transfer = self._begin(received, chunks.unbind(), group)
+
+        def finish() -> None:
+            transfer.wait()
+            if world_size == 2:  # This rank's own chunk need not be copied first.
+                torch.add(received[1 - rank], chunks[rank], out=output)
+            else:
+                received[rank].copy_(chunks[rank])
+                torch.sum(received, dim=0, out=output)
+            if op == dist.ReduceOp.AVG:
+                output.div_(world_size)
+
+        reduction = Transfer(finish)
+        if self._take is None or not self._take(reduction, output):
+            reduction.wait()
         return None
 
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_dist._compat import around_backwards
 from lightning_dist.consensus import timed_barrier
 from lightning_dist.initialization import materialize, materialize_attributes
-from lightning_dist.parameter_group import ParameterGroup
+from lightning_dist.parameter_group import ParameterGroup, gather_in_turn
 from lightning_dist.replaced_parameters import ReplacedParameters
 from lightning_dist.step_gradients import StepGradients
 from lightning_dist.technique import Points, Technique
@@ -100,9 +100,9 @@ class ParallelModule:
         self.units = tuple(units)
         replaced = ReplacedParameters()
         self.groups = self._build(torch.device(mesh.device_type), replaced)
-        self._outer = [group for group in self.groups if group.unit.stays_gathered]
-        self._freed_after_backward = [g for g in self.groups if g.unit.stays_gathered or not g.is_sharded]
-        self._root_groups = [group for group in self._outer if not group.unit.has_forward]
+        self._gathered_for_step = [group for group in self.groups if group.is_gathered_for_step]
+        self._freed_after_backward = [g for g in self.groups if g.is_gathered_for_step or not g.is_sharded]
+        self._root_groups = [g for g in self.groups if g.unit.stays_gathered and not g.unit.has_forward]
         self.stays_gathered = False
         """Whether every rank holds the whole model (see :meth:`stay_gathered`)."""
         self._kept = ExitStack()
@@ -139,6 +139,7 @@ class ParallelModule:
                 prepare(unit)
             group = next(group for manage in self._points.manage_unit if (group := manage(unit)) is not None)
             group.unit = unit
+            group.is_gathered_for_step |= unit.stays_gathered
             group.owners = [owner for owner in self.module.modules() if owner in unit.owners]
             groups.append(group)
             unit.params.clear()  # Nothing may keep the whole parameters in memory.
@@ -243,8 +244,8 @@ class ParallelModule:
             with self.running():
                 for before_step in self._points.before_step:
                     before_step()
-                for group in self._outer:
-                    self.gather(group)
+                for group in gather_in_turn(self._gathered_for_step):
+                    self._tell_gathered(group)
                 with ExitStack() as around:
                     around.enter_context(around_backwards(self._any_backward))
                     around.enter_context(self.gradients.watched(runs_backwards=not backward_follows))
@@ -474,8 +475,8 @@ class ParallelModule:
 
     def gather_all(self) -> None:
         """Gather the parameters of all units. This is a collective over the mesh."""
-        for group in self.groups:
-            self.gather(group)
+        for group in gather_in_turn(self.groups):
+            self._tell_gathered(group)
 
     def _tell_gathered(self, group: ParameterGroup, running: Collection[nn.Module] = ()) -> None:
         for on_gather in self._points.on_gather:

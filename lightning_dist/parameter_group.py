@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
@@ -12,7 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_dist.gradient_reducer import GradientReducer
 from lightning_dist.units import Unit
 
-__all__ = ["ParameterGroup"]
+__all__ = ["MAX_BYTES_UNDER_WAY", "ParameterGroup", "gather_in_turn"]
+
+MAX_BYTES_UNDER_WAY = 32 * 2**20
+"""Number of bytes from which no further exchange of parameters or gradients begins before earlier ones have ended.
+
+They need memory besides that of the parameters and gradients.
+"""
 
 
 class ParameterGroup(ABC):
@@ -30,6 +36,9 @@ class ParameterGroup(ABC):
 
     reducer: GradientReducer | None = None
     """What averages the gradients over ``dp_replicate``; None: an all-reduce."""
+
+    is_gathered_for_step = False
+    """Whether the parameters are gathered from the beginning of a step to the end of its backward."""
 
     steps_in_backward = False
     """Whether an optimizer updates the parameters while the backward runs, and frees their gradients."""
@@ -61,6 +70,10 @@ class ParameterGroup(ABC):
     @abstractmethod
     def gather(self) -> None:
         """Put the gathered parameters into the modules. This is a collective if the parameters are sharded now."""
+
+    def begin_gather(self) -> None:
+        """Begin what :meth:`gather` does, without waiting for other ranks, if that is possible."""
+        return
 
     @abstractmethod
     def free(self) -> None:
@@ -179,3 +192,19 @@ class ParameterGroup(ABC):
     def names_without_gradient(self) -> list[str]:
         """Return the names of parameters that got a gradient in this rank's last backward, but have no reduced one."""
         return []
+
+
+def gather_in_turn(groups: Sequence[ParameterGroup]) -> Iterator[ParameterGroup]:
+    """Gather the parameters of ``groups`` and yield each group when it is gathered. This is a collective.
+
+    Ranks wait for each other less often than if each group's gather began after the one before has ended.
+    """
+    num_begun = num_bytes = 0
+    for index, group in enumerate(groups):
+        while num_begun < len(groups) and (num_begun == index or num_bytes < MAX_BYTES_UNDER_WAY):
+            groups[num_begun].begin_gather()
+            num_bytes += groups[num_begun].gathered_bytes
+            num_begun += 1
+        group.gather()
+        num_bytes -= group.gathered_bytes
+        yield group

@@ -21,13 +21,13 @@ from __future__ import annotations
 import difflib
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
 from torch import nn
 
-__all__ = ["MIN_NUM_PARAMS", "Unit", "find_blocks", "find_units"]
+__all__ = ["MIN_NUM_PARAMS", "Unit", "find_blocks", "find_units", "merge_units"]
 
 MIN_NUM_PARAMS = 5_000_000
 """The default number of parameters from which a module outside the blocks becomes a unit."""
@@ -130,6 +130,43 @@ def find_units(
         root, _assign(root, units, {param: names for param, names in owners.items() if param.ndim > 0})
     )
     return [*assigned, scalars] if scalars.params else assigned
+
+
+def merge_units(units: Sequence[Unit], max_num_bytes: int) -> list[Unit]:
+    """Merge blocks into larger units, and outer units likewise, so that fewer messages carry their parameters.
+
+    Args:
+        units: Units from :func:`find_units`.
+        max_num_bytes: Size in bytes that a merged unit does not exceed.
+
+    Returns:
+        The units in their order; a merged unit has the place of its first part. Units whose trainable parameters are of
+        different dtypes are not merged.
+    """
+    merged: list[Unit] = []
+    for unit in units:
+        into = next((other for other in reversed(merged) if other.kind == unit.kind), None)
+        if (
+            into is None
+            or unit.kind not in ("block", "outer")
+            or _trainable_dtypes(into) != _trainable_dtypes(unit)
+            or _num_bytes(into) + _num_bytes(unit) > max_num_bytes
+        ):
+            merged.append(replace(unit, names=[*unit.names], modules=[*unit.modules]))
+            continue
+        into.names += unit.names
+        into.modules += unit.modules
+        into.params = {**into.params, **unit.params}
+        into.owners = into.owners | unit.owners
+    return merged
+
+
+def _trainable_dtypes(unit: Unit) -> set[torch.dtype]:
+    return {param.dtype for param in unit.params.values() if param.requires_grad}
+
+
+def _num_bytes(unit: Unit) -> int:
+    return sum(param.nbytes for param in unit.params.values())
 
 
 def _is_repeated(root: nn.Module) -> set[nn.Module]:

@@ -12,7 +12,7 @@ model) are gathered for the whole step, as FSDP2's root is, so that ``F.linear(x
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -28,14 +28,15 @@ from torch.distributed.tensor import Shard
 from torch.nn import functional
 
 from lightning_dist._compat import NORM, own_parameters, tree_map
-from lightning_dist.collectives import DirectAllGather, TwoShotReduceScatter, exchange
+from lightning_dist.collectives import DirectAllGather, Transfer, TwoShotReduceScatter, begin_exchange
 from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
+from lightning_dist.parameter_group import MAX_BYTES_UNDER_WAY
 from lightning_dist.sharding import _compat
 from lightning_dist.sharding._compat import ShardedGroup, WrapShard
 from lightning_dist.sharding.same_path import Action, SamePath
 from lightning_dist.sharding.unused_parameters import UnusedParameters
 from lightning_dist.technique import Parallel, Rows, Technique, bound, find_gradient_reducer, find_shard_memory
-from lightning_dist.units import Unit
+from lightning_dist.units import Unit, merge_units
 
 __all__ = ["Sharding", "ShardingConfig"]
 
@@ -50,6 +51,8 @@ class ShardingConfig:
         reshard_after_forward: Whether all blocks except the last one are freed after their forward and gathered again
             in the backward, which saves memory. False: they stay gathered, which saves one gather. A number: they stay
             sharded over that many ranks.
+        merges_units: Whether few exchanges carry the parameters of all units, if they stay gathered and the collectives
+            of :mod:`lightning_dist.collectives` are used. Nothing is then computed while data are under way.
         direct_collectives: Whether to use the collectives of :mod:`lightning_dist.collectives`; None: on gloo only.
         gather_as: Function of a module and a parameter's name in it, which returns how the parameter is gathered as a
             tensor of another class, in fewer bytes; None: as it is. It is called for the parameters of units that are
@@ -59,6 +62,7 @@ class ShardingConfig:
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool | int = True
+    merges_units: bool = False
     direct_collectives: bool | None = None
     gather_as: Callable[[nn.Module, str], WrapShard | None] | None = None
 
@@ -91,9 +95,16 @@ class Sharding(Technique):
         if self._is_direct is None:
             self._is_direct = on_host
         self._num_bytes_sent = self._num_bytes_to_replicas = 0
+        self._num_shards = mesh.size(mesh.ndim - 1)
         self._groups: list[ShardedGroup] = []
+        self._reductions: deque[Transfer] = deque()
+        self._bytes_under_way = 0
         self._holders: list[nn.Module] = []
         self._gathered_low: list[nn.Parameter] = []
+
+    def select_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
+        """Return the units that are gathered and reduced together."""
+        return merge_units(units, _MAX_MERGED_BYTES) if self._config.merges_units and self._is_direct else units
 
     def attach(self, parallel: Parallel) -> None:
         """Keep the module and its units, and collect what other techniques require of the sharding."""
@@ -106,7 +117,8 @@ class Sharding(Technique):
         self._last_block = next((unit for unit in reversed(units) if unit.kind == "block"), None)
         names = [" and ".join(filter(None, unit.names)) or type(self._module).__name__ for unit in units]
         # Units that stay sharded over some ranks after their forward are gathered over a smaller group.
-        self._paths: defaultdict[str, SamePath] = defaultdict(lambda: SamePath(names))
+        under_way = deque[Transfer]()
+        self._paths: defaultdict[str, SamePath] = defaultdict(lambda: SamePath(names, under_way))
         self._shard_dims = bound(parallel.techniques, "shard_dim")
         self._param_dtypes = bound(parallel.techniques, "param_dtype")
         self._write_back_data = bound(parallel.techniques, "write_back_data")
@@ -169,10 +181,16 @@ class Sharding(Technique):
         if self._is_direct:
             sharded = cast(FSDPModule, modules[0])
             # torch names the interface of these objects only in a private module.
-            all_gather: Any = DirectAllGather(partial(self._exchange, "gather", index))
-            reduce_scatter: Any = TwoShotReduceScatter(partial(self._exchange, "reduce", index))
+            all_gather: Any = DirectAllGather(partial(self._begin_exchange, "gather", index))
+            reduce_scatter: Any = TwoShotReduceScatter(
+                partial(self._begin_exchange, "reduce", index), partial(self._take_reduction, group)
+            )
             sharded.set_custom_all_gather(all_gather)
             sharded.set_custom_reduce_scatter(reduce_scatter)
+            # Ranks then wait for each other once in a forward, and not in each block.
+            group.is_gathered_for_step = self._config.reshard_after_forward is False
+            group.reduces_in_background = self._mesh.ndim == 1
+            group.finish_other_reductions = self._finish_reductions
         if self._memory is not None:
             group.keep_shards_in(self._memory)
         if self._write_back_data:
@@ -215,19 +233,43 @@ class Sharding(Technique):
             if group.unit.has_forward:
                 for module in group.unit.modules:
                     _compat.gather_before_views(module)
-        self._unused = UnusedParameters(self._groups, self._mesh, self._end if self._is_direct else None)
+        self._unused = UnusedParameters(
+            self._groups, self._mesh, self._end if self._is_direct else None, self._finish_reductions
+        )
         self._root = _StepRoot(self._module, self._holders)
         fully_shard(self._root, mesh=self._mesh, ignored_params=set(self._module.parameters()))
         _compat.initialize_root(self._root)
 
-    def _exchange(
+    def _begin_exchange(
         self, action: Action, unit: int, received: Tensor, sent: Sequence[Tensor], group: dist.ProcessGroup
-    ) -> None:
-        """Exchange data, and check that all ranks take the same action if they run equal numbers of steps."""
+    ) -> Transfer:
+        """Begin to exchange data, and check that all ranks take the same action if they run equal numbers of steps."""
         if self._parallel.stays_gathered:
-            exchange(received, sent, group)
-        else:
-            self._paths[group.group_name].exchange(action, unit, received, sent, group)
+            return begin_exchange(received, sent, group)
+        return self._paths[group.group_name].begin(action, unit, received, sent, group)
+
+    def _take_reduction(self, group: ShardedGroup, reduction: Transfer, output: Tensor) -> bool:
+        """Return whether the end of the backward waits for ``reduction``, and keep it in this case.
+
+        Few reductions are under way at the same time, so that they do not take much memory.
+        """
+        if not group.reduces_later:
+            return False
+
+        def finish() -> None:
+            self._bytes_under_way -= output.nbytes * self._num_shards
+            reduction.wait()
+            group.finish_reduction(output)
+
+        self._reductions.append(Transfer(finish))
+        self._bytes_under_way += output.nbytes * self._num_shards
+        while self._bytes_under_way > MAX_BYTES_UNDER_WAY and len(self._reductions) > 1:
+            self._reductions.popleft().wait()
+        return True
+
+    def _finish_reductions(self) -> None:
+        while self._reductions:
+            self._reductions.popleft().wait()
 
     def _max_over_ranks(self, unit: int, values: Tensor) -> Tensor:
         """Return the elementwise maximum of ``values`` over the ranks that gather ``unit``. This is a collective."""
@@ -236,7 +278,7 @@ class Sharding(Technique):
             dist.all_reduce(values, dist.ReduceOp.MAX, group)
             return values
         received = values.repeat(group.size(), 1)
-        self._exchange("gather", unit, received, [values] * group.size(), group)
+        self._begin_exchange("gather", unit, received, [values] * group.size(), group).wait()
         return received.amax(dim=0)
 
     def table_rows(self) -> Rows:
@@ -259,7 +301,7 @@ class Sharding(Technique):
         # The message is long enough to carry the check.
         sent = functional.pad(flags, (0, 16))
         received = sent.repeat(group.size(), 1)
-        self._exchange("end", 0, received, [sent] * group.size(), group)
+        self._begin_exchange("end", 0, received, [sent] * group.size(), group).wait()
         return received.amax(dim=0)[: flags.numel()]
 
     def wrap_step(self, step: Callable[[], Any]) -> Callable[[], Any]:
@@ -294,6 +336,8 @@ class Sharding(Technique):
 
     def after_error(self) -> None:
         """Reset FSDP2's state, and drop the gradients of a step that failed in its microbatches."""
+        self._reductions.clear()
+        self._bytes_under_way = 0
         _compat.reset_after_error(self._root)
         if self._parallel.runs_microbatches:
             for group in self._groups:
@@ -342,6 +386,9 @@ class Sharding(Technique):
             with self._unused.agreed():
                 _compat.reduce_gradients(self._root, self._groups)
 
+
+_MAX_MERGED_BYTES = 16 * 2**20
+"""Size of a merged unit. Larger messages take no less time per byte, and need memory."""
 
 _ONE_DTYPE = (
     NORM, nn.EmbeddingBag, nn.GroupNorm, nn.LayerNorm, nn.PReLU, nn.RMSNorm, nn.RNNBase, nn.RNNCellBase

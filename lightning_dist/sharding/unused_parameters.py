@@ -30,16 +30,22 @@ class UnusedParameters:
         mesh: Device mesh of the ranks that reduce gradients together.
         end: Function that checks that the ranks of the mesh's last axis have ended the backward; it is given flags, and
             returns the largest of each rank's. None: nothing is checked.
+        finish_reductions: Function that waits for the reductions of gradients that are under way.
     """
 
     def __init__(
-        self, groups: Sequence[ShardedGroup], mesh: DeviceMesh, end: Callable[[Tensor], Tensor] | None
+        self,
+        groups: Sequence[ShardedGroup],
+        mesh: DeviceMesh,
+        end: Callable[[Tensor], Tensor] | None,
+        finish_reductions: Callable[[], None],
     ) -> None:
         self.has_reduced = False
         """Whether the last agreement has reduced gradients, after FSDP2 has ended the backward."""
         self._all_groups = groups
         self._groups = [group for group in groups if group.mesh.size() > 1]
         self._end = end
+        self._finish_reductions = finish_reductions
         num_axes = mesh.ndim if end is None else mesh.ndim - 1
         axes = [mesh.get_group(axis) for axis in range(num_axes) if mesh.size(axis) > 1]
         if mesh.device_type != "cpu" and axes:  # A read from the device would wait for the whole backward.
@@ -76,6 +82,7 @@ class UnusedParameters:
         with torch.no_grad():
             for group, of_any, had in zip(self._groups, used, had_gradient, strict=True):
                 self.has_reduced |= group.end_agreement(of_any, had)
+            self._finish_reductions()
 
     def _on_any_rank(self, used: Sequence[bool]) -> list[bool]:
         flags = torch.tensor(used, dtype=torch.uint8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 from lightning_dist.layout import REMAINING
@@ -39,6 +40,8 @@ class FullShardStrategy(MeshStrategy):
                 )
             kwargs["reshard_after_forward"] = zero_stage == 3
         super().__init__(**kwargs)
+        if zero_stage in (1, 2):
+            self._config = replace(self._config, sharding=replace(self._config.sharding, merges_units=True))
         self._dp_shard_size = dp_shard_size
         self._zero_stage = zero_stage
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from lightning_dist.units import find_blocks, find_units
+from lightning_dist.units import find_blocks, find_units, merge_units
 from tests.models import Block, Residual, Transformer
 
 
@@ -171,3 +171,26 @@ def test_a_layer_of_two_dtypes_is_refused() -> None:
     layer.bias = nn.Parameter(torch.zeros(8, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"0 has parameters of several dtypes, one of them 0.bias in torch.float64"):
         find_units(nn.Sequential(layer))
+
+
+def test_blocks_are_merged_up_to_a_size() -> None:
+    root = holder(
+        embedding=nn.Embedding(16, 4),
+        blocks=nn.ModuleList(nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4)) for _ in range(5)),
+        norm=nn.LayerNorm(4),
+    )
+    root.blocks[3].double()
+    block_bytes = 4 * sum(param.numel() for param in root.blocks[0].parameters())
+    units = find_units(root)
+    merged = merge_units(units, 2 * block_bytes)
+    assert [unit.names for unit in merged if unit.kind == "block"] == [
+        ["blocks.0", "blocks.1"],
+        ["blocks.2"],
+        ["blocks.3"],  # It has another dtype.
+        ["blocks.4"],
+    ]
+    assert [unit.names for unit in merged if unit.kind == "outer"] == [["embedding", "norm"]]
+    assert merged[0].modules == [root.blocks[0], root.blocks[1]]
+    names = [name for unit in merged for name in unit.params]
+    assert sorted(names) == sorted(name for name, _ in root.named_parameters())
+    assert [len(unit.params) for unit in units if unit.kind == "block"] == [4] * 5, "the given units were changed"

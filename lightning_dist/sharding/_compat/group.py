@@ -66,6 +66,13 @@ class ShardedGroup(ParameterGroup):
         self._params = [ShardedParam(param, group) for param in group.fsdp_params]
         self._has_stand_ins = False
         self._memory: ShardMemory | None = None
+        self.reduces_in_background = False
+        """Whether gradients are reduced by an object that can wait for the data at the end of a backward."""
+        self.reduces_later = False
+        """Whether nothing reads the gradients that are being reduced now before the end of the backward."""
+        self.finish_other_reductions: Callable[[], None] = lambda: None
+        """Called before gradients are reduced that something reads at once."""
+        self._later_divisor = 1.0
         self.write_back_data: Callable[[nn.Parameter], bool] = lambda param: False
         self.is_other_form: Callable[[nn.Module, str, torch.Tensor | None], bool] = lambda module, name, held: False
 
@@ -370,7 +377,38 @@ class ShardedGroup(ParameterGroup):
             self._count(num_shards, self._reducing, dtype)
             if self.mesh.ndim > 1 and self.reducer is None:
                 self._count_replicas(self.mesh.size(0), num_shards, dtype)
+            if self.reduces_in_background:
+                self._choose_when_to_wait(num_shards, dtype)
         self._post_backward()
+
+    def _choose_when_to_wait(self, num_shards: int, dtype: torch.dtype | None) -> None:
+        """Find out whether the reduced gradients are read only after the backward."""
+        self.reduces_later = (
+            self._awaits_agreement
+            and self._memory is None
+            and self.reducer is None
+            and dtype is not None
+            and all(param.takes_gradient_as_it_is(dtype) for param in self._reducing)
+        )
+        self._later_divisor = 1.0
+        if not self.reduces_later:
+            self.finish_other_reductions()
+        elif dtype is not None and dtype not in (torch.float32, torch.bfloat16):
+            # In these dtypes, FSDP2 divides by about the square root of the number of ranks before the reduction, and
+            # by the rest after it, when the data are not there yet.
+            before = 1
+            while num_shards % before == 0 and num_shards > before**2:
+                before *= 2
+            self._later_divisor = num_shards / before
+
+    def finish_reduction(self, output: torch.Tensor) -> None:
+        """Do with the sums of a reduction that was waited for later what FSDP2 does with those of others.
+
+        Args:
+            output: The shards of the gradients one after another, with padding.
+        """
+        if self._later_divisor != 1.0:
+            output.div_(self._later_divisor)
 
     def _mark_used(self) -> None:
         for param in self._params:
@@ -443,7 +481,10 @@ class ShardedGroup(ParameterGroup):
         return is_late
 
     def abandon_agreement(self) -> None:
-        """Undo :meth:`begin_agreement` after a backward that failed."""
+        """Undo :meth:`begin_agreement` after a backward that failed, and remove gradients that are still reduced."""
+        if self.reduces_later and self._is_reduced:
+            for param in self._reducing:
+                param.shard.grad = None
         self._awaits_agreement = self._group.reduce_scatter_unused_params = False
 
     @property
@@ -511,12 +552,17 @@ class ShardedGroup(ParameterGroup):
         FSDP2 reuses the tensors that the first gather creates. Inference mode is off while they are created, because
         inference tensors cannot be trained.
         """
+        self.begin_gather()
+        with torch.inference_mode(False):
+            self._group.wait_for_unshard()
+
+    def begin_gather(self) -> None:
+        """Begin to all-gather the parameters if they are sharded now. :meth:`gather` waits for them."""
         if self._group.is_sharded and not self._has_stand_ins:
             for param in self._params:
                 param.take_converted()
         with torch.inference_mode(False):
             self._group.unshard()
-            self._group.wait_for_unshard()
 
     def put_into(self, places: Sequence[Sequence[tuple[nn.Module, str]]]) -> None:
         """Register further modules that hold the parameters, besides those that ``fully_shard`` was given.
