@@ -4,12 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo quick test lint parity behaviour zoo bench slow-links faults clean
+.PHONY: help demo quick test lint docs parity behaviour zoo bench slow-links faults clean
 
 help:
 	@echo "make demo    train a small GPT on 2 x 2 processes, sample from it, show it in MLflow"
 	@echo "make quick   lint, types, unit tests, and one distributed test of each strategy, for the inner loop"
 	@echo "make test    lint, types, and the tests that run in minutes"
+	@echo "make docs    the documentation as pages, in docs/_build"
 	@echo "make parity  every combination of the comparison with one process"
 	@echo "make behaviour  ordinary Lightning code under every strategy, compared with one process"
 	@echo "make zoo     80 families of Hugging Face models under every strategy, compared with one process"
@@ -28,6 +29,10 @@ $(VENV)/installed-cli: pyproject.toml constraints.txt | $(VENV)/bin/python
 
 $(VENV)/installed-dev: $(VENV)/installed-cli
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed-cli
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	@touch $@
 
 demo: $(VENV)/installed-cli
@@ -53,6 +58,9 @@ quick: lint
 test: lint
 	$(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
+docs: $(VENV)/installed-docs
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+
 parity: $(VENV)/installed-dev
 	$(BIN)/python -m pytest tests/parity --matrix=full
 
@@ -73,4 +81,4 @@ slow-links: $(VENV)/installed-dev
 	$(BIN)/python -m tests.bench.convergence
 
 clean:
-	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) build docs/_build *.egg-info .mypy_cache .ruff_cache .pytest_cache
