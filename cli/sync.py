@@ -1,15 +1,19 @@
 """Run ``lightning-dist sync``, which sends MLflow what runs have logged while it was away."""
 
+from __future__ import annotations
+
 import json
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_dist.cli.arguments import ArgumentParser
 from lightning_dist.cli.errors import BAD_CONFIGURATION, print_error
-from lightning_dist.plugins.loggers.leftovers import Synced, sync
-from lightning_dist.plugins.loggers.spool import find_spools
+
+if TYPE_CHECKING:
+    from lightning_dist.plugins.loggers.leftovers import Synced
 
 NOT_SENT = 1
 
@@ -57,6 +61,10 @@ def run(arguments: Sequence[str]) -> int:
                 f"lightning-dist sync: DIR={folder!r} is not a folder. Give the one that the run's warning names."
             )
             return BAD_CONFIGURATION
+    # These modules import MLflow and Lightning, without which --help and mistakes are answered at once.
+    from lightning_dist.plugins.loggers.leftovers import sync
+    from lightning_dist.plugins.loggers.spool import find_spools
+
     spools = sorted({path.resolve() for folder in options.folders for path in find_spools(Path(folder))})
     results = [sync(path, options.tracking_uri) for path in spools]
     if options.json:
