@@ -82,6 +82,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         print_error(f'{command} needs {" and ".join(missing)}: pip install "lightning-dist[cli]"')
         return BAD_CONFIGURATION
+    if command not in _PACKAGES:  # It trains, or takes the options of a training.
+        from lightning_dist.cli.at_once import answer
+
+        code = answer(command, arguments[1:])
+        if code is not None:
+            return code
     if command in _MODULES:
         return int(import_module(_MODULES[command]).run(arguments[1:]))
     from lightning_dist.cli.trainer import run

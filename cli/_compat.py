@@ -146,6 +146,20 @@ def option_names(parser: ArgumentParser) -> set[str]:
     }
 
 
+def options_of(parser: ArgumentParser, command: str) -> list[tuple[argparse.Action, Any]]:
+    """Return the options of a command, each with its type hint, which is None if it has none.
+
+    This could be replaced in the same way as ``option_names``.
+
+    Args:
+        parser: The parser of the whole command line.
+        command: Name of the command.
+    """
+    assert parser._subcommands_action is not None
+    actions = parser._subcommands_action._name_parser_map[command]._actions
+    return [(action, getattr(action, "_typehint", None)) for action in actions]
+
+
 def type_of(parser: ArgumentParser, key: str) -> Any:
     """Return the type hint of an argument, None if it has none.
 

@@ -115,9 +115,6 @@ class TrainerCommand(CommandLine):
     """
 
     _trainer_class: type[Trainer] = Trainer
-    _description: str | None = None
-    """Text of the command's help; None: the first line of the docstring of the Trainer's method."""
-
     _saves_config = True
 
     def __init__(self, progress: Progress, args: list[str] | None = None) -> None:
@@ -125,9 +122,7 @@ class TrainerCommand(CommandLine):
         self._command = (args or sys.argv[1:])[0]
         # This lets ${trainer.max_steps} refer to this command's option, which is stored under the command's name.
         set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
-        header = [f"{name}=={version}" for name, version in versions().items()]
-        shared: dict[str, Any] = {"dump_header": header}
-        own = {} if self._description is None else {"description": self._description}
+        header: dict[str, Any] = {"dump_header": [f"{name}=={version}" for name, version in versions().items()]}
         super().__init__(
             save_config_callback=SaveRunConfig if self._saves_config else None,
             trainer_class=self._trainer_class,
@@ -138,8 +133,8 @@ class TrainerCommand(CommandLine):
                 "allow_abbrev": False,
                 # This mode resolves interpolations, such as ${model.init_args.dim}, after all files and flags are read.
                 "parser_mode": "omegaconf+",
-                **shared,
-                self._command: shared | own,
+                **header,
+                self._command: header,
             },
             # LightningCLI would create the optimizer before the strategy has sharded the parameters.
             auto_configure_optimizers=False,

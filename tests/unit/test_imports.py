@@ -1,7 +1,6 @@
 """Importing lightning_dist is fast, and registers the strategies in whatever order a program imports the packages."""
 
 import os
-import resource
 import subprocess
 import sys
 import textwrap
@@ -13,6 +12,7 @@ import pytest
 
 import lightning_dist
 from lightning_dist.after_import import call_after_import
+from tests.cpu_time import cpu_seconds
 
 _HEAVY = "import torch, torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor, torchmetrics.functional"
 """Imports of Lightning that know nothing of this package, and need most of the time."""
@@ -61,16 +61,9 @@ def test_every_order_of_imports_registers_the_strategies() -> None:
 @pytest.mark.alone
 def test_importing_the_package_imports_neither_torch_nor_lightning() -> None:
     program = "import sys, lightning_dist; print(*{'torch', 'lightning', 'mlflow'} & set(sys.modules))"
-    seconds, printed = _cpu_seconds([sys.executable, "-c", program])
-    assert printed.split() == []
+    seconds, ended = cpu_seconds([sys.executable, "-c", program])
+    assert (ended.returncode, ended.stdout.split()) == (0, [])
     assert seconds < 0.5
-
-
-def _cpu_seconds(command: list[str]) -> tuple[float, str]:
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    printed = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, printed
 
 
 def test_public_names_are_listed_and_others_are_refused() -> None:
