@@ -8,10 +8,12 @@ parsers are asked.
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-__all__ = ["DESCRIBED", "PACKAGES", "PATH", "Command", "Option", "stored", "to_json"]
+__all__ = ["DESCRIBED", "PACKAGES", "PATH", "Command", "Option", "read", "stored", "to_json"]
 
 PATH = Path(__file__).with_name("options.json")
 
@@ -72,12 +74,25 @@ def stored(name: str) -> Command | None:
     Args:
         name: One of :data:`DESCRIBED`.
     """
-    content = json.loads(PATH.read_text())
-    if content["packages"] != _versions():
-        return None
+    return read(name) if _content()["packages"] == _versions() else None
+
+
+def read(name: str) -> Command:
+    """Return the description of a command, although it may have been made with other versions of the packages.
+
+    Args:
+        name: One of :data:`DESCRIBED`.
+    """
+    content = _content()
     entries = [*content["shared"], *content["commands"][name]]
     options = {entry["flags"][-1]: entry for entry in entries}
     return Command(name, tuple(map(_option, options.values())), content["strategies"])
+
+
+@cache
+def _content() -> dict[str, Any]:
+    content: dict[str, Any] = json.loads(PATH.read_text())
+    return content
 
 
 def to_json(commands: list[Command]) -> str:

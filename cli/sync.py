@@ -44,17 +44,7 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         The exit code, as ``--help`` lists them.
     """
-    parser = ArgumentParser(
-        prog="lightning-dist sync",
-        description=_DESCRIPTION,
-        epilog=_EXAMPLES,
-        formatter_class=RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("folders", metavar="DIR", nargs="*", default=["mlruns"], help="folders to search (mlruns)")
-    parser.add_argument("--tracking-uri", metavar="URI", help="send to this store, and not to the run's own")
-    parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    options = parser.parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     for folder in options.folders:
         if not Path(folder).is_dir():
             print_error(
@@ -72,6 +62,21 @@ def run(arguments: Sequence[str]) -> int:
     else:
         print("\n".join(map(_line, results)) or "There is nothing to send.")
     return NOT_SENT if any(result.status == "failed" for result in results) else 0
+
+
+def make_parser() -> ArgumentParser:
+    """Return the parser of the command's arguments."""
+    parser = ArgumentParser(
+        prog="lightning-dist sync",
+        description=_DESCRIPTION,
+        epilog=_EXAMPLES,
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("folders", metavar="DIR", nargs="*", default=["mlruns"], help="folders to search (mlruns)")
+    parser.add_argument("--tracking-uri", metavar="URI", help="send to this store, and not to the run's own")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
 
 
 def _line(result: Synced) -> str:

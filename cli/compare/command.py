@@ -39,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         The exit code: 0 for success, 2 if the input cannot be used.
     """
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     try:
         _compare(options)
     except (ValueError, OSError) as error:
@@ -48,7 +48,8 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> ArgumentParser:
+def make_parser() -> ArgumentParser:
+    """Return the parser of the command's arguments."""
     parser = ArgumentParser(
         prog="lightning-dist compare",
         description=_DESCRIPTION,
