@@ -21,7 +21,7 @@ _TITLES = {
 _COMMON = {
     "configuration": {
         "-c, --config=FILE": "a YAML file with these options; later files and options override earlier ones",
-        "--print_config": "print the resolved configuration, and exit; a file to begin with",
+        "--print_config": "print the resolved configuration, and exit; =origins says where each value is from",
         "--seed_everything=N": "seed of the random numbers; true: a random one",
     },
     "steps to record": {
