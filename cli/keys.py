@@ -15,9 +15,11 @@ import yaml
 
 from lightning_dist.cli.errors import closest
 
+NO_MODEL = "no model: give --model=my_module.MyModel, or model.class_path in a YAML file and -c FILE."
+
 
 def find_mistake(arguments: Sequence[str], names: Collection[str], prog: str) -> str | None:
-    """Return the message about a name that no parser could accept, or about a file that is missing.
+    """Return the message about a name that no parser could accept, or about a file or a model that is missing.
 
     Arguments of the user's classes are left to the parser, which knows the classes, and so is everything else that only
     it can judge. A mistake that is found here gets the same message from the parser.
@@ -47,6 +49,9 @@ def find_mistake(arguments: Sequence[str], names: Collection[str], prog: str) ->
         found = re.match(r"--([^=\s]+)(=|$)", word)
         if found and not _may_be_known(found[1], names, groups):
             return unrecognized([word], names, prog)
+    may_name_a_model = ("-c", "--config", "--model", "--print_config")
+    if not any(word.startswith(may_name_a_model) or ".help" in word for word in arguments):
+        return NO_MODEL
     return None
 
 

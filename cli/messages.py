@@ -20,7 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_dist.cli._compat import class_names, literals, option_names, parameters_of, type_of
 from lightning_dist.cli.errors import closest
-from lightning_dist.cli.keys import config_files, missing_file, origin, unknown_key, unrecognized
+from lightning_dist.cli.keys import NO_MODEL, config_files, missing_file, origin, unknown_key, unrecognized
 
 _MAX_LINES = 3
 
@@ -60,7 +60,7 @@ def _prog(parser: ArgumentParser) -> str:
 def _missing(names: str, parser: ArgumentParser) -> str:
     missing = [re.sub(r"^(fit|validate|test|predict|check)\.", "", name.strip()) for name in names.split(",")]
     if missing == ["model"]:
-        return "no model: give --model=my_module.MyModel, or model.class_path in a YAML file and -c FILE."
+        return NO_MODEL
     return f"required, but not given: {', '.join(missing)}"
 
 

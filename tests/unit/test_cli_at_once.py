@@ -47,6 +47,7 @@ MISTAKES = [
     (["profile", NET, "--step=10:13"], "did you mean '--steps'?"),
     (["check", NET, "--float32=true"], "did you mean '--float64'?"),
     (["test", "base.yaml"], "unexpected argument 'base.yaml': options are written --name=value."),
+    (["fit", "--trainer.max_steps=3"], "no model: give --model=my_module.MyModel, or"),
     (["fit", NET, "-c", "missing.yaml"], "--config: there is no file 'missing.yaml'"),
     (["fit", NET, "--config=x.yml"], "there is no file 'x.yml'; did you mean 'x.yaml'?"),
 ]
@@ -92,7 +93,15 @@ def test_a_misspelt_name_is_answered_at_once_as_the_parser_would(
     ("arguments", "text"),
     [
         (["--model=my.Net", "--model.dim=3", "--data.init_args.path", "x", "--optimizer.lr=1"], None),
-        (["--trainer.callbacks+=EarlyStopping", "--trainer.callbacks.monitor=x", "--trainer.strategy.units=[A]"], None),
+        (
+            [
+                NET,
+                "--trainer.callbacks+=EarlyStopping",
+                "--trainer.callbacks.monitor=x",
+                "--trainer.strategy.units=[A]",
+            ],
+            None,
+        ),
         (["--trainer.max_time.days=1", "--trainer=trainer.yaml", '--trainer={"max_steps": 1}', "-c=x.yaml"], ""),
         (["--print_config=skip_default", "--model.help", "my.Net", "--trainer.strategy.help=full_shard"], None),
         (["-c", "s3://bucket/x.yaml", "-c", "{trainer: {max_steps: 3}}", "-c", "~/x.yaml"], None),
@@ -102,8 +111,7 @@ def test_a_misspelt_name_is_answered_at_once_as_the_parser_would(
         (["-c", "x.yaml"], "trainer: [no YAML"),
         (["-c", "x.yaml"], "[3, 4]"),
         (["-c"], None),
-        (["--", "--zzz"], None),
-        ([], None),
+        ([NET, "--", "--zzz"], None),
     ],
 )
 def test_what_only_the_parser_can_judge_is_left_to_it(arguments: list[str], text: str | None) -> None:
