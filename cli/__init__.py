@@ -3,6 +3,7 @@
 This module imports nothing of the ``cli`` extra, so that it can report which of its packages are missing.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -63,6 +64,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0 for success, 1 if training failed, 2 for a bad configuration.
     """
+    if "_ARGCOMPLETE" in os.environ and find_spec("argcomplete"):
+        from lightning_dist.cli.completion import complete
+
+        complete(_COMMANDS)
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in ("-h", "--help"):
         commands = "\n".join(f"  {name:<12} {text}" for name, text in _COMMANDS.items())
@@ -82,6 +87,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if missing:
         print_error(f'{command} needs {" and ".join(missing)}: pip install "lightning-dist[cli]"')
         return BAD_CONFIGURATION
+    if command not in _PACKAGES:  # It trains, or takes the options of a training.
+        from lightning_dist.cli.at_once import answer
+
+        code = answer(command, arguments[1:])
+        if code is not None:
+            return code
     if command in _MODULES:
         return int(import_module(_MODULES[command]).run(arguments[1:]))
     from lightning_dist.cli.trainer import run

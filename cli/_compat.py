@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 
 import yaml
 from jsonargparse import ArgumentParser, Namespace
-from jsonargparse._actions import _ActionHelpClassPath
+from jsonargparse._actions import _ActionHelpClassPath, _ActionPrintConfig
 from jsonargparse._typehints import ActionTypeHint
 from jsonargparse._util import NestedArg, get_import_path, import_object
 from lightning.pytorch import Trainer
@@ -101,6 +101,29 @@ def install_strategy_actions(parser: ArgumentParser, key: str) -> None:
     help_action.help = "Explain the arguments of a strategy, given by name or class, and exit."
 
 
+class PrintConfigAction(_ActionPrintConfig):
+    """Print the configuration for ``--print_config=FLAGS``, which takes the flag ``origins`` besides jsonargparse's.
+
+    This could be replaced by a hook in jsonargparse for flags, or for what is printed.
+    """
+
+    def __call__(self, parser: Any, namespace: Any, value: Any, option_string: str | None = None) -> None:
+        flags = value[0].split(",")
+        parser.shows_origins = "origins" in flags
+        others = ",".join(flag for flag in flags if flag != "origins")
+        super().__call__(parser, namespace, [others], option_string)
+
+
+def install_print_config_action(parser: ArgumentParser) -> None:
+    """Make ``--print_config`` accept the flag ``origins``, which sets the attribute ``shows_origins`` of the parser."""
+    action = parser._option_string_actions["--print_config"]
+    action.__class__ = PrintConfigAction
+    action.help = (
+        "Print the resolved configuration and exit. FLAGS are separated by commas: origins says behind each value which"
+        " line of a file or which option it is from, skip_default leaves out defaults, skip_unset what is not set."
+    )
+
+
 class CommandLine(LightningCLI):
     """Extend LightningCLI by a public method that handles ``ckpt_path`` and can be overridden.
 
@@ -144,6 +167,20 @@ def option_names(parser: ArgumentParser) -> set[str]:
     return {
         option.removeprefix("--").rstrip("+") for option in parser._option_string_actions if option.startswith("--")
     }
+
+
+def options_of(parser: ArgumentParser, command: str) -> list[tuple[argparse.Action, Any]]:
+    """Return the options of a command, each with its type hint, which is None if it has none.
+
+    This could be replaced in the same way as ``option_names``.
+
+    Args:
+        parser: The parser of the whole command line.
+        command: Name of the command.
+    """
+    assert parser._subcommands_action is not None
+    actions = parser._subcommands_action._name_parser_map[command]._actions
+    return [(action, getattr(action, "_typehint", None)) for action in actions]
 
 
 def type_of(parser: ArgumentParser, key: str) -> Any:

@@ -22,42 +22,6 @@ from lightning_dist.tensor_parallel.same_batch import DifferentBatchError
 
 DEVIATES = TRAINING_FAILED
 
-_HELP = """\
-usage: lightning-dist check -c CONFIG [-c CONFIG ...] [options]
-
-Compare the first step of your model and data under a strategy with one process, before an expensive training: the loss,
-the gradient of every parameter, and the change of every weight by the optimizer, with gradient clipping and
-accumulation. One process starts from the same weights and gets the same batches and random numbers. Nothing is logged,
-saved or validated.
-
-Configuration files and options are those of `lightning-dist fit`, and processes are launched in the same way. Rank 0
-also computes the step of one process, so that its device must hold the whole model beside its part. For a large
-model, check one with fewer layers.
-
-options:
-  --steps N             Compare N optimizer steps: the gradients of the first one, the weights after the last one.
-                        (default: 1)
-  --float64 BOOL        Compute in float64 on both sides, in which rounding hides no mistake, instead of in
-                        trainer.precision. (default: true, unless the model raises an error about dtypes)
-  --tolerance X         Largest accepted relative deviation. (default: 1e-10 for the loss and gradients and 1e-6 for
-                        changes of weights, if all is computed in float64; 1e-4 and 1e-2 if some is in float32; 0.1
-                        and 0.5 if some is in bfloat16, float16 or TF32)
-  --whole_batch BOOL    Let one process compute the batches of all ranks as one batch, for losses that compare samples
-                        of several ranks, instead of one after the other with accumulated gradients, as DDP does.
-                        (default: true with manual optimization and sync_batchnorm, else false)
-  --json                Print the results as JSON, with the deviations of all parameters.
-  -h, --help            Show this and exit; the other options: lightning-dist fit --help
-
-exit codes:
-  0 passed   1 deviates, or the step failed   2 the configuration is wrong, or there is nothing to compare
-
-examples:
-  lightning-dist check -c examples/gpt/base.yaml -c examples/gpt/hybrid_shard.yaml
-  lightning-dist check -c my.yaml --trainer.strategy=tensor_parallel --model.init_args.num_layers=2
-  lightning-dist check -c my.yaml --float64=false --json > check.json
-  torchrun --nproc-per-node=4 -m lightning_dist.cli check -c my.yaml --trainer.devices=4
-"""
-
 
 def run(arguments: Sequence[str]) -> int:
     """Run ``lightning-dist check``.
@@ -69,10 +33,7 @@ def run(arguments: Sequence[str]) -> int:
         The exit code: 0 if the step passes, 1 if it deviates or fails, 2 for a bad configuration. On other ranks than 0
         it is 0 if the step deviates, so that a launcher does not end rank 0 before it has printed the report.
     """
-    if {"-h", "--help"} & set(arguments):
-        print(_HELP, end="")
-        return 0
-    return run_command(_CheckCommand, ["check", *arguments])
+    return run_command(CheckCommand, ["check", *arguments])
 
 
 class _Options(Trainer):
@@ -103,7 +64,7 @@ class _Options(Trainer):
         """
 
 
-class _CheckCommand(TrainerCommand):
+class CheckCommand(TrainerCommand):
     """Run the check with the classes of the configuration, of which it makes some a second time for one process."""
 
     _trainer_class = _Options

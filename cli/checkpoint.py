@@ -9,6 +9,7 @@ from lightning_dist.cli.errors import BAD_CONFIGURATION, closest, print_error
 
 DAMAGED = 1
 
+_ACTIONS = ("consolidate", "ls", "verify")
 _OUTPUT_FORMATS = (".ckpt", ".safetensors")
 
 
@@ -21,6 +22,26 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         The exit code: 0 for success, 1 if a checkpoint is damaged, 2 if the input cannot be used.
     """
+    parser = make_parser()
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in _ACTIONS:
+        parser.error(f"no action is named {arguments[0]!r}{closest(arguments[0], _ACTIONS)}")
+    options = parser.parse_args(arguments)
+    if options.action is None:
+        parser.error("expected an action: " + ", ".join(_ACTIONS))
+    if options.action == "ls":
+        return _list(options.folder)
+    if options.action == "verify":
+        return _verify(options.paths)
+    if "://" in options.destination:
+        parser.error(f"OUT={options.destination!r} must be a local file. Copy it to the store afterwards.")
+    options.destination = Path(options.destination)
+    if options.destination.suffix not in _OUTPUT_FORMATS:
+        parser.error(f"OUT={str(options.destination)!r} must end in {' or '.join(_OUTPUT_FORMATS)}.")
+    return _consolidate(options.source, options.destination, options.trust)
+
+
+def make_parser() -> ArgumentParser:
+    """Return the parser of the command's arguments."""
     parser = ArgumentParser(prog="lightning-dist checkpoint", description="Work with checkpoints.", allow_abbrev=False)
     actions = parser.add_subparsers(dest="action", metavar="ACTION", parser_class=ArgumentParser)
     consolidate = actions.add_parser(
@@ -42,21 +63,7 @@ def run(arguments: Sequence[str]) -> int:
         description="Read checkpoints and compare every file with the size and digest that it was written with.",
     )
     verifying.add_argument("paths", metavar="PATH", nargs="+", help="paths or URLs of sharded checkpoints")
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in actions.choices:
-        parser.error(f"no action is named {arguments[0]!r}{closest(arguments[0], actions.choices)}")
-    options = parser.parse_args(arguments)
-    if options.action is None:
-        parser.error("expected an action: " + ", ".join(actions.choices))
-    if options.action == "ls":
-        return _list(options.folder)
-    if options.action == "verify":
-        return _verify(options.paths)
-    if "://" in options.destination:
-        consolidate.error(f"OUT={options.destination!r} must be a local file. Copy it to the store afterwards.")
-    options.destination = Path(options.destination)
-    if options.destination.suffix not in _OUTPUT_FORMATS:
-        consolidate.error(f"OUT={str(options.destination)!r} must end in {' or '.join(_OUTPUT_FORMATS)}.")
-    return _consolidate(options.source, options.destination, options.trust)
+    return parser
 
 
 def _consolidate(source: str, destination: Path, trust: bool) -> int:

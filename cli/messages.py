@@ -9,7 +9,7 @@ import inspect
 import os
 import pkgutil
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from lightning_dist.cli._compat import class_names, literals, option_names, parameters_of, type_of
 from lightning_dist.cli.errors import closest
+from lightning_dist.cli.keys import NO_MODEL, config_files, missing_file, origin, unknown_key, unrecognized
 
 _MAX_LINES = 3
 
@@ -36,13 +37,13 @@ def shorten(message: str, parser: ArgumentParser, arguments: Sequence[str]) -> s
         A message of at most three lines, without the usage. A message of an unknown form is cut to three lines.
     """
     if found := re.match(r"unrecognized arguments: (.*)", message, re.DOTALL):
-        return _unrecognized(found[1].split(), parser)
+        return unrecognized(found[1].split(), option_names(parser), _prog(parser))
     if found := re.match(r"Subcommand '\w+' does not accept option '(.+)'", message):
-        return _unknown_key(found[1], parser, arguments)
+        return unknown_key(found[1], option_names(parser), _prog(parser), arguments)
     if found := re.match(r"the following arguments are required: (.*)", message):
         return _missing(found[1], parser)
     if found := re.match(r"""Parser key "config": File does not exist: '(.*)'""", message):
-        return _missing_file(Path(found[1]))
+        return missing_file(Path(found[1]))
     if found := re.match(r"argument (--[\w.]+): expected one argument", message):
         return f"{found[1]} needs a value: {found[1]}=VALUE."
     if found := re.match(r"Problems parsing config: (.*)", message, re.DOTALL):
@@ -52,43 +53,15 @@ def shorten(message: str, parser: ArgumentParser, arguments: Sequence[str]) -> s
     return _cut(message)
 
 
-def _unrecognized(words: list[str], parser: ArgumentParser) -> str:
-    option = next((word for word in words if word.startswith("-")), None)
-    if option is None:
-        return f"unexpected argument {words[0]!r}: options are written --name=value."
-    name = option.lstrip("-").partition("=")[0]
-    return f"no option is named --{name}{_nearest_key(name, parser, '--')}"
-
-
-def _unknown_key(key: str, parser: ArgumentParser, arguments: Sequence[str]) -> str:
-    return f"{_origin(key, arguments)}no option is named {key!r}{_nearest_key(key, parser)}"
-
-
-def _nearest_key(key: str, parser: ArgumentParser, dashes: str = "") -> str:
-    names = option_names(parser)
-    # The key may also name a section of a file, with options below it.
-    names |= {".".join(name.split(".")[: key.count(".") + 1]) for name in names}
-    answer = closest(key, names)
-    while answer == "." and "." in key:
-        # The section, not the option, may be misspelled.
-        key = key.rpartition(".")[0]
-        answer = "." if key in names else closest(key, names)
-    if answer == ".":
-        return f": {parser.prog.replace(' [options]', '')} --help lists the options."
-    return answer.replace("'", f"'{dashes}", 1)
+def _prog(parser: ArgumentParser) -> str:
+    return parser.prog.replace(" [options]", "")
 
 
 def _missing(names: str, parser: ArgumentParser) -> str:
     missing = [re.sub(r"^(fit|validate|test|predict|check)\.", "", name.strip()) for name in names.split(",")]
     if missing == ["model"]:
-        return "no model: give --model=my_module.MyModel, or model.class_path in a YAML file and -c FILE."
+        return NO_MODEL
     return f"required, but not given: {', '.join(missing)}"
-
-
-def _missing_file(path: Path) -> str:
-    shown = os.path.relpath(path)
-    siblings = [name.name for name in path.parent.iterdir()] if path.parent.is_dir() else []
-    return f"--config: there is no file {shown!r}{closest(path.name, siblings)}"
 
 
 def _explain(lines: list[str], key: str, parser: ArgumentParser, arguments: Sequence[str], path: str = "") -> str:
@@ -108,7 +81,7 @@ def _explain(lines: list[str], key: str, parser: ArgumentParser, arguments: Sequ
     if branch is not None:
         return _explain(branch[1], key, parser, arguments, path=branch[0])
     text = "\n".join(lines)
-    where = f"{_origin(key, arguments)}{key}: "
+    where = f"{origin(key, arguments)}{key}: "
     if found := re.search(r"(no strategy is named .*|the strategy '.*|\S+ is not a Strategy\.)", text):
         return where + found[1].strip()
     if found := re.search(r"Option '(.+)' is not accepted", text):
@@ -199,32 +172,8 @@ def _no_module(module: str, path: str) -> str:
     return f"there is no module {module!r}{nearest}"
 
 
-def _origin(key: str, arguments: Sequence[str]) -> str:
-    """Return ``"FILE: "`` if a file and no flag sets the key, else an empty string."""
-    if any(argument.startswith(f"--{key}") for argument in arguments):
-        return ""
-    for path in reversed(list(_config_files(arguments))):
-        try:
-            content = yaml.safe_load(path.read_text())
-        except (OSError, yaml.YAMLError):
-            continue
-        if _holds(content, key.split(".")):
-            return f"{path}: "
-    return ""
-
-
-def _holds(content: Any, keys: Sequence[str]) -> bool:
-    for key in keys:
-        if isinstance(content, dict) and key not in content and "init_args" in content:
-            content = content["init_args"]
-        if not isinstance(content, dict) or key not in content:
-            return False
-        content = content[key]
-    return True
-
-
 def _unreadable_config(arguments: Sequence[str]) -> str:
-    for path in _config_files(arguments):
+    for path in config_files(arguments):
         try:
             yaml.safe_load(path.read_text())
         except OSError:
@@ -233,15 +182,6 @@ def _unreadable_config(arguments: Sequence[str]) -> str:
             place = f":{error.problem_mark.line + 1}" if error.problem_mark else ""
             return f"{path}{place} is not valid YAML: {error.problem or _one_line(str(error))}."
     return ""
-
-
-def _config_files(arguments: Sequence[str]) -> Iterator[Path]:
-    options: Iterable[tuple[str, str]] = zip(arguments, [*arguments[1:], ""], strict=True)
-    for option, following in options:
-        if option in ("-c", "--config"):
-            yield Path(following)
-        elif found := re.match(r"--config=(.+)|-c=?(.+)", option):
-            yield Path(found[1] or found[2])
 
 
 def interpolation(error: OmegaConfBaseException) -> str:

@@ -14,12 +14,6 @@ from typing_extensions import override
 from lightning_dist.cli.trainer import TrainerCommand, run_command
 from lightning_dist.plugins.callbacks import ProfileSteps
 
-_DESCRIPTION = (
-    "Record some training steps with torch's profiler, and write one Chrome trace per rank. The options are those of"
-    " fit, and the run ends after the last recorded step, without validation and checkpoints."
-    " Example: lightning-dist profile -c base.yaml -c full_shard.yaml --steps 10:13 --output traces/full_shard"
-)
-
 
 def run(arguments: Sequence[str]) -> int:
     """Run the command.
@@ -62,7 +56,6 @@ class ProfileCommand(TrainerCommand):
     """Train for some steps, and record the last of them with torch's profiler."""
 
     _trainer_class = ProfilingTrainer
-    _description = _DESCRIPTION
 
     @override
     def subcommands(self) -> dict[str, set[str]]:  # type: ignore[override]

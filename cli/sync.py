@@ -1,15 +1,19 @@
 """Run ``lightning-dist sync``, which sends MLflow what runs have logged while it was away."""
 
+from __future__ import annotations
+
 import json
 from argparse import RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_dist.cli.arguments import ArgumentParser
 from lightning_dist.cli.errors import BAD_CONFIGURATION, print_error
-from lightning_dist.plugins.loggers.leftovers import Synced, sync
-from lightning_dist.plugins.loggers.spool import find_spools
+
+if TYPE_CHECKING:
+    from lightning_dist.plugins.loggers.leftovers import Synced
 
 NOT_SENT = 1
 
@@ -40,6 +44,28 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         The exit code, as ``--help`` lists them.
     """
+    options = make_parser().parse_args(arguments)
+    for folder in options.folders:
+        if not Path(folder).is_dir():
+            print_error(
+                f"lightning-dist sync: DIR={folder!r} is not a folder. Give the one that the run's warning names."
+            )
+            return BAD_CONFIGURATION
+    # These modules import MLflow and Lightning, without which --help and mistakes are answered at once.
+    from lightning_dist.plugins.loggers.leftovers import sync
+    from lightning_dist.plugins.loggers.spool import find_spools
+
+    spools = sorted({path.resolve() for folder in options.folders for path in find_spools(Path(folder))})
+    results = [sync(path, options.tracking_uri) for path in spools]
+    if options.json:
+        print(json.dumps({"spools": [asdict(result) for result in results]}))
+    else:
+        print("\n".join(map(_line, results)) or "There is nothing to send.")
+    return NOT_SENT if any(result.status == "failed" for result in results) else 0
+
+
+def make_parser() -> ArgumentParser:
+    """Return the parser of the command's arguments."""
     parser = ArgumentParser(
         prog="lightning-dist sync",
         description=_DESCRIPTION,
@@ -50,20 +76,7 @@ def run(arguments: Sequence[str]) -> int:
     parser.add_argument("folders", metavar="DIR", nargs="*", default=["mlruns"], help="folders to search (mlruns)")
     parser.add_argument("--tracking-uri", metavar="URI", help="send to this store, and not to the run's own")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
-    options = parser.parse_args(arguments)
-    for folder in options.folders:
-        if not Path(folder).is_dir():
-            print_error(
-                f"lightning-dist sync: DIR={folder!r} is not a folder. Give the one that the run's warning names."
-            )
-            return BAD_CONFIGURATION
-    spools = sorted({path.resolve() for folder in options.folders for path in find_spools(Path(folder))})
-    results = [sync(path, options.tracking_uri) for path in spools]
-    if options.json:
-        print(json.dumps({"spools": [asdict(result) for result in results]}))
-    else:
-        print("\n".join(map(_line, results)) or "There is nothing to send.")
-    return NOT_SENT if any(result.status == "failed" for result in results) else 0
+    return parser
 
 
 def _line(result: Synced) -> str:

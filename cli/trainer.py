@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.cli._compat import CommandLine, active_parser, install_strategy_actions
+from lightning_dist.cli._compat import CommandLine, active_parser, install_print_config_action, install_strategy_actions
 from lightning_dist.cli.errors import (
     BAD_CONFIGURATION,
     SHOW_TRACEBACK,
@@ -34,6 +34,7 @@ from lightning_dist.cli.errors import (
 from lightning_dist.cli.failures import Progress, report_failure
 from lightning_dist.cli.messages import shorten
 from lightning_dist.cli.mlflow_pages import how_to_open, run_page
+from lightning_dist.cli.origins import with_origins
 from lightning_dist.cli.save_config import SaveRunConfig
 from lightning_dist.plugins.callbacks import RunProgressBar, StepTelemetry
 from lightning_dist.plugins.loggers import MLflowLogger
@@ -93,7 +94,17 @@ def _silence_known_warnings() -> None:
 
 
 class _Parser(LightningArgumentParser):
-    """Report a mistake in the arguments by one short message."""
+    """Report a mistake in the arguments by one short message, and say where the values of a configuration are from."""
+
+    arguments: Sequence[str] = ()
+    """The command line after the command, in the parser of the command."""
+
+    shows_origins = False
+
+    @override
+    def dump(self, cfg: Any, **kwargs: Any) -> str:
+        text: str = super().dump(cfg, **kwargs)
+        return with_origins(text, self.arguments) if self.shows_origins else text
 
     @override
     def error(self, message: str, ex: Exception | None = None) -> NoReturn:
@@ -115,19 +126,14 @@ class TrainerCommand(CommandLine):
     """
 
     _trainer_class: type[Trainer] = Trainer
-    _description: str | None = None
-    """Text of the command's help; None: the first line of the docstring of the Trainer's method."""
-
     _saves_config = True
 
     def __init__(self, progress: Progress, args: list[str] | None = None) -> None:
         self._progress = progress
-        self._command = (args or sys.argv[1:])[0]
+        self._command, *self._arguments = args or sys.argv[1:]
         # This lets ${trainer.max_steps} refer to this command's option, which is stored under the command's name.
         set_parsing_settings(omegaconf_absolute_to_relative_paths=True)
-        header = [f"{name}=={version}" for name, version in versions().items()]
-        shared: dict[str, Any] = {"dump_header": header}
-        own = {} if self._description is None else {"description": self._description}
+        header: dict[str, Any] = {"dump_header": [f"{name}=={version}" for name, version in versions().items()]}
         super().__init__(
             save_config_callback=SaveRunConfig if self._saves_config else None,
             trainer_class=self._trainer_class,
@@ -138,8 +144,8 @@ class TrainerCommand(CommandLine):
                 "allow_abbrev": False,
                 # This mode resolves interpolations, such as ${model.init_args.dim}, after all files and flags are read.
                 "parser_mode": "omegaconf+",
-                **shared,
-                self._command: shared | own,
+                **header,
+                self._command: header,
             },
             # LightningCLI would create the optimizer before the strategy has sharded the parameters.
             auto_configure_optimizers=False,
@@ -153,6 +159,9 @@ class TrainerCommand(CommandLine):
 
     @override
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        assert isinstance(parser, _Parser)
+        parser.arguments = self._arguments
+        install_print_config_action(parser)
         install_strategy_actions(parser, "trainer.strategy")
         parser.add_optimizer_args((Optimizer,))
         parser.add_lr_scheduler_args()

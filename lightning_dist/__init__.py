@@ -1,26 +1,33 @@
 """Train an ordinary LightningModule on many devices with a strategy that is chosen by its name.
 
-Importing this package registers the strategies, so that ``Trainer(strategy="hybrid_shard")`` works.
+Importing this package registers the strategies, so that ``Trainer(strategy="hybrid_shard")`` works. It does so without
+importing torch and Lightning, which takes seconds: the strategies are registered when Lightning is imported, or at once
+if it is, and a public name is imported when it is first used.
 """
 
-from lightning_dist.layout import ParallelLayout
-from lightning_dist.parallel_module import full_parameters
-from lightning_dist.plugins.callbacks import FaultTolerance
-from lightning_dist.plugins.global_batch import per_rank_batch_size
-from lightning_dist.plugins.parity_check import check
-from lightning_dist.plugins.precision import Float8Precision, MeshPrecision
-from lightning_dist.plugins.strategies import (
-    CheckpointOptions,
-    DataParallelStrategy,
-    FullShardStrategy,
-    HybridShardStrategy,
-    MeshStrategy,
-    NDParallelStrategy,
-    PipelineParallelStrategy,
-    TensorParallelStrategy,
-    register,
-)
-from lightning_dist.whole_files import install
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from lightning_dist.after_import import call_after_import
+from lightning_dist.torch_load import read_directories
+
+if TYPE_CHECKING:
+    from lightning_dist.layout import ParallelLayout
+    from lightning_dist.parallel_module import full_parameters
+    from lightning_dist.plugins.callbacks import FaultTolerance
+    from lightning_dist.plugins.global_batch import per_rank_batch_size
+    from lightning_dist.plugins.parity_check.check import check
+    from lightning_dist.plugins.precision import Float8Precision, MeshPrecision
+    from lightning_dist.plugins.strategies import (
+        CheckpointOptions,
+        DataParallelStrategy,
+        FullShardStrategy,
+        HybridShardStrategy,
+        MeshStrategy,
+        NDParallelStrategy,
+        PipelineParallelStrategy,
+        TensorParallelStrategy,
+    )
 
 __all__ = [
     "CheckpointOptions",
@@ -40,5 +47,37 @@ __all__ = [
     "per_rank_batch_size",
 ]
 
-register()
-install()
+if not TYPE_CHECKING:
+    _MODULES = {
+        "FaultTolerance": "plugins.callbacks",
+        "Float8Precision": "plugins.precision",
+        "MeshPrecision": "plugins.precision",
+        "ParallelLayout": "layout",
+        "check": "plugins.parity_check",
+        "full_parameters": "parallel_module",
+        "per_rank_batch_size": "plugins.global_batch",
+    }
+    """Modules of the public names; of the others, it is ``plugins.strategies``."""
+
+    # A type checker must not see this function, for which any name would be an attribute.
+    def __getattr__(name: str) -> object:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = import_module(f"{__name__}.{_MODULES.get(name, 'plugins.strategies')}")
+        globals()[name] = value = getattr(module, name)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
+
+
+def _extend_lightning() -> None:
+    from lightning_dist.plugins.strategies import register
+    from lightning_dist.whole_files import install
+
+    register()
+    install()
+
+
+call_after_import("torch", read_directories)
+call_after_import("lightning.pytorch", _extend_lightning)

@@ -3,8 +3,7 @@
 ``torch.save(module.state_dict())`` would write one rank's shards, under the shapes of the whole parameters and with a
 device mesh that other programs lack. ``torch.save`` therefore refuses the shards of modules that are registered here,
 and ``state_dict()`` returns whole tensors inside :func:`~lightning_dist.parallel_module.full_parameters`. In the
-other direction, ``load_state_dict`` of a sharded module accepts whole tensors, and ``torch.load`` reads a checkpoint
-directory.
+other direction, ``load_state_dict`` of a sharded module accepts whole tensors.
 """
 
 from __future__ import annotations
@@ -12,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial, wraps
-from os import PathLike
-from pathlib import Path
 from typing import Any, NoReturn
 from weakref import WeakKeyDictionary, WeakSet, WeakValueDictionary
 
@@ -24,8 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import handle_torch_function, has_torch_function
 
 from lightning_dist._compat import own_parameters
-from lightning_dist.checkpoint.format import is_sharded_checkpoint
-from lightning_dist.checkpoint.single_file import read_whole
 from lightning_dist.checkpoint.state import shard_like
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.tensor_state import is_remote
@@ -140,31 +135,24 @@ def whole_state_dicts(root: nn.Module, groups: Sequence[ParameterGroup]) -> Iter
 
 
 def install() -> None:
-    """Patch ``torch.save`` to refuse shards, and ``torch.load`` to read checkpoint directories.
+    """Patch ``torch.save`` to refuse shards.
 
     Also, ``numpy()`` and ``tolist()`` of a DTensor, which torch refuses for all tensor subclasses, return the whole
     tensor if this rank has it, and otherwise raise an error that says what to do instead. Calling this again has no
     effect.
 
-    Replaced by: a hook of torch for what a tensor subclass does when it is saved, and a format for shards that
-    ``torch.load`` reads.
+    Replaced by: a hook of torch for what a tensor subclass does when it is saved.
     """
     if hasattr(torch.save, "__wrapped__"):
         return
-    own_save, own_load = torch.save, torch.load
+    own_save = torch.save
 
     @wraps(own_save)
     def save(obj: object, *args: Any, **kwargs: Any) -> None:
         _refuse_shards(obj)
         own_save(obj, *args, **kwargs)
 
-    @wraps(own_load)
-    def load(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(f, str | PathLike) and Path(f).is_dir() and is_sharded_checkpoint(Path(f)):
-            return read_whole(Path(f), map_location, weights_only=kwargs.get("weights_only") is not False)
-        return own_load(f, map_location, *args, **kwargs)
-
-    torch.save, torch.load = save, load
+    torch.save = save
     for reader in ("numpy", "tolist"):
         setattr(DTensor, reader, _reader(getattr(Tensor, reader)))
 

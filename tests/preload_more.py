@@ -14,6 +14,7 @@ import torch.profiler
 import transformers.models.llama.modeling_llama
 
 import lightning_dist.cli
+import lightning_dist.plugins.parity_check
 import lightning_dist.plugins.precision.float8_linear
 import tests.pipeline_models
 

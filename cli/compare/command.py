@@ -9,7 +9,7 @@ from pathlib import Path
 from lightning_dist.cli.arguments import ArgumentParser
 from lightning_dist.cli.errors import BAD_CONFIGURATION, print_error
 from lightning_dist.cli.mlflow_pages import comparison_page, how_to_open
-from lightning_dist.plugins.tracking_uri import chosen_tracking_uri
+from lightning_dist.tracking_uri import chosen_tracking_uri
 
 _DESCRIPTION = """\
 Compare runs that MLflow holds: their different parameters, their metrics side by side, and their curves.
@@ -39,7 +39,7 @@ def run(arguments: Sequence[str]) -> int:
     Returns:
         The exit code: 0 for success, 2 if the input cannot be used.
     """
-    options = _parser().parse_args(arguments)
+    options = make_parser().parse_args(arguments)
     try:
         _compare(options)
     except (ValueError, OSError) as error:
@@ -48,7 +48,8 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _parser() -> ArgumentParser:
+def make_parser() -> ArgumentParser:
+    """Return the parser of the command's arguments."""
     parser = ArgumentParser(
         prog="lightning-dist compare",
         description=_DESCRIPTION,

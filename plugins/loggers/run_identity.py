@@ -11,7 +11,7 @@ from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_dist.plugins.loggers.store import UnusableStoreError, is_refused, own_randomness
-from lightning_dist.plugins.tracking_uri import absolute_uri
+from lightning_dist.tracking_uri import absolute_uri
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info
 
-from lightning_dist.plugins.tracking_uri import SQLITE, absolute_uri, sqlite_file
+from lightning_dist.tracking_uri import SQLITE, absolute_uri, sqlite_file
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient

@@ -252,7 +252,7 @@ def test_without_its_optional_packages_the_command_says_what_to_install(
         (["--help"], 0, "validate run one validation epoch"),
         (["-h"], 0, "lightning-dist COMMAND [options]"),
         (["--version"], 0, "lightning-dist 0."),
-        (["fit", "--help"], 0, "hybrid_shard(dp_replicate_size, dp_shard_size, "),
+        (["fit", "--help-all"], 0, "hybrid_shard(dp_replicate_size, dp_shard_size, "),
         (["fit", "--trainer.strategy.help", "hybrid_shard"], 0, "Number of replicas."),
         (["fit", "--trainer.strategy.help=FullShardStrategy"], 0, "Number of processes to shard over"),
         (["checkpoint", "consolidate", "--help"], 0, "file to write: .ckpt or .safetensors"),

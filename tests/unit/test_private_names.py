@@ -45,6 +45,7 @@ _ALLOWED = {
     # Documented, in spite of the underscore.
     "_exit": "os",
     "_getframe": "sys",
+    "_ARGCOMPLETE": "the environment variable by which a shell asks for completions",
     "_fields": "named tuples",
     "_replace": "named tuples",
     "_init_weights": "Hugging Face's models, which define it for others to call",
