@@ -6,9 +6,10 @@ import atexit
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
@@ -63,7 +64,7 @@ class Outbox:
         self._connect_timeout = connect_timeout
         self._spool: Spool | None = None
         self._sender = self._new_sender()
-        self._client: MlflowClient | None = None
+        self._lazy_client = _LazyClient(identity.tracking_uri)
         self._in_memory: list[Entry] = []
         self._asked_to_send: dict[int, list[Entry]] = {}
         self._lock = threading.Lock()  # It guards the spool's creation, and the entries in memory.
@@ -99,12 +100,10 @@ class Outbox:
 
     @property
     def client(self) -> MlflowClient | None:
-        """Return a client of the store; None if this process has not made one, because MLflow is away."""
+        """Return a client of the store; None if there is none yet."""
         if isinstance(self._sender, Sender):
             return self._sender.client
-        if self._client is None and self.run is not None:
-            self._client = connect(self.identity.tracking_uri)
-        return self._client
+        return cast("MlflowClient", self._lazy_client)
 
     def put(self, entry: Entry | Callable[[], Entry]) -> None:
         """Log an entry, or what a function returns that is called on a background thread."""
@@ -270,6 +269,20 @@ class Outbox:
                 f"MLflow at {self.identity.tracking_uri} is back after {monotonic() - self._away_since:.0f} s, and has"
                 " everything that was logged."
             )
+
+
+class _LazyClient:
+    """Make MLflow's client when it is first used, since its import takes a second, and few trainings use it."""
+
+    def __init__(self, tracking_uri: str) -> None:
+        self._tracking_uri = tracking_uri
+
+    @cached_property
+    def _client(self) -> MlflowClient:
+        return connect(self._tracking_uri)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
 
 
 def _how_to_send(folder: Path) -> str:

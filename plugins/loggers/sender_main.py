@@ -68,7 +68,7 @@ class _Report:
         self._connection.send({"outcome": asdict(outcome if is_new else replace(outcome, run=None))})
         if not self._is_nice:  # The training waits for the first outcome.
             self._is_nice = True
-            os.nice(_NICENESS)
+            os.nice(_NICENESS)  # On Linux, this is the priority of this thread alone, which is the one that sends.
 
 
 def _forward_warnings(connection: JsonSocket) -> None:

@@ -59,7 +59,8 @@ class SenderProcess:
         self._connection: JsonSocket | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()  # It guards the request and the connection.
-        self._is_closing = threading.Event()
+        self._is_closing = False
+        self._wakes = threading.Event()
         self._thread = threading.Thread(target=self._run_until_end, name="mlflow_send", daemon=True)
 
     def start(self) -> None:
@@ -72,18 +73,20 @@ class SenderProcess:
             self._request = {"number": number, "unwritten": unwritten}
             if self._connection is not None:
                 self._connection.send(self._request)
+        self._wakes.set()
 
     def close(self) -> None:
         """End the process without waiting for an attempt that it is making."""
-        self._is_closing.set()
         with self._lock:
+            self._is_closing = True
             if self._connection is not None:
                 self._connection.end()
+        self._wakes.set()
         self._thread.join()
 
     def _run_until_end(self) -> None:
-        pause = 0.0
-        while not self._is_closing.wait(pause):
+        pause = self._job.first_retry_s
+        while not self._is_closing:
             has_answered, end = False, ""
             try:
                 for outcome in self._outcomes_of_new_process():
@@ -91,15 +94,17 @@ class SenderProcess:
                     self._receive(outcome)
             except OSError as error:
                 end = f"could not be started: {error}"
-            if self._is_closing.is_set():
+            if self._is_closing:
                 return
             end = end or self._end_of_process()
+            self._wakes.clear()
             if has_answered:
-                pause = 0.0
+                pause = self._job.first_retry_s
                 self._warn(f"The process that sends to MLflow {end}. It is started again, and sends what is left.")
-            else:
-                pause = min(2 * pause, self._job.max_retry_s) or self._job.first_retry_s
-                self._receive(Outcome(self._request["number"], error=f"the process that sends to it {end}"))
+                continue
+            self._receive(Outcome(self._request["number"], error=f"the process that sends to it {end}"))
+            self._wakes.wait(pause)
+            pause = min(2 * pause, self._job.max_retry_s)
 
     def _outcomes_of_new_process(self) -> Iterator[Outcome]:
         """Start a process, and yield the outcomes of its attempts until it has ended.
@@ -117,7 +122,7 @@ class SenderProcess:
                 with self._lock:
                     self._connection = connection
                     connection.send(self._request)
-                    if self._is_closing.is_set():
+                    if self._is_closing:
                         connection.end()
                 # A process that is started after this one must not create the run again.
                 self._job = replace(self._job, is_first_try=False)
@@ -144,7 +149,7 @@ class SenderProcess:
         assert self._process is not None
         code = self._process.returncode
         if code < 0:
-            return f"was killed by {signal.Signals(-code).name}"
+            return f"was killed by signal {-code} ({signal.strsignal(-code)})"
         return f"has ended with code {code}"
 
 
