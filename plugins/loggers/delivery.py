@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import shutil
+import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_dist.plugins.loggers.run_identity import OpenRun
 from lightning_dist.plugins.loggers.spool import Entry
@@ -111,7 +110,7 @@ class Delivery:
 
     def _refuse(self, what: str, error: Exception) -> None:
         self.refused.append(what)
-        rank_zero_warn(f"MLflow has refused {what}: {getattr(error, 'message', error)}")
+        warnings.warn(f"MLflow has refused {what}: {getattr(error, 'message', error)}", stacklevel=1)
 
     def _send_metrics(self, points: list[Any]) -> None:
         from mlflow.entities import Metric
@@ -168,10 +167,11 @@ class Delivery:
                 drift = f"{before} -> {now} at step {self._step}"
                 tags[tag] = f"{earlier}; {drift}" if earlier else drift
             self._send_tags(tags)
-            rank_zero_warn(
+            warnings.warn(
                 "MLflow cannot change the parameters of a run; kept as they were: "
                 + ", ".join(f"{name} (was {before}, now {now})" for name, (before, now) in drifts.items())
-                + f". Tags {_DRIFT_TAG}<name> record the changes."
+                + f". Tags {_DRIFT_TAG}<name> record the changes.",
+                stacklevel=1,
             )
         had |= {param.key: param.value for param in new}
 
@@ -203,7 +203,7 @@ class Delivery:
             self._client.log_artifact(self._run.run_id, str(path), folder)
         else:
             self.refused.append(str(path))
-            rank_zero_warn(f"{path} was removed before it was uploaded to MLflow.")
+            warnings.warn(f"{path} was removed before it was uploaded to MLflow.", stacklevel=1)
             return
         if is_removed:
             shutil.rmtree(path.parent)  # It was made for this file or folder alone.

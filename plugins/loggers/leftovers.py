@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 __all__ = ["Synced", "send_leftovers", "sync"]
+
+_ENDS_WITHIN_S = 2.0
+"""Time in seconds within which the process that sends has noticed that its training was killed."""
 
 
 @dataclass
@@ -59,7 +63,7 @@ def send_leftovers(client: MlflowClient, run: OpenRun, training: str, folder: Pa
         if path == own or training[:12] not in path.name:
             continue
         try:
-            spool = Spool(path)
+            spool = _opened(path)
         except (SpoolInUseError, ValueError, OSError):  # A process that is still ending sends its own spool.
             continue
         try:
@@ -70,6 +74,18 @@ def send_leftovers(client: MlflowClient, run: OpenRun, training: str, folder: Pa
         finally:
             if path.exists():
                 spool.close()
+
+
+def _opened(path: Path) -> Spool:
+    """Open a spool; if it is in use, wait for a moment for a process that has not ended yet after its training."""
+    deadline = time.monotonic() + _ENDS_WITHIN_S
+    while True:
+        try:
+            return Spool(path)
+        except SpoolInUseError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def sync(path: Path, tracking_uri: str | None = None) -> Synced:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import sys
 import time
 import uuid
 from argparse import Namespace
@@ -17,6 +18,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import MLFlowLogger
 from lightning.pytorch.loggers.logger import DummyLogger, rank_zero_experiment
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only, rank_zero_warn
 from torch import Tensor, nn
 from typing_extensions import override
@@ -25,7 +27,7 @@ from lightning_dist.plugins.loggers.checkpoints import CheckpointUploads
 from lightning_dist.plugins.loggers.outbox import Outbox
 from lightning_dist.plugins.loggers.params import allowed_name, flat_params
 from lightning_dist.plugins.loggers.provenance import data_of, git_state, provenance_tags, run_name, spread, versions
-from lightning_dist.plugins.loggers.run_identity import OpenRun, RunIdentity, terminal_status
+from lightning_dist.plugins.loggers.run_identity import OpenRun, RunIdentity
 from lightning_dist.plugins.loggers.spool import Entry
 from lightning_dist.plugins.loggers.store import default_save_dir, default_spool_dir
 from lightning_dist.plugins.loggers.system_metrics import NodeMetrics
@@ -324,7 +326,7 @@ class MLflowLogger(MLFlowLogger):
 
     def _start_node_metrics(self, trainer: Trainer) -> None:
         """Sample the node's metrics on its first rank. This is a collective over all processes."""
-        _ = self.experiment  # This starts the run on rank 0.
+        self._start_on_rank_0()
         own = None if self._outbox is None or self._outbox.run is None else (self._outbox.identity, self._outbox.run)
         shared: tuple[RunIdentity, OpenRun] | None = trainer.strategy.broadcast(own)
         if shared is None:
@@ -370,7 +372,7 @@ class MLflowLogger(MLFlowLogger):
             self._node_metrics = None
         if self._outbox is None:
             return
-        self._put_end(terminal_status(status))
+        self._put_end(_terminal_status(status))
         outbox, self._outbox = self._outbox, None
         outbox.close()
         self._run = outbox.run
@@ -397,9 +399,13 @@ class MLflowLogger(MLFlowLogger):
                 self._folder_name = outbox.run.run_id if outbox.run is not None else f"offline-{self._training[:12]}"
         return self._outbox
 
+    @rank_zero_only
+    def _start_on_rank_0(self) -> None:
+        self._started()
+
     def _open_run(self) -> OpenRun | None:
         if not self._has_started:
-            _ = self.experiment  # This starts the run on rank 0.
+            self._start_on_rank_0()
         if self._run is None and self._outbox is not None:  # MLflow may be back in the meantime.
             self._run = self._outbox.run
         return self._run
@@ -425,3 +431,11 @@ class MLflowLogger(MLFlowLogger):
         if self._artifact_location is None and self._tracking_uri.startswith(SQLITE):
             return Path(self.save_dir, self.name).resolve().as_uri()
         return self._artifact_location
+
+
+def _terminal_status(status: str) -> str:
+    """Return MLflow's status of a run that Lightning ends with ``status``, which may be due to an exception."""
+    if status != "failed":
+        return "FINISHED"
+    # Lightning finalizes loggers while it handles the exception, and passes "failed" for every exception.
+    return "KILLED" if isinstance(sys.exc_info()[1], (KeyboardInterrupt, SIGTERMException, SystemExit)) else "FAILED"

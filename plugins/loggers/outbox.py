@@ -1,4 +1,4 @@
-"""Take what a run logs from the training thread, and send it to MLflow in the background."""
+"""Take what a run logs from the training thread, and have it sent to MLflow in the background."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import atexit
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import cached_property
 from pathlib import Path
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_dist.plugins.loggers.delivery import Delivery
-from lightning_dist.plugins.loggers.leftovers import send_leftovers
-from lightning_dist.plugins.loggers.run_identity import OpenRun, RunIdentity, open_run
+from lightning_dist.plugins.loggers.run_identity import OpenRun, RunIdentity
+from lightning_dist.plugins.loggers.sender import Job, Outcome, Sender
+from lightning_dist.plugins.loggers.sender_process import SenderProcess
 from lightning_dist.plugins.loggers.spool import SUFFIX, Entry, Spool
-from lightning_dist.plugins.loggers.store import UnusableStoreError, connect, is_local
+from lightning_dist.plugins.loggers.store import UnusableStoreError, connect, is_local, is_served, missing_database
 
 if TYPE_CHECKING:
     from mlflow import MlflowClient
@@ -33,14 +34,14 @@ class Outbox:
     :meth:`put` takes microseconds, and waits for nothing. One background thread writes to the spool several times a
     second, and at once when a checkpoint is saved, so that a process that is killed loses nothing that the one that
     resumes does not log again. :meth:`put` does not wake it, because the operating system may let a thread that wakes
-    take the core of the training thread. Another thread sends what is there every few seconds, in few calls. While
-    MLflow cannot be reached, it goes on trying. MLflow's own asynchronous logging cannot be used for this: it forgets
-    what it could not send, sends in any order, and holds ten threads. As all calls are made on a background thread,
-    Ctrl-C, which Python raises in the main thread, cannot interrupt a transaction, which would leave an SQLite database
-    locked.
+    take the core of the training thread. What is there is sent every few seconds, in few calls: by a process of its own
+    if MLflow is a server, because the calls would take the interpreter from the training thread, and else by a thread.
+    While MLflow cannot be reached, they go on trying. MLflow's own asynchronous logging cannot be used for this: it
+    forgets what it could not send, sends in any order, and holds ten threads. As no call is made on the main thread,
+    Ctrl-C, which Python raises there, cannot interrupt a transaction, which would leave an SQLite database locked.
 
     Args:
-        identity: The run, which is opened on the background thread.
+        identity: The run, which is opened in the background.
         folder: Folder of the spool. What earlier processes of the training have left in it is sent first.
         connect_timeout: Time in seconds for which :meth:`start` waits for the run.
         run: The run, if it is open already.
@@ -54,7 +55,6 @@ class Outbox:
     """The first and the longest time in seconds between two attempts while MLflow cannot be reached."""
 
     def __init__(self, identity: RunIdentity, folder: Path, connect_timeout: float, run: OpenRun | None = None) -> None:
-        self.client: MlflowClient | None = None
         self.run = run
         self.is_away = False
         self.num_lost = 0
@@ -63,8 +63,10 @@ class Outbox:
         self._folder = folder
         self._connect_timeout = connect_timeout
         self._spool: Spool | None = None
-        self._delivery: Delivery | None = None
+        self._sender = self._new_sender()
+        self._lazy_client = _LazyClient(identity.tracking_uri)
         self._in_memory: list[Entry] = []
+        self._asked_to_send: dict[int, list[Entry]] = {}
         self._lock = threading.Lock()  # It guards the spool's creation, and the entries in memory.
         self._incoming: deque[Entry | Callable[[], Entry] | threading.Event] = deque()
         self._writes_now = threading.Event()
@@ -72,21 +74,21 @@ class Outbox:
         self._attempts = threading.Condition()
         self._num_asked = self._num_answered = 0
         self._is_closing = False
-        self._has_tried = False
+        self._position: int | None = None
         self._unusable: UnusableStoreError | None = None
         self._warned_of_disk = False
-        self._threads: list[threading.Thread] = []
+        self._writer = threading.Thread(target=self._write, name="mlflow_write", daemon=True)
 
     def start(self) -> None:
-        """Start the threads, and wait until the run is open or MLflow turns out to be away.
+        """Start writing and sending, and wait until the run is open or MLflow turns out to be away.
 
         Raises:
             UnusableStoreError: If the given run or experiment cannot be used, or the URI is not accepted.
         """
-        for target in (self._write, self._send):
-            thread = threading.Thread(target=target, name=f"mlflow{target.__name__}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        if (database := missing_database(self.identity.tracking_uri)) is not None:
+            rank_zero_info(f"Creating the MLflow database {database} (once, a few seconds).")
+        self._writer.start()
+        self._sender.start()
         atexit.register(self.close)
         # Creating an SQLite database takes seconds, and needs no connection.
         timeout = None if is_local(self.identity.tracking_uri) else self._connect_timeout
@@ -95,6 +97,13 @@ class Outbox:
         if self._unusable is not None and self.run is None:
             self.close()
             raise self._unusable
+
+    @property
+    def client(self) -> MlflowClient | None:
+        """Return a client of the store; None if there is none yet."""
+        if isinstance(self._sender, Sender):
+            return self._sender.client
+        return cast("MlflowClient", self._lazy_client)
 
     def put(self, entry: Entry | Callable[[], Entry]) -> None:
         """Log an entry, or what a function returns that is called on a background thread."""
@@ -126,20 +135,18 @@ class Outbox:
         return not self._in_memory and (self._spool is None or self._spool.is_empty)
 
     def close(self) -> None:
-        """Send what is left, and end the threads. What MLflow has not got stays in the spool."""
+        """Send what is left, and end the threads and the process. What MLflow has not got stays in the spool."""
         atexit.unregister(self.close)
         if self._is_closing:
             return
         self.flush()
         self._is_closing = True
         self._writes_now.set()
-        with self._attempts:
-            self._attempts.notify_all()
-        for thread in self._threads:
-            thread.join()
+        self._writer.join()
+        self._sender.close()
         self.num_lost += sum(len(entry.get("metrics", ())) for entry in self._in_memory)
-        if self._delivery is not None:
-            self.num_lost += self._delivery.num_refused_metrics
+        if self._spool is not None and self._position is not None:
+            self._spool.sent(self._position)
         if self._spool is not None:
             if self._spool.is_empty:
                 self._spool.remove()
@@ -162,6 +169,8 @@ class Outbox:
             self._writes_now.wait(self.WRITE_EVERY_S)
             self._writes_now.clear()
             self._write_incoming()
+            if self._in_memory and not self.is_away and self._num_asked == self._num_answered:
+                self._ask()
 
     def _write_incoming(self) -> None:
         while self._incoming:
@@ -179,7 +188,8 @@ class Outbox:
     def _keep(self, entry: Entry) -> None:
         try:
             if self._spool is None:
-                self._spool = Spool(self.path, self.identity.header())
+                role: Literal["both", "writer"] = "both" if isinstance(self._sender, Sender) else "writer"
+                self._spool = Spool(self.path, self.identity.header(), role)
             self._spool.append([entry])
         except OSError as error:
             self._in_memory.append(entry)
@@ -192,65 +202,50 @@ class Outbox:
                     f" is away, only the newest {_MAX_IN_MEMORY} calls are kept, in memory. Training goes on."
                 )
 
-    # The thread that sends
+    # The thread or the process that sends
 
-    def _attempt(self, timeout: float | None) -> bool:
-        """Ask the thread to send now, and wait until it has tried; return False if that takes longer."""
+    def _new_sender(self) -> Sender | SenderProcess:
+        job = Job(self.identity, self.path, self.SEND_EVERY_S, self.FIRST_RETRY_S, self.MAX_RETRY_S, self.run)
+        if is_served(self.identity.tracking_uri):
+            return SenderProcess(job, self._receive, rank_zero_warn)
+        return Sender(job, lambda: self._spool, self._receive)
+
+    def _ask(self) -> int:
+        """Ask the sender to send now, and return the number of the request."""
         with self._attempts:
             self._num_asked += 1
-            number = self._num_asked
-            self._attempts.notify_all()
+            with self._lock:
+                in_memory = list(self._in_memory)
+            if in_memory:
+                self._asked_to_send[self._num_asked] = in_memory
+            self._sender.ask(self._num_asked, in_memory)
+            return self._num_asked
+
+    def _attempt(self, timeout: float | None) -> bool:
+        """Ask the sender to send now, and wait until it has tried; return False if that takes longer."""
+        number = self._ask()
+        with self._attempts:
             return self._attempts.wait_for(lambda: self._num_answered >= number, timeout)
 
-    def _send(self) -> None:
-        pause = self.SEND_EVERY_S
-        while True:
-            with self._attempts:
-                self._attempts.wait_for(lambda: self._is_closing or self._num_asked > self._num_answered, pause)
-                if self._is_closing:
-                    return
-                asked = self._num_asked
-            try:
-                self._send_all()
-            except UnusableStoreError as error:
-                self._set_unusable(error)
-            except Exception as error:
-                pause = min(2 * pause, self.MAX_RETRY_S) if self.is_away else self.FIRST_RETRY_S
-                self._report_away(getattr(error, "message", None) or repr(error))
-            else:
-                pause = self.SEND_EVERY_S
-                self._report_return()
-            with self._attempts:
-                self._num_answered = asked
-                self._attempts.notify_all()
-
-    def _send_all(self) -> None:
-        """Open the run unless it is open, and send everything that is there.
-
-        Raises:
-            UnusableStoreError: If the run or the experiment cannot be used.
-            Exception: If MLflow cannot be reached.
-        """
-        if self._unusable is not None:
-            raise self._unusable
-        if self.client is None:
-            self.client = connect(self.identity.tracking_uri)
-        if self._delivery is None:
-            is_first_try, self._has_tried = not self._has_tried, True
-            run = self.run or open_run(self.client, self.identity, is_first_try)
-            send_leftovers(self.client, run, self.identity.training, self._folder, self.path)
-            self.run = run
-            self._delivery = Delivery(self.client, run, self.identity.step or 0)
-        while self._spool is not None and not self._spool.is_empty:
-            entries, position = self._spool.pending()
-            self._delivery.send(entries)
-            self._spool.sent(position)
-        with self._lock:
-            in_memory = list(self._in_memory)
-        self._delivery.send(in_memory)
-        with self._lock:
-            sent = set(map(id, in_memory))
-            self._in_memory = [entry for entry in self._in_memory if id(entry) not in sent]
+    def _receive(self, outcome: Outcome) -> None:
+        """Take the outcome of an attempt; the sender calls this on its thread."""
+        self.run = outcome.run or self.run
+        self._position = outcome.position
+        self.num_lost += outcome.num_refused
+        if outcome.unusable:
+            self._set_unusable(UnusableStoreError(outcome.unusable))
+        elif outcome.error:
+            self._report_away(outcome.error)
+        else:
+            with self._lock:
+                sent = set(map(id, self._asked_to_send.get(outcome.number, ())))
+                self._in_memory = [entry for entry in self._in_memory if id(entry) not in sent]
+            self._report_return()
+        with self._attempts:
+            if not outcome.error:
+                self._asked_to_send = {n: sent for n, sent in self._asked_to_send.items() if n > outcome.number}
+            self._num_answered = max(self._num_answered, outcome.number)
+            self._attempts.notify_all()
 
     def _set_unusable(self, error: UnusableStoreError) -> None:
         """Record that the run cannot be used; if training goes on already, it does so without MLflow."""
@@ -274,6 +269,20 @@ class Outbox:
                 f"MLflow at {self.identity.tracking_uri} is back after {monotonic() - self._away_since:.0f} s, and has"
                 " everything that was logged."
             )
+
+
+class _LazyClient:
+    """Make MLflow's client when it is first used, since its import takes a second, and few trainings use it."""
+
+    def __init__(self, tracking_uri: str) -> None:
+        self._tracking_uri = tracking_uri
+
+    @cached_property
+    def _client(self) -> MlflowClient:
+        return connect(self._tracking_uri)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
 
 
 def _how_to_send(folder: Path) -> str:

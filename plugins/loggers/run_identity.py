@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import sys
+import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
-
-from lightning.pytorch.utilities.exceptions import SIGTERMException
-from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_dist.plugins.loggers.store import UnusableStoreError, is_refused, own_randomness
 from lightning_dist.tracking_uri import absolute_uri
@@ -17,7 +14,7 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
-__all__ = ["OpenRun", "RunIdentity", "is_newest_start", "last_steps", "open_run", "terminal_status"]
+__all__ = ["OpenRun", "RunIdentity", "is_newest_start", "last_steps", "open_run", "reopened"]
 
 TRAINING_TAG = "lightning_dist.training"
 STARTED_TAG = "lightning_dist.started_at"
@@ -143,6 +140,18 @@ def _continued(client: MlflowClient, run: Run, identity: RunIdentity) -> OpenRun
     return OpenRun(run_id, run.info.experiment_id, dict(run.data.params), tags, last_steps(run))
 
 
+def reopened(client: MlflowClient, run: OpenRun) -> OpenRun:
+    """Return a run that this process has opened before, with the parameters and tags that it has now.
+
+    Its last steps stay those that it had before this process.
+
+    Raises:
+        MlflowException: If the store cannot be reached.
+    """
+    data = client.get_run(run.run_id).data
+    return replace(run, params=dict(data.params), tags=dict(data.tags))
+
+
 def last_steps(run: Run) -> dict[str, int]:
     """Return the last step of each metric of a run."""
     # The values that Run.data shows have no step; its message has it.
@@ -179,9 +188,10 @@ def _run_before(client: MlflowClient, identity: RunIdentity, experiment_id: str)
     found = _find_by_tag(client, experiment_id, identity.training)
     if found is None and identity.parent is None:
         gone = "does not have" if run is None else "has deleted"
-        rank_zero_warn(
+        warnings.warn(
             f"{identity.tracking_uri} {gone} the run {run_id}, to which the training logged before the checkpoint that"
-            " is resumed. A new run is started, which has only the metrics from there."
+            " is resumed. A new run is started, which has only the metrics from there.",
+            stacklevel=1,
         )
     return found
 
@@ -231,11 +241,3 @@ def _find_or_create_experiment(client: MlflowClient, identity: RunIdentity) -> s
 def is_newest_start(run: OpenRun, identity: RunIdentity) -> bool:
     """Return whether no later process of the training has gone on with the run."""
     return int(run.tags.get(STARTED_TAG, 0)) <= identity.started_at
-
-
-def terminal_status(status: str) -> str:
-    """Return MLflow's status of a run that Lightning ends with ``status``, which may be due to an exception."""
-    if status != "failed":
-        return "FINISHED"
-    # Lightning finalizes loggers while it handles the exception, and passes "failed" for every exception.
-    return "KILLED" if isinstance(sys.exc_info()[1], (KeyboardInterrupt, SIGTERMException, SystemExit)) else "FAILED"

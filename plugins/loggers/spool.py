@@ -7,13 +7,19 @@ import json
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 __all__ = ["SUFFIX", "Entry", "Spool", "SpoolInUseError", "find_spools"]
 
 SUFFIX = ".spool.jsonl"
 _CHUNK_BYTES = 2**20
+_WRITER, _READER, _CHANGE = range(3)
+"""Bytes of the file whose locks say that a process writes to it, that one sends from it, and that one is changing it. A
+lock has nothing to do with what a byte contains."""
+_LOCKS = {"both": (_WRITER, 2), "writer": (_WRITER, 1), "reader": (_READER, 1)}
+"""First byte and number of bytes that a process locks which does both, or only writes or sends."""
 
 Entry = Mapping[str, Any]
 """One thing that was logged, as plain JSON with a single key, such as ``{"params": {"lr": "0.1"}}``; see
@@ -30,19 +36,26 @@ class Spool:
     The first line is a header, which says to which run the entries belong. Each further line is an entry. What MLflow
     has is cut off the file as soon as nothing else is left, so that the file stays short while MLflow can be reached.
     The entries survive the death of the process, but the last seconds may be lost in a power failure, because nothing
-    waits for the disk. One process at a time has a spool open; threads may share it.
+    waits for the disk. One process at a time has a spool open, or one writes to it and one sends from it; threads may
+    share it.
 
     Args:
         path: The file.
         header: Header of a new file; None: the file exists.
+        role: Whether this process writes to it and sends from it, or another process does one of the two.
 
     Raises:
-        SpoolInUseError: If another process has it open.
+        SpoolInUseError: If another process has it open for the same.
         ValueError: If an existing file has no header.
         OSError: If it cannot be opened or written.
     """
 
-    def __init__(self, path: Path, header: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        header: Mapping[str, Any] | None = None,
+        role: Literal["both", "writer", "reader"] = "both",
+    ) -> None:
         self.path = path
         if header is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,22 +63,46 @@ class Spool:
         self._lock = threading.Lock()
         try:
             # A lock of this kind ends with this process, also if a worker that it has forked lives on.
-            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            first, number = _LOCKS[role]
+            fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, number, first)
         except OSError as error:
             os.close(self._file)
             raise SpoolInUseError(f"{path} is in use by a running process, which sends it.") from error
         try:
             if header is not None:
-                self._write(_line(header))
+                with self._changing():
+                    self._write(_line(header))
             self.header, self._begin = self._read_header()
         except BaseException:
             self.close()
             raise
         self._sent = self._begin
-        self._cut_incomplete_line()
+        if role != "reader":  # The process that writes may just be writing the last line.
+            self._cut_incomplete_line()
+
+    @classmethod
+    def for_reader(cls, path: Path) -> Spool | None:
+        """Return the spool to which another process writes, or None if it has not written to it yet."""
+        try:
+            if path.stat().st_size == 0:
+                return None
+        except FileNotFoundError:
+            return None
+        return cls(path, role="reader")
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Keep other threads and the process at the other end of the spool from changing the file in this context."""
+        with self._lock:
+            fcntl.lockf(self._file, fcntl.LOCK_EX, 1, _CHANGE)
+            try:
+                yield
+            finally:
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, _CHANGE)
 
     def _read_header(self) -> tuple[dict[str, Any], int]:
-        first, newline, _ = os.pread(self._file, _CHUNK_BYTES, 0).partition(b"\n")
+        with self._changing():
+            first, newline, _ = os.pread(self._file, _CHUNK_BYTES, 0).partition(b"\n")
         try:
             header = json.loads(first)
             if not newline or not isinstance(header, dict):
@@ -88,8 +125,9 @@ class Spool:
         Raises:
             OSError: If they cannot be written, for example because the disk is full.
         """
-        with self._lock:
-            self._write(b"".join(map(_line, entries)))
+        data = b"".join(map(_line, entries))
+        with self._changing():
+            self._write(data)
 
     def _write(self, data: bytes) -> None:
         size = self._size
@@ -117,7 +155,7 @@ class Spool:
 
     def sent(self, position: int) -> None:
         """Record that MLflow has everything before ``position``."""
-        with self._lock:
+        with self._changing():
             self._sent = position
             if position >= self._size > self._begin:
                 os.ftruncate(self._file, self._begin)
@@ -128,6 +166,11 @@ class Spool:
         """Return whether MLflow has everything."""
         with self._lock:
             return self._sent >= self._size
+
+    @property
+    def position(self) -> int:
+        """Return the position in the file before which MLflow has everything."""
+        return self._sent
 
     @property
     def num_metrics(self) -> int:

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning.pytorch.utilities.rank_zero import rank_zero_info
-
 from lightning_dist.tracking_uri import SQLITE, absolute_uri, sqlite_file
 
 if TYPE_CHECKING:
@@ -55,6 +53,21 @@ def is_local(tracking_uri: str) -> bool:
     return tracking_uri.startswith((SQLITE, "file:"))
 
 
+def is_served(tracking_uri: str) -> bool:
+    """Return whether a store is a server that is reached by HTTP.
+
+    It does not include Databricks, where a notebook's credentials are those of its process.
+    """
+    return tracking_uri.startswith(("http://", "https://"))
+
+
+def missing_database(tracking_uri: str) -> Path | None:
+    """Return the SQLite file of a store if it does not exist, so that :func:`connect` would create it."""
+    if not tracking_uri.startswith(SQLITE) or sqlite_file(tracking_uri).exists():
+        return None
+    return sqlite_file(tracking_uri)
+
+
 def connect(tracking_uri: str) -> "MlflowClient":
     """Return a client of the store, and create the store if it is an SQLite file that does not exist.
 
@@ -64,10 +77,7 @@ def connect(tracking_uri: str) -> "MlflowClient":
     for name, value in _REQUEST_DEFAULTS.items():
         os.environ.setdefault(name, value)
     if tracking_uri.startswith(SQLITE):
-        database = sqlite_file(tracking_uri)
-        if not database.exists():
-            rank_zero_info(f"Creating the MLflow database {database} (once, a few seconds).")
-            database.parent.mkdir(parents=True, exist_ok=True)
+        sqlite_file(tracking_uri).parent.mkdir(parents=True, exist_ok=True)
     from mlflow import MlflowClient
     from mlflow.exceptions import MlflowException
 

@@ -22,7 +22,7 @@ from mlflow import MlflowClient
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.plugins.loggers import MLflowLogger
 from lightning_dist.plugins.loggers import mlflow as logger_module
-from lightning_dist.plugins.loggers import outbox as outbox_module
+from lightning_dist.plugins.loggers import sender as sender_module
 
 pytestmark = pytest.mark.usefixtures("workplace")
 
@@ -121,7 +121,7 @@ def test_ranks_other_than_0_never_connect_to_the_store(monkeypatch: pytest.Monke
         raise AssertionError("connected")
 
     monkeypatch.setattr(rank_zero_only, "rank", 1)
-    monkeypatch.setattr(outbox_module, "connect", refuse)
+    monkeypatch.setattr(sender_module, "connect", refuse)
     logger = MLflowLogger("gpt")
     logger.log_metrics({"a": 1.0}, step=0)
     logger.log_hyperparams({"a": 1})
@@ -136,8 +136,8 @@ def test_ranks_other_than_0_never_connect_to_the_store(monkeypatch: pytest.Monke
 
 def test_the_logger_connects_once_and_only_when_something_is_logged(monkeypatch: pytest.MonkeyPatch) -> None:
     connections = []
-    connect = outbox_module.connect
-    monkeypatch.setattr(outbox_module, "connect", lambda uri: connections.append(uri) or connect(uri))
+    connect = sender_module.connect
+    monkeypatch.setattr(sender_module, "connect", lambda uri: connections.append(uri) or connect(uri))
     logger = MLflowLogger()
     logger.finalize("success")
     assert connections == []

@@ -17,6 +17,7 @@ from mlflow.exceptions import MlflowException
 from lightning_dist.cli import main
 from lightning_dist.plugins.loggers import MLflowLogger
 from lightning_dist.plugins.loggers import outbox as outbox_module
+from lightning_dist.plugins.loggers import sender as sender_module
 from lightning_dist.plugins.loggers.leftovers import sync
 from lightning_dist.plugins.loggers.outbox import Outbox
 from lightning_dist.plugins.loggers.run_identity import RunIdentity
@@ -59,7 +60,7 @@ class Store:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Store:
     store = Store()
-    monkeypatch.setattr(outbox_module, "connect", store.connect)
+    monkeypatch.setattr(sender_module, "connect", store.connect)
     monkeypatch.setattr(Outbox, "SEND_EVERY_S", 0.05)
     monkeypatch.setattr(Outbox, "FIRST_RETRY_S", 0.05)
     return store
