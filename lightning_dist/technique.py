@@ -82,7 +82,10 @@ class Technique:
     # The following methods are called once while the module is built, in this order.
 
     def select_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
-        """Return those of the whole module's ``units`` of which this rank has parameters or shards."""
+        """Return the units that are built, of the ``units`` of the whole module.
+
+        A technique may leave out those of which this rank has neither parameters nor shards, and merge others.
+        """
         return units
 
     def remote_tensors(self) -> Collection[Tensor]:
