@@ -3,6 +3,7 @@ import gc
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from tests.launched import Forked
 from tests.pool import WorkerPool, fork_server
 
 
@@ -79,14 +81,42 @@ def own_pool() -> Iterator[WorkerPool]:
     workers.close()
 
 
-@pytest.fixture(scope="session")
-def empty_mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the path of an empty MLflow database, made once per session because MLflow needs seconds to make one."""
-    from mlflow import MlflowClient
+def _create_mlflow_database(folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    os.chdir(folder)
+    from lightning_dist.plugins.loggers import MLflowLogger
+    from lightning_dist.plugins.loggers.store import connect
 
-    path = tmp_path_factory.mktemp("mlflow") / "mlflow.db"
-    MlflowClient(f"sqlite:///{path}")
-    return path
+    connect("sqlite:///new/runs.db")
+    shutil.copy("new/runs.db", "empty.db")
+    assert MLflowLogger(tracking_uri="sqlite:///new/runs.db").run_id
+
+
+@pytest.fixture(scope="session")
+def created_mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Let the logger create a database, which takes MLflow seconds, once for all processes of this session.
+
+    Returns:
+        A folder with the database ``new/runs.db``, which has a run, ``empty.db``, a copy of it from before the run, and
+        ``printed``, the text that was printed meanwhile.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "created_mlflow_database"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "printed").exists():
+            process = Forked(_create_mlflow_database, folder, environment=dict(os.environ))
+            printed, _ = process.communicate(timeout=240)
+            assert process.returncode == 0, printed
+            (folder / "printed").write_text(printed)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def empty_mlflow_database(created_mlflow_database: Path) -> Path:
+    """Return the path of an empty MLflow database, which tests copy."""
+    return created_mlflow_database / "empty.db"
 
 
 @pytest.fixture

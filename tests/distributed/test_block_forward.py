@@ -36,12 +36,15 @@ def fit(name: str, model: str, kwargs: dict[str, Any]) -> tuple[dict[str, np.nda
     return recorder.gradients[0], weights_of(module)
 
 
+def fit_each(name: str, model: str, options: list[dict[str, Any]]) -> list[Any]:
+    return [fit(name, model, kwargs) for kwargs in options]
+
+
 @pytest.mark.parametrize(
     ("name", "model"), [("full", "example_gpt"), ("hybrid", "gpt2"), ("tp", "gpt2"), ("tp whole", "example_gpt")]
 )
 def test_recomputed_blocks_have_the_same_gradients(pool: WorkerPool, name: str, model: str) -> None:
-    gradients, weights = pool.run(fit, 4, name, model, {})[0]
-    actual = pool.run(fit, 4, name, model, {"activation_checkpointing": True})[0]
+    (gradients, weights), actual = pool.run(fit_each, 4, name, model, [{}, {"activation_checkpointing": True}])[0]
     assert_same(actual[0], gradients, 1e-12)
     assert_same(actual[1], weights, 1e-12)
 
@@ -69,12 +72,15 @@ def bits(name: str, mode: Any) -> dict[str, np.ndarray]:
     return recorder.gradients[1]
 
 
+def bits_of_each(name: str, modes: list[Any]) -> list[dict[str, np.ndarray]]:
+    return [bits(name, mode) for mode in modes]
+
+
 @pytest.mark.parametrize(("name", "modes"), [("hybrid", MODES), ("tp", MODES[:3]), ("pp", MODES[:3])])
 def test_every_mode_of_checkpointing_has_the_same_bits(pool: WorkerPool, name: str, modes: list[Any]) -> None:
-    expected = pool.run(bits, 4, name, "none")[0]
+    expected, *results = pool.run(bits_of_each, 4, name, ["none", *modes])[0]
     assert any(gradient.any() for gradient in expected.values())
-    for mode in modes:
-        actual = pool.run(bits, 4, name, mode)[0]
+    for mode, actual in zip(modes, results, strict=True):
         assert actual.keys() == expected.keys()
         for key in expected:
             assert (actual[key] == expected[key]).all(), (mode, key)
@@ -83,9 +89,9 @@ def test_every_mode_of_checkpointing_has_the_same_bits(pool: WorkerPool, name: s
 @pytest.mark.parametrize(("name", "num_ranks", "recomputes"), [("hybrid", 4, True), ("tp", 2, False)])
 def test_compiled_blocks_have_the_same_gradients(pool: WorkerPool, name: str, num_ranks: int, recomputes: bool) -> None:
     """Compiled blocks have the same gradients, in particular of a split embedding before them, which once got none."""
-    gradients, weights = pool.run(fit, num_ranks, name, "example_gpt", {})[0]
-    kwargs = {"compile": "aot_eager", "activation_checkpointing": recomputes}
-    actual = pool.run(fit, num_ranks, name, "example_gpt", kwargs, timeout_s=200)[0]
+    compiled = {"compile": "aot_eager", "activation_checkpointing": recomputes}
+    ranks = pool.run(fit_each, num_ranks, name, "example_gpt", [{}, compiled], timeout_s=200)
+    (gradients, weights), actual = ranks[0]
     assert np.linalg.norm(actual[0]["model.embedding.weight"]) > 0.01
     assert_same(actual[0], gradients, 1e-10)
     assert_same(actual[1], weights, 1e-10)
@@ -151,9 +157,13 @@ def num_saved(kwargs: dict[str, Any]) -> int:
     return saved[0]
 
 
+def num_saved_of_each(modes: list[Any]) -> list[int]:
+    return [num_saved({"activation_checkpointing": mode}) for mode in modes]
+
+
 def test_the_modes_keep_fewer_activations(pool: WorkerPool) -> None:
     modes = ["none", {"budget": 0.5}, "full"]
-    everything, half, nothing = (pool.run(num_saved, 4, {"activation_checkpointing": mode})[0] for mode in modes)
+    everything, half, nothing = pool.run(num_saved_of_each, 4, modes)[0]
     assert nothing < 0.5 * everything
     assert half == pytest.approx((everything + nothing) / 2, rel=0.1)
 

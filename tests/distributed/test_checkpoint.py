@@ -196,6 +196,10 @@ def resume(path: str, layout: str = "2x2") -> str:
     return "no error"
 
 
+def resume_each(paths: list[str]) -> list[str]:
+    return [resume(path) for path in paths]
+
+
 def test_resuming_from_a_bad_checkpoint_raises_on_every_rank_and_changes_no_weight(
     pool: WorkerPool, tmp_path: Path
 ) -> None:
@@ -225,7 +229,7 @@ def test_resuming_from_a_bad_checkpoint_raises_on_every_rank_and_changes_no_weig
     (future / "manifest.json").write_bytes(encoded + b"\n" + xxhash.xxh3_128(encoded).hexdigest().encode())
     (good / "rank_1.bin").unlink()
 
-    for path, expected in [
+    bad = [
         (good.parent / "step=5.ckpt", f"There is no checkpoint at .* There is .*{good.name}"),
         (text, "notes.txt is a file, but not one that torch.load can read"),
         (foreign, "foreign.ckpt is not a Lightning checkpoint: it has no 'state_dict'"),
@@ -235,9 +239,9 @@ def test_resuming_from_a_bad_checkpoint_raises_on_every_rank_and_changes_no_weig
         (good, f"The checkpoint {good} cannot be read: its file rank_1.bin is missing"),
         (damaged, f"The checkpoint {damaged} cannot be read: its file rank_2.bin is damaged"),
         (future, "it has format version 99; this lightning-dist reads version 1"),
-    ]:
-        errors = pool.run(resume, 4, str(path), timeout_s=30)
-        for error in errors:  # Every rank raises the error.
+    ]
+    for errors in pool.run(resume_each, 4, [str(path) for path, _ in bad]):  # Every rank raises the errors.
+        for (_, expected), error in zip(bad, errors, strict=True):
             with pytest.raises(CheckpointError, match=expected):
                 raise CheckpointError(error)
 

@@ -144,18 +144,21 @@ def gradients_of(
     return recorded
 
 
+def each_gradients_of(layout: str, compressions: list[Any], precision: Any) -> list[list[dict[str, Any]]]:
+    return [gradients_of(layout, compression, precision, 2) for compression in compressions]
+
+
 @pytest.mark.parametrize("layout", ["2x2", "4x1"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_gradients_that_are_not_compressed_have_the_same_bits(pool: WorkerPool, layout: str, precision: str) -> None:
-    native = pool.run(gradients_of, 4, layout, None, precision, 2)[0]
-    late = pool.run(gradients_of, 4, layout, PowerSGD(start_step=100), precision, 2)[0]
+    ways = [None, PowerSGD(start_step=100), *(["bf16"] if precision == "32-true" else [])]
+    native, late, *halved = pool.run(each_gradients_of, 4, layout, ways, precision)[0]
     assert len(native) == len(late) == 4
     for expected, actual in zip(native, late, strict=True):
         assert expected.keys() == actual.keys()
         assert all((expected[name] == actual[name]).all() for name in expected)
-    if precision == "32-true":
-        halved = pool.run(gradients_of, 4, layout, "bf16", precision, 2)[0]
-        assert_within_epsilon_of_bf16(halved, native)
+    for gradients in halved:
+        assert_within_epsilon_of_bf16(gradients, native)
 
 
 def assert_within_epsilon_of_bf16(halved: list[dict[str, Any]], native: list[dict[str, Any]]) -> None:
@@ -202,15 +205,19 @@ def missing_sums(layout: str, compressor: Compressor | None, accumulate: int) ->
     return {name: value.numpy() for name, value in sums.items()}
 
 
+def each_missing_sums(layout: str, compressors: list[Compressor | None], accumulate: int) -> list[dict[str, Any]]:
+    return [missing_sums(layout, compressor, accumulate) for compressor in compressors]
+
+
 @pytest.mark.parametrize(("layout", "names"), [("2x2", [*WITH_FEEDBACK]), ("4x1", ["int8", "powersgd"])])
 def test_residuals_hold_what_a_training_has_not_applied(pool: WorkerPool, layout: str, names: list[str]) -> None:
-    expected = pool.run(missing_sums, 4, layout, None, 2)
-    for compressor in (WITH_FEEDBACK[name] for name in names):
-        for rank, actual in enumerate(pool.run(missing_sums, 4, layout, compressor, 2)):
-            assert actual.keys() == expected[rank].keys()
+    compressors = [WITH_FEEDBACK[name] for name in names]
+    for expected, *results in pool.run(each_missing_sums, 4, layout, [None, *compressors], 2):
+        for compressor, actual in zip(compressors, results, strict=True):
+            assert actual.keys() == expected.keys()
             for key in actual:
-                largest = max(abs(expected[rank][key]).max(initial=0), 1e-3)
-                assert abs(actual[key] - expected[rank][key]).max(initial=0) <= 1e-6 * largest, (compressor, key)
+                largest = max(abs(expected[key]).max(initial=0), 1e-3)
+                assert abs(actual[key] - expected[key]).max(initial=0) <= 1e-6 * largest, (compressor, key)
 
 
 def train(layout: str, compressor: Compressor, num_steps: int) -> tuple[dict[str, Any], float]:

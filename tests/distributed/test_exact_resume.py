@@ -141,6 +141,10 @@ def resumed(path: Path, **kwargs: Any) -> Any:
     return fit([], path, seed=7, **kwargs)
 
 
+def each_resumed(paths: list[Path], **kwargs: Any) -> list[Any]:
+    return [resumed(path, **kwargs) for path in paths]
+
+
 HOW = [
     {},
     {"val_check_interval": 2},
@@ -155,9 +159,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one(pool: WorkerPool, tmp_path: 
     saved = sorted(tmp_path.glob("*.ckpt"), key=lambda path: (int(path.stem.split("=")[1]), path.stem))
     assert len(saved) >= 18
     steps = [int(key.split()[1]) for key in whole[0][0]]
-    for path in saved[:: 2 if not kwargs else 3]:
-        for rank, (record, weights, buffers, ends, lrs) in enumerate(pool.run(resumed, 2, path, **kwargs)):
-            expected = whole[rank]
+    chosen = saved[:: 2 if not kwargs else 3]
+    for rank, results in enumerate(pool.run(each_resumed, 2, chosen, **kwargs)):
+        expected = whole[rank]
+        for path, (record, weights, buffers, ends, lrs) in zip(chosen, results, strict=True):
             at = int(path.stem.split("=")[1])
             missing = {key for key in expected[0] if int(key.split()[1]) > at} - set(record)
             assert not missing, (path.name, missing)
@@ -212,10 +217,15 @@ def indices_resumed(path: Path) -> dict[str, list[int]]:
     return {key: value[1] for key, value in record.items() if key.startswith("train")}
 
 
+def indices_of_each(paths: list[Path]) -> list[dict[str, list[int]]]:
+    return [indices_resumed(path) for path in paths]
+
+
 def test_stateful_loaders_continue_at_their_place(pool: WorkerPool, tmp_path: Path) -> None:
     whole = pool.run(indices, 2, tmp_path)
-    for name in ("batch=2", "batch=6", "batch=9", "epoch=9"):
-        for rank, seen in enumerate(pool.run(indices_resumed, 2, tmp_path / f"{name}.ckpt")):
+    names = ("batch=2", "batch=6", "batch=9", "epoch=9")
+    for rank, results in enumerate(pool.run(indices_of_each, 2, [tmp_path / f"{name}.ckpt" for name in names])):
+        for name, seen in zip(names, results, strict=True):
             at = int(name.split("=")[1])
             assert seen == {key: value for key, value in whole[rank].items() if int(key.split()[1]) > at}, name
             assert seen
@@ -353,6 +363,10 @@ def averaged() -> Any:
     return EMAWeightAveraging(decay=0.8)
 
 
+def each_special(name: str, paths: list[Path]) -> list[Any]:
+    return [special(None, name, path) for path in paths]
+
+
 def special(folder: Path | None, name: str, path: Path | None = None) -> Any:
     """Train with a weight average or with two optimizers.
 
@@ -372,10 +386,9 @@ def special(folder: Path | None, name: str, path: Path | None = None) -> Any:
 @pytest.mark.parametrize("name", ["average", "two optimizers"])
 def test_weight_averages_and_several_optimizers_are_resumed(pool: WorkerPool, tmp_path: Path, name: str) -> None:
     whole = pool.run(special, 2, tmp_path, name)
-    for where in ("batch=2", "batch=6", "validation=8", "batch=9", "epoch=9"):
-        for rank, (record, weights, buffers, _, _) in enumerate(
-            pool.run(special, 2, None, name, tmp_path / f"{where}.ckpt")
-        ):
+    places = ("batch=2", "batch=6", "validation=8", "batch=9", "epoch=9")
+    for rank, results in enumerate(pool.run(each_special, 2, name, [tmp_path / f"{place}.ckpt" for place in places])):
+        for where, (record, weights, buffers, _, _) in zip(places, results, strict=True):
             assert record == {key: value for key, value in whole[rank][0].items() if key in record}, where
             assert {key for key in whole[rank][0] if int(key.split()[1]) > int(where.split("=")[1])} <= set(record)
             for ours, theirs in ((weights, whole[rank][1]), (buffers, whole[rank][2])):

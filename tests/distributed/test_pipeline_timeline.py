@@ -27,8 +27,6 @@ from lightning_dist.plugins.callbacks import StepTelemetry
 from lightning_dist.plugins.loggers import MLflowLogger
 from tests.pool import WorkerPool
 
-pytestmark = pytest.mark.alone
-
 PP_SIZE = 4
 NUM_BLOCKS = 8
 NUM_STEPS = 16
@@ -166,6 +164,7 @@ def run(
     return look.seen
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize(("schedule", "virtual_stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
 def test_measured_bubbles_equal_the_formulas(pool: WorkerPool, schedule: str, virtual_stages: int) -> None:
     num_microbatches = 8
@@ -243,8 +242,8 @@ def run_logged(folder: Path) -> list[list[tuple[int, float]]]:
     ]
 
 
-def test_bubbles_and_a_picture_of_the_schedule_are_logged(pool: WorkerPool, tmp_path: Path) -> None:
-    measured, theory = pool.run(run_logged, 4, tmp_path)[0]
+def test_bubbles_and_a_picture_of_the_schedule_are_logged(pool: WorkerPool, mlflow_folder: Path) -> None:
+    measured, theory = pool.run(run_logged, 4, mlflow_folder)[0]
     assert [step for step, _ in measured] == [1, 3, 4]
     assert all(0 < bubble < 1 for _, bubble in measured)
     assert theory == [(step, pytest.approx(1 / 5)) for step in (1, 3, 4)]
