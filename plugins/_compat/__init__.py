@@ -72,13 +72,13 @@ from lightning_dist.plugins._compat.norms import (
     total_norms,
 )
 from lightning_dist.plugins._compat.processes import (
+    ScriptLauncher,
     init_process_group,
     let_children_exit,
     let_groups_be_copied,
     reduce_across_processes,
     set_rank_zero,
     set_timeout,
-    subprocess_launcher,
 )
 from lightning_dist.plugins._compat.scaler import ShardedGradScaler
 from lightning_dist.plugins._compat.strategies import LightningStrategy, clip_after_closure
@@ -88,6 +88,7 @@ __all__ = [
     "INSTANTIATOR",
     "LINK_CHECKPOINT",
     "LightningStrategy",
+    "ScriptLauncher",
     "ShardedGradScaler",
     "agree_on_decisions",
     "are_sequential",
@@ -131,7 +132,6 @@ __all__ = [
     "set_timeout",
     "silence_predictions",
     "step_name",
-    "subprocess_launcher",
     "total_norms",
     "training_loaders",
     "transferred",
