@@ -81,7 +81,7 @@ from lightning_dist.plugins._compat.processes import (
     set_timeout,
 )
 from lightning_dist.plugins._compat.scaler import ShardedGradScaler
-from lightning_dist.plugins._compat.strategies import LightningStrategy, clip_after_closure
+from lightning_dist.plugins._compat.strategies import LightningStrategy, clip_after_closure, explain_strategy_errors
 
 __all__ = [
     "FINGERPRINT",
@@ -101,6 +101,7 @@ __all__ = [
     "clip_after_closure",
     "compute_alone",
     "compute_gradient_norms_of_shards",
+    "explain_strategy_errors",
     "gather_metrics_over",
     "init_process_group",
     "intercept_checkpoint_paths",
