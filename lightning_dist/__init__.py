@@ -20,6 +20,7 @@ from lightning_dist.plugins.strategies import (
     TensorParallelStrategy,
     register,
 )
+from lightning_dist.plugins.versions import warn_of_untested_versions
 from lightning_dist.whole_files import install
 
 __all__ = [
@@ -40,5 +41,6 @@ __all__ = [
     "per_rank_batch_size",
 ]
 
+warn_of_untested_versions()
 register()
 install()
