@@ -19,6 +19,7 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from lightning_dist.cli.errors import closest
+from lightning_dist.plugins.strategies import other_names
 
 _AUTO = "auto"
 
@@ -274,7 +275,8 @@ def _class_path(name: str) -> str:
         return str(get_import_path(found))
     if "." not in name:
         known = {*StrategyRegistry, _AUTO, *class_names(Strategy)}
-        raise TypeError(f"no strategy is named {name!r}{closest(name, known)}")
+        meant = other_names.hint(name)
+        raise TypeError(f"no strategy is named {name!r}" + (f": {meant}" if meant else closest(name, known)))
     try:
         imported = import_object(name)
     except (ImportError, AttributeError, ValueError):

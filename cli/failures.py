@@ -1,14 +1,12 @@
 """Report how a run failed: by a mistake in its configuration, in training, or because another process failed."""
 
 import os
-import re
 import signal
 import time
 import traceback
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf.errors import OmegaConfBaseException
@@ -25,9 +23,8 @@ from lightning_dist.cli.errors import (
     users_line,
 )
 from lightning_dist.cli.messages import interpolation, original
-from lightning_dist.consensus import OtherRankError
+from lightning_dist.consensus import is_consequence
 
-_LOST_CONNECTION = re.compile(r"Connection (closed|reset) by peer|Connection refused|Broken pipe", re.IGNORECASE)
 _USER_MISTAKES = (
     ValueError,
     MisconfigurationException,
@@ -95,7 +92,7 @@ def report_failure(error: Exception, progress: Progress) -> int:
         failure.
     """
     error = original(error)
-    if _is_consequence(error):
+    if is_consequence(error):
         code = reported_by_another()
         if code is not None:
             return code
@@ -115,12 +112,6 @@ def _is_rejected_argument(error: Exception, progress: Progress) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
     raised_by_lightning = bool(frames) and "lightning" in Path(frames[-1].filename).parts
     return isinstance(error, TypeError) and progress.trainer is None and raised_by_lightning
-
-
-def _is_consequence(error: Exception) -> bool:
-    """Return whether an error only says that another process has failed or exited."""
-    lost = isinstance(error, (OtherRankError, torch.distributed.DistNetworkError, torch.distributed.DistBackendError))
-    return lost or (isinstance(error, (RuntimeError, OSError)) and bool(_LOST_CONNECTION.search(str(error))))
 
 
 def _describe(error: Exception) -> str:

@@ -116,7 +116,8 @@ def missing_file(path: Path) -> str:
 
 def origin(key: str, arguments: Sequence[str]) -> str:
     """Return ``"FILE: "`` if a file and no flag sets the key, else an empty string."""
-    if any(argument.startswith(f"--{key}") for argument in arguments):
+    # A flag may be written as in a file: --model.init_args.dim=3.
+    if any(argument.partition("=")[0].replace(".init_args", "").startswith(f"--{key}") for argument in arguments):
         return ""
     for path in reversed(list(config_files(arguments))):
         try:

@@ -10,6 +10,7 @@ import os
 import pkgutil
 import re
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,9 @@ def _explain(lines: list[str], key: str, parser: ArgumentParser, arguments: Sequ
     where = f"{origin(key, arguments)}{key}: "
     if found := re.search(r"(no strategy is named .*|the strategy '.*|\S+ is not a Strategy\.)", text):
         return where + found[1].strip()
+    for word in re.findall(r"'([\w-]+)(?:\.[\w.]+)?'", text):  # The keys of a value, or an option.
+        if word != "init_args" and get_close_matches(word, ["init_args"], cutoff=0.8):
+            return f"{where}no key is named {word!r} beside class_path; did you mean 'init_args'?"
     if found := re.search(r"Option '(.+)' is not accepted", text):
         name = path.rpartition(".")[2] or key
         return f"{where}{name} has no argument {found[1]!r}{_nearest_parameter(found[1], path)}"

@@ -73,8 +73,10 @@ if not TYPE_CHECKING:
 
 def _extend_lightning() -> None:
     from lightning_dist.plugins.strategies import register
+    from lightning_dist.plugins.versions import warn_of_other_versions
     from lightning_dist.whole_files import install
 
+    warn_of_other_versions()
     register()
     install()
 

@@ -6,6 +6,7 @@ failed rank would be matched with that one, or wait forever.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -26,7 +27,8 @@ def announce_error(error: BaseException) -> None:
         return
     group = default_group()
     _num_errors[group] = _num_errors.get(group, 0) + 1
-    default_store().set(_key(_num_errors[group], dist.get_rank()), f"{type(error).__name__}: {error}")
+    with suppress(dist.DistError):  # The process that hosts the store may have ended, which may be the error.
+        default_store().set(_key(_num_errors[group], dist.get_rank()), f"{type(error).__name__}: {error}")
 
 
 def check_that_all_ranks_failed(timeout_s: float) -> None:

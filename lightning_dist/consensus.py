@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import re
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -18,6 +19,7 @@ __all__ = [
     "OtherRankError",
     "check_agreement",
     "go_on",
+    "is_consequence",
     "raise_on_all_ranks",
     "timed_barrier",
     "timed_barrier_unless_missed",
@@ -26,6 +28,15 @@ __all__ = [
 
 class OtherRankError(RuntimeError):
     """Report that another rank failed in an operation of all ranks; the text names the rank and its error."""
+
+
+_LOST_CONNECTION = re.compile(r"Connection (closed|reset) by peer|Connection refused|Broken pipe", re.IGNORECASE)
+
+
+def is_consequence(error: BaseException) -> bool:
+    """Return whether ``error`` only says that another process has failed or ended."""
+    lost = isinstance(error, (OtherRankError, dist.DistNetworkError, dist.DistBackendError))
+    return lost or (isinstance(error, (RuntimeError, OSError)) and bool(_LOST_CONNECTION.search(str(error))))
 
 
 @contextmanager

@@ -9,7 +9,7 @@ along other axes have the same part.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 
 import torch
@@ -109,22 +109,7 @@ class ParallelLayout:
         if remaining:
             sizes[remaining[0]] = max(world_size // product, 1)
         if math.prod(sizes.values()) != world_size:
-            asked = " x ".join(f"{axis}_size={size}" for axis, size in requested.items())
-            processes = f"{world_size} process{'es' if world_size > 1 else ''}"
-            rest = world_size
-            for axis in ("tp", "pp"):
-                size = sizes.get(axis, 1)
-                if rest % size:
-                    divisors = ", ".join(str(size) for size in range(1, rest + 1) if rest % size == 0)
-                    raise ValueError(f"{asked} does not fit {processes}: {axis}_size must be one of {divisors}.")
-                rest //= size
-            if "dp_replicate" in sizes and "dp_shard" not in sizes:
-                raise ValueError(f"{asked} does not fit {processes}: dp_replicate_size must be {rest}, or -1 for it.")
-            raise ValueError(
-                f"{asked} does not fit {processes}: the sizes must multiply to {world_size}. Set one of them to -1, or"
-                f" use dp_replicate_size x dp_shard_size ="
-                f" {', '.join(f'{r}x{rest // r}' for r in range(1, rest + 1) if rest % r == 0)}."
-            )
+            raise ValueError(_misfit(world_size, requested))
         return cls(**sizes)
 
     @property
@@ -280,3 +265,39 @@ class ParallelLayout:
         shown = {axis.name: self.sizes[axis.name] for axis in AXES
                  if axis.splits_batch or self.sizes[axis.name] > 1}  # fmt: skip
         return " x ".join(f"{axis} {size}" for axis, size in shown.items())
+
+
+def _misfit(world_size: int, requested: Mapping[str, int]) -> str:
+    """Explain why sizes do not multiply to the number of processes, and name sizes of the requested axes that do."""
+    given = {axis: size for axis, size in requested.items() if size != REMAINING}
+    has_remaining = len(given) < len(requested)
+    if has_remaining:  # Sizes of 1 are defaults, or fit.
+        given = {axis: size for axis, size in given.items() if size != 1}
+    asked = " x ".join(f"{axis}_size={size}" for axis, size in given.items())
+    text = f"{asked} does not fit {world_size} process{'es' if world_size > 1 else ''}: "
+    rest = world_size
+    for axis in ("tp", "pp"):
+        size = given.get(axis, 1)
+        if rest % size:
+            return f"{text}{axis}_size must be one of {_divisors(rest)}."
+        rest //= size
+    if has_remaining:
+        over_data = [f"{axis}_size" for axis in given if axis not in ("tp", "pp")]
+        product = over_data[0] if len(over_data) == 1 else f"the product of {' and '.join(over_data)}"
+        return f"{text}{product} must be one of {_divisors(rest)}."
+    if "dp_shard" not in given:
+        return f"{text}dp_replicate_size must be {rest}, or -1 for it."
+    if "dp_replicate" not in given:
+        return (
+            f"{text}dp_shard_size must be {rest}, or -1 for it. To shard over fewer and have replicas, use"
+            " strategy='hybrid_shard'."
+        )
+    pairs = ", ".join(f"{size}x{rest // size}" for size in range(1, rest + 1) if rest % size == 0)
+    return (
+        f"{text}the sizes must multiply to {world_size}. Set one of them to -1, or use dp_replicate_size x"
+        f" dp_shard_size = {pairs}."
+    )
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(size) for size in range(1, number + 1) if number % size == 0)

@@ -72,22 +72,23 @@ from lightning_dist.plugins._compat.norms import (
     total_norms,
 )
 from lightning_dist.plugins._compat.processes import (
+    ScriptLauncher,
     init_process_group,
     let_children_exit,
     let_groups_be_copied,
     reduce_across_processes,
     set_rank_zero,
     set_timeout,
-    subprocess_launcher,
 )
 from lightning_dist.plugins._compat.scaler import ShardedGradScaler
-from lightning_dist.plugins._compat.strategies import LightningStrategy, clip_after_closure
+from lightning_dist.plugins._compat.strategies import LightningStrategy, clip_after_closure, explain_strategy_errors
 
 __all__ = [
     "FINGERPRINT",
     "INSTANTIATOR",
     "LINK_CHECKPOINT",
     "LightningStrategy",
+    "ScriptLauncher",
     "ShardedGradScaler",
     "agree_on_decisions",
     "are_sequential",
@@ -100,6 +101,7 @@ __all__ = [
     "clip_after_closure",
     "compute_alone",
     "compute_gradient_norms_of_shards",
+    "explain_strategy_errors",
     "gather_metrics_over",
     "init_process_group",
     "intercept_checkpoint_paths",
@@ -131,7 +133,6 @@ __all__ = [
     "set_timeout",
     "silence_predictions",
     "step_name",
-    "subprocess_launcher",
     "total_norms",
     "training_loaders",
     "transferred",

@@ -14,12 +14,12 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
+    _set_num_threads_if_needed,
     _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import Trainer
-from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as _utils_rank_zero_only
@@ -28,13 +28,13 @@ from lightning_dist._compat import process_groups
 from lightning_dist.rendezvous import fresh_store
 
 __all__ = [
+    "ScriptLauncher",
     "init_process_group",
     "let_children_exit",
     "let_groups_be_copied",
     "reduce_across_processes",
     "set_rank_zero",
     "set_timeout",
-    "subprocess_launcher",
 ]
 
 
@@ -82,9 +82,21 @@ def set_timeout(timeout: timedelta | None) -> None:
             group.set_timeout(timeout)
 
 
-def subprocess_launcher(environment: ClusterEnvironment, num_processes: int, num_nodes: int) -> _Launcher:
-    """Return the launcher that starts this script again for every local rank but the first."""
-    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Start this script again for every local rank but the first, as Lightning does, but without its observer.
+
+    Lightning's observer ends the run five seconds after a process has failed, without naming the rank or the reason.
+    This could be replaced by a public launcher with a method that observes the processes.
+    """
+
+    def start_processes(self) -> None:
+        """Start the processes of the other local ranks, which :attr:`procs` then lists."""
+        self.cluster_environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+        self._call_children_scripts()
+
+    def limit_threads(self) -> None:
+        """Share the cores of the node among its processes, unless the user has set a number of threads."""
+        _set_num_threads_if_needed(num_processes=self.num_processes)
 
 
 def set_rank_zero(global_rank: int) -> None:

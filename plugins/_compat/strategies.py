@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import CheckpointIO
 from lightning.pytorch.plugins.layer_sync import LayerSync
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
+from lightning.pytorch.trainer.connectors.accelerator_connector import _AcceleratorConnector
 from torch.optim import Optimizer
 
-__all__ = ["LightningStrategy", "clip_after_closure"]
+__all__ = ["LightningStrategy", "clip_after_closure", "explain_strategy_errors"]
 
 
 class LightningStrategy(ParallelStrategy):
@@ -41,6 +46,32 @@ class LightningStrategy(ParallelStrategy):
     def layer_sync(self) -> LayerSync | None:
         """Return what ``Trainer(sync_batchnorm=True)`` asks for; None: nothing."""
         return self._layer_sync
+
+
+def explain_strategy_errors(hint: Callable[[str], str]) -> None:
+    """Append a hint to the errors that the Trainer raises about a strategy's name; calling this again is safe.
+
+    This could be replaced by a list of names in Lightning's own message.
+
+    Args:
+        hint: Function that returns a sentence about a name of a strategy, or an empty string.
+    """
+    init = _AcceleratorConnector.__init__
+    if hasattr(init, "__wrapped__"):
+        return
+
+    @wraps(init)
+    def explained(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            init(self, *args, **kwargs)
+        except Exception as error:
+            name = kwargs.get("strategy")
+            meant = hint(name) if isinstance(name, str) else ""
+            if meant and len(error.args) == 1:
+                error.args = (f"{error} {meant}",)
+            raise
+
+    _AcceleratorConnector.__init__ = explained  # type: ignore[method-assign]
 
 
 def clip_after_closure(plugin: Precision, module: LightningModule, optimizer: Optimizer) -> None:

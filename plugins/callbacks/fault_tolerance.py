@@ -22,10 +22,10 @@ from typing_extensions import override
 from lightning_dist.consensus import raise_on_all_ranks
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.loggers import MLflowLogger
-from lightning_dist.preemption import StopRequest, TrainingStopped
+from lightning_dist.preemption import EXIT_STOPPED, StopRequest, TrainingStopped
 from lightning_dist.watchdog import Watchdog
 
-__all__ = ["STOPPED", "FaultTolerance"]
+__all__ = ["STOPPED", "FaultTolerance", "shown_path"]
 
 STOPPED = "last-stopped.ckpt"
 """Name of the checkpoint of a stopped run, which is saved beside the checkpoints of its first ModelCheckpoint."""
@@ -155,8 +155,8 @@ class FaultTolerance(Callback):
         finally:
             timer.cancel()
         rank_zero_info(
-            f"Stopped by {signal.Signals(number).name} after step {trainer.global_step}; saved {_shown(path)}, from"
-            f" which ckpt_path={_shown(path)} resumes."
+            f"Stopped by {signal.Signals(number).name} after step {trainer.global_step}; saved {shown_path(path)}, from"
+            f" which ckpt_path={shown_path(path)} resumes. Exit code {EXIT_STOPPED}: stopped on request, and saved."
         )
         if must_requeue and trainer.is_global_zero:
             _requeue()
@@ -202,7 +202,8 @@ class FaultTolerance(Callback):
             self._watchdog = None
 
 
-def _shown(path: str) -> str:
+def shown_path(path: str) -> str:
+    """Return a path as users are shown it: relative to the working directory, unless it is a URL."""
     return path if "://" in path else os.path.relpath(path)
 
 

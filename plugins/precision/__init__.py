@@ -4,7 +4,7 @@ from lightning_dist.plugins._compat import ShardedGradScaler
 from lightning_dist.plugins.precision.float8 import Float8Precision, use_precision_again
 from lightning_dist.plugins.precision.master_weights import KEPT_BYTES, MasterWeights
 from lightning_dist.plugins.precision.mesh_precision import MeshPrecision
-from lightning_dist.plugins.precision.policy import PrecisionPolicy, precision_policy
+from lightning_dist.plugins.precision.policy import PrecisionPolicy, check_reduce_dtype, precision_policy
 from lightning_dist.plugins.precision.scaler import agree_on_overflows, scales_losses
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "PrecisionPolicy",
     "ShardedGradScaler",
     "agree_on_overflows",
+    "check_reduce_dtype",
     "precision_policy",
     "scales_losses",
     "use_precision_again",

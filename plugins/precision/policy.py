@@ -35,7 +35,7 @@ from lightning_dist.plugins.precision.float8 import Float8Precision
 from lightning_dist.plugins.precision.mesh_precision import MeshPrecision
 from lightning_dist.sharding import WrapShard
 
-__all__ = ["PrecisionPolicy", "precision_policy"]
+__all__ = ["PrecisionPolicy", "check_reduce_dtype", "precision_policy"]
 
 _REFUSED: dict[type[Precision], str] = {
     BitsandbytesPrecision: (
@@ -70,6 +70,19 @@ class PrecisionPolicy:
     gather_as: Callable[[nn.Module, str], WrapShard | None] | None = None
 
 
+def check_reduce_dtype(reduce_dtype: object) -> None:
+    """Check the argument ``reduce_dtype`` of a strategy.
+
+    Raises:
+        ValueError: If it is neither None nor the name of a dtype in which gradients can be reduced.
+    """
+    if reduce_dtype is not None and reduce_dtype not in _DTYPES:
+        meant = {"fp32": "float32", "fp64": "float64", "bf16": "bfloat16"}.get(str(reduce_dtype).removeprefix("torch."))
+        meant = meant or str(reduce_dtype).removeprefix("torch.")
+        hint = f"; did you mean {meant!r}?" if meant in _DTYPES else "."
+        raise ValueError(f"reduce_dtype={reduce_dtype!r} must be one of {', '.join(map(repr, _DTYPES))}, or None{hint}")
+
+
 def precision_policy(plugin: Precision, reduce_dtype: str | None = None) -> PrecisionPolicy:
     """Return the policy for Lightning's precision ``plugin``.
 
@@ -79,8 +92,7 @@ def precision_policy(plugin: Precision, reduce_dtype: str | None = None) -> Prec
             dtype in the table above.
 
     Raises:
-        ValueError: If sharded training does not support ``plugin`` or ``reduce_dtype``, or if ``plugin`` has another
-            ``reduce_dtype``.
+        ValueError: If sharded training does not support ``plugin``, or if ``plugin`` has another ``reduce_dtype``.
     """
     own = plugin.reduce_dtype if isinstance(plugin, MeshPrecision) else None
     if own is not None and reduce_dtype not in (None, own):
@@ -89,8 +101,6 @@ def precision_policy(plugin: Precision, reduce_dtype: str | None = None) -> Prec
             " of the two out."
         )
     reduce_dtype = reduce_dtype or own
-    if reduce_dtype is not None and reduce_dtype not in _DTYPES:
-        raise ValueError(f"reduce_dtype={reduce_dtype!r} is not supported; use one of {', '.join(_DTYPES)}.")
     reduced_in = _DTYPES[reduce_dtype] if reduce_dtype else None
     if isinstance(plugin, Float8Precision):
         gather_as = plugin.gather_as if plugin.float8_all_gather else None

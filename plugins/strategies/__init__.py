@@ -7,7 +7,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_dist.plugins import _compat
-from lightning_dist.plugins.strategies import resume_path
+from lightning_dist.plugins.strategies import other_names, resume_path
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
 from lightning_dist.plugins.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.plugins.strategies.full_shard import FullShardStrategy
@@ -49,6 +49,7 @@ def register() -> None:
     _compat.intercept_checkpoint_paths(MeshStrategy, _resolve_ckpt_path, resume_path.resume, _restore_when_sharded)
     _compat.read_checkpoint_directories()
     _compat.compute_gradient_norms_of_shards()
+    _compat.explain_strategy_errors(other_names.hint)
 
 
 def _resolve_ckpt_path(trainer: Trainer, asked: Any, found: Callable[[], Any]) -> Any:

@@ -12,11 +12,12 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.pytorch.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.utilities.rank_zero import rank_zero_info
 from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_dist.after_error import announce_error
-from lightning_dist.checkpoint import TECHNIQUES, LoadedCheckpoint
+from lightning_dist.checkpoint import TECHNIQUES, CheckpointError, LoadedCheckpoint
 from lightning_dist.consensus import (
     OtherRankError,
     raise_on_all_ranks,
@@ -24,6 +25,7 @@ from lightning_dist.consensus import (
     timed_barrier_unless_missed,
 )
 from lightning_dist.plugins import _compat
+from lightning_dist.plugins.callbacks.fault_tolerance import shown_path
 from lightning_dist.plugins.precision import MeshPrecision
 from lightning_dist.plugins.strategies import loading
 from lightning_dist.plugins.strategies.bookkeeping import absolute
@@ -225,8 +227,34 @@ class CheckpointedStrategy(SharedBatchStrategy):
 
     @override
     def on_exception(self, exception: BaseException) -> None:
-        """Announce to the other ranks that the run has failed on this rank, so that they do not wait for it."""
+        """Announce to the other ranks that the run has failed on this rank, so that they do not wait for it.
+
+        After Ctrl-C, rank 0 says what was saved.
+        """
         announce_error(exception)
+        if isinstance(exception, KeyboardInterrupt):
+            self._checkpoints.wait()
+            rank_zero_info(f"Stopped by Ctrl-C, with exit code 1: the run is not done. {self.what_was_saved()}")
+
+    @override
+    def what_was_saved(self) -> str:
+        """Return a sentence on the newest checkpoint of a fit and on how to resume it; the sentence has no line breaks.
+
+        It is empty outside of a fit. This is no collective.
+        """
+        if self._trainer.state.fn != TrainerFn.FITTING:
+            return ""
+        try:
+            newest = self._checkpoints.newest()
+        except (CheckpointError, ValueError, OSError) as error:
+            return f"The checkpoints of the run cannot be listed: {error}"
+        if newest is None:
+            return (
+                "The run has saved no checkpoint to resume from; ModelCheckpoint(every_n_train_steps=...) saves some."
+            )
+        path, manifest = shown_path(newest[0]), newest[1]
+        step = manifest.about.get("global_step")
+        return f"The newest checkpoint is {path}, saved after step {step}: ckpt_path={path!r} resumes from there."
 
     @override
     def barrier(self, name: str | None = None) -> None:
@@ -259,7 +287,7 @@ class CheckpointedStrategy(SharedBatchStrategy):
         is_fitting = self._trainer.state.fn == TrainerFn.FITTING
         if weights_only is None:
             weights_only = options.weights_only and not self._checkpoints.is_own(path)
-        go_on_from = self._go_on_from if is_fitting else None
+        go_on_from = partial(self._go_on_from, path) if is_fitting else None
         states = None if self._parallel is None else self.parallel.states
         checkpoint = loading.load(
             path, self.lightning_module, is_fitting, states, weights_only, options.verify, go_on_from
@@ -269,7 +297,7 @@ class CheckpointedStrategy(SharedBatchStrategy):
                 self.parallel.states.add_remote_state(checkpoint[key])
         return checkpoint
 
-    def _go_on_from(self, part: LoadedCheckpoint) -> None:
+    def _go_on_from(self, path: str, part: LoadedCheckpoint) -> None:
         has_as_many_ranks = part.manifest.world_size == self.world_size
         own = part.rank_state
         # Ranks with the same part of a batch must have the same buffers, and the same position in the data.
@@ -278,7 +306,7 @@ class CheckpointedStrategy(SharedBatchStrategy):
         states = part.state.pop(TECHNIQUES, {})
         if self._parallel is not None:
             self.parallel.states.load_techniques(states)
-        self._checkpoints.go_on_from(part.manifest)
+        self._checkpoints.go_on_from(path, part.manifest)
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

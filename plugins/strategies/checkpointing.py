@@ -82,6 +82,7 @@ class Checkpoints:
         self._retention = Retention(options.keep_last, options.keep_every_n_steps)
         self._folders: set[str] = set()
         self._saved: set[str] = set()
+        self._resumed: str | None = None
         self._run = uuid.uuid4().hex
         self._trainer: Trainer | None = None
         self._newest_error: CheckpointError | None = None
@@ -140,9 +141,23 @@ class Checkpoints:
         state = self._trainer.state if self._trainer is not None else None
         return state is not None and state.fn == TrainerFn.FITTING and state.status == TrainerStatus.RUNNING
 
-    def go_on_from(self, manifest: Manifest) -> None:
-        """Continue the run that saved the checkpoint of ``manifest``, so that the retention covers its checkpoints."""
+    def go_on_from(self, path: str, manifest: Manifest) -> None:
+        """Continue the run that saved the checkpoint at ``path``, so that the retention covers its checkpoints."""
         self._run = manifest.about.get("run", self._run)
+        self._resumed = path
+
+    def newest(self) -> tuple[str, Manifest] | None:
+        """Return the path and the manifest of the newest complete checkpoint that this run has saved or resumed.
+
+        The directories are read, so that a save that is under way or has failed does not count. This is no collective.
+        """
+        own = {*self._saved} if self._resumed is None else {*self._saved, self._resumed}
+        newest: tuple[str, Manifest] | None = None
+        for folder in sorted({os.path.dirname(path) for path in own}):
+            for path, manifest in find(folder):
+                if isinstance(manifest, Manifest) and absolute(path) in own:
+                    newest = newest if newest and newest[1].saved_at > manifest.saved_at else (path, manifest)
+        return newest
 
     def remove(self, path: str) -> None:
         """Remove the checkpoint at ``path`` if the previous save succeeds, unless the retention keeps it.
@@ -190,6 +205,10 @@ class Checkpoints:
     def before_update(self) -> None:
         """Wait until the weights are copied, so that the optimizer may change them."""
         self._writer.wait_until_staged()
+
+    def wait(self) -> None:
+        """Wait for the last save, after an error that may have occurred on this rank alone."""
+        self._writer.wait()
 
     def finish_pending(self) -> None:
         """Wait for the last save, report it, and roll back the saves that failed. All ranks must call this."""

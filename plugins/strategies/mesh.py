@@ -36,6 +36,7 @@ from lightning_dist.plugins.precision import (
     MeshPrecision,
     PrecisionPolicy,
     agree_on_overflows,
+    check_reduce_dtype,
     precision_policy,
     use_precision_again,
 )
@@ -156,6 +157,7 @@ class MeshStrategy(CheckpointedStrategy):
             raise ValueError(
                 f"check_replicas_every_n_steps={check_replicas_every_n_steps} must be at least 1, or None for never."
             )
+        check_reduce_dtype(reduce_dtype)
         self._config = ParallelConfig(
             units=units,
             min_num_params=min_num_params,

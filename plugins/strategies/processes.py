@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_dist.collectives import gather
 from lightning_dist.plugins import _compat
+from lightning_dist.plugins.strategies.launcher import RankLauncher, starts_ranks
 
 __all__ = ["ProcessStrategy"]
 
@@ -66,9 +67,10 @@ class ProcessStrategy(_compat.LightningStrategy):
         assert self.cluster_environment is not None
         if isinstance(self.cluster_environment, TorchElasticEnvironment):
             self._follow_torchrun()
-        if not self.cluster_environment.creates_processes_externally:
-            environment = self.cluster_environment
-            self.set_launcher(_compat.subprocess_launcher(environment, self.num_processes, self.num_nodes))
+        if starts_ranks(self.cluster_environment):
+            self.set_launcher(
+                RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes, self.what_was_saved)
+            )
 
     def _follow_torchrun(self) -> None:
         """Set the number of nodes to torchrun's, which may be any number in the range that torchrun was given.
@@ -86,6 +88,10 @@ class ProcessStrategy(_compat.LightningStrategy):
         if num_nodes != self.num_nodes:
             rank_zero_info(f"num_nodes={self.num_nodes} was changed to {num_nodes}, the number of torchrun's nodes.")
             self.num_nodes = num_nodes
+
+    def what_was_saved(self) -> str:
+        """Return a sentence on what the run has saved, for messages about its end; empty if there is none."""
+        return ""
 
     def set_world_ranks(self) -> None:
         """Set this process's rank in the cluster environment and in Lightning's functions that run on rank 0 only."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_dist.checkpoint import find
 from lightning_dist.plugins.callbacks import FaultTolerance
+from lightning_dist.plugins.strategies import checkpointed, launcher
 from lightning_dist.preemption import EXIT_STOPPED, TrainingStopped
 from tests.distributed.test_exact_resume import Regression, fit
 from tests.distributed.test_saving import Slow
@@ -134,7 +136,10 @@ class Slowly(pl.Callback):
 trainer = pl.Trainer(
     accelerator="cpu", devices=2, strategy="full_shard", max_steps=400, logger=False, enable_progress_bar=False,
     enable_model_summary=False, limit_val_batches=0, use_distributed_sampler=False, default_root_dir=sys.argv[1],
-    callbacks=[Slowly(), ModelCheckpoint(sys.argv[1] + "/checkpoints"), FaultTolerance(grace_seconds)],
+    callbacks=[
+        Slowly(), FaultTolerance(grace_seconds),
+        ModelCheckpoint(sys.argv[1] + "/checkpoints", every_n_train_steps=int(sys.argv[3]), save_top_k=-1),
+    ],
 )
 trainer.fit(GPT())
 """
@@ -142,7 +147,7 @@ trainer.fit(GPT())
 
 def stop_launched_job(folder: Path, grace_seconds: float, forked: bool = False) -> tuple[int | None, str]:
     """Launch a job, send SIGTERM to the rank that was launched last, and return the exit code and the output."""
-    process, last = launch(SCRIPT, folder, str(grace_seconds), forked=forked)
+    process, last = launch(SCRIPT, folder, str(grace_seconds), "1000", forked=forked)
     os.kill(last, signal.SIGTERM)
     output, _ = process.communicate(timeout=25)
     return process.returncode, output
@@ -151,7 +156,10 @@ def stop_launched_job(folder: Path, grace_seconds: float, forked: bool = False) 
 def test_a_stopped_job_saves_and_exits_with_the_code_for_stopped_runs(tmp_path: Path) -> None:
     code, output = stop_launched_job(tmp_path, 20.0)
     assert code == EXIT_STOPPED, output
-    assert re.search(r"Stopped by SIGTERM after step \d+; saved .*checkpoints/last-stopped.ckpt", output), output
+    assert re.search(
+        r"Stopped by SIGTERM after step \d+; saved .*checkpoints/last-stopped.ckpt, from .* resumes", output
+    ), output
+    assert "Exit code 75: stopped on request, and saved." in output
     assert [Path(path).name for path, _ in find(tmp_path / "checkpoints")] == ["last-stopped.ckpt"]
 
 
@@ -160,6 +168,75 @@ def test_a_save_that_exceeds_the_grace_period_ends_the_run_with_an_error(tmp_pat
     assert code == 1, output
     assert "was not written within grace_seconds=0.5" in output
     assert find(tmp_path / "checkpoints") == []
+
+
+@pytest.mark.parametrize(
+    ("killed", "death"),
+    [
+        (1, "Rank 1 was killed by SIGKILL, perhaps by the kernel's out-of-memory killer (dmesg shows it)."),
+        (0, "Rank 0, which had started the others, has ended. If it shows no error of its own above, it was killed"),
+    ],
+)
+def test_a_killed_rank_is_reported_in_one_sentence_with_the_newest_checkpoint(
+    tmp_path: Path, killed: int, death: str
+) -> None:
+    process, last = launch(SCRIPT, tmp_path, "20", "1", forked=True)
+    while not find(tmp_path / "checkpoints"):
+        time.sleep(0.05)
+    os.kill(last if killed else process.pid, signal.SIGKILL)
+    output, _ = process.communicate(timeout=25)
+    assert process.returncode == (1 if killed else -signal.SIGKILL), output
+    (report,) = [line for line in output.splitlines() if line.startswith(death)]
+    saved = re.search(r"The newest checkpoint is (\S+), saved after step (\d+): ckpt_path='\1' resumes", report)
+    assert saved, report
+    assert Path(saved[1]).resolve() in [Path(path) for path, _ in find(tmp_path / "checkpoints")]
+    assert "Traceback" not in output
+    assert "frame #" not in output
+
+
+@pytest.mark.parametrize(
+    ("number", "death"),
+    [
+        (signal.SIGSEGV, "Rank 3 crashed in native code, by SIGSEGV; PYTHONFAULTHANDLER=1 shows the line"),
+        (signal.SIGTERM, "Rank 3 was ended by SIGTERM."),
+    ],
+)
+def test_the_signal_that_ended_a_rank_is_named(number: int, death: str) -> None:
+    assert launcher.describe_death(3, number).startswith(death)
+
+
+class CtrlC(pl.Callback):
+    def on_train_batch_start(self, trainer: pl.Trainer, *args: Any) -> None:
+        if trainer.global_step == 3:
+            raise KeyboardInterrupt
+
+
+def interrupted(folder: Path | None) -> tuple[Any, list[str]]:
+    texts: list[str] = []
+    handler = signal.getsignal(signal.SIGINT)
+    saves = [] if folder is None else [ModelCheckpoint(folder, every_n_train_steps=2, save_top_k=-1, filename="{step}")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpointed, "rank_zero_info", texts.append)
+        try:
+            fit([CtrlC(), *saves], enable_checkpointing=folder is not None)
+        except SystemExit as stop:
+            return stop.code, texts
+        finally:
+            signal.signal(signal.SIGINT, handler)  # Lightning ignores further signals.
+    raise AssertionError("it did not stop")
+
+
+def test_ctrl_c_says_what_was_saved_and_what_the_exit_code_means(pool: WorkerPool, tmp_path: Path) -> None:
+    for folder, saved in (
+        (
+            tmp_path,
+            f"The newest checkpoint is {os.path.relpath(tmp_path / 'step=2.ckpt')}, saved after step 2: ckpt_path=",
+        ),
+        (None, "The run has saved no checkpoint to resume from; ModelCheckpoint(every_n_train_steps=...) saves some."),
+    ):
+        for code, texts in pool.run(interrupted, 2, folder):
+            assert code == 1
+            assert [text for text in texts if saved in text and "exit code 1: the run is not done" in text], texts
 
 
 @pytest.mark.parametrize("kwargs", [{"grace_seconds": 0}, {"hang_timeout": -1.0}], ids=str)

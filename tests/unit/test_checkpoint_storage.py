@@ -12,6 +12,7 @@ from typing import Any
 import fsspec
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_dist.checkpoint import CheckpointError, file_system, find, read, take_snapshot, verify, write
 from lightning_dist.checkpoint.locate import storage_at
@@ -256,6 +257,9 @@ def test_the_command_lists_and_verifies_checkpoints(tmp_path: Path, capsys: pyte
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("  ")[0] for line in lines] == paths
     assert "global_step 20" in lines[1]
+    assert run(["ls", str(tmp_path.parent)]) == 0  # Checkpoints are looked for in the folders below as well.
+    assert capsys.readouterr().out.splitlines() == lines
+    assert [path for path, _ in find(tmp_path.parent.as_uri(), recurse=True)] == [Path(path).as_uri() for path in paths]
     assert run(["verify", *paths]) == 0
     assert capsys.readouterr().out.count("good: 2 files") == 2
     (tmp_path / "step=20.ckpt" / "state.pt").write_bytes(b"")
@@ -268,3 +272,13 @@ def test_the_command_lists_and_verifies_checkpoints(tmp_path: Path, capsys: pyte
     assert f"{paths[0]}  damaged: " in capsys.readouterr().out
     assert run(["ls", str(tmp_path / "empty")]) == 2
     assert "has no sharded checkpoints in it" in capsys.readouterr().err
+
+
+def test_a_checkpoint_directory_is_loaded_by_lightning_and_torch_in_one_process(tmp_path: Path) -> None:
+    module = BoringModel()
+    write(tmp_path / "run.ckpt", take_snapshot({"state_dict": module.state_dict(), "hyper_parameters": {}}))
+    for weight in (
+        BoringModel.load_from_checkpoint(tmp_path / "run.ckpt").layer.weight,
+        torch.load(str(tmp_path / "run.ckpt"))["state_dict"]["layer.weight"],
+    ):
+        torch.testing.assert_close(weight, module.layer.weight, rtol=0, atol=0)

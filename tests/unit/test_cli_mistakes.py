@@ -118,6 +118,26 @@ NET = f"--model={HERE}.Net"
             ["fit", NET, "--trainer.strategy=hybrid_shard", "--trainer.strategy.check_replicas_every_n_steps=0"],
             "check_replicas_every_n_steps=0 must be at least 1",
         ),
+        (["fit", NET, "--trainer.strategy=fsdp2"], "'fsdp2': lightning-dist's strategy for this is 'full_shard'."),
+        (["fit", NET, "--trainer.strategy=zero_2"], "this is 'full_shard' with zero_stage=2."),
+        (["fit", NET, "--trainer.strategy=tp"], "lightning-dist's strategy for this is 'tensor_parallel'."),
+        (["fit", NET, "--trainer.strategy=pp"], "lightning-dist's strategy for this is 'pipeline_parallel'."),
+        (
+            ["fit", NET, "--trainer.strategy=fsdp", "--trainer.accelerator=cpu"],
+            "lightning-dist's strategy for this is 'full_shard'.",
+        ),
+        (
+            ["fit", NET, "--trainer.strategy=full_shard", "--trainer.strategy.reduce_dtype=fp16"],
+            "reduce_dtype='fp16' must be one of 'float32', 'float64', 'bfloat16', or None.",
+        ),
+        (
+            ["fit", NET, "--trainer.strategy=full_shard", "--trainer.strategy.checkpoint.verify=maybe"],
+            "verify: 'maybe' is none of full, size, off.",
+        ),
+        (
+            ["fit", NET, "-c", "good.yaml", "--model.init_args.dim=abc"],
+            "error: model.dim: expected int, got 'abc'.",
+        ),
         (["fit", NET, "--trainer.strategy.help=hybird_shard"], "did you mean 'hybrid_shard'?"),
         (["fit", NET, "--trainer.strategy.help"], "expected the name of a strategy: data_parallel, ddp, "),
         (["fit", NET, "-c", "missing.yaml"], "--config: there is no file 'missing.yaml'."),
@@ -140,7 +160,9 @@ NET = f"--model={HERE}.Net"
 def test_a_mistake_on_the_command_line_is_answered_by_one_short_message(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    Path("good.yaml").write_text("trainer: {max_steps: 1}\n")
+    Path("good.yaml").write_text(
+        f"trainer: {{max_steps: 1}}\nmodel: {{class_path: {HERE}.Net, init_args: {{dim: 3}}}}\n"
+    )
     assert run(monkeypatch, *arguments) == 2
     printed = capfd.readouterr().err
     answer = printed[printed.index("error: ") :]
@@ -167,6 +189,14 @@ def test_a_mistake_on_the_command_line_is_answered_by_one_short_message(
         (
             "trainer: {strategy: {class_path: full_shard, init_args: {unit: [A]}}}",
             "x.yaml: trainer.strategy: FullShardStrategy has no argument 'unit'; did you mean 'units'?",
+        ),
+        (
+            "model: {init_arg: {dim: 3}}",
+            "x.yaml: model: no key is named 'init_arg' beside class_path; did you mean 'ini",
+        ),
+        (
+            "trainer: {strategy: {class_path: full_shard, init_arg: {units: [A]}}}",
+            "x.yaml: trainer.strategy: no key is named 'init_arg' beside class_path; did you mean 'init_args'?",
         ),
         ("trainer: [\n  max_steps: 3", "x.yaml:2 is not valid YAML: expected ',' or ']', but got '<stream end>'."),
         ("model: {init_args: {dim: '${trainer.max_stepz}'}}", "model.init_args.dim: there is no 'trainer.max_stepz'"),

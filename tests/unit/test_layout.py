@@ -25,16 +25,33 @@ def test_sizes_of_minus_one_are_resolved(world_size: int, requested: dict[str, i
     ("world_size", "requested", "message"),
     [
         (4, {"dp_replicate": 3, "dp_shard": 2}, "dp_replicate_size=3 x dp_shard_size=2 does not fit 4 .*1x4, 2x2, 4x1"),
-        (4, {"dp_replicate": 3, "dp_shard": -1}, "dp_replicate_size=3 x dp_shard_size=-1 does not fit 4"),
-        (4, {"dp_replicate": 8, "dp_shard": -1}, "dp_replicate_size=8 x dp_shard_size=-1 does not fit 4"),
+        (4, {"dp_replicate": 3, "dp_shard": -1}, "^dp_replicate_size=3 does not fit 4 .* must be one of 1, 2, 4.$"),
+        (
+            4,
+            {"dp_replicate": -1, "dp_shard": 3},
+            "^dp_shard_size=3 does not fit 4 .* dp_shard_size must be one of 1, 2, 4.$",
+        ),
+        (
+            4,
+            {"dp_replicate": 3, "dp_shard": 2, "tp": -1},
+            "the product of dp_replicate_size and dp_shard_size must be one",
+        ),
         (4, {"dp_replicate": -1, "dp_shard": -1}, "dp_replicate_size and dp_shard_size are both -1"),
         (4, {"dp_replicate": 0, "dp_shard": 4}, "dp_replicate_size=0 must be a positive number"),
         (4, {"dp_replicate": 2, "dp_shard": -2}, "dp_shard_size=-2 must be a positive number"),
         (4, {"dp_replicate": True, "dp_shard": 4}, "dp_replicate_size=True must be a positive number"),
         (4, {"dp_shard": 2, "cp": 2}, "cp_size=2: there is no axis 'cp'"),
-        (4, {"dp_shard": -1, "tp": 3}, "dp_shard_size=-1 x tp_size=3 does not fit 4 .* tp_size must be one of 1, 2, 4"),
-        (4, {"dp_shard": 1, "tp": 2}, "dp_shard_size=1 x tp_size=2 does not fit 4 .* 1x2, 2x1"),
-        (4, {"dp_shard": 2}, "dp_shard_size=2 does not fit 4"),
+        (4, {"dp_shard": -1, "tp": 3}, "^tp_size=3 does not fit 4 .* tp_size must be one of 1, 2, 4"),
+        (
+            4,
+            {"dp_shard": 1, "tp": 2},
+            "dp_shard_size=1 x tp_size=2 does not fit 4 .* dp_shard_size must be 2, or -1 for it",
+        ),
+        (
+            4,
+            {"dp_shard": 2},
+            "dp_shard_size=2 does not fit 4 .* must be 4, or -1 for it. .* use strategy='hybrid_shard'",
+        ),
         (4, {"dp_replicate": 3}, "dp_replicate_size=3 does not fit 4 .* dp_replicate_size must be 4, or -1"),
     ],
 )

@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.plugins.precision import transformer_engine
 from lightning.pytorch.plugins.precision import BitsandbytesPrecision, FSDPPrecision, Precision
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_dist.plugins.precision import precision_policy
 
@@ -63,3 +64,15 @@ def test_bitsandbytes_is_refused_by_every_strategy(strategy: str) -> None:
 def test_plugins_of_other_strategies_are_refused_by_name() -> None:
     with pytest.raises(ValueError, match=r"^The plugin FSDPPrecision \(precision='bf16-true'\) is not supported"):
         precision_policy(FSDPPrecision("bf16-true"))
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_wrong_dtype_is_refused_when_the_strategy_is_constructed(strategy: str) -> None:
+    with pytest.raises(ValueError, match=r"reduce_dtype='bf16' must be one of .*; did you mean 'bfloat16'\?"):
+        StrategyRegistry[strategy]["strategy"](reduce_dtype="bf16")
+
+
+@pytest.mark.parametrize(("name", "ours"), [("fsdp2", "full_shard"), ("fsdp", "full_shard"), ("tp", "tensor_parallel")])
+def test_the_trainer_names_the_strategy_that_a_name_from_elsewhere_means(name: str, ours: str) -> None:
+    with pytest.raises((ValueError, MisconfigurationException), match=f"strategy for this is '{ours}'"):
+        pl.Trainer(strategy=name, accelerator="cpu", devices=2)
