@@ -34,7 +34,9 @@ def run(arguments: Sequence[str]) -> int:
     consolidate.add_argument(
         "--trust", action="store_true", help="load objects of any class, which can run any code; only for trusted files"
     )
-    listing = actions.add_parser("ls", help="list checkpoints", description="List checkpoints, the oldest first.")
+    listing = actions.add_parser(
+        "ls", help="list checkpoints", description="List checkpoints, also below DIR."
+    )
     listing.add_argument("folder", metavar="DIR", help="path or URL of a folder of checkpoints")
     verifying = actions.add_parser(
         "verify",
@@ -75,12 +77,12 @@ def _list(folder: str) -> int:
     from lightning_dist.checkpoint import CheckpointError, find
 
     try:
-        found = find(folder)
+        found = find(folder, recurse=True)
     except (CheckpointError, ValueError, OSError, ImportError) as error:
         print_error(str(error))
         return BAD_CONFIGURATION
     if not found:
-        print_error(f"{folder} has no sharded checkpoints in it.")
+        print_error(f"{folder} has no sharded checkpoints in it or below.")
         return BAD_CONFIGURATION
     for path, manifest in found:
         if isinstance(manifest, CheckpointError):

@@ -216,12 +216,17 @@ class LocalStorage(CheckpointStorage):
         return shutil.disk_usage(self._temporaries).free
 
     @override
-    def children(self) -> list[str]:
-        try:
-            found = [LocalStorage(child) for child in self.path.iterdir() if (child / MANIFEST).is_file()]
-            return [str(place) for place in found if not place.path.is_symlink() or place._version_folder() is not None]
-        except OSError:
-            return []
+    def children(self, recurse: bool = False) -> list[str]:
+        found: list[str] = []
+        with suppress(OSError):
+            for child in self.path.iterdir():
+                place = LocalStorage(child)
+                if (child / MANIFEST).is_file():
+                    if not child.is_symlink() or place._version_folder() is not None:
+                        found.append(str(child))
+                elif recurse and not child.name.startswith(".") and child.is_dir() and not child.is_symlink():
+                    found += place.children(recurse)
+        return found
 
 
 class _LocalReader:

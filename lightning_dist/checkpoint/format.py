@@ -286,14 +286,18 @@ def verify(path: Path, check: Verify = "full", share: tuple[int, int] = (0, 1)) 
         return manifest
 
 
-def find(folder: Path) -> list[tuple[str, Manifest | CheckpointError]]:
+def find(folder: Path, recurse: bool = False) -> list[tuple[str, Manifest | CheckpointError]]:
     """Return the paths and manifests of the checkpoints in ``folder``, oldest first.
 
     Checkpoints whose manifest cannot be read come first, with the error in place of the manifest. Only manifests are
     read; :func:`verify` checks the other files.
+
+    Args:
+        folder: Path or URL of the folder.
+        recurse: Whether to look into the folders below it as well, except hidden ones.
     """
     found: list[tuple[str, Manifest | CheckpointError]] = []
-    for path in sorted(storage_at(folder).children()):
+    for path in sorted(storage_at(folder).children(recurse)):
         try:
             found.append((path, read_manifest(path)))
         except CheckpointError as error:

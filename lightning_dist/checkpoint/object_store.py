@@ -103,14 +103,16 @@ class ObjectStorage(CheckpointStorage):
         return None
 
     @override
-    def children(self) -> list[str]:
+    def children(self, recurse: bool = False) -> list[str]:
         if not self._filesystem.isdir(self._path):
             return []
-        return [
-            str(self._filesystem.unstrip_protocol(child))
-            for child in self._filesystem.ls(self._path, detail=False)
-            if self._filesystem.exists(f"{child}/{MANIFEST}")
-        ]
+        if recurse:
+            names = self._filesystem.find(self._path)
+            found = [name.removesuffix(f"/{MANIFEST}") for name in names if name.endswith(f"/{MANIFEST}")]
+        else:
+            names = self._filesystem.ls(self._path, detail=False)
+            found = [name for name in names if self._filesystem.exists(f"{name}/{MANIFEST}")]
+        return [str(self._filesystem.unstrip_protocol(name)) for name in found]
 
 
 class _ObjectReader:

@@ -93,8 +93,8 @@ class CheckpointStorage(Protocol):
     def free_bytes(self) -> int | None:
         """Return the number of bytes that can still be written; None if it is not known."""
 
-    def children(self) -> list[str]:
-        """Return the paths of the checkpoints in the folder at the path."""
+    def children(self, recurse: bool = False) -> list[str]:
+        """Return the paths of the checkpoints in the folder at the path; with ``recurse``, also of those below it."""
 
 
 class NewFile:
