@@ -34,9 +34,7 @@ def run(arguments: Sequence[str]) -> int:
     consolidate.add_argument(
         "--trust", action="store_true", help="load objects of any class, which can run any code; only for trusted files"
     )
-    listing = actions.add_parser(
-        "ls", help="list checkpoints", description="List checkpoints, also below DIR."
-    )
+    listing = actions.add_parser("ls", help="list checkpoints", description="List checkpoints, also below DIR.")
     listing.add_argument("folder", metavar="DIR", help="path or URL of a folder of checkpoints")
     verifying = actions.add_parser(
         "verify",

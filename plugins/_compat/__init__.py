@@ -72,8 +72,10 @@ from lightning_dist.plugins._compat.norms import (
     total_norms,
 )
 from lightning_dist.plugins._compat.processes import (
+    ForkLauncher,
     ScriptLauncher,
     init_process_group,
+    is_interactive,
     let_children_exit,
     let_groups_be_copied,
     reduce_across_processes,
@@ -87,6 +89,7 @@ __all__ = [
     "FINGERPRINT",
     "INSTANTIATOR",
     "LINK_CHECKPOINT",
+    "ForkLauncher",
     "LightningStrategy",
     "ScriptLauncher",
     "ShardedGradScaler",
@@ -105,6 +108,7 @@ __all__ = [
     "gather_metrics_over",
     "init_process_group",
     "intercept_checkpoint_paths",
+    "is_interactive",
     "leave_signals_alone",
     "let_children_exit",
     "let_groups_be_copied",

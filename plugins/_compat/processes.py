@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -20,16 +21,22 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors import accelerator_connector
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from lightning_utilities.core.rank_zero import rank_zero_only as _utils_rank_zero_only
 
 from lightning_dist._compat import process_groups
+from lightning_dist.parallel_module import full_parameters
 from lightning_dist.rendezvous import fresh_store
 
 __all__ = [
+    "ForkLauncher",
     "ScriptLauncher",
     "init_process_group",
+    "is_interactive",
     "let_children_exit",
     "let_groups_be_copied",
     "reduce_across_processes",
@@ -97,6 +104,34 @@ class ScriptLauncher(_SubprocessScriptLauncher):
     def limit_threads(self) -> None:
         """Share the cores of the node among its processes, unless the user has set a number of threads."""
         _set_num_threads_if_needed(num_processes=self.num_processes)
+
+
+class ForkLauncher(_MultiProcessingLauncher):
+    """Fork this process for every rank, as Lightning does in notebooks, and return with the weights of rank 0.
+
+    This could be replaced by a launcher of Lightning that asks the strategy for the whole state dict.
+    """
+
+    def __init__(self, strategy: ParallelStrategy, refuse: Callable[[], None]) -> None:
+        super().__init__(strategy, start_method="fork")
+        self._refuse = refuse
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
+        """Call ``function`` in a forked process for each rank, after ``refuse`` has raised no error."""
+        self._refuse()
+        return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        with full_parameters(trainer.lightning_module):  # Lightning takes the state dict of the module.
+            return super()._collect_rank_zero_results(trainer, results)
+
+
+def is_interactive() -> bool:
+    """Return whether this is a notebook or another interactive session, in which no script can be started again.
+
+    This could be replaced by a public name in Lightning.
+    """
+    return bool(accelerator_connector._IS_INTERACTIVE)
 
 
 def set_rank_zero(global_rank: int) -> None:

@@ -63,14 +63,43 @@ class ProcessStrategy(_compat.LightningStrategy):
 
     @override
     def configure_launcher(self) -> None:
-        """Start this script once more for each other rank of the node, unless something else starts the processes."""
+        """Start this script once more for each other rank of the node, unless something else starts the processes.
+
+        In a notebook, which is no script, the other ranks are forked from this process.
+
+        Raises:
+            MisconfigurationException: If this is a notebook whose process cannot be forked.
+        """
         assert self.cluster_environment is not None
         if isinstance(self.cluster_environment, TorchElasticEnvironment):
             self._follow_torchrun()
-        if starts_ranks(self.cluster_environment):
+        if _compat.is_interactive() and not self.cluster_environment.creates_processes_externally:
+            if self.num_nodes * self.num_processes > 1:
+                self._refuse_fork()
+                self.set_launcher(_compat.ForkLauncher(self, self._refuse_fork))
+        elif starts_ranks(self.cluster_environment):
             self.set_launcher(
                 RankLauncher(self.cluster_environment, self.num_processes, self.num_nodes, self.what_was_saved)
             )
+
+    def _refuse_fork(self) -> None:
+        """Check that the ranks can be forked from this process.
+
+        Raises:
+            MisconfigurationException: If they cannot.
+        """
+        if self.num_nodes > 1:
+            why = f"num_nodes={self.num_nodes} cannot be started from a notebook"
+        elif self.root_device.type == "cuda" and torch.cuda.is_initialized():
+            why = "the kernel of this notebook cannot be forked, as it uses CUDA already (restarting it helps)"
+        elif dist.is_initialized():
+            why = "the kernel of this notebook has run a Trainer with one device, and cannot be forked now (restart it)"
+        else:
+            return
+        raise MisconfigurationException(
+            f"Trainer(devices={self.num_processes}): {why}. Put the code into a script, and run it by `python train.py`"
+            f" or `torchrun --nproc-per-node={self.num_processes} train.py`; or use devices=1 here."
+        )
 
     def _follow_torchrun(self) -> None:
         """Set the number of nodes to torchrun's, which may be any number in the range that torchrun was given.

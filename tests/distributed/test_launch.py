@@ -101,6 +101,46 @@ def test_a_script_runs_with_lightnings_own_launcher(script: Path) -> None:
     assert "the same as 'full_shard'" in done.stderr
 
 
+NOTEBOOK = """
+from lightning.pytorch.trainer.connectors import accelerator_connector
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
+accelerator_connector._IS_INTERACTIVE = True  # as in a notebook
+
+data = torch.utils.data.TensorDataset(*(lambda x: (x, x.sum(1, keepdim=True)))(torch.randn(64, 4)))
+def fit(strategy, devices, **kwargs):
+    module = Net()
+    trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=devices, max_epochs=8, logger=False,
+                        enable_checkpointing=False, enable_progress_bar=False, **kwargs)
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=4))
+    x, y = data.tensors
+    loss = float(torch.nn.functional.mse_loss(module.layers(x), y))
+    print("LOSS", devices, f"{loss:.6f}", float(trainer.callback_metrics["train/loss"]) < 1, flush=True)
+
+for strategy, devices in (("full_shard", 2), ("pipeline_parallel", 2), ("full_shard", 1), ("full_shard", 1)):
+    fit(strategy, devices)
+for kwargs in ({}, {"num_nodes": 2}):
+    try:
+        fit("full_shard", 2, **kwargs)
+    except MisconfigurationException as error:
+        print("REFUSED", error, flush=True)
+"""
+
+
+def test_a_notebook_forks_its_ranks_and_needs_no_fork_for_one_device(tmp_path: Path) -> None:
+    path = tmp_path / "notebook.py"
+    path.write_text(SCRIPT.partition("if __name__")[0] + NOTEBOOK)
+    process = Forked(run_script, path, environment=environment(), is_parent=True)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, output
+    fits = [line.split() for line in output.splitlines() if line.startswith("LOSS")]
+    assert [int(devices) for _, devices, _, _ in fits] == [2, 2, 1, 1], output
+    # The whole weights of the trained model are in the notebook's module.
+    assert all(float(loss) < 1.0 and logged == "True" for _, _, loss, logged in fits), fits
+    refused = [line for line in output.splitlines() if line.startswith("REFUSED")]
+    assert "has run a Trainer with one device, and cannot be forked now" in refused[0]
+    assert "num_nodes=2 cannot be started from a notebook. Put the code into a script, and run it by" in refused[1]
+
+
 def test_a_script_runs_with_torchrun(script: Path) -> None:
     command = [
         sys.executable,
