@@ -250,20 +250,24 @@ def test_a_manifest_that_names_files_outside_of_the_checkpoint_is_refused(tmp_pa
 def test_the_command_lists_and_verifies_checkpoints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from lightning_dist.cli.checkpoint import run
 
+    folder = tmp_path / "1" / "checkpoints"
+    folder.mkdir(parents=True)
     for step in (10, 20):
-        write(tmp_path / f"step={step}.ckpt", take_snapshot(content(step), about={"global_step": step, "epoch": 0}))
-    paths = [str(tmp_path / f"step={step}.ckpt") for step in (10, 20)]
-    assert run(["ls", str(tmp_path)]) == 0
+        write(folder / f"step={step}.ckpt", take_snapshot(content(step), about={"global_step": step, "epoch": 0}))
+    paths = [str(folder / f"step={step}.ckpt") for step in (10, 20)]
+    assert run(["ls", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.partition("  ")[0] for line in lines] == paths
     assert "global_step 20" in lines[1]
-    assert run(["ls", str(tmp_path.parent)]) == 0  # Checkpoints are looked for in the folders below as well.
+    assert run(["ls", str(tmp_path)]) == 0  # Checkpoints are looked for in the folders below as well.
     assert capsys.readouterr().out.splitlines() == lines
-    assert [path for path, _ in find(tmp_path.parent.as_uri(), recurse=True)] == [Path(path).as_uri() for path in paths]
+    write("memory://nested/1/run.ckpt", take_snapshot(content(1)))  # An object store
+    assert [path for path, _ in find("memory://nested", recurse=True)] == ["memory:///nested/1/run.ckpt"]
+    assert find("memory://nested") == []
     assert run(["verify", *paths]) == 0
     assert capsys.readouterr().out.count("good: 2 files") == 2
-    (tmp_path / "step=20.ckpt" / "state.pt").write_bytes(b"")
-    (tmp_path / "step=10.ckpt" / "manifest.json").write_bytes(b"{}")
+    (folder / "step=20.ckpt" / "state.pt").write_bytes(b"")
+    (folder / "step=10.ckpt" / "manifest.json").write_bytes(b"{}")
     assert run(["verify", *paths]) == 1
     printed = capsys.readouterr().err
     assert "its manifest.json is damaged" in printed
@@ -276,7 +280,9 @@ def test_the_command_lists_and_verifies_checkpoints(tmp_path: Path, capsys: pyte
 
 def test_a_checkpoint_directory_is_loaded_by_lightning_and_torch_in_one_process(tmp_path: Path) -> None:
     module = BoringModel()
-    write(tmp_path / "run.ckpt", take_snapshot({"state_dict": module.state_dict(), "hyper_parameters": {}}))
+    write(
+        tmp_path / "run.ckpt", take_snapshot({"state_dict": module.state_dict(), "pytorch-lightning_version": "2.6.6"})
+    )
     for weight in (
         BoringModel.load_from_checkpoint(tmp_path / "run.ckpt").layer.weight,
         torch.load(str(tmp_path / "run.ckpt"))["state_dict"]["layer.weight"],
