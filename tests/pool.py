@@ -181,9 +181,6 @@ class WorkerPool:
 
 def _serve(connection: Connection, environment: dict[str, str], stacks: str) -> None:
     os.environ.update(environment)
-    from tests.sharding_cache import compare_meshes_by_process_groups
-
-    compare_meshes_by_process_groups()
     file = open(os.path.join(stacks, str(os.getpid())), "w")  # noqa: SIM115 - it is open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
     while True:
@@ -209,20 +206,18 @@ def _serve(connection: Connection, environment: dict[str, str], stacks: str) -> 
 
 def _leave_process_group(destroy: bool) -> None:
     import torch.distributed as dist
-    from torch.distributed.tensor import _collective_utils, _redistribute
-
-    from tests.sharding_cache import forget_process_groups
+    from torch.distributed.tensor import _collective_utils, _redistribute, debug
 
     if destroy and dist.is_initialized():
         dist.destroy_process_group()
         # DTensor caches by mesh, and the next test's mesh compares equal to this one although the process groups of
         # this one are destroyed. The caches must therefore be cleared.
+        debug._clear_sharding_prop_cache()
         _redistribute.clear_redistribute_planner_cache()
         _redistribute._gen_transform_infos.cache_clear()
         _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
         # A process group that a reference cycle keeps alive has three threads, one of which wakes 100 times a second.
         gc.collect()
-        forget_process_groups()
 
 
 def _free_port() -> int:
