@@ -87,8 +87,7 @@ def _create_mlflow_database(folder: Path) -> None:
     from lightning_dist.plugins.loggers import MLflowLogger
     from lightning_dist.plugins.loggers.store import connect
 
-    connect("sqlite:///new/runs.db")
-    shutil.copy("new/runs.db", "empty.db")
+    connect("sqlite:///empty.db")
     assert MLflowLogger(tracking_uri="sqlite:///new/runs.db").run_id
 
 
@@ -97,8 +96,8 @@ def created_mlflow_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Let the logger create a database, which takes MLflow seconds, once for all processes of this session.
 
     Returns:
-        A folder with the database ``new/runs.db``, which has a run, ``empty.db``, a copy of it from before the run, and
-        ``printed``, the text that was printed meanwhile.
+        A folder with the database ``new/runs.db``, which the logger has created with a run, ``empty.db`` without runs,
+        and ``printed``, the text that was printed meanwhile.
     """
     folder = tmp_path_factory.getbasetemp()
     folder = (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "created_mlflow_database"

@@ -14,6 +14,7 @@ import lightning as L  # noqa: N812 - The pages write it so.
 import pytest
 import torch
 import yaml
+from lightning.pytorch.strategies import StrategyRegistry
 from safetensors.torch import save_file
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -82,10 +83,15 @@ def test_python_code_runs(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     if "save_pretrained" in text:
         text = text.replace("module.model.save_pretrained", "SavingModel().save_pretrained")
         text = f"from {__name__} import SavingModel\n{text}"
-    with patch.object(L.Trainer, "fit", never_fit):
-        names = run_python(text)
-    for check in CHECKS:
-        check(names)
+    registered = dict(StrategyRegistry)
+    try:
+        with patch.object(L.Trainer, "fit", never_fit):
+            names = run_python(text)
+        for check in CHECKS:
+            check(names)
+    finally:
+        for name in StrategyRegistry.keys() - registered:
+            StrategyRegistry.remove(name)
 
 
 @pytest.mark.parametrize("key", NEEDS_RANKS)
