@@ -121,7 +121,8 @@ def test_what_only_the_parser_can_judge_is_left_to_it(arguments: list[str], text
 
 
 @pytest.mark.parametrize("name", DESCRIBED)
-def test_the_help_is_readable(name: str) -> None:
+def test_the_help_is_readable(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")  # The width of the terminal
     command = described(name)
     common, everything = common_options(command), all_options(command)
     assert len(common.splitlines()) <= 66
