@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lightning_dist.plugins.precision import Float8Precision, MeshPrecision
     from lightning_dist.plugins.strategies import (
         CheckpointOptions,
+        ContextParallelStrategy,
         DataParallelStrategy,
         FullShardStrategy,
         HybridShardStrategy,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CheckpointOptions",
+    "ContextParallelStrategy",
     "DataParallelStrategy",
     "FaultTolerance",
     "Float8Precision",

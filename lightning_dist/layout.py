@@ -34,11 +34,13 @@ class Axis:
         splits_batch: Whether ranks along the axis have different parts of the batch. Gradients are reduced over such an
             axis, and the mesh contains it even if its size is 1.
         shards_parameters: Whether ranks along the axis have different parts of a parameter.
+        joins: Name of the axis in whose dimension of the mesh this axis is the inner part; None: it has its own.
     """
 
     name: str
     splits_batch: bool
     shards_parameters: bool
+    joins: str | None = None
 
 
 AXES = (
@@ -48,6 +50,9 @@ AXES = (
     Axis("dp_replicate", splits_batch=True, shards_parameters=False),
     # Data parallel with sharded weights: all-gathers and reduce-scatters run over it, inside a node.
     Axis("dp_shard", splits_batch=True, shards_parameters=True),
+    # Context parallel: its ranks have parts of the sequences of one batch. They share the parameters like the ranks of
+    # dp_shard, so that the gradients of all parts are averaged by the same reduction.
+    Axis("cp", splits_batch=False, shards_parameters=True, joins="dp_shard"),
     # Tensor parallel: single layers are split over it, and their ranks exchange activations.
     Axis("tp", splits_batch=False, shards_parameters=True),
 )
@@ -61,7 +66,8 @@ class ParallelLayout:
     Args:
         pp: Number of ranks over which the model's stages are distributed.
         dp_replicate: Number of replicas of a stage.
-        dp_shard: Number of ranks over which one replica is sharded.
+        dp_shard: Number of ranks that have different parts of the batch and shards of one replica.
+        cp: Number of ranks over which a sequence is split; the parameters are sharded over them as well.
         tp: Number of ranks over which a layer is split.
 
     Raises:
@@ -71,6 +77,7 @@ class ParallelLayout:
     pp: int = 1
     dp_replicate: int = 1
     dp_shard: int = 1
+    cp: int = 1
     tp: int = 1
 
     def __post_init__(self) -> None:
@@ -84,8 +91,8 @@ class ParallelLayout:
 
         Args:
             world_size: Number of processes.
-            requested: Sizes by axis name (``pp``, ``dp_replicate``, ``dp_shard``, ``tp``); ``-1`` stands for all
-                remaining processes. An axis that is not named has size 1.
+            requested: Sizes by axis name (``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``); ``-1`` stands for
+                all remaining processes. An axis that is not named has size 1.
 
         Raises:
             ValueError: If an axis does not exist, a size is zero or below -1, two are -1, or the sizes do not
@@ -123,6 +130,11 @@ class ParallelLayout:
         return math.prod(self.sizes.values())
 
     @property
+    def num_shards(self) -> int:
+        """Return the number of ranks over which FSDP2 shards a parameter."""
+        return self.dp_shard * self.cp
+
+    @property
     def num_data_parallel(self) -> int:
         """Return the number of parts into which a batch is split."""
         return math.prod(self.sizes[axis.name] for axis in AXES if axis.splits_batch)
@@ -156,15 +168,20 @@ class ParallelLayout:
         return self.num_data_parallel < self.world_size
 
     def build_mesh(self, device_type: str) -> DeviceMesh:
-        """Build the device mesh over all processes, with one dimension for each axis.
+        """Build the device mesh over all processes, with one dimension for each axis that does not join another one.
 
         The default process group must be initialised. Axes of size 1 are left out, unless they split the batch.
 
         Args:
             device_type: Device type of the mesh, such as ``"cpu"`` or ``"cuda"``.
         """
-        sizes = {axis.name: self.sizes[axis.name] for axis in AXES
-                 if axis.splits_batch or self.sizes[axis.name] > 1}  # fmt: skip
+        sizes: dict[str, int] = {}
+        for axis in AXES:
+            size = self.sizes[axis.name]
+            if axis.joins is not None:
+                sizes[axis.joins] *= size
+            elif axis.splits_batch or size > 1:
+                sizes[axis.name] = size
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def get_mesh(self, mesh: DeviceMesh, axis: str) -> DeviceMesh:
@@ -213,6 +230,13 @@ class ParallelLayout:
         return self._own_group(
             [axis.name for axis in AXES if axis.splits_batch or axis.shards_parameters], "same stage"
         )
+
+    def build_context_group(self) -> dist.ProcessGroup | None:
+        """Create the group of ranks along ``cp``, and return it; None if sequences are not split.
+
+        This is a collective over all processes.
+        """
+        return self._own_group(["cp"], "context parallel", may_be_all=True) if self.cp > 1 else None
 
     def build_stage_to_stage_group(self) -> dist.ProcessGroup | None:
         """Create a second group of the ranks along ``pp``, for sends between stages; return None if there is one stage.
@@ -267,6 +291,10 @@ class ParallelLayout:
         return " x ".join(f"{axis} {size}" for axis, size in shown.items())
 
 
+_MODEL_AXES = ("tp", "cp", "pp")
+"""The axes whose ranks share a batch, in the order in which their sizes are checked."""
+
+
 def _misfit(world_size: int, requested: Mapping[str, int]) -> str:
     """Explain why sizes do not multiply to the number of processes, and name sizes of the requested axes that do."""
     given = {axis: size for axis, size in requested.items() if size != REMAINING}
@@ -276,13 +304,13 @@ def _misfit(world_size: int, requested: Mapping[str, int]) -> str:
     asked = " x ".join(f"{axis}_size={size}" for axis, size in given.items())
     text = f"{asked} does not fit {world_size} process{'es' if world_size > 1 else ''}: "
     rest = world_size
-    for axis in ("tp", "pp"):
+    for axis in _MODEL_AXES:
         size = given.get(axis, 1)
         if rest % size:
             return f"{text}{axis}_size must be one of {_divisors(rest)}."
         rest //= size
     if has_remaining:
-        over_data = [f"{axis}_size" for axis in given if axis not in ("tp", "pp")]
+        over_data = [f"{axis}_size" for axis in given if axis not in _MODEL_AXES]
         product = over_data[0] if len(over_data) == 1 else f"the product of {' and '.join(over_data)}"
         return f"{text}{product} must be one of {_divisors(rest)}."
     if "dp_shard" not in given:

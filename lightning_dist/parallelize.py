@@ -15,6 +15,7 @@ from lightning_dist.activation_checkpointing import ActivationCheckpointing, Che
 from lightning_dist.audit import FirstStepAudit
 from lightning_dist.compilation import Compilation
 from lightning_dist.compression import Compression, CompressionConfig, LocalUpdates, SyncConfig
+from lightning_dist.context_parallel import ContextParallel, ContextParallelConfig, find_context_plan
 from lightning_dist.deferred_init import deferred_init
 from lightning_dist.float32_modules import Float32Modules, refuse_other_patterns
 from lightning_dist.initialization import agree_on_operations, agreed_seed, broadcast_weights
@@ -49,6 +50,7 @@ class ParallelConfig:
         compile_backend: The backend of torch.compile for each block, such as ``"inductor"``; None: none is compiled.
         check_replicas_every_n_steps: Number of optimizer steps after which replicas are compared; None: never.
         tensor_parallel: Options of the splitting of layers over ``tp``.
+        context_parallel: Options of the splitting of sequences over ``cp``.
         pipeline: Options of the pipeline; None: the module is not cut into stages.
         compression: Options of the compression of gradients; None: they are not compressed.
         sync: How replicas that train on their own are synchronized; None: they reduce their gradients in every step.
@@ -64,6 +66,7 @@ class ParallelConfig:
     compile_backend: str | None = None
     check_replicas_every_n_steps: int | None = None
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
+    context_parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
     pipeline: PipelineConfig | None = None
     compression: CompressionConfig | None = None
     sync: SyncConfig | None = None
@@ -87,6 +90,7 @@ def parallelize(
     mesh: DeviceMesh,
     config: ParallelConfig,
     stage_to_stage: dist.ProcessGroup | None = None,
+    context: dist.ProcessGroup | None = None,
 ) -> ParallelModule:
     """Make ``module`` parallel over ``mesh``, in place. This is a collective over all processes.
 
@@ -97,6 +101,7 @@ def parallelize(
         config: Options of sharding, tensor parallelism, the pipeline and the other techniques.
         stage_to_stage: The process group from :meth:`ParallelLayout.build_stage_to_stage_group`; None: there is no
             pipeline.
+        context: The process group from :meth:`ParallelLayout.build_context_group`; None: sequences are not split.
 
     Raises:
         ValueError: If the module is already sharded, has no module of a named class, or does not fit the plan.
@@ -111,7 +116,7 @@ def parallelize(
             if not param.is_contiguous():  # FSDP2 does not accept other memory formats, such as channels_last.
                 param.data = param.data.contiguous()
     agree_on_operations(module)
-    techniques = _techniques(module, units, layout, mesh, config, stage_to_stage)
+    techniques = _techniques(module, units, layout, mesh, config, stage_to_stage, context)
     refuse_other_patterns(module, config.keep_fp32)
     broadcast_weights(module)
     seed = agreed_seed()
@@ -129,6 +134,7 @@ def _techniques(
     mesh: DeviceMesh,
     config: ParallelConfig,
     stage_to_stage: dist.ProcessGroup | None,
+    context: dist.ProcessGroup | None,
 ) -> list[Technique]:
     """Return the techniques, from the outside in. This is a collective over all processes."""
     is_apart = config.sync is not None
@@ -154,7 +160,7 @@ def _techniques(
         techniques.append(Offload(config.offload, mesh.device_type))
     if config.step_in_backward:
         techniques.append(StepInBackward())
-    if layout.dp_shard > 1:
+    if layout.num_shards > 1:
         techniques.append(Scalars(parameter_mesh, parameter_mesh))  # FSDP2 does not accept scalars.
         techniques.append(Sharding(sharding_mesh, config.sharding))
     else:
@@ -163,9 +169,14 @@ def _techniques(
         techniques.append(Replication(sharding_mesh, parameter_mesh, config.sharding.reduce_dtype))
     if config.activation_checkpointing:
         techniques.append(ActivationCheckpointing(config.activation_checkpointing, units))
+    if context is not None:
+        device = torch.device(mesh.device_type)
+        keeps_split = layout.tp == 1 and config.pipeline is None  # These split logits, and pass on outputs, themselves.
+        sequence_plan = find_context_plan(module, units, config.context_parallel, context, device, keeps_split)
+        techniques.append(ContextParallel(sequence_plan, context, mesh.device_type))
     if layout.tp > 1:
-        plan = find_plan(module, units, config.tensor_parallel, layout.get_mesh(mesh, "tp"), layout.dp_shard)
-        techniques.append(TensorParallel(module, plan, layout.get_mesh(mesh, "tp"), layout.dp_shard))
+        plan = find_plan(module, units, config.tensor_parallel, layout.get_mesh(mesh, "tp"), layout.num_shards)
+        techniques.append(TensorParallel(module, plan, layout.get_mesh(mesh, "tp"), layout.num_shards))
     elif config.tensor_parallel.plan is not None:
         resolve_plan(module, config.tensor_parallel.plan)  # It raises if a name in the plan matches no module.
     if config.compile_backend is not None:

@@ -50,6 +50,7 @@ from lightning_dist._compat.modules import (
     reset_function,
     route_calls,
     set_module_versions,
+    use_eager_experts,
     without_weak_references,
 )
 from lightning_dist._compat.operations import (
@@ -167,6 +168,7 @@ __all__ = [
     "tree_map",
     "tree_map_only",
     "tree_unflatten",
+    "use_eager_experts",
     "version_of",
     "without_memory",
     "without_process_group",

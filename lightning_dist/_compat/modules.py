@@ -28,6 +28,7 @@ __all__ = [
     "reset_function",
     "route_calls",
     "set_module_versions",
+    "use_eager_experts",
     "without_weak_references",
 ]
 
@@ -192,3 +193,16 @@ def averages_grouped_by_dtype(device: torch.device) -> Iterator[None]:
         yield
     finally:
         swa_utils._group_tensors_by_device_and_dtype = own
+
+
+def use_eager_experts(module: nn.Module) -> None:
+    """Let experts of Hugging Face's models compute with any dtype, which their faster kernels do not.
+
+    Args:
+        module: A module whose configuration, if it has one, belongs to a copy of a model.
+
+    Replaced by: a public way to choose the implementation of experts of a model that exists.
+    """
+    config: Any = getattr(module, "config", None)
+    if config is not None and hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"

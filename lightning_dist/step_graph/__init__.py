@@ -10,6 +10,7 @@ The modules, in the order in which they build on each other:
 - ``contents``: Reads and sets what containers and objects in a model's attributes contain.
 - ``fake_rules``, ``fake_run``: Run a step on fake tensors.
 - ``dataflow``: Records which layers feed which.
+- ``chains``: Finds chains of blocks that pass hidden states to each other.
 - ``graph``: Describes which tensors the parts of a model pass to each other in a step.
 - ``marks``: Marks tensors with what they were computed from.
 - ``means``: Finds out which tensors are means over samples.
@@ -24,6 +25,7 @@ The modules, in the order in which they build on each other:
 - ``known_paths``: Remembers the graphs of earlier steps, and decides when a step must be traced again.
 """
 
+from lightning_dist.step_graph.chains import argument_of, find_chains, hidden_key, output_values
 from lightning_dist.step_graph.contents import is_object, items_of, packages_of, set_items
 from lightning_dist.step_graph.dataflow import Dataflow
 from lightning_dist.step_graph.fake_run import FailureReason, RefusalError, run_on_fakes, tensors_in
@@ -47,11 +49,15 @@ __all__ = [
     "StepGraph",
     "TraceError",
     "Value",
+    "argument_of",
     "checkpointing_without_reentry",
+    "find_chains",
     "find_parts",
+    "hidden_key",
     "is_object",
     "items_of",
     "note_exchange",
+    "output_values",
     "packages_of",
     "run_on_fakes",
     "set_items",

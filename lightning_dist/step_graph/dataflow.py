@@ -88,7 +88,8 @@ class Dataflow:
 
     def __post_init__(self) -> None:
         self.functions = _Functions(self)
-        self._running: list[str] = []
+        self.running: list[str] = []
+        """Names of the modules that are running now, the outermost first."""
         self._parameters: dict[int, str] = {}  # It is keyed by the id of a parameter's fake.
 
     def on_input(self, tensor: Tensor) -> None:
@@ -97,14 +98,14 @@ class Dataflow:
 
     def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Record the sources of a module's inputs."""
-        self._running.append(name)
+        self.running.append(name)
         if any(True for _ in module.parameters(recurse=False)):
             for tensor in tensors_in((args, kwargs)):
                 self.input_sources[name] |= sources(tensor)
 
     def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         """Record a module's call, and mark a layer as the only source of the tensors that it returns."""
-        while self._running and self._running.pop() != name:  # Modules that raised are on the stack, but never return.
+        while self.running and self.running.pop() != name:  # Modules that raised are on the stack, but never return.
             pass
         self.calls.append(Call(name, args, kwargs, out))
         if name in self.blocks:
@@ -135,7 +136,7 @@ class Dataflow:
         name = self._parameters.get(id(param))
         if name is None:
             return
-        reader = self._running[-1] if self._running else ""
+        reader = self.running[-1] if self.running else ""
         self.readers[name].add(reader)
         if any(True for _ in self.root.get_submodule(reader).children()):
             _mark(param, frozenset({name}), frozenset({name}))
@@ -150,7 +151,7 @@ class Dataflow:
         self.draws_random = True
         first = next(iter(tensors_in(drawn)), None) if is_known else None
         if first is not None and _holds_for_several_tokens(first):
-            self.draws_per_sample |= self.blocks.intersection(self._running)
+            self.draws_per_sample |= self.blocks.intersection(self.running)
 
     def on_function(self, function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: Any) -> None:
         """Record a call of a torch function, and mark its results with the sources of all of its inputs."""
@@ -163,7 +164,7 @@ class Dataflow:
             if isinstance(tensor, nn.Parameter):
                 self._note_reader(tensor)
             for module, index in tensor.__dict__.get("_returned_by", ()):
-                if module not in self._running:
+                if module not in self.running:
                     self.used_later[module].add(index)
         if function in _SUMS and len(inputs) == 2:
             for stream, added in (inputs, reversed(inputs)):
@@ -182,7 +183,7 @@ class Dataflow:
                 for result in outputs:
                     result.__dict__["_features_of"] = layer
         if outputs and inputs:
-            if self.blocks.isdisjoint(self._running):
+            if self.blocks.isdisjoint(self.running):
                 for tensor in inputs:
                     tensor.__dict__["_is_used_outside"] = True
                     if "_is_of_block" in tensor.__dict__:

@@ -16,8 +16,6 @@ These modules apply it:
 - ``placements``: Decides which part of each parameter a rank has.
 - ``local_parts``: Gives autograd a rank's parts of parameters as plain tensors.
 - ``split_layers``, ``sequence``, ``heads``, ``split_logits``: Exchange hidden states, tokens, heads and logits.
-- ``autograd_collectives``: Defines the differentiable collectives between the ranks of ``tp``.
-- ``traffic``: Counts what these collectives send.
 - ``same_batch``: Checks that the ranks of one ``tp`` group are given the same batch.
 - ``table``, ``unsplit``: Describe the plan in the start-up table (what is split, what is replicated, and why).
 """
@@ -26,7 +24,7 @@ from lightning_dist.tensor_parallel.apply import TensorParallel
 from lightning_dist.tensor_parallel.plan import STYLES, Entry, Plan, PlanError, resolve_plan
 from lightning_dist.tensor_parallel.planner import StepTrace, TensorParallelConfig, find_plan, make_plan
 from lightning_dist.tensor_parallel.same_batch import DifferentBatchError, SameBatch
-from lightning_dist.tensor_parallel.split_logits import SplitLogits, whole_logits
+from lightning_dist.tensor_parallel.split_logits import SplitLogits
 
 __all__ = [
     "STYLES",
@@ -42,5 +40,4 @@ __all__ = [
     "find_plan",
     "make_plan",
     "resolve_plan",
-    "whole_logits",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial, wraps
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,13 +17,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from lightning_dist import _compat
+from lightning_dist import _compat, autograd_collectives
+from lightning_dist.around_forward import enter_around_forward
 from lightning_dist.gather_on_use import GatheredOnUse
 from lightning_dist.layers import linear_layer
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.randomness import RankRng
+from lightning_dist.split_tensor import whole_values
 from lightning_dist.technique import Rows, Technique
-from lightning_dist.tensor_parallel import autograd_collectives
 from lightning_dist.tensor_parallel.heads import add_head_hooks
 from lightning_dist.tensor_parallel.layers import unsupported_options
 from lightning_dist.tensor_parallel.local_parts import LocalParts
@@ -31,10 +32,9 @@ from lightning_dist.tensor_parallel.placements import Placements
 from lightning_dist.tensor_parallel.plan import Plan, PlanError
 from lightning_dist.tensor_parallel.sequence import SequenceParallel
 from lightning_dist.tensor_parallel.split_layers import AfterForward, BeforeForward, SplitLayers
-from lightning_dist.tensor_parallel.split_logits import whole_logits
 from lightning_dist.tensor_parallel.table import rows_of
-from lightning_dist.tensor_parallel.traffic import Traffic
 from lightning_dist.tensor_state import is_remote
+from lightning_dist.traffic import Traffic
 from lightning_dist.units import Unit
 
 __all__ = ["TensorParallel"]
@@ -172,7 +172,7 @@ class TensorParallel(Technique):
         split = self.split(unit.params.values(), unit.owners)
         unit.params = {name: split[param] for name, param in unit.params.items()}
         for block in unit.modules if unit.kind == "block" else ():
-            _enter_around(block, self.around_rerun(unit, block))
+            enter_around_forward(block, self.around_rerun(unit, block))
 
     def split(self, params: Iterable[nn.Parameter], owners: Iterable[nn.Module]) -> dict[nn.Parameter, nn.Parameter]:
         """Replace ``params`` by DTensors over ``tp`` in the modules that hold them.
@@ -419,7 +419,7 @@ class TensorParallel(Technique):
         """
         if self.sequence is not None:
             self.sequence.check_ended()
-        return whole_logits(output)
+        return whole_values(output)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -454,21 +454,3 @@ class TensorParallel(Technique):
 
 def _requires_grad(group: ParameterGroup) -> tuple[bool, ...]:
     return tuple(param.requires_grad for param in group.params)
-
-
-def _enter_around(block: nn.Module, begin: Callable[[], Callable[[], AbstractContextManager[None]]]) -> None:
-    """Enter a context around each forward of ``block``, even if the user's own code recomputes it in a backward.
-
-    Args:
-        block: The block, whose ``forward`` is replaced.
-        begin: Function from :meth:`~lightning_dist.technique.Technique.around_rerun`: called when a forward begins, it
-            returns a function that makes the context.
-    """
-    forward = block.forward
-
-    @wraps(forward)
-    def run(*args: Any, **kwargs: Any) -> Any:
-        with begin()():
-            return forward(*args, **kwargs)
-
-    block.forward = run

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist._compat import NORM
-from lightning_dist.step_graph import Dataflow, tensors_in
-from lightning_dist.step_graph.dataflow import Call, is_stream, is_used_outside
+from lightning_dist.step_graph import Dataflow, argument_of, find_chains, hidden_key
+from lightning_dist.step_graph.dataflow import Call, is_stream
 from lightning_dist.tensor_parallel.plan import Entry, SplitSequence
 from lightning_dist.tensor_parallel.trial import BLOCK
 
@@ -68,7 +68,7 @@ class SequenceFinder:
         dataflow = self._dataflow
         counts = Counter(call.name for call in dataflow.calls if call.name in self._blocks)
         chains, found, whys = [], SplitSequence((), {}, {}), []
-        for chain in self._chains():
+        for chain in find_chains(dataflow, self._blocks):
             of_chain = SplitSequence((tuple(chain),), {}, {})
             why = ""
             for name in chain:
@@ -111,22 +111,6 @@ class SequenceFinder:
             return None, why_not or "there are no blocks"
         return replace(found, chains=tuple(chains)), why_not
 
-    def _chains(self) -> list[list[str]]:
-        """Return chains of blocks, in which only the next block is given a block's output."""
-        chains: list[list[str]] = []
-        before: Tensor | None = None
-        for call in self._dataflow.calls:
-            if call.name not in self._blocks:
-                continue
-            stream = _stream(call)
-            given = None if stream is None else _argument(call, stream)
-            if before is not None and given is before and not is_used_outside(before):
-                chains[-1].append(call.name)
-            elif stream is not None:
-                chains.append([call.name])
-            before = None if stream is None else next(tensors_in(_values(call.output)), None)
-        return chains
-
     def _of_block(
         self, name: str, entries: Mapping[str, Entry], sizes: Mapping[str, Mapping[str, int]]
     ) -> tuple[SplitSequence | None, str]:
@@ -137,10 +121,10 @@ class SequenceFinder:
             empty text.
         """
         call = self._calls[name]
-        kind, stream = type(self._blocks[name]).__name__, _stream(call)
+        kind, stream = type(self._blocks[name]).__name__, hidden_key(call)
         if stream is None:
             return None, f"{kind} has no floating-point argument of the shape of its output"
-        hidden = _argument(call, stream)
+        hidden = argument_of(call, stream)
         of_block = {key: entry for key, entry in entries.items() if key.startswith(f"{name}.")}
         rows = [key for key, entry in of_block.items() if entry.style == "rowwise"]
         if not rows:
@@ -175,28 +159,6 @@ def _around(names: Sequence[str]) -> str:
     parts = [name.split(".") for name in names]
     common = takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False))
     return ".".join(level[0] for level in common)
-
-
-def _values(output: object) -> object:
-    return list(output.values()) if isinstance(output, Mapping) else output
-
-
-def _argument(call: Call, key: int | str) -> Tensor:
-    value: Tensor = call.args[key] if isinstance(key, int) else call.kwargs[key]
-    return value
-
-
-def _stream(call: Call) -> int | str | None:
-    """Return the position or name of the argument with the hidden states, or None if there is none.
-
-    It is the first argument with the shape of the first returned tensor, if it has a floating-point dtype.
-    """
-    output = next(tensors_in(_values(call.output)), None)
-    named: Sequence[tuple[int | str, object]] = [*enumerate(call.args), *call.kwargs.items()]
-    for key, value in named:
-        if isinstance(value, Tensor) and output is not None and value.shape == output.shape:
-            return key if value.is_floating_point() else None
-    return None
 
 
 def _arguments_like(call: Call, hidden: Tensor) -> tuple[int | str, ...]:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dist import autograd_collectives
 from lightning_dist.step_graph import tensors_in
-from lightning_dist.tensor_parallel import autograd_collectives
 from lightning_dist.tensor_parallel.plan import SplitHeads
 
 __all__ = ["add_head_hooks"]

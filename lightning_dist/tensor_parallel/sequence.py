@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dist import autograd_collectives
 from lightning_dist.randomness import RankRng
-from lightning_dist.tensor_parallel import autograd_collectives
 from lightning_dist.tensor_parallel.plan import Entry, PlanError, SplitSequence
 
 __all__ = ["SequenceParallel"]

@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dist import autograd_collectives
 from lightning_dist._compat import assert_on_device, own_parameters
 from lightning_dist.randomness import RankRng
-from lightning_dist.tensor_parallel import autograd_collectives
 from lightning_dist.tensor_parallel.sequence import SequenceParallel
 from lightning_dist.tensor_parallel.split_logits import SplitLogits
 

@@ -7,8 +7,7 @@ each rank's part as well. For any other function the ranks gather the whole logi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -16,35 +15,18 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_dist._compat import BASE, assert_on_device, without_memory
-from lightning_dist.consensus import timed_barrier
-from lightning_dist.tensor_parallel import autograd_collectives
-from lightning_dist.tensor_parallel.traffic import count_all_reduce
+from lightning_dist import autograd_collectives
+from lightning_dist._compat import assert_on_device, without_memory
+from lightning_dist.split_tensor import CASTS, RESHAPES, TRANSPOSES, SplitTensor, functions_of
+from lightning_dist.traffic import count_all_reduce
 
-__all__ = ["SplitLogits", "whole_logits", "works_on_parts"]
-
-
-def _functions(names: str) -> set[Any]:
-    """Return the functions of torch and the methods of Tensor with these names, which are separated by spaces."""
-    return {
-        getattr(owner, name)
-        for name in names.split()
-        for owner in (torch, Tensor)
-        if callable(getattr(owner, name, None))
-    }
+__all__ = ["SplitLogits", "works_on_parts"]
 
 
-_RESHAPES = _functions("view reshape flatten unflatten squeeze unsqueeze")
-_TRANSPOSES = _functions("transpose permute movedim swapaxes")
-_CASTS = _functions("float double half bfloat16 to contiguous clone detach")
-_ELEMENTWISE = _functions("mul __mul__ __rmul__ div __truediv__ tanh neg __neg__")
-_METADATA = _functions(
-    "size dim ndimension numel __len__ is_floating_point is_complex is_contiguous element_size get_device"
-)
-_PROPERTIES_WITH_DATA = ("data", "grad", "T", "H", "mT", "mH", "real", "imag")
+_ELEMENTWISE = functions_of("mul __mul__ __rmul__ div __truediv__ tanh neg __neg__")
 
 
-class SplitLogits(Tensor):
+class SplitLogits(SplitTensor):
     """Represent a tensor of which this rank has a part along one dimension.
 
     Args:
@@ -53,9 +35,10 @@ class SplitLogits(Tensor):
         dim: The dimension along which the parts are concatenated to the whole tensor; the last by default.
     """
 
-    local: Tensor
     group: dist.ProcessGroup
     split_dim: int
+    what = "logits that are split over tp"
+    remedy = "set loss_parallel=False"
 
     @staticmethod
     def __new__(cls, local: Tensor, group: dist.ProcessGroup, dim: int = -1) -> SplitLogits:
@@ -74,98 +57,28 @@ class SplitLogits(Tensor):
         part = f"{self.group.rank() + 1} of {self.group.size()} parts of the vocabulary"
         return f"SplitLogits(shape={tuple(self.shape)}, dtype={self.dtype}, {part})"
 
-    def whole(self, function: str) -> Tensor:
-        """Gather the whole tensor on every rank. This is a collective over the group.
-
-        Args:
-            function: Name of the function that needs the whole tensor, for the error text.
-
-        Raises:
-            OtherRankError: If another rank does not call this within 60 s.
-        """
-        timed_barrier(f"{function} of logits that are split over tp", 60.0, dist.get_process_group_ranks(self.group))
+    def gathered(self) -> Tensor:
+        """Gather the whole tensor on every rank. This is a collective over the group."""
         return autograd_collectives.gather(self.local, self.group, self.split_dim)
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func`` on this rank's part if that gives the same result, and otherwise on the gathered logits."""
-        kwargs = kwargs or {}
-        name = getattr(func, "__name__", "")
-        attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
-        if attribute in ("grad_fn", BASE):
-            return getattr(args[0].local, attribute)
-        if func in _METADATA or (attribute and attribute not in _PROPERTIES_WITH_DATA):
-            with torch.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        if func is Tensor.__repr__ or name == "__format__":
-            return cls.__repr__(args[0])
-        if func is Tensor.register_hook:
-            return args[0].local.register_hook(*args[1:])
-        if args and isinstance(args[0], SplitLogits):
-            for known, on_parts in _ON_PARTS:
-                if func in known:
-                    result = on_parts(func, args[0], args[1:], kwargs)
-                    if result is not None:
-                        return result
-        is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if func is Tensor.backward or is_in_place or "out" in kwargs:
-            raise RuntimeError(
-                f"{name} of logits that are split over tp would change a copy that the ranks gather, not the logits:"
-                " compute new ones (torch.where, masked_fill), or set loss_parallel=False."
-            )
-        whole = {}
+    @property
+    def ranks(self) -> list[int]:
+        """Return the global ranks of the group."""
+        return dist.get_process_group_ranks(self.group)
 
-        def gathered(value: Any) -> Any:
-            if isinstance(value, SplitLogits):
-                if id(value) not in whole:
-                    whole[id(value)] = value.whole(name)
-                return whole[id(value)]
-            if isinstance(value, Mapping):
-                return {key: gathered(item) for key, item in value.items()}
-            if isinstance(value, list | tuple):
-                return type(value)(map(gathered, value)) if type(value) in (list, tuple) else value
-            return value
-
-        return func(*gathered(args), **gathered(kwargs))
+    def detached(self) -> SplitLogits:
+        """Return the tensor without its history."""
+        return SplitLogits(self.local.detach(), self.group, self.split_dim)
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # In torch's stub, it is not a class method.
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Detach the part, and refuse any other operation that bypassed ``__torch_function__``."""
-        if func is torch.ops.aten.detach.default:
-            return SplitLogits(args[0].local.detach(), args[0].group, args[0].split_dim)
-        raise RuntimeError(
-            f"{func} was called on logits that are split over tp, by code that torch cannot redirect: set"
-            " loss_parallel=False."
-        )
-
-
-def whole_logits(value: Any) -> Any:
-    """Gather all split logits in ``value``, so that code may use it on one rank alone.
-
-    This is a collective if there are any.
-
-    Args:
-        value: Any value; split logits are found in nested mappings, lists, tuples and in fields of a dataclass.
-
-    Returns:
-        ``value`` with whole logits; mutable mappings are changed in place.
-    """
-    if isinstance(value, SplitLogits):
-        return autograd_collectives.gather(value.local, value.group, value.split_dim)
-    if isinstance(value, MutableMapping):
-        for key, item in value.items():
-            if isinstance(item, SplitLogits | MutableMapping | list | tuple):
-                value[key] = whole_logits(item)
-        return value
-    if type(value) in (list, tuple):
-        return type(value)(map(whole_logits, value))
-    if is_dataclass(value) and not isinstance(value, type):
-        changed = {entry.name: getattr(value, entry.name) for entry in fields(value) if entry.init}
-        changed = {key: item for key, item in changed.items() if isinstance(item, SplitLogits)}
-        return replace(value, **{key: whole_logits(item) for key, item in changed.items()}) if changed else value
-    return value
+    def on_parts(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Return the result of ``func``, computed on this rank's part; None if that is not possible."""
+        for known, on_parts in _ON_PARTS:
+            if func in known:
+                result = on_parts(func, args[0], args[1:], kwargs)
+                if result is not None:
+                    return result
+        return None
 
 
 def works_on_parts(func: Any, logits: Tensor, args: Any, kwargs: Any) -> bool:
@@ -316,9 +229,9 @@ class _CrossEntropy(torch.autograd.Function):
 
 _ON_PARTS: tuple[tuple[set[Any], Any], ...] = (
     ({functional.cross_entropy}, _cross_entropy),
-    (_RESHAPES, _reshaped),
-    (_TRANSPOSES, _transposed),
-    (_CASTS, _cast),
+    (RESHAPES, _reshaped),
+    (TRANSPOSES, _transposed),
+    (CASTS, _cast),
     (_ELEMENTWISE, _scaled),
     ({Tensor.__getitem__}, _selected),
 )

@@ -2,80 +2,41 @@
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import replace
-from typing import Any, cast
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
-from lightning_dist._compat import own_buffers, own_parameters
-from lightning_dist.step_graph import tensors_in
-from lightning_dist.step_graph.dataflow import Call, is_learned
+from lightning_dist.block_trial import BlockTrial
+from lightning_dist.step_graph.dataflow import Call
 from lightning_dist.tensor_parallel.apply import TensorParallel
 from lightning_dist.tensor_parallel.plan import Plan
-from lightning_dist.tensor_state import is_uninitialized
 
 __all__ = ["BLOCK", "Trial"]
 
 BLOCK = "block"
 """The name of the block in the plan of a trial."""
 
-TOLERANCE = 1e-4
-"""The largest relative difference that passes. Rounding (of layers that compute in float32) causes much smaller ones,
-and a wrong split causes much larger ones."""
 
-
-class Trial:
-    """Compare splits of a block with the whole block, with random weights and inputs in float64.
+class Trial(BlockTrial):
+    """Compare splits of a block with the whole block (see :class:`~lightning_dist.block_trial.BlockTrial`).
 
     Args:
-        block: The block, on any device (also the meta device). The trial works on copies of it.
-        call: A recorded call of the block on fake tensors; the random inputs have their shapes.
+        block: The block, on any device (also the meta device).
+        call: A recorded call of the block on fake tensors.
         mesh: The one-dimensional mesh of the ranks of ``tp``.
         num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
-        used: Indices of the returned tensors that the model uses, which are compared; empty: all are compared. The
-            others may differ, such as unused attention scores of a rank's own heads.
+        used: Indices of the returned tensors that the model uses; empty: all.
     """
 
     def __init__(
         self, block: nn.Module, call: Call, mesh: DeviceMesh, num_shards: int, used: Collection[int] = ()
     ) -> None:
         self._mesh = mesh
-        self._used = used
         self._num_shards = num_shards
-        self._device = torch.device(mesh.device_type)
-        self._generator = torch.Generator(self._device).manual_seed(0)
-        self._are_learned = [is_learned(tensor) for tensor in tensors_in((call.args, call.kwargs))]
-        self._error = self._prepare(block, call)
-        failed = torch.tensor(float(bool(self._error)), device=self._device)
-        dist.all_reduce(failed, dist.ReduceOp.MAX)
-        if failed and not self._error:
-            self._error = "it could not be run on another rank"
-
-    def _prepare(self, block: nn.Module, call: Call) -> str:
-        """Copy the block, compute the results of the whole block, and return an error that occurred; empty: none."""
-        try:
-            self._block = copy.deepcopy(block)
-            self._fill(self._block)
-            self._args, self._kwargs = self._real(call.args), self._real(call.kwargs)
-        except Exception as error:  # Not every module can be copied.
-            text = str(error).strip().split("\n")[0]
-            return f"{type(error).__name__}: {text}"
-        self._block.eval()  # Dropout is switched off.
-        whole = copy.deepcopy(self._block)  # Running a block may leave tensors on it that cannot be copied later.
-        self._expected, raised = self._results(whole, dict(whole.named_parameters()))
-        return raised
-
-    @property
-    def error(self) -> str:
-        """Return the reason why the block cannot be tried; empty: it can."""
-        return self._error
+        super().__init__(block, call, torch.device(mesh.device_type), used)
 
     def difference(self, plan: Plan) -> str:
         """Split a copy of the block as ``plan`` says, and compare it with the whole block. This is a collective.
@@ -89,7 +50,7 @@ class Trial:
         Raises:
             PlanError: If the block cannot be split as the plan says.
         """
-        holder = nn.ModuleDict({BLOCK: copy.deepcopy(self._block)})
+        holder = nn.ModuleDict({BLOCK: self.copy_of_block()})
         if untouched := self._untouched(plan):
             return f"the trial shows nothing about {untouched}, whose weight gets no gradient in it"
         plan = replace(plan, draws_random=False, splits_logits=False)
@@ -98,119 +59,17 @@ class Trial:
         params = dict(holder[BLOCK].named_parameters())
         running = [holder[BLOCK]]
         holder[BLOCK].register_forward_pre_hook(lambda *_: parallel.use_local(holder.modules(), running))
-        holder.eval()  # Dropout is switched off.
-        actual, raised = self._results(holder[BLOCK], params)
-        worst = torch.tensor(math.inf if raised else self._worst(actual), device=self._device)
-        # The maximum is over all processes, not only those of tp, because all must come to the same plan.
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        if raised or worst <= TOLERANCE:
-            return raised
-        return f"its results differ by {float(worst):.1g} of their size"
+        return self.compare(holder[BLOCK], params)
 
     def _untouched(self, plan: Plan) -> str:
         """Return the name of an inferred layer whose weight has no gradient in the whole block; empty: there is none.
 
         The trial does not test such a layer, which occurs, for example, where a mask hides the layer's output.
         """
-        largest = max((float(tensor.norm()) for tensor in self._expected.values()), default=0.0)
+        largest = max((float(tensor.norm()) for tensor in self.expected.values()), default=0.0)
         inferred = [name for name, entry in plan.entries.items() if entry.source == "inferred" and entry.is_split]
         for name in (name.partition(".")[2] for name in inferred):
-            gradient = self._expected.get(f"{name}.weight")
+            gradient = self.expected.get(f"{name}.weight")
             if gradient is not None and float(gradient.norm()) <= 1e-12 * largest:
                 return name
         return ""
-
-    def _fill(self, block: nn.Module) -> None:
-        new: dict[int, nn.Parameter] = {}
-        for module in block.modules():
-            for key, param in own_parameters(module).items():
-                if param is not None and id(param) not in new:
-                    scale = 1 / math.sqrt(param.size(-1)) if param.ndim > 1 else 1.0
-                    new[id(param)] = nn.Parameter(scale * self._draw(param.shape))
-                if param is not None:
-                    own_parameters(module)[key] = new[id(param)]
-            for key, buffer in own_buffers(module).items():
-                if buffer is not None and buffer.is_floating_point():
-                    real = torch.ones(buffer.shape, device=self._device) if is_uninitialized(buffer) else buffer
-                    own_buffers(module)[key] = real.to(self._device, torch.float64)
-
-    def _draw(self, shape: torch.Size) -> Tensor:
-        return torch.randn(shape, generator=self._generator, device=self._device, dtype=torch.float64)
-
-    def _real(self, value: Any) -> Any:
-        """Replace fake tensors in ``value`` by random ones, and caches, which hold fake tensors, by None."""
-        if isinstance(value, Tensor):
-            if value.is_floating_point():
-                return self._draw(value.shape)
-            # An integer tensor may be a mask, in which 1 may mean kept or hidden, so each row gets both values. It may
-            # also be indices, for which 0 and 1 are in range.
-            drawn = torch.randint(2, value.shape, generator=self._generator, device=self._device)
-            if value.ndim and value.size(-1) > 1:
-                drawn[..., 0], drawn[..., 1] = 0, 1
-            return drawn.to(value.dtype)
-        if isinstance(value, Mapping):
-            return {key: self._real(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            items = [self._real(item) for item in value]
-            return items if isinstance(value, list) else tuple(items)
-        return None if "Cache" in type(value).__name__ else value
-
-    def _results(self, block: nn.Module, params: Mapping[str, nn.Parameter]) -> tuple[dict[str, Tensor], str]:
-        """Run ``block`` forward and backward.
-
-        Args:
-            block: A copy of the block, whole or split.
-            params: The parameters of ``block`` by name, which are DTensors if it is split.
-
-        Returns:
-            The outputs, and the gradients of a randomly weighted sum of the outputs with respect to the inputs and
-            ``params``, by name; and an empty text. If the block raises an error: an empty mapping, and the error.
-        """
-        args, kwargs = copy.deepcopy((self._args, self._kwargs))
-        inputs = [
-            tensor.requires_grad_()
-            for tensor, is_learned in zip(tensors_in((args, kwargs)), self._are_learned, strict=True)
-            if is_learned and tensor.is_floating_point()
-        ]
-        try:
-            with torch.enable_grad():
-                returned = enumerate(tensors_in(_listed(block(*args, **kwargs))))
-                of_use = [out for index, out in returned if not self._used or index in self._used]
-                outputs = [out for out in of_use if out.is_floating_point()]
-                generator = torch.Generator(self._device).manual_seed(1)
-                total = sum(
-                    (out * torch.randn(out.shape, generator=generator, device=out.device, dtype=torch.float64)).sum()
-                    for out in outputs
-                )
-                cast(Tensor, total).backward()  # type: ignore[no-untyped-call]
-        except Exception as error:  # The user's code may raise anything on shapes that it does not expect.
-            text = str(error).strip().split("\n")[0]
-            return {}, f"it raises {type(error).__name__}: {text}"
-        results = {f"output {index}": out.detach() for index, out in enumerate(outputs)}
-        results |= {f"input {index}": t.grad for index, t in enumerate(inputs) if t.grad is not None}
-        for name, param in params.items():
-            grad = param.grad
-            if grad is not None:
-                results[name] = grad.full_tensor() if isinstance(grad, DTensor) else grad
-        return results, ""
-
-    def _worst(self, actual: Mapping[str, Tensor]) -> float:
-        """Return the largest relative difference of ``actual`` from the whole block's results.
-
-        The difference of a tensor is relative to its norm, or to 1% of the largest norm if that is greater.
-        """
-        if actual.keys() != self._expected.keys():
-            return math.inf
-        floor = 1e-2 * max(float(tensor.norm()) for tensor in self._expected.values())
-        worst = 0.0
-        for name, expected in self._expected.items():
-            if actual[name].shape != expected.shape:
-                return math.inf
-            difference = float((actual[name] - expected).norm()) / max(float(expected.norm()), floor)
-            worst = max(worst, math.inf if math.isnan(difference) else difference)
-        return worst
-
-
-def _listed(value: Any) -> Any:
-    """Return the values of ``value`` as a list if it is a mapping, as model outputs of Hugging Face are."""
-    return list(value.values()) if isinstance(value, Mapping) else value

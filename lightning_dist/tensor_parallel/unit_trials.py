@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_dist.block_trial import kind_of_block
 from lightning_dist.layers import linear_layer
-from lightning_dist.step_graph import Dataflow, tensors_in
+from lightning_dist.step_graph import Dataflow
 from lightning_dist.step_graph.dataflow import Call
 from lightning_dist.tensor_parallel.infer import LayerGroup
 from lightning_dist.tensor_parallel.plan import Entry, Plan, PlanError, SplitHeads, SplitSequence
@@ -309,9 +310,8 @@ class UnitTrials:
             parameters={inside(key): dim for key, dim in sorted(split.parameters.items())},
             heads={inside(key): heads for key, heads in sorted(split.heads.items())},
         )
-        shapes = tuple((key, tuple(param.shape)) for key, param in unit.named_parameters())
         used = () if self._dataflow is None else self._dataflow.used_later.get(name, ())
-        kind = (type(unit), shapes, _shapes(self.calls[name]), tuple(sorted(used)), _flags(unit))
+        kind = kind_of_block(unit, self.calls[name], used)
         if kind not in self._trials:
             self._trials[kind] = Trial(unit, self.calls[name], self._mesh, self._num_shards, used)
         trial = self._trials[kind]
@@ -325,23 +325,3 @@ class UnitTrials:
                 self._answers[question] = str(error).removeprefix("plan: ").replace(f"{BLOCK}.", f"{name}.")
                 self._impossible.add(self._answers[question])
         return self._answers[question]
-
-
-def _flags(unit: nn.Module) -> object:
-    """Return the classes of the modules in ``unit``, and their attributes that may choose what they compute.
-
-    Numbers are left out, because many blocks have their own index or rate.
-    """
-    return tuple(
-        (
-            name,
-            type(module),
-            tuple((key, value) for key, value in sorted(vars(module).items()) if isinstance(value, bool | str | None)),
-        )
-        for name, module in unit.named_modules()
-    )
-
-
-def _shapes(call: Call) -> object:
-    # Shapes are compared as text, because a symbolic size, which depends on values, can be neither compared nor hashed.
-    return tuple((str(tuple(tensor.shape)), tensor.dtype) for tensor in tensors_in((call.args, call.kwargs)))

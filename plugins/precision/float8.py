@@ -139,7 +139,7 @@ class Float8Precision(Precision):
                 f"float8_all_gather=True does not work with {found}: leave it out; weights are then sent in bfloat16,"
                 " and matrices are multiplied in float8 all the same."
             )
-        if layout.dp_shard == 1:
+        if layout.num_shards == 1:
             rank_zero_warn("float8_all_gather=True has no effect: dp_shard_size is 1, so that nothing is sharded.")
 
     @override

@@ -9,6 +9,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies import other_names, resume_path
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
+from lightning_dist.plugins.strategies.context_parallel import ContextParallelStrategy
 from lightning_dist.plugins.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.plugins.strategies.full_shard import FullShardStrategy
 from lightning_dist.plugins.strategies.hybrid_shard import HybridShardStrategy
@@ -19,6 +20,7 @@ from lightning_dist.plugins.strategies.tensor_parallel import TensorParallelStra
 
 __all__ = [
     "CheckpointOptions",
+    "ContextParallelStrategy",
     "DataParallelStrategy",
     "FullShardStrategy",
     "HybridShardStrategy",
@@ -41,6 +43,7 @@ def register() -> None:
         HybridShardStrategy,
         TensorParallelStrategy,
         PipelineParallelStrategy,
+        ContextParallelStrategy,
         NDParallelStrategy,
     ):
         name = strategy.strategy_name

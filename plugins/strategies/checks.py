@@ -88,7 +88,7 @@ def warn_of_idle_arguments(config: ParallelConfig, layout: ParallelLayout) -> No
         config: The configuration from the strategy's arguments.
         layout: The sizes of the mesh's axes.
     """
-    if layout.dp_shard == 1 and (idle := config.for_shards()):
+    if layout.num_shards == 1 and (idle := config.for_shards()):
         asked = ", ".join(f"{name}={value!r}" for name, value in idle.items())
         rank_zero_warn(f"{asked} has no effect: dp_shard_size is 1, so that nothing is sharded.")
 
@@ -104,7 +104,7 @@ def refuse_step_in_backward(config: ParallelConfig, layout: ParallelLayout, trai
     module, plugin = trainer.lightning_module, trainer.precision_plugin
     hooks = ("configure_gradient_clipping", "on_before_optimizer_step", "optimizer_step")
     reasons = {
-        f"{layout}: nothing is sharded, so that all gradients exist in any case": layout.dp_shard == 1,
+        f"{layout}: nothing is sharded, so that all gradients exist in any case": layout.num_shards == 1,
         f"pp_size={layout.pp}: a pipeline reduces all gradients at the end": layout.pp > 1,
         f"gradient_clip_val={trainer.gradient_clip_val}: the norm needs all gradients": trainer.gradient_clip_val,
         f"accumulate_grad_batches={trainer.accumulate_grad_batches}": trainer.accumulate_grad_batches > 1,

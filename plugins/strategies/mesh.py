@@ -335,7 +335,7 @@ class MeshStrategy(CheckpointedStrategy):
         config = with_loss_scaling(config, self.precision_plugin)
         if copied is not None:  # A copy, such as an average of the weights, gets no gradients.
             config = replace(config, compression=None, sync=None)
-        return parallelize(module, self.layout, self.mesh, config, self._stage_to_stage_group)
+        return parallelize(module, self.layout, self.mesh, config, self._stage_to_stage_group, self._context_group)
 
     @override
     def model_to_device(self) -> None:

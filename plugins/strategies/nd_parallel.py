@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from lightning_dist.context_parallel import ContextParallelConfig
 from lightning_dist.layout import REMAINING
 from lightning_dist.plugins.strategies.pipeline_parallel import PipelineParallelStrategy
 from lightning_dist.tensor_parallel import TensorParallelConfig
@@ -14,7 +15,7 @@ __all__ = ["NDParallelStrategy"]
 
 
 class NDParallelStrategy(PipelineParallelStrategy):
-    """Combine pipeline stages, replicas, sharding and tensor parallelism in one mesh, with any size of each axis.
+    """Combine pipeline stages, replicas, sharding, and the splitting of sequences and layers, in one mesh.
 
     The arguments for stages are explained in
     :class:`~lightning_dist.plugins.strategies.pipeline_parallel.PipelineParallelStrategy`, those for tensor parallelism
@@ -26,8 +27,7 @@ class NDParallelStrategy(PipelineParallelStrategy):
         dp_shard_size: Number of processes that a stage and the batch are sharded over. None: the number of processes
             divided by the other sizes.
         tp_size: Number of processes that a layer is split over. None: 1.
-        cp_size: Number of processes that the sequence is split over (context parallelism). It must be None, because
-            this axis is not implemented.
+        cp_size: Number of processes that a sequence is split over (context parallelism). None: 1.
         ep_size: Number of processes that experts are distributed over (expert parallelism). It must be None, because
             this axis is not implemented.
         num_microbatches: Number of microbatches that a rank's part of the batch is split into. None: it is derived from
@@ -40,6 +40,8 @@ class NDParallelStrategy(PipelineParallelStrategy):
         sequence_parallel: Whether hidden states between split layers are split along the sequence; not supported
             together with stages.
         loss_parallel: Whether logits stay split along the vocabulary.
+        attention: How attention sees the tokens of other ranks of ``cp``: ``"ulysses"``, ``"all_gather"`` or
+            ``"auto"`` (see :class:`~lightning_dist.plugins.strategies.context_parallel.ContextParallelStrategy`).
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
 
     Raises:
@@ -65,21 +67,26 @@ class NDParallelStrategy(PipelineParallelStrategy):
         strict_plan: bool = False,
         sequence_parallel: bool | None = None,
         loss_parallel: bool | None = None,
+        attention: str = "auto",
         **kwargs: Any,
     ) -> None:
         super().__init__(
             pp_size, num_microbatches, schedule, virtual_stages, split, dp_shard_size, dp_replicate_size, **kwargs
         )
         self._tp_size = tp_size
-        self._absent = {"cp": cp_size, "ep": ep_size}
+        self._cp_size = cp_size
+        self._absent = {"ep": ep_size}
         splitting = TensorParallelConfig(plan, strict_plan, sequence_parallel, loss_parallel)
-        self._config = replace(self._config, tensor_parallel=splitting)
+        self._config = replace(
+            self._config, tensor_parallel=splitting, context_parallel=ContextParallelConfig(attention)
+        )
 
     def _requested_sizes(self) -> dict[str, int]:
         asked = {
             "pp": self._pp_size,
             "dp_replicate": self._dp_replicate_size,
             "dp_shard": self._dp_shard_size,
+            "cp": self._cp_size,
             "tp": self._tp_size,
         }
         sizes = {axis: 1 if size is None else size for axis, size in asked.items()}

@@ -47,7 +47,7 @@ def refuse_offload(config: OffloadConfig | None, layout: ParallelLayout, precisi
             f"offload={config.what!r} with Float8Precision(float8_all_gather=True), which rounds shards on the device."
             " Leave float8_all_gather out, or use offload='optimizer'."
         )
-    if config is not None and config.has_params and layout.dp_shard == 1:
+    if config is not None and config.has_params and layout.num_shards == 1:
         raise ValueError(
             f"offload={config.what!r} with strategy {strategy!r} on {layout}: only sharded parameters can be offloaded."
             " Set dp_shard_size to at least 2 (full_shard, hybrid_shard or nd_parallel), or use offload='optimizer'."

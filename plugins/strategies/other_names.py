@@ -7,6 +7,7 @@ import re
 __all__ = ["hint"]
 
 _MEANT = {
+    "cp": "context_parallel",
     "deepspeed": "full_shard",
     "dp": "data_parallel",
     "fsdp": "full_shard",
@@ -14,6 +15,7 @@ _MEANT = {
     "megatron": "nd_parallel",
     "pp": "pipeline_parallel",
     "tp": "tensor_parallel",
+    "ulysses": "context_parallel",
     "zero": "full_shard",
 }
 """The strategies that are meant by names that begin with these words."""

@@ -49,6 +49,7 @@ class SharedBatchStrategy(ProcessStrategy):
         self._data_parallel_group: dist.ProcessGroup | None = None
         self._same_stage_group: dist.ProcessGroup | None = None
         self._stage_to_stage_group: dist.ProcessGroup | None = None
+        self._context_group: dist.ProcessGroup | None = None
         self._same_batch_group: dist.ProcessGroup | None = None
         self._same_batch: SameBatch | None = None
         self._same_numbers: SameRandomNumbers | None = None
@@ -112,6 +113,7 @@ class SharedBatchStrategy(ProcessStrategy):
         self._same_batch_group = self.layout.build_same_batch_group()
         self._same_stage_group = self.layout.build_same_stage_group()
         self._stage_to_stage_group = self.layout.build_stage_to_stage_group()
+        self._context_group = self.layout.build_context_group()
         _compat.set_timeout(self._timeout)
         peers = dist.get_process_group_ranks(self._same_stage_group)
         self._tracing = StepTracing(self.layout.num_data_parallel, peers)

@@ -66,7 +66,8 @@ def curves(folder: Path) -> dict[str, dict[str, dict[int, float]]]:
     }
 
 
-RANKS = {"single": 1, "ddp": 2, "full_shard": 2, "tensor_parallel": 2, "pipeline_parallel": 2, "nd_parallel": 4}
+RANKS = {"single": 1, "ddp": 2, "full_shard": 2, "tensor_parallel": 2, "context_parallel": 2,
+         "pipeline_parallel": 2, "nd_parallel": 4}  # fmt: skip
 
 
 def test_the_gpt_example_has_the_same_losses_under_every_strategy(pool: WorkerPool, mlflow_folder: Path) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_dist import (
+    ContextParallelStrategy,
     DataParallelStrategy,
     FullShardStrategy,
     HybridShardStrategy,
@@ -34,6 +35,7 @@ STRATEGIES: dict[str, tuple[int, Callable[[], Any]]] = {
     "full_shard": (2, FullShardStrategy),
     "hybrid_shard": (4, lambda: HybridShardStrategy(2, 2)),
     "tensor_parallel": (2, TensorParallelStrategy),
+    "context_parallel": (2, ContextParallelStrategy),
     "pipeline_parallel": (2, lambda: PipelineParallelStrategy(num_microbatches=2)),
     "nd_parallel": (4, lambda: NDParallelStrategy(2, tp_size=2, num_microbatches=2)),
 }

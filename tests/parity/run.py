@@ -11,13 +11,20 @@ import lightning.pytorch as pl
 import numpy as np
 import torch
 
-from lightning_dist import FullShardStrategy, HybridShardStrategy, TensorParallelStrategy
+from lightning_dist import (
+    ContextParallelStrategy,
+    FullShardStrategy,
+    HybridShardStrategy,
+    NDParallelStrategy,
+    TensorParallelStrategy,
+)
 from lightning_dist.parity import whole_gradients, whole_parameters
 from tests.models import build
 from tests.split_models import SPLIT_MODELS
 
 __all__ = [
-    "LAYOUTS", "PLANS", "SPLIT_MODELS", "TP_LAYOUTS", "Case", "Outcome", "briefly", "reference", "run", "tensors",
+    "CP_LAYOUTS", "LAYOUTS", "PLANS", "SPLIT_MODELS", "TP_LAYOUTS", "Case", "Outcome", "briefly", "reference", "run",
+    "tensors",
 ]  # fmt: skip
 
 LAYOUTS = {
@@ -30,6 +37,13 @@ TP_LAYOUTS = {
     "tp4": lambda **kwargs: TensorParallelStrategy(4, **kwargs),
     "tp2": lambda **kwargs: TensorParallelStrategy(2, **kwargs),
     "2xtp2": lambda **kwargs: TensorParallelStrategy(2, 1, 2, **kwargs),
+}
+CP_LAYOUTS = {
+    "cp2": lambda **kwargs: ContextParallelStrategy(2, **kwargs),
+    "cp4": lambda **kwargs: ContextParallelStrategy(4, **kwargs),
+    "2xcp2": lambda **kwargs: ContextParallelStrategy(2, 1, 2, **kwargs),
+    "cp2 x tp2": lambda **kwargs: NDParallelStrategy(cp_size=2, tp_size=2, **kwargs),
+    "cp2 x pp2": lambda **kwargs: NDParallelStrategy(cp_size=2, pp_size=2, **kwargs),
 }
 PLANS = {
     "gpt": {
@@ -107,7 +121,7 @@ def _strategy(case: Case) -> Any:
     if case.layout in TP_LAYOUTS:
         options = {name: value for name, value in case.options if value != "withheld"}
         return TP_LAYOUTS[case.layout](**{"plan": PLANS.get(case.model), **options})
-    return "auto" if case.layout == "auto" else LAYOUTS[case.layout](**dict(case.options))
+    return "auto" if case.layout == "auto" else {**LAYOUTS, **CP_LAYOUTS}[case.layout](**dict(case.options))
 
 
 def _fit(case: Case, chunks: int) -> Outcome:

@@ -16,7 +16,15 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 from lightning_dist.plugins.precision import precision_policy
 
-STRATEGIES = ["data_parallel", "full_shard", "hybrid_shard", "nd_parallel", "pipeline_parallel", "tensor_parallel"]
+STRATEGIES = [
+    "context_parallel",
+    "data_parallel",
+    "full_shard",
+    "hybrid_shard",
+    "nd_parallel",
+    "pipeline_parallel",
+    "tensor_parallel",
+]
 
 
 class Quantized(BitsandbytesPrecision):

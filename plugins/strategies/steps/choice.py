@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_dist.compression import Compression, LocalUpdates
+from lightning_dist.context_parallel import ContextParallel, ContextParallelConfig
 from lightning_dist.float32_modules import refuse_other_patterns
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import ParallelModule
@@ -66,6 +67,7 @@ def complete_config(
     return replace(
         config,
         tensor_parallel=_tensor_parallel(config.tensor_parallel, layout, module, trainer, copied),
+        context_parallel=_context_parallel(config.context_parallel, layout, module, trainer, copied),
         pipeline=None if config.pipeline is None else _pipeline(config.pipeline, layout, module, trainer, tracing),
     )
 
@@ -82,6 +84,23 @@ def _tensor_parallel(
     if split is not None:
         return replace(config, planned=split.plan)
     if layout.tp == 1:
+        return config
+    step, why_not = example_step(module, trainer)
+    return replace(config, step=step, why_no_step=why_not)
+
+
+def _context_parallel(
+    config: ContextParallelConfig,
+    layout: ParallelLayout,
+    module: LightningModule,
+    trainer: Trainer,
+    copied: ParallelModule | None,
+) -> ContextParallelConfig:
+    """Return ``config`` with the plan of the module that ``module`` is a copy of, or with a step to find a plan by."""
+    split = None if copied is None else copied.get(ContextParallel)
+    if split is not None:
+        return replace(config, planned=split.plan)
+    if layout.cp == 1:
         return config
     step, why_not = example_step(module, trainer)
     return replace(config, step=step, why_no_step=why_not)

@@ -1,4 +1,4 @@
-"""Define differentiable collectives between the ranks of ``tp``.
+"""Define differentiable collectives between ranks that work on the same batch, such as those of ``tp`` and ``cp``.
 
 Each function runs one exchange in the forward and its adjoint in the backward. The adjoint's own backward is the first
 exchange again, so that a backward can be differentiated once more.
@@ -20,7 +20,7 @@ function                forward                                 backward
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,13 +28,27 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.collectives import direct_all_gather
-from lightning_dist.tensor_parallel.traffic import count_all_reduce, count_gather, count_reduce_scatter
+from lightning_dist.traffic import count_all_reduce, count_gather, count_reduce_scatter
 
-__all__ = ["copy_all_to", "copy_to", "gather", "gather_to", "scatter_from", "split", "sum_from", "whole"]
+__all__ = [
+    "copy_all_to",
+    "copy_to",
+    "exchange",
+    "gather",
+    "gather_to",
+    "scatter_from",
+    "split",
+    "sum_from",
+    "summed",
+    "whole",
+]
 
 # torch 2.13 has new names for both collectives.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 _reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
+Exchange = Callable[[Tensor, dist.ProcessGroup, int], Tensor]
+"""Function of a tensor, a process group and a dimension, without a backward."""
 
 
 def copy_to(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -42,9 +56,9 @@ def copy_to(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
 
     Args:
         tensor: The input of the split layers, which is the same on all ranks.
-        group: Process group of the ranks of ``tp``, as for all functions of this module.
+        group: Process group of the ranks, as for all functions of this module.
     """
-    return _exchange(tensor, group, 0, _same, _summed)
+    return exchange(tensor, group, 0, _same, summed)
 
 
 def copy_all_to(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
@@ -58,30 +72,39 @@ def copy_all_to(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> list[Ten
 
 def sum_from(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Sum ``tensor``, the output of split layers of which each rank has a summand, over the ranks."""
-    return _exchange(tensor, group, 0, _summed, _same)
+    return exchange(tensor, group, 0, summed, _same)
 
 
 def gather(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """All-gather ``tensor``, of which each rank has a part along ``dim``; all ranks must use the result identically."""
-    return _exchange(tensor, group, dim, whole, _part)
+    return exchange(tensor, group, dim, whole, _part)
 
 
 def split(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Return this rank's part along ``dim`` of ``tensor``, which is the same on all ranks."""
-    return _exchange(tensor, group, dim, _part, whole)
+    return exchange(tensor, group, dim, _part, whole)
 
 
 def gather_to(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """All-gather ``tensor``, the input of split layers, along ``dim``, and reduce-scatter its gradient."""
-    return _exchange(tensor, group, dim, whole, _part_of_sum)
+    return exchange(tensor, group, dim, whole, _part_of_sum)
 
 
 def scatter_from(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Reduce-scatter ``tensor``, the output of split layers of which each rank has a summand, along ``dim``."""
-    return _exchange(tensor, group, dim, _part_of_sum, whole)
+    return exchange(tensor, group, dim, _part_of_sum, whole)
 
 
-def _exchange(tensor: Tensor, group: dist.ProcessGroup, dim: int, forward: Any, backward: Any) -> Tensor:
+def exchange(tensor: Tensor, group: dist.ProcessGroup, dim: int, forward: Exchange, backward: Exchange) -> Tensor:
+    """Return ``forward(tensor, group, dim)``, whose gradient passes through ``backward``.
+
+    Args:
+        tensor: The tensor of this rank.
+        group: Process group of the ranks.
+        dim: The dimension that both functions are given.
+        forward: A linear function that may communicate.
+        backward: The adjoint of ``forward``.
+    """
     result: Tensor = _Exchange.apply(tensor, group, dim, forward, backward)  # type: ignore[no-untyped-call]
     return result
 
@@ -97,7 +120,7 @@ class _Exchange(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         # The backward of the gradient's exchange is the forward's exchange.
         forward, backward = ctx.exchanges
-        return _exchange(gradient, ctx.group, ctx.dim, backward, forward), None, None, None, None
+        return exchange(gradient, ctx.group, ctx.dim, backward, forward), None, None, None, None
 
 
 class _CopyAll(torch.autograd.Function):
@@ -121,7 +144,8 @@ def _same(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return tensor
 
 
-def _summed(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+def summed(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Sum ``tensor`` over the ranks, as :func:`sum_from` does, but without a backward."""
     total = tensor.clone(memory_format=torch.contiguous_format)
     count_all_reduce(total, group)
     dist.all_reduce(total, group=group)

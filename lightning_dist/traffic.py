@@ -1,4 +1,4 @@
-"""Count the bytes that a rank sends to the ranks that it splits layers with."""
+"""Count the bytes that a rank sends to the ranks that work on the same batch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Traffic", "count_all_reduce", "count_gather", "count_reduce_scatter"]
+__all__ = ["Traffic", "count_all_reduce", "count_all_to_all", "count_gather", "count_reduce_scatter"]
 
 
 class Traffic:
@@ -17,7 +17,7 @@ class Traffic:
     The collectives are functions of autograd, which know their group alone. They find this object by the group's name.
 
     Args:
-        group: Process group of the ranks of ``tp``.
+        group: Process group of the ranks.
         is_counted: Function that returns whether what is sent now counts.
     """
 
@@ -52,6 +52,11 @@ def count_gather(part: Tensor, group: dist.ProcessGroup) -> None:
 
 def count_reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Count a reduce-scatter, in which this rank sends each other rank its part of ``tensor``."""
+    _count(tensor.nbytes / group.size(), group)
+
+
+def count_all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Count an all-to-all, in which this rank sends each other rank an equal part of ``tensor``."""
     _count(tensor.nbytes / group.size(), group)
 
 

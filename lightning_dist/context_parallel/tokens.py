@@ -1,0 +1,194 @@
+"""Distribute the tokens of a sequence over ranks, and exchange them.
+
+The number of tokens need not divide by the number of ranks: the last parts are filled up with zeros, which are dropped
+again before attention and at the end of a chain of blocks. Between these points, blocks compute token by token, so that
+the added tokens change nothing.
+
+Gradients: all ranks compute the same loss from the gathered hidden states, and the gradients of parameters are averaged
+over ``cp`` like over all ranks that share them. The gradients inside of blocks are therefore multiplied by the number
+of ranks when they enter a chain in the backward (:meth:`Tokens.gather`), and divided by it where they leave the chain
+(:meth:`Tokens.split` and :meth:`Tokens.copy_to`). The average of the parts of a block's gradient is then their sum, and
+a parameter that is used inside and outside of blocks gets the right gradient as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dist import autograd_collectives
+from lightning_dist.autograd_collectives import exchange
+from lightning_dist.traffic import count_all_to_all
+
+__all__ = ["Tokens"]
+
+
+class Tokens:
+    """Describe which tokens of a sequence each rank has.
+
+    Each rank has consecutive tokens; if ``is_balanced``, it has two pieces, the one as far from the beginning of the
+    sequence as the other from its end, so that causal attention is as much work on each rank.
+
+    Args:
+        length: Number of tokens of the sequence.
+        group: Process group of the ranks of ``cp``.
+        is_balanced: Whether each rank has two pieces.
+    """
+
+    def __init__(self, length: int, group: dist.ProcessGroup, is_balanced: bool) -> None:
+        self.length = length
+        self.group = group
+        size, rank = group.size(), group.rank()
+        num_pieces = 2 if is_balanced else 1
+        self.piece = -(-length // (num_pieces * size))
+        """Number of tokens of a piece; the last pieces may be shorter, and are filled up."""
+        self.own = num_pieces * self.piece
+        """Number of tokens of each rank, with those that are added."""
+        self.pieces = (rank, 2 * size - 1 - rank) if is_balanced else (rank,)
+        """The numbers of this rank's pieces of the sequence."""
+        self._is_balanced = is_balanced
+
+    def split(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return this rank's tokens of ``tensor``, which is the same on all ranks; ``dim`` must be negative."""
+        return _scale_gradient(exchange(tensor, self.group, dim, self._part, self._whole), 1 / self.group.size())
+
+    def gather(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return the tokens of all ranks along ``dim``, which must be negative, for code that runs on all ranks."""
+        return exchange(_scale_gradient(tensor, self.group.size()), self.group, dim, self._whole, self._part)
+
+    def copy_to(self, tensor: Tensor) -> Tensor:
+        """Return ``tensor``, which is the same on all ranks and which blocks use whole."""
+        return autograd_collectives.copy_to(_scale_gradient(tensor, 1 / self.group.size()), self.group)
+
+    def sum(self, value: Tensor) -> Tensor:
+        """Sum ``value``, which each rank has computed from its own tokens, for code that runs on all ranks."""
+        return autograd_collectives.sum_from(_scale_gradient(value, self.group.size()), self.group)
+
+    def gather_to(self, tensor: Tensor, dim: int) -> Tensor:
+        """Return the tokens of all ranks along ``dim``, which must be negative, for attention inside of a block."""
+        return exchange(tensor, self.group, dim, self._whole, self._part_of_sum)
+
+    def part(self, tensor: Tensor, dim: int, fill: float = 0.0) -> Tensor:
+        """Return this rank's tokens along ``dim`` of ``tensor``, without an exchange of gradients.
+
+        Args:
+            tensor: A tensor that is the same on all ranks.
+            dim: The negative dimension of the tokens.
+            fill: Value of the added tokens.
+        """
+        parts = [self._piece_of(tensor, dim, number, fill) for number in self.pieces]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+    def _piece_of(self, tensor: Tensor, dim: int, number: int, fill: float = 0.0) -> Tensor:
+        start = min(number * self.piece, self.length)
+        end = min(start + self.piece, self.length)
+        return _filled(tensor.narrow(dim, start, end - start), dim, self.piece, fill)
+
+    def _part(self, tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        return self.part(tensor, dim).contiguous()
+
+    def _whole(self, tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        if not self._is_balanced:
+            gathered = autograd_collectives.whole(tensor, group, dim)
+            return gathered.narrow(dim, 0, self.length).contiguous()
+        # Rank r has the pieces r and 2n - 1 - r of 2n: the first ones are in order, the second ones in reverse order.
+        first, second = tensor.narrow(dim, 0, self.piece), tensor.narrow(dim, self.piece, self.piece)
+        both = autograd_collectives.whole(torch.stack((first, second)), group, dim)
+        later = both[1].unflatten(dim, (group.size(), self.piece)).flip(dim - 1).flatten(dim - 1, dim)  # type: ignore[no-untyped-call]
+        return torch.cat((both[0], later), dim).narrow(dim, 0, self.length).contiguous()
+
+    def _part_of_sum(self, tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        size = group.size()
+        parts = [self._of_rank(tensor, dim, rank) for rank in range(size)]
+        sent = torch.stack(parts)
+        count_all_to_all(sent, group)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return received.sum(0)
+
+    def _of_rank(self, tensor: Tensor, dim: int, rank: int) -> Tensor:
+        numbers = (rank, 2 * self.group.size() - 1 - rank) if self._is_balanced else (rank,)
+        return torch.cat([self._piece_of(tensor, dim, number) for number in numbers], dim)
+
+    def heads_for_tokens(self, tensors: list[Tensor]) -> list[Tensor]:
+        """Give each rank all tokens of its share of the heads, for tensors of its own tokens of all heads.
+
+        This follows DeepSpeed-Ulysses (Jacobs et al., 2023, https://arxiv.org/abs/2309.14509). Tensors whose last
+        dimensions are equal travel in one exchange.
+
+        Args:
+            tensors: Tensors of shape ``(..., heads, own tokens, features)``.
+
+        Returns:
+            Tensors of shape ``(..., heads / ranks, tokens, features)``.
+        """
+        size = self.group.size()
+        cut = [tensor.unflatten(-3, (size, tensor.size(-3) // size)) for tensor in tensors]  # type: ignore[no-untyped-call]
+        if len({(*tensor.shape[:-3], *tensor.shape[-2:]) for tensor in tensors}) > 1:
+            return [self._to_heads(tensor) for tensor in cut]
+        return list(self._to_heads(torch.cat(cut, -3)).split([tensor.size(-3) for tensor in cut], -3))  # type: ignore[no-untyped-call]
+
+    def _to_heads(self, tensor: Tensor) -> Tensor:
+        received = exchange(tensor, self.group, 0, _heads_for_tokens, _tokens_for_heads)
+        return received.narrow(-2, 0, self.length)
+
+    def tokens_for_heads(self, tensor: Tensor) -> Tensor:
+        """Give each rank its own tokens of all heads; this is the inverse of :meth:`heads_for_tokens`.
+
+        Args:
+            tensor: A tensor of shape ``(..., heads / ranks, tokens, features)``.
+
+        Returns:
+            A tensor of shape ``(..., heads, own tokens, features)``.
+        """
+        filled = _filled(tensor, -2, self.own * self.group.size())
+        return exchange(filled, self.group, 0, _tokens_for_heads, _heads_for_tokens).flatten(-4, -3)
+
+
+def _filled(tensor: Tensor, dim: int, size: int, fill: float = 0.0) -> Tensor:
+    """Return ``tensor`` with values added at the end of the negative dimension ``dim``, up to ``size``."""
+    missing = size - tensor.size(dim)
+    if not missing:
+        return tensor
+    shape = list(tensor.shape)
+    shape[dim] = missing
+    return torch.cat((tensor, tensor.new_full(shape, fill)), dim)
+
+
+def _heads_for_tokens(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Exchange ``(..., ranks, heads, own tokens, features)`` for ``(..., heads, ranks x own tokens, features)``."""
+    return _all_to_all(tensor.movedim(-4, 0), group).movedim(0, -3).flatten(-3, -2)
+
+
+def _tokens_for_heads(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Exchange ``(..., heads, ranks x own tokens, features)`` for ``(..., ranks, heads, own tokens, features)``."""
+    cut = tensor.unflatten(-2, (group.size(), tensor.size(-2) // group.size()))  # type: ignore[no-untyped-call]
+    return _all_to_all(cut.movedim(-3, 0), group).movedim(0, -4)
+
+
+def _all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send entry ``i`` along the first dimension to rank ``i``, and return the received ones along it."""
+    sent = tensor.contiguous()
+    count_all_to_all(sent, group)
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent, group=group)
+    return received
+
+
+def _scale_gradient(tensor: Tensor, factor: float) -> Tensor:
+    scaled: Tensor = _ScaleGradient.apply(tensor, factor)  # type: ignore[no-untyped-call]
+    return scaled
+
+
+class _ScaleGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None

@@ -1,0 +1,200 @@
+"""Test what splitting sequences saves, that any batch can be split, and what is refused.
+
+That it computes the same as one process is tested in ``tests/parity/test_context_parallel.py`` as well.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_dist import ContextParallelStrategy
+from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
+from tests.distributed.test_tensor_parallel import AtStart, Watching
+from tests.models import CONTEXT, build
+from tests.pool import WorkerPool
+from tests.split_models import T5, LanguageModel, Llama, Mixer
+
+LENGTHS = (7, 5, 8, 6)
+
+
+class OfAnyLength(Llama):
+    """Train on batches of changing lengths, most of which do not divide by the number of ranks."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, targets = (part[:, : LENGTHS[batch_idx % 4]] for part in batch)
+        return functional.cross_entropy(self.model(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
+
+
+def fit(model: Any, strategy: Any = "auto", **kwargs: Any) -> Weights:
+    kwargs = {"max_steps": 4, "precision": "64-true", **kwargs}
+    trainer = make_trainer("auto", strategy=strategy, **kwargs, **({"devices": 1} if strategy == "auto" else {}))
+    trainer.fit(model)
+    return weights_of(model)
+
+
+def fit_lengths(attention: str | None) -> Weights:
+    torch.manual_seed(0)
+    return fit(OfAnyLength(), "auto" if attention is None else ContextParallelStrategy(4, attention=attention))
+
+
+def test_sequences_of_any_length_are_split(pool: WorkerPool, reference_pool: WorkerPool) -> None:
+    expected = reference_pool.run(fit_lengths, 1, None)[0]
+    for attention in ("ulysses", "all_gather"):
+        assert_same(pool.run(fit_lengths, 4, attention)[0], expected)
+
+
+class Checkpointed(Llama):
+    """Draw random numbers in blocks."""
+
+    def make_model(self) -> nn.Module:
+        model = super().make_model()
+        for layer in model.model.layers:
+            layer.self_attn.attention_dropout = 0.2
+        return model
+
+
+def fit_checkpointed(mode: str) -> Weights:
+    torch.manual_seed(0)
+    return fit(Checkpointed(), ContextParallelStrategy(2, activation_checkpointing=mode), max_steps=2)
+
+
+def test_blocks_that_run_again_have_the_same_bits(pool: WorkerPool) -> None:
+    plain, again = pool.run(fit_checkpointed, 4, "none")[0], pool.run(fit_checkpointed, 4, "full")[0]
+    assert_same(again, plain, 0.0)
+
+
+class Masks(pl.Callback):
+    """Record which values the dropout of a block has set to zero."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[bool]] = []
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        dropout = module.model.blocks[0].dropout
+        dropout.register_forward_hook(lambda m, args, out: self.seen.append((out == 0).flatten().tolist()))
+
+
+class Dropping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(24, 72), nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.layer(x).unflatten(-1, (3, 4, 6)).permute(2, 0, 3, 1, 4).unbind(0)
+        attended = functional.scaled_dot_product_attention(q, k, v)
+        return x + self.dropout(attended.transpose(1, 2).flatten(2))
+
+
+class WithDropout(LanguageModel):
+    def make_model(self) -> nn.Module:
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embedding = nn.Embedding(32, 24)
+                self.blocks = nn.Sequential(Dropping(), Dropping())
+                self.head = nn.Linear(24, 32)
+
+            def forward(self, tokens: Tensor) -> Tensor:
+                return self.head(self.blocks(self.embedding(tokens)))
+
+        return Model()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return functional.cross_entropy(self.model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def masks() -> list[list[bool]]:
+    callback = Masks()
+    fit(WithDropout(), ContextParallelStrategy(4), callbacks=[callback], max_steps=1)
+    return callback.seen
+
+
+def test_each_rank_drops_other_values_of_its_tokens(pool: WorkerPool) -> None:
+    seen = [masks[0] for masks in pool.run(masks, 4)]
+    assert all(seen[0] != other for other in seen[1:])
+
+
+def largest(cp_size: int) -> int:
+    callback = Watching()
+    model = build("example_gpt", global_batch_size=64)
+    fit(model, ContextParallelStrategy(cp_size), callbacks=[callback], max_steps=1, precision="32-true")
+    return callback.mode.numel
+
+
+def test_whole_logits_are_never_in_memory(pool: WorkerPool) -> None:
+    logits = 64 * CONTEXT * 256
+    assert max(pool.run(largest, 4, 4)) == logits // 4
+    assert min(pool.run(largest, 4, 1)) >= logits // 4  # Each of the 4 ranks has a fourth of the batch.
+
+
+def resume(folder: Path) -> tuple[Weights, list[Weights], list[Weights]]:
+    """Save with cp_size=2, and resume for one step with cp_size=2, with cp_size=4, and sharded only."""
+    model = build("gpt")
+    trainer = make_trainer("2x2", strategy=ContextParallelStrategy(2), precision="64-true", max_steps=2)
+    trainer.fit(model)
+    trainer.save_checkpoint(folder / "run.ckpt")
+    read, stepped = [], []
+    for cp in (2, 4, None):
+        kwargs: dict[str, Any] = {"precision": "64-true", "max_steps": 3, "callbacks": [AtStart(read)]}
+        strategy = {} if cp is None else {"strategy": ContextParallelStrategy(cp)}
+        again = build("gpt", seed=1)
+        make_trainer("full_shard", **strategy, **kwargs).fit(again, ckpt_path=folder / "run.ckpt")
+        stepped.append(weights_of(again))
+    return weights_of(model), read, stepped
+
+
+def test_any_layout_resumes_the_checkpoint_of_split_sequences(pool: WorkerPool, tmp_path: Path) -> None:
+    for saved, read, stepped in pool.run(resume, 4, tmp_path):
+        for weights in read:
+            assert_same(weights, saved, 0.0)
+        for weights in stepped:
+            assert_same(weights, stepped[0])
+            assert any((weights[name] != saved[name]).any() for name in saved)
+
+
+class UsingHiddenStates(Llama):
+    """Use a hidden state between blocks, from the second step on."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        output = self.model(input_ids=batch[0], output_hidden_states=batch_idx > 0)
+        loss = functional.cross_entropy(output.logits.flatten(0, 1), batch[1].flatten())
+        return loss if batch_idx == 0 else loss + output.hidden_states[1].pow(2).mean()
+
+
+class Short(Llama):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens, targets = (part if batch_idx == 0 else part[:, :3] for part in batch)
+        return functional.cross_entropy(self.model(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
+
+
+REFUSED = {
+    "position biases": (T5, {}, "uses more of what model.encoder.block.0 (T5Block) returns", "cp_size=4"),
+    "layers across tokens": (Mixer, {}, "F.scaled_dot_product_attention", "cp_size=4"),
+    "hidden states": (UsingHiddenStates, {"max_steps": 2}, "model.model.layers.0", "units=[...]"),
+    "short sequence": (Short, {"max_steps": 2}, "a sequence of 3 tokens is too short", "cp_size=4"),
+}
+
+
+def refuse(name: str) -> str:
+    make, kwargs, *_ = REFUSED[name]
+    return refused(make(), strategy=ContextParallelStrategy(4), **kwargs)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_split_is_refused_with_the_fix(pool: WorkerPool, name: str) -> None:
+    for error in pool.run(refuse, 4, name):
+        assert error.startswith("SequenceSplitError"), error
+        for text in REFUSED[name][2:]:
+            assert text in error
+
+
+def test_an_unknown_kind_of_attention_is_refused() -> None:
+    with pytest.raises(ValueError, match="attention='ring' must be one of 'auto', 'ulysses', 'all_gather'"):
+        ContextParallelStrategy(2, attention="ring")
