@@ -139,7 +139,10 @@ NET = f"--model={HERE}.Net"
             "error: model.dim: expected int, got 'abc'.",
         ),
         (["fit", NET, "--trainer.strategy.help=hybird_shard"], "did you mean 'hybrid_shard'?"),
-        (["fit", NET, "--trainer.strategy.help"], "expected the name of a strategy: data_parallel, ddp, "),
+        (
+            ["fit", NET, "--trainer.strategy.help"],
+            "expected the name of a strategy: context_parallel, data_parallel, ddp, ",
+        ),
         (["fit", NET, "-c", "missing.yaml"], "--config: there is no file 'missing.yaml'."),
         (["fit", NET, "-c", "good.yml"], "--config: there is no file 'good.yml'; did you mean 'good.yaml'?"),
         (["fit", NET, "--ckpt_path=missing.ckpt"], "ckpt_path='missing.ckpt' does not exist."),

@@ -50,12 +50,13 @@ _ALLOWED = {
     "_replace": "named tuples",
     "_init_weights": "Hugging Face's models, which define it for others to call",
     "_no_split_modules": "Hugging Face's models, which declare it for others to read",
+    "_experts_implementation": "configurations of Hugging Face, where it holds the argument experts_implementation",
     "_tp_plan": "Hugging Face's models, which declare it for others to read",
     # Attributes that this package gives to objects of other libraries.
     **dict.fromkeys(
         (
             "_features_of", "_history", "_is_of_block", "_is_scaled", "_is_used_outside", "_made_by", "_made_in",
-            "_marks", "_param_name", "_returned_by", "_sources",
+            "_marks", "_param_name", "_returned_by", "_sources", "_summed",
         ),
         "tensors in a trace",
     ),
