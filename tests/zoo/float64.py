@@ -24,6 +24,7 @@ def float64_throughout() -> Iterator[None]:
     with (
         mock.patch.object(Tensor, "float", Tensor.double),
         mock.patch.object(Tensor, "to", _converting(Tensor.to)),
+        mock.patch.object(Tensor, "type", _converting(Tensor.type)),
         mock.patch.object(functional, "softmax", _converting(functional.softmax)),
         mock.patch.object(functional, "log_softmax", _converting(functional.log_softmax)),
         mock.patch.object(torch, "softmax", _converting(torch.softmax)),
