@@ -6,7 +6,7 @@ all ranks must call it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -38,6 +38,10 @@ _METADATA = functions_of(
 _PROPERTIES_WITH_DATA = ("data", "grad", "T", "H", "mT", "mH", "real", "imag")
 
 
+OnParts = Callable[[Any, Any, tuple[Any, ...], Mapping[str, Any]], Any]
+"""Function of a torch function, a split tensor and the other arguments; it returns None if it needs all parts."""
+
+
 class SplitTensor(Tensor):
     """Represent a tensor of which this rank has a part."""
 
@@ -50,6 +54,9 @@ class SplitTensor(Tensor):
     remedy: ClassVar[str]
     """Setting that avoids such tensors, for error texts."""
 
+    on_parts: ClassVar[Sequence[tuple[Collection[Any], OnParts]]]
+    """Sets of torch functions, each with what computes their results on this rank's part."""
+
     def gathered(self) -> Tensor:
         """Gather the whole tensor on every rank. This is a collective over :attr:`ranks`."""
         raise NotImplementedError
@@ -61,17 +68,6 @@ class SplitTensor(Tensor):
 
     def detached(self) -> Self:
         """Return the tensor without its history."""
-        raise NotImplementedError
-
-    @classmethod
-    def on_parts(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of ``func``, computed on this rank's part; None if that is not possible.
-
-        Args:
-            func: A torch function.
-            args: Its arguments, of which the first is such a tensor.
-            kwargs: Its keyword arguments.
-        """
         raise NotImplementedError
 
     def whole(self, function: str) -> Tensor:
@@ -99,9 +95,10 @@ class SplitTensor(Tensor):
         if func is Tensor.register_hook:
             return args[0].local.register_hook(*args[1:])
         if args and isinstance(args[0], cls):
-            result = cls.on_parts(func, args, kwargs)
-            if result is not None:
-                return result
+            for functions, compute in cls.on_parts:
+                result = compute(func, args[0], args[1:], kwargs) if func in functions else None
+                if result is not None:
+                    return result
         is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         if func is Tensor.backward or is_in_place or "out" in kwargs:
             raise RuntimeError(

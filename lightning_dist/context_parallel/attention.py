@@ -72,6 +72,8 @@ class SplitAttention:
                 attn_mask = tokens.part(attn_mask, -2, 1)
             return _attend(query, key, value, attn_mask, enable_gqa=enable_gqa, **options)
         self.num_exchanges += 1
+        if attn_mask is not None and is_causal:  # Torch refuses this in its own words.
+            return _attend(query, key, value, attn_mask, is_causal=True, **options)
         if attn_mask is not None:
             attn_mask = self._whole_mask(attn_mask)
         if self._exchanges_heads:

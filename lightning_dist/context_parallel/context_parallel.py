@@ -38,6 +38,11 @@ class ContextParallel(Technique):
         self._group = group
         self._device = torch.device(device_type)
 
+    @property
+    def num_ranks(self) -> int:
+        """Return the number of ranks over which a sequence is split."""
+        return self._group.size()
+
     def attach(self, parallel: Parallel) -> None:
         """Add hooks to the blocks that this rank has, outside of the hooks of inner techniques."""
         self._module, self._units = parallel.module, parallel.units

@@ -41,6 +41,8 @@ class InsideBlock(TorchFunctionMode):
         self.num_positions = 0
         """How often code has numbered the tokens, or has taken a row of a table for each of them."""
 
+    # The exchanges break the graph of a compiled block, and torch cannot trace into a mode.
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func is Tensor.__getitem__:

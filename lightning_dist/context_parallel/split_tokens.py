@@ -11,7 +11,6 @@ whose gradient is multiplied by their number.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -89,16 +88,6 @@ class SplitTokens(SplitTensor):
     def detached(self) -> SplitTokens:
         """Return the tensor without its history."""
         return self.with_local(self.local.detach())
-
-    @classmethod
-    def on_parts(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of ``func``, computed on this rank's tokens; None if that is not possible."""
-        for known, on_parts in _ON_PARTS:
-            if func in known:
-                result = on_parts(func, args[0], args[1:], kwargs)
-                if result is not None:
-                    return result
-        return None
 
 
 def _reshaped(func: Any, value: SplitTokens, args: Any, kwargs: Any) -> SplitTokens | None:
@@ -186,7 +175,7 @@ def _cross_entropy(func: Any, logits: SplitTokens, args: Any, kwargs: Any) -> Te
     return mean
 
 
-_ON_PARTS: tuple[tuple[set[Any], Callable[..., Any]], ...] = (
+SplitTokens.on_parts = (
     ({functional.cross_entropy}, _cross_entropy),
     (RESHAPES, _reshaped),
     (TRANSPOSES, _transposed),

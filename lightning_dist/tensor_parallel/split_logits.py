@@ -7,7 +7,6 @@ each rank's part as well. For any other function the ranks gather the whole logi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -70,16 +69,6 @@ class SplitLogits(SplitTensor):
         """Return the tensor without its history."""
         return SplitLogits(self.local.detach(), self.group, self.split_dim)
 
-    @classmethod
-    def on_parts(cls, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Return the result of ``func``, computed on this rank's part; None if that is not possible."""
-        for known, on_parts in _ON_PARTS:
-            if func in known:
-                result = on_parts(func, args[0], args[1:], kwargs)
-                if result is not None:
-                    return result
-        return None
-
 
 def works_on_parts(func: Any, logits: Tensor, args: Any, kwargs: Any) -> bool:
     """Return whether a function of split logits can probably work on each rank's part; some cases show only in a run.
@@ -99,7 +88,7 @@ def works_on_parts(func: Any, logits: Tensor, args: Any, kwargs: Any) -> bool:
         return not any(isinstance(part, Tensor) for part in index)
     if func in _ELEMENTWISE:
         return all(not isinstance(other, Tensor) or other is logits or other.ndim == 0 for other in args)
-    return any(func in known for known, _ in _ON_PARTS)
+    return any(func in known for known, _ in SplitLogits.on_parts)
 
 
 def _reshaped(func: Any, logits: SplitLogits, args: Any, kwargs: Any) -> SplitLogits | None:
@@ -227,7 +216,7 @@ class _CrossEntropy(torch.autograd.Function):
         return result.to(local.dtype), None, None, None
 
 
-_ON_PARTS: tuple[tuple[set[Any], Any], ...] = (
+SplitLogits.on_parts = (
     ({functional.cross_entropy}, _cross_entropy),
     (RESHAPES, _reshaped),
     (TRANSPOSES, _transposed),

@@ -91,6 +91,9 @@ def warn_of_idle_arguments(config: ParallelConfig, layout: ParallelLayout) -> No
     if layout.num_shards == 1 and (idle := config.for_shards()):
         asked = ", ".join(f"{name}={value!r}" for name, value in idle.items())
         rank_zero_warn(f"{asked} has no effect: dp_shard_size is 1, so that nothing is sharded.")
+    if layout.cp == 1 and config.context_parallel.attention != "auto":
+        asked = f"attention={config.context_parallel.attention!r}"
+        rank_zero_warn(f"{asked} has no effect: cp_size is 1, so that no sequence is split.")
 
 
 def refuse_step_in_backward(config: ParallelConfig, layout: ParallelLayout, trainer: Trainer) -> None:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from lightning_dist import ContextParallelStrategy
+from lightning_dist import ContextParallelStrategy, FullShardStrategy
+from lightning_dist.context_parallel import ContextParallel
 from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
 from tests.distributed.test_tensor_parallel import AtStart, Watching
 from tests.models import CONTEXT, build
@@ -48,6 +49,58 @@ def test_sequences_of_any_length_are_split(pool: WorkerPool, reference_pool: Wor
     expected = reference_pool.run(fit_lengths, 1, None)[0]
     for attention in ("ulysses", "all_gather"):
         assert_same(pool.run(fit_lengths, 4, attention)[0], expected)
+
+
+def fit_compiled(compiles: bool) -> Weights:
+    model = build("example_gpt")  # Its blocks number the tokens themselves.
+    return fit(model, ContextParallelStrategy(2, compile="eager" if compiles else False), max_steps=2)
+
+
+def test_compiled_blocks_compute_the_same(pool: WorkerPool) -> None:
+    assert_same(pool.run(fit_compiled, 4, True)[0], pool.run(fit_compiled, 4, False)[0])
+
+
+def fit_twice(attention: str | None) -> tuple[str, str]:
+    """Fit a model by one strategy and then by others, and return the errors of the latter."""
+    model = build("gpt")
+    fit(model, ContextParallelStrategy(2, attention="all_gather"), max_steps=1)
+    again = ContextParallelStrategy(2, attention="all_gather")
+    other = FullShardStrategy() if attention is None else ContextParallelStrategy(2, attention=attention)
+    return (
+        refused(model, strategy=again, precision="64-true", max_steps=2),
+        refused(model, strategy=other, precision="64-true", max_steps=3),
+    )
+
+
+@pytest.mark.parametrize("attention", [None, "ulysses"])
+def test_a_later_trainer_must_split_sequences_in_the_same_way(pool: WorkerPool, attention: str | None) -> None:
+    for same, other in pool.run(fit_twice, 4, attention):
+        assert same == "no error"
+        assert "with (2, 'all_gather') as cp_size and attention, and cannot be with" in other
+
+
+class Bytes(pl.Callback):
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        technique = trainer.strategy.parallel.get(ContextParallel)
+        self.sent = technique.metrics(1)["comm/cp_mib_per_step"] * 2**20
+
+
+def sent(attention: str) -> float:
+    callback = Bytes()
+    model = build("example_gpt", global_batch_size=4)
+    fit(model, ContextParallelStrategy(4, attention=attention), callbacks=[callback], max_steps=1)
+    return callback.sent
+
+
+def test_a_rank_sends_as_many_bytes_as_the_formulas_say(pool: WorkerPool) -> None:
+    size, hidden = 4, 4 * CONTEXT * 24 * 8  # These are the ranks, and the bytes of the hidden states of all tokens.
+    outside = hidden / size * (size - 1) + 2 * 8 * (size - 1) / size  # The first split's backward; the loss.
+    ulysses = 2 * 8 * hidden / size * (size - 1) / size  # Each of 2 layers exchanges q, k, v and the result, and back.
+    gathers = 2 * 4 * hidden / size * (size - 1)  # Each layer gathers keys and values, and reduces their gradients.
+    for num_bytes in pool.run(sent, 4, "ulysses"):
+        assert num_bytes == pytest.approx(ulysses + outside, rel=1e-6)
+    for num_bytes in pool.run(sent, 4, "all_gather"):
+        assert num_bytes == pytest.approx(gathers + outside, rel=1e-6)
 
 
 class Checkpointed(Llama):

@@ -154,7 +154,8 @@ def refuse_other_config(existing: ParallelModule, config: ParallelConfig, layout
         layout: The sizes of the mesh's axes.
 
     Raises:
-        MisconfigurationException: If the module is cut into other stages, or compresses gradients in another way.
+        MisconfigurationException: If the module is cut into other stages, splits sequences otherwise, or compresses
+            gradients in another way.
         ValueError: If the module runs other modules in float32.
     """
     refuse_other_patterns(existing.module, config.keep_fp32)
@@ -169,6 +170,15 @@ def refuse_other_config(existing: ParallelModule, config: ParallelConfig, layout
                 f"An earlier Trainer has made this {type(existing.module).__name__} parallel with {name}={before},"
                 f" which cannot be changed to {after}. Make a new one, and load the weights from a checkpoint."
             )
+    split = existing.get(ContextParallel)
+    wanted_cp = (layout.cp, config.context_parallel.attention if layout.cp > 1 else "auto")
+    found_cp = (1, "auto") if split is None else (split.num_ranks, split.plan.attention)
+    if wanted_cp[0] != found_cp[0] or wanted_cp[1] not in ("auto", found_cp[1]):
+        raise MisconfigurationException(
+            f"This {type(existing.module).__name__} is made parallel by an earlier Trainer with {found_cp} as cp_size"
+            f" and attention, and cannot be with {wanted_cp} as well. Make a new one, and load the weights from a"
+            " checkpoint."
+        )
     pipeline = existing.get(Pipeline)
     was = None if pipeline is None else pipeline.config
     is_cut = layout.pp > 1 and any(True for _ in existing.module.parameters())
