@@ -29,13 +29,14 @@ from lightning.pytorch.plugins.precision import (
     Precision,
     TransformerEnginePrecision,
 )
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 
 from lightning_dist.plugins.precision.float8 import Float8Precision
 from lightning_dist.plugins.precision.mesh_precision import MeshPrecision
 from lightning_dist.sharding import WrapShard
 
-__all__ = ["PrecisionPolicy", "check_reduce_dtype", "precision_policy"]
+__all__ = ["PrecisionPolicy", "check_reduce_dtype", "precision_policy", "refuse_uncomputable"]
 
 _REFUSED: dict[type[Precision], str] = {
     BitsandbytesPrecision: (
@@ -81,6 +82,30 @@ def check_reduce_dtype(reduce_dtype: object) -> None:
         meant = meant or str(reduce_dtype).removeprefix("torch.")
         hint = f"; did you mean {meant!r}?" if meant in _DTYPES else "."
         raise ValueError(f"reduce_dtype={reduce_dtype!r} must be one of {', '.join(map(repr, _DTYPES))}, or None{hint}")
+
+
+def refuse_uncomputable(policy: PrecisionPolicy, precision: str, device: torch.device) -> None:
+    """Refuse dtypes that ``device`` cannot compute in, such as float64 on Apple's GPUs, by trying a small product.
+
+    Args:
+        policy: The dtypes of sharding.
+        precision: Lightning's name of the precision.
+        device: The device of this rank, which may be initialised now.
+
+    Raises:
+        MisconfigurationException: If the device cannot multiply matrices in one of the dtypes.
+    """
+    dtypes = [torch.float64] if precision == "64-true" else [policy.param_dtype, policy.reduce_dtype]
+    for dtype in filter(None, dtypes):
+        try:
+            ones = torch.ones(2, 2, dtype=dtype, device=device)
+            ones @ ones
+        except (RuntimeError, TypeError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise MisconfigurationException(
+                f"precision={precision!r}: the device {device.type!r} cannot compute in"
+                f" {str(dtype).removeprefix('torch.')} ({reason}). Use precision='32-true', or another accelerator."
+            ) from error
 
 
 def precision_policy(plugin: Precision, reduce_dtype: str | None = None) -> PrecisionPolicy:

@@ -38,6 +38,7 @@ from lightning_dist.plugins.precision import (
     agree_on_overflows,
     check_reduce_dtype,
     precision_policy,
+    refuse_uncomputable,
     use_precision_again,
 )
 from lightning_dist.plugins.strategies.activations import CheckpointingArgument, checkpointing_mode
@@ -318,11 +319,12 @@ class MeshStrategy(CheckpointedStrategy):
             self.layer_sync.apply(module)
         if isinstance(self.precision_plugin, Float8Precision):
             self.precision_plugin.prepare(self.root_device, self.layout)
+        policy = self.precision_policy
+        refuse_uncomputable(policy, str(self.precision_plugin.precision), self.root_device)
         is_deferred = any(is_uninitialized(param) for param in module.parameters())
         with deferred_init(self.root_device) if is_deferred else nullcontext():
             self.precision_plugin.convert_module(module)
         self._move_to_device(module)
-        policy = self.precision_policy
         sharding = replace(
             self._config.sharding,
             param_dtype=policy.param_dtype,

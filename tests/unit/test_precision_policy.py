@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import BitsandbytesPrecision, FSDPPreci
 from lightning.pytorch.strategies import StrategyRegistry
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_dist.plugins.precision import precision_policy
+from lightning_dist.plugins.precision import PrecisionPolicy, precision_policy, refuse_uncomputable
 
 STRATEGIES = [
     "context_parallel",
@@ -67,6 +67,16 @@ def test_bitsandbytes_is_refused_by_every_strategy(strategy: str) -> None:
     """Lightning's Trainer itself refuses the plugin on a CPU, so that the strategy is asked directly."""
     with pytest.raises(ValueError, match=r"^Quantized stores weights in quantized form, .* use precision='bf16-true'"):
         StrategyRegistry.get(strategy).precision_plugin = Quantized()
+
+
+def test_a_dtype_that_the_device_cannot_compute_is_refused() -> None:
+    cpu = torch.device("cpu")
+    for precision in ("64-true", "bf16-mixed", "16-mixed"):
+        policy = PrecisionPolicy(torch.bfloat16 if precision == "bf16-mixed" else torch.float16, torch.float32)
+        refuse_uncomputable(policy, precision, cpu)
+    with pytest.raises(MisconfigurationException, match=r"the device .cpu. cannot compute in") as error:
+        refuse_uncomputable(PrecisionPolicy(torch.float8_e8m0fnu), "bf16-true", cpu)
+    assert "float8_e8m0fnu" in str(error.value) and "Use precision='32-true'" in str(error.value)
 
 
 def test_plugins_of_other_strategies_are_refused_by_name() -> None:
