@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
+from tests.docs.pictures import FOLDER, LAYOUTS, layout_picture
 from tests.launched import ROOT
 from tests.pool import WorkerPool
 
@@ -21,3 +24,9 @@ def test_the_pages_are_built_without_a_warning(own_pool: WorkerPool, tmp_path: P
     reference = (tmp_path / "api/strategies.html").read_text()
     assert "zero_stage" in reference
     assert ":class:" not in reference
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_the_pictures_of_layouts_show_what_the_strategies_choose(name: str) -> None:
+    stored = (FOLDER / f"layout_{name}.svg").read_text()
+    assert stored == layout_picture(name), "run python -m tests.docs.pictures layouts"
