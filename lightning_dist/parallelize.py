@@ -32,6 +32,7 @@ from lightning_dist.sharding import Sharding, ShardingConfig
 from lightning_dist.step_in_backward import StepInBackward
 from lightning_dist.technique import Technique
 from lightning_dist.tensor_parallel import TensorParallel, TensorParallelConfig, find_plan, resolve_plan
+from lightning_dist.tiling import Tiling, TilingConfig, find_tiling_plan
 from lightning_dist.units import MIN_NUM_PARAMS, Unit, find_units
 
 __all__ = ["ParallelConfig", "parallelize"]
@@ -51,6 +52,7 @@ class ParallelConfig:
         check_replicas_every_n_steps: Number of optimizer steps after which replicas are compared; None: never.
         tensor_parallel: Options of the splitting of layers over ``tp``.
         context_parallel: Options of the splitting of sequences over ``cp``.
+        tiling: What is computed a few tokens at a time.
         pipeline: Options of the pipeline; None: the module is not cut into stages.
         compression: Options of the compression of gradients; None: they are not compressed.
         sync: How replicas that train on their own are synchronized; None: they reduce their gradients in every step.
@@ -67,6 +69,7 @@ class ParallelConfig:
     check_replicas_every_n_steps: int | None = None
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     context_parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
+    tiling: TilingConfig = field(default_factory=TilingConfig)
     pipeline: PipelineConfig | None = None
     compression: CompressionConfig | None = None
     sync: SyncConfig | None = None
@@ -174,6 +177,9 @@ def _techniques(
         keeps_split = layout.tp == 1 and config.pipeline is None  # These split logits, and pass on outputs, themselves.
         sequence_plan = find_context_plan(module, units, config.context_parallel, context, device, keeps_split)
         techniques.append(ContextParallel(sequence_plan, context, mesh.device_type))
+    if config.tiling:
+        tiling_plan = find_tiling_plan(module, units, config.tiling, torch.device(mesh.device_type))
+        techniques.append(Tiling(config.tiling, tiling_plan))
     if layout.tp > 1:
         plan = find_plan(module, units, config.tensor_parallel, layout.get_mesh(mesh, "tp"), layout.num_shards)
         techniques.append(TensorParallel(module, plan, layout.get_mesh(mesh, "tp"), layout.num_shards))

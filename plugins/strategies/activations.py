@@ -1,4 +1,4 @@
-"""Turn the argument ``activation_checkpointing`` of a strategy into the engine's configuration."""
+"""Turn the arguments of a strategy about the memory of activations into the engine's configuration."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from typing import get_args
 
 from lightning_dist.activation_checkpointing import CheckpointingMode, Kind
+from lightning_dist.layout import ParallelLayout
+from lightning_dist.tiling import TilingConfig
 
-__all__ = ["CheckpointingArgument", "checkpointing_mode"]
+__all__ = ["CheckpointingArgument", "checkpointing_mode", "refuse_tiling", "tiling_config"]
 
 CheckpointingArgument = bool | str | dict[str, float]
 """Whether activations are computed again, or the name of a mode, or a mode with its number."""
@@ -40,3 +42,33 @@ def checkpointing_mode(value: bool | str | Mapping[str, float]) -> Checkpointing
         " 'none'), {'every': k} with a number of blocks k of at least 1, or {'budget': b} with the fraction b of the"
         " activations that is kept, between 0 and 1."
     )
+
+
+def tiling_config(tiled_mlp: int | None, tiled_loss: int | None) -> TilingConfig:
+    """Return what the arguments ``tiled_mlp`` and ``tiled_loss`` of a strategy ask for.
+
+    Args:
+        tiled_mlp: Number of tokens that MLPs compute at a time; None: all.
+        tiled_loss: Number of tokens for which logits and loss are computed at a time; None: all.
+
+    Raises:
+        ValueError: If a number is not a positive integer.
+    """
+    return TilingConfig(tiled_mlp, tiled_loss)
+
+
+def refuse_tiling(config: TilingConfig, layout: ParallelLayout, strategy_name: str) -> None:
+    """Refuse tiles where layers are split, because such layers exchange tokens, or logits, by themselves.
+
+    Raises:
+        ValueError: If both are asked for.
+    """
+    for name, size, instead in (
+        ("tiled_mlp", config.mlp, "sequence_parallel"),
+        ("tiled_loss", config.loss, "loss_parallel"),
+    ):
+        if size is not None and layout.tp > 1:
+            raise ValueError(
+                f"{strategy_name} with {name}={size} and tp_size={layout.tp}: layers that are split over ranks do not"
+                f" work tile by tile. Use tp_size=1, or leave {name} out: {instead} splits the same tensors over tp."
+            )

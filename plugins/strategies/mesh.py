@@ -19,7 +19,12 @@ from lightning_dist.parallelize import ParallelConfig
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.callbacks import FaultTolerance
 from lightning_dist.plugins.precision import MeshPrecision
-from lightning_dist.plugins.strategies.activations import CheckpointingArgument, checkpointing_mode
+from lightning_dist.plugins.strategies.activations import (
+    CheckpointingArgument,
+    checkpointing_mode,
+    refuse_tiling,
+    tiling_config,
+)
 from lightning_dist.plugins.strategies.checkpointed import AFTER_ERROR_S
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
 from lightning_dist.plugins.strategies.checks import (
@@ -78,6 +83,10 @@ class MeshStrategy(SteppingStrategy):
             attention and of every second matrix product; the others are computed again. ``{"every": k}``: those of all
             but every ``k``-th block. ``{"budget": b}``: those of so many blocks that the fraction ``b`` of the
             activations is kept. ``"offload"``: all of them, in the memory of the CPU.
+        tiled_mlp: Number of tokens of a sequence that the MLPs of blocks compute at a time, and again in the backward,
+            so that long sequences take less memory. None: all tokens at once.
+        tiled_loss: Number of tokens of a sequence for which logits and ``F.cross_entropy`` are computed at a time, and
+            again in the backward, so that logits are never whole. None: all tokens at once.
         compile: Whether each block is compiled by ``torch.compile``; a string names the backend.
         direct_collectives: Whether to all-gather and reduce-scatter in one round, in which each rank exchanges data
             with every other one. None: if the backend is gloo, whose own collectives take more rounds or more bytes.
@@ -114,6 +123,8 @@ class MeshStrategy(SteppingStrategy):
         reshard_after_forward: bool | int = True,
         reduce_dtype: str | None = None,
         activation_checkpointing: CheckpointingArgument = False,
+        tiled_mlp: int | None = None,
+        tiled_loss: int | None = None,
         compile: bool | str = False,
         direct_collectives: bool | None = None,
         check_replicas_every_n_steps: int | None = None,
@@ -136,6 +147,7 @@ class MeshStrategy(SteppingStrategy):
             min_num_params=min_num_params,
             sharding=ShardingConfig(reshard_after_forward=reshard_after_forward, direct_collectives=direct_collectives),
             activation_checkpointing=checkpointing_mode(activation_checkpointing),
+            tiling=tiling_config(tiled_mlp, tiled_loss),
             compile_backend="inductor" if compile is True else compile or None,
             check_replicas_every_n_steps=check_replicas_every_n_steps,
             compression=compression_config(compression),
@@ -161,6 +173,7 @@ class MeshStrategy(SteppingStrategy):
         if isinstance(self.precision_plugin, MeshPrecision):
             self.precision_plugin.use_device(self.root_device.type)
         refuse_compression(self._config, self.layout, self.precision_plugin, self.strategy_name)
+        refuse_tiling(self._config.tiling, self.layout, self.strategy_name)
         refuse_offload(self._config.offload, self.layout, self.precision_plugin, self.strategy_name)
 
     @override

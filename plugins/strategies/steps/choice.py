@@ -26,6 +26,7 @@ from lightning_dist.plugins.strategies.steps.pipelined import PipelinedSteps
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
 from lightning_dist.plugins.strategies.steps.whole import WholeSteps
 from lightning_dist.tensor_parallel import TensorParallel, TensorParallelConfig
+from lightning_dist.tiling import Tiling, TilingConfig
 
 __all__ = ["complete_config", "make_steps", "refuse_other_config"]
 
@@ -68,6 +69,7 @@ def complete_config(
         config,
         tensor_parallel=_tensor_parallel(config.tensor_parallel, layout, module, trainer, copied),
         context_parallel=_context_parallel(config.context_parallel, layout, module, trainer, copied),
+        tiling=_tiling(config.tiling, module, trainer, copied),
         pipeline=None if config.pipeline is None else _pipeline(config.pipeline, layout, module, trainer, tracing),
     )
 
@@ -101,6 +103,19 @@ def _context_parallel(
     if split is not None:
         return replace(config, planned=split.plan)
     if layout.cp == 1:
+        return config
+    step, why_not = example_step(module, trainer)
+    return replace(config, step=step, why_no_step=why_not)
+
+
+def _tiling(
+    config: TilingConfig, module: LightningModule, trainer: Trainer, copied: ParallelModule | None
+) -> TilingConfig:
+    """Return ``config`` with the plan of the module that ``module`` is a copy of, or with a step to find a plan by."""
+    tiling = None if copied is None else copied.get(Tiling)
+    if tiling is not None:
+        return replace(config, planned=tiling.plan)
+    if not config:
         return config
     step, why_not = example_step(module, trainer)
     return replace(config, step=step, why_no_step=why_not)
@@ -178,6 +193,15 @@ def refuse_other_config(existing: ParallelModule, config: ParallelConfig, layout
             f"This {type(existing.module).__name__} is made parallel by an earlier Trainer with {found_cp} as cp_size"
             f" and attention, and cannot be with {wanted_cp} as well. Make a new one, and load the weights from a"
             " checkpoint."
+        )
+    tiling = existing.get(Tiling)
+    found_tiles = (None, None) if tiling is None else (tiling.config.mlp, tiling.config.loss)
+    wanted_tiles = (config.tiling.mlp, config.tiling.loss)
+    if found_tiles != wanted_tiles:
+        raise MisconfigurationException(
+            f"This {type(existing.module).__name__} is made parallel by an earlier Trainer with {found_tiles} as"
+            f" tiled_mlp and tiled_loss, and cannot be with {wanted_tiles} as well. Make a new one, and load the"
+            " weights from a checkpoint."
         )
     pipeline = existing.get(Pipeline)
     was = None if pipeline is None else pipeline.config

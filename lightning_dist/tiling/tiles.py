@@ -1,0 +1,60 @@
+"""Run a function on a few tokens at a time, and again in the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from lightning_dist._compat import tree_leaves, tree_map
+
+__all__ = ["on_tile", "ranges", "tiled"]
+
+TOKENS = -2
+"""The dimension of the tokens in the input and in the output of a module that is tiled."""
+
+
+def on_tile(function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function``; if gradients are needed, keep only ``args``, and call it again in the backward.
+
+    Random numbers, autocast and the results are the same in both calls.
+    """
+    if torch.is_grad_enabled():
+        return checkpoint(function, *args, use_reentrant=False)
+    return function(*args)
+
+
+def ranges(length: int, size: int) -> Iterator[tuple[int, int]]:
+    """Yield the first token and the number of tokens of each tile of at most ``size`` of ``length`` tokens."""
+    for start in range(0, length, size):
+        yield start, min(size, length - start)
+
+
+def tiled(forward: Callable[..., Tensor], size: int) -> Callable[..., Tensor]:
+    """Return a function that computes what ``forward`` does, tile by tile.
+
+    Args:
+        forward: Forward of a module that computes token by token, with one tensor among its arguments, of shape
+            ``(..., tokens, features)``.
+        size: Number of tokens of a tile.
+    """
+
+    @wraps(forward)
+    def run(*args: Any, **kwargs: Any) -> Tensor:
+        (given,) = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        if given.size(TOKENS) <= size:
+            return forward(*args, **kwargs)
+
+        def compute(tile: Tensor) -> Tensor:
+            own = tile.contiguous()  # Modules may take views of their input.
+            some_args, some_kwargs = tree_map(lambda leaf: own if leaf is given else leaf, (args, kwargs))
+            return forward(*some_args, **some_kwargs)
+
+        tiles = ranges(given.size(TOKENS), size)
+        return torch.cat([on_tile(compute, given.narrow(TOKENS, *tile)) for tile in tiles], TOKENS)
+
+    return run
