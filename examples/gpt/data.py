@@ -55,6 +55,8 @@ class TextDataModule(LightningDataModule):
         global_batch_size: Number of windows in one step over all ranks; each window is on one rank.
         val_fraction: Fraction to hold out, between 0 and 1: of the files, or of the bytes of a single file.
         max_bytes: Greatest number of bytes to read in total.
+        min_file_bytes: Number of bytes that a file must have to be read; with ``context``, most windows are then parts
+            of one file.
         num_workers: Number of DataLoader workers on each rank.
     """
 
@@ -66,6 +68,7 @@ class TextDataModule(LightningDataModule):
         global_batch_size: int = 32,
         val_fraction: float = 0.05,
         max_bytes: int = 8_000_000,
+        min_file_bytes: int = 0,
         num_workers: int = 0,
     ) -> None:
         super().__init__()
@@ -78,6 +81,7 @@ class TextDataModule(LightningDataModule):
         self.global_batch_size = global_batch_size
         self.val_fraction = val_fraction
         self.max_bytes = max_bytes
+        self.min_file_bytes = min_file_bytes
         self.num_workers = num_workers
 
     def setup(self, stage: str) -> None:
@@ -178,7 +182,13 @@ class TextDataModule(LightningDataModule):
         if not root.is_dir():
             raise FileNotFoundError(f"path={self.path!r} does not exist: name a folder or a file of text.")
         leave_out = NOT_LIBRARY if self.path is None else set()
-        files = sorted({file for file in _glob(root, self.pattern, leave_out) if file.is_file()})
+        found = {file for file in _glob(root, self.pattern, leave_out) if file.is_file()}
+        files = sorted(file for file in found if file.stat().st_size >= self.min_file_bytes)
+        if found and not files:
+            raise FileNotFoundError(
+                f"min_file_bytes={self.min_file_bytes}: none of the {len(found)} files under {str(root)!r} is as long."
+                f" Lower it, or name another path."
+            )
         if not files:
             raise FileNotFoundError(
                 f"pattern={self.pattern!r} matches no file under {str(root)!r}: name another path, or a pattern such "

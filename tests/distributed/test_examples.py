@@ -91,6 +91,31 @@ def test_the_gpt_example_has_the_same_losses_under_every_strategy(pool: WorkerPo
         assert {"perf/step_ms", "perf/tokens_per_s", "memory/peak_mib"} <= metrics.keys()
 
 
+SHORT_CONTEXT = [
+    "--trainer.accelerator=cpu", "--trainer.max_steps=6", "--trainer.val_check_interval=3",
+    "--trainer.limit_val_batches=1", "--trainer.log_every_n_steps=2", "--trainer.enable_progress_bar=false",
+    "--data.init_args.max_bytes=400000", "--data.init_args.val_fraction=0.2", "--data.init_args.context=512",
+    "--model.init_args.dim=32", "--model.init_args.num_layers=2", "--model.init_args.warmup_steps=2",
+]  # fmt: skip
+OVERLAYS = {"single": 1, "full_shard": 2, "context_parallel": 2, "tiled": 2}
+
+
+def test_the_example_of_long_sequences_has_the_same_losses_under_every_strategy(
+    pool: WorkerPool, mlflow_folder: Path
+) -> None:
+    sizes = {"tiled": ["--trainer.strategy.tiled_mlp=100", "--trainer.strategy.tiled_loss=100"]}
+    for overlay, num_ranks in OVERLAYS.items():
+        flags = [*SHORT_CONTEXT, f"--trainer.devices={num_ranks}", *sizes.get(overlay, [])]
+        assert pool.run(fit_on_rank, num_ranks, mlflow_folder, [f"long_context/{overlay}"], flags) == [0] * num_ranks
+    runs = curves(mlflow_folder)
+    assert sorted(runs) == sorted(OVERLAYS)
+    for metric, num_points in (("train/loss", 3), ("val/loss", 2)):
+        reference = runs["single"][metric]
+        assert len(reference) == num_points
+        for name, metrics in runs.items():
+            assert metrics[metric] == pytest.approx(reference, abs=1e-4), name
+
+
 def test_the_vision_example_learns_to_recognize_digits(pool: WorkerPool, mlflow_folder: Path) -> None:
     flags = ["--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
     sizes = ["--trainer.strategy.dp_replicate_size=1", "--trainer.strategy.dp_shard_size=2"]
