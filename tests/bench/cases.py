@@ -38,7 +38,7 @@ __all__ = ["CASES", "Case", "NotMeasuredError", "Result", "Settings", "measure"]
 
 
 Kind = Literal[
-    "step", "large_step", "wide_step", "half_wide_step",
+    "step", "large_step", "wide_step", "half_wide_step", "long_step",
     "startup", "memory", "heap", "stall", "write", "load", "traffic",
 ]  # fmt: skip
 """Kinds of comparisons, which :class:`Case` describes."""
@@ -53,6 +53,7 @@ class Case:
     - ``step``: ratio of the milliseconds of a training step.
     - ``large_step``: the same with a model 17 times as large, where the constant costs of a step weigh less.
     - ``wide_step`` and ``half_wide_step``: the same with a model of width 512, and 2,048 or 1,024 tokens in a step.
+    - ``long_step``: the same with two sequences of 1,024 tokens in a step.
     - ``startup``: difference of the seconds until the first step.
     - ``memory``: ratio of the peaks of a rank's resident MiB. Freed memory goes back to the system, so that the peak is
       the memory that was in use at the same time.
@@ -137,6 +138,9 @@ CASES = [
     Case("step", 4, "hybrid_2x2", "deepspeed_3"),
     Case("step", 2, "tensor_parallel", "by_hand_tp", SAME_COMMUNICATION),
     Case("step", 4, "tensor_parallel", "by_hand_tp", SAME_COMMUNICATION),
+    Case("long_step", 2, "context_parallel", "by_hand_cp", SAME_COMMUNICATION),
+    Case("long_step", 2, "context_parallel_all_gather", "by_hand_cp"),
+    Case("long_step", 2, "context_parallel", "full_shard"),
     Case("step", 2, "pipeline_1f1b", "by_hand_1f1b", SAME_COMMUNICATION),
     Case("step", 2, "pipeline_gpipe", "by_hand_gpipe", SAME_COMMUNICATION),
     Case("large_step", 2, "pipeline_1f1b", "by_hand_1f1b", SAME_COMMUNICATION),
@@ -175,6 +179,7 @@ class Settings:
         large_model: Model for memory and large steps. It is so large that weights, gradients and optimizer state make
             up most of the memory, rather than the interpreter.
         wide_model: Model for wide steps, whose matrix products are large enough that a faster dtype pays.
+        long_model: Model for long steps, with long sequences.
         saved_model: Model for checkpoints, which have 512 MiB of weights and optimizer state.
         sent_model: Model for traffic; its number of heads is divisible by the number of ranks that a layer is split
             over.
@@ -187,6 +192,7 @@ class Settings:
     model: Workload
     large_model: Workload
     wide_model: Workload
+    long_model: Workload
     saved_model: Workload
     sent_model: Workload
     step: Pace
@@ -201,6 +207,7 @@ class Settings:
             model=Workload(),
             large_model=Workload(dim=512, num_layers=10, num_heads=8, global_batch_size=4),
             wide_model=Workload(dim=512, num_heads=8),
+            long_model=Workload(context=1024, global_batch_size=2),
             saved_model=Workload(dim=576, num_layers=11, num_heads=8, global_batch_size=4),
             sent_model=Workload(num_heads=4),
             step=Pace(min_pairs=40, max_width=0.04, max_seconds=60 * minutes),
@@ -219,6 +226,7 @@ class Settings:
             model=tiny,
             large_model=tiny,
             wide_model=tiny,
+            long_model=replace(tiny, context=64, global_batch_size=2),
             saved_model=tiny,
             sent_model=replace(tiny, num_heads=4),
             step=few,
@@ -278,6 +286,7 @@ def measure(case: Case, settings: Settings) -> Result:
         "large_step": _measure_steps,
         "wide_step": _measure_steps,
         "half_wide_step": _measure_steps,
+        "long_step": _measure_steps,
         "startup": _measure_startup,
         "memory": _measure_memory,
         "heap": _measure_memory,
@@ -292,6 +301,8 @@ def _measure_steps(case: Case, settings: Settings) -> Result:
         model = replace(settings.large_model, global_batch_size=settings.model.global_batch_size // 2)
     if case.kind in ("wide_step", "half_wide_step"):
         model = settings.wide_model
+    if case.kind == "long_step":
+        model = settings.long_model
     if case.kind == "half_wide_step":
         model = replace(model, global_batch_size=model.global_batch_size // 2)
     half = replace(pace, max_seconds=pace.max_seconds / 2)

@@ -255,7 +255,9 @@ def compare_steps(
     for training in trainings:
         training.finish()
     for step, tolerance in loss_tolerance.items():
-        our_loss, their_loss = (training.losses[min(step, len(training.losses) - 1)] for training in trainings)
+        losses = torch.tensor([training.losses[min(step, len(training.losses) - 1)] for training in trainings])
+        dist.all_reduce(losses)  # Ranks may have other parts of the batch on one side than on the other.
+        our_loss, their_loss = (losses / dist.get_world_size()).tolist()
         assert abs(our_loss - their_loss) <= tolerance, (
             f"the runs have different losses at step {step}, {our_loss:.6f} and {their_loss:.6f}: they do not do the"
             " same work"

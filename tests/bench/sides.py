@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from examples.gpt.model import GPT, GPTModule
 from lightning_dist import (
+    ContextParallelStrategy,
     DataParallelStrategy,
     FullShardStrategy,
     HybridShardStrategy,
@@ -30,7 +31,7 @@ from lightning_dist import (
 )
 from lightning_dist.compression import COMPRESSORS, DiLoCo, PowerSGD, SyncMethod
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
-from tests.bench import handwritten, handwritten_pp, handwritten_tp
+from tests.bench import handwritten, handwritten_cp, handwritten_pp, handwritten_tp
 from tests.bench.harness import EndStep
 from tests.bench.workload import Workload
 
@@ -83,6 +84,8 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], type[GPTModule]]] = {
     "hybrid_2x2": (partial(HybridShardStrategy, 2, 2), UnloggedGPT),
     "tensor_parallel": (partial(TensorParallelStrategy, 2), UnloggedGPT),
     "tensor_parallel_4": (partial(TensorParallelStrategy, 4), UnloggedGPT),
+    "context_parallel": (partial(ContextParallelStrategy, 2), UnloggedGPT),
+    "context_parallel_all_gather": (partial(ContextParallelStrategy, 2, attention="all_gather"), UnloggedGPT),
     "pipeline_1f1b": (partial(_pipeline, "1f1b"), UnloggedGPT),
     "pipeline_gpipe": (partial(_pipeline, "gpipe"), UnloggedGPT),
     "model_parallel": (_model_parallel, SelfShardingGPT),
@@ -154,6 +157,7 @@ SIDES: dict[str, Callable[[Workload, EndStep], None]] = {
     "by_hand_2x1": partial(handwritten.train, dp_replicate_size=2, two_shot=True),
     "by_hand_2x2": partial(handwritten.train, dp_replicate_size=2, two_shot=True),
     "by_hand_tp": handwritten_tp.train,
+    "by_hand_cp": handwritten_cp.train,
     "by_hand_1f1b": partial(handwritten_pp.train, schedule_class=Schedule1F1B),
     "by_hand_gpipe": partial(handwritten_pp.train, schedule_class=ScheduleGPipe),
     **{f"deepspeed_{stage}": partial(deepspeed_zero, stage) for stage in (1, 2, 3)},
