@@ -319,7 +319,8 @@ class TensorParallel(Technique):
 
     def gradients_left(self) -> list[str]:
         """Return the names of the parameters that did not get the gradient of their part on this rank."""
-        return self._parts.gradients_left(self._root)
+        left = self._parts.gradients_left()
+        return [name for name, _, whole in self.copies() if whole in left] if left else []
 
     def _leave_forward(self, module: nn.Module) -> None:
         """Undo :meth:`_enter_forward`."""

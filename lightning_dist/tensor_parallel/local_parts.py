@@ -101,10 +101,9 @@ class LocalParts:
         for whole, part in self._parts.items():
             yield part, whole
 
-    def gradients_left(self, root: nn.Module) -> list[str]:
-        """Return the names of the parameters of ``root`` whose part has a gradient that was not passed on to them."""
-        left = {id(part) for part in self._parts.values() if part.grad is not None}
-        return [name for name, param in root.named_parameters() if id(param) in left] if left else []
+    def gradients_left(self) -> set[nn.Parameter]:
+        """Return the parameters whose part has a gradient that was not passed on to them, such as one set by hand."""
+        return {whole for whole, part in self._parts.items() if part.grad is not None}
 
 
 @torch.no_grad()

@@ -14,7 +14,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 from tests.behaviour.case import STRATEGIES, Case
 from tests.behaviour.matrix import ALL, Cell, Matrix, columns_in_turn, load_cases
-from tests.behaviour.table import write_table
+from tests.behaviour.results import Results
+from tests.behaviour.table import tables, write_tables
 from tests.pool import WorkerPool, fork_server
 
 
@@ -30,7 +31,11 @@ def main() -> int:
     )
     parser.add_argument("--all", action="store_true", help="run every case under every strategy of the table")
     parser.add_argument("--jobs", type=int, default=2, help="number of cases that run at the same time")
-    parser.add_argument("--write", type=Path, help="file whose generated section is replaced by the table")
+    parser.add_argument(
+        "--write",
+        type=Path,
+        help="file whose generated section is replaced by the tables of all results, these and earlier ones",
+    )
     parser.add_argument("--list", action="store_true", help="list the cases and run nothing")
     options = parser.parse_args()
     patterns = options.cases.split(",")
@@ -80,7 +85,12 @@ def main() -> int:
     counts = {outcome: sum(cell.outcome == outcome for cell in all_cells) for outcome in {c.outcome for c in all_cells}}
     print(f"{len(results)} cases, {len(all_cells)} cells in {time.monotonic() - start:.0f} s: {counts}")
     if options.write:
-        write_table(options.write, [load_cases()[name] for name in results], results)
+        stored = Results.read()
+        stored.update(results, load_cases())
+        stored.write()
+        write_tables(
+            options.write, tables([case for name, case in load_cases().items() if name in stored.cells], stored.cells)
+        )
     return 1 if bad else 0
 
 

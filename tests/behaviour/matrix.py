@@ -19,6 +19,7 @@ import numpy as np
 
 from tests.behaviour import cases as case_modules
 from tests.behaviour.case import CASES, REFERENCES, STRATEGIES, Case, Layout, Run, quiet
+from tests.behaviour.subjects import shown_cases
 from tests.pool import RankFailed, WorkerPool
 
 __all__ = ["ALL", "Cell", "Matrix", "columns_in_turn", "load_cases"]
@@ -74,13 +75,17 @@ _TURNS: tuple[tuple[str, ...], ...] = (
     ("full", "pp"),
     ("tp", "nd"),
 )
-"""Columns under which the cases of the other areas run: each case takes the next entry, and starts over at the end."""
+"""Columns under which the other cases run, unless they show a subject (see ``subjects.py``), which all columns need.
+
+Each case takes the next entry, and starts over at the end.
+"""
 
 
 def columns_in_turn(cases: Iterable[Case]) -> dict[str, tuple[str, ...]]:
     """Return the columns that each case runs under, chosen so that all cases take at most 40 minutes on two cores."""
-    turns = cycle(_TURNS)
-    return {case.name: ALL if case.area in IN_ALL_COLUMNS else next(turns) for case in cases}
+    cases, turns = list(cases), cycle(_TURNS)
+    shown = set(shown_cases(case.name for case in cases))
+    return {case.name: ALL if case.area in IN_ALL_COLUMNS or case.name in shown else next(turns) for case in cases}
 
 
 def load_cases() -> dict[str, Case]:

@@ -155,7 +155,8 @@ def _fit(case: Case, chunks: int) -> Outcome:
     return Outcome(
         recorder.gradients,
         {name: weight.numpy() for name, weight in whole_parameters(model).items()},
-        {name: buffer.double().numpy() for name, buffer in model.named_buffers()},
+        # Buffers of other stages are on the meta device.
+        {name: buffer.double().numpy() for name, buffer in model.named_buffers() if not buffer.is_meta},
     )
 
 

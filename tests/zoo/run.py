@@ -19,13 +19,19 @@ from torch.utils.data import DataLoader
 
 import lightning_dist
 import lightning_dist.plugins
-from lightning_dist import FullShardStrategy, NDParallelStrategy, PipelineParallelStrategy, TensorParallelStrategy
+from lightning_dist import (
+    ContextParallelStrategy,
+    FullShardStrategy,
+    NDParallelStrategy,
+    PipelineParallelStrategy,
+    TensorParallelStrategy,
+)
 from lightning_dist.parity import whole_gradients, whole_parameters
 from tests.zoo.families import FAMILIES
 from tests.zoo.family import BATCH_SIZE, Batch, Family
 from tests.zoo.float64 import float64_throughout
 
-__all__ = ["CRASHED", "PIPELINES", "REFUSED", "STRATEGIES", "WORLD_SIZES", "Outcome", "run"]
+__all__ = ["CRASHED", "REFUSED", "STRATEGIES", "WORLD_SIZES", "Outcome", "run"]
 
 REFUSED, CRASHED = "refused at start", "crashed"
 """Possible beginnings of the text of a :class:`FitError`."""
@@ -41,9 +47,16 @@ STRATEGIES = {
     "tensor_parallel": lambda: TensorParallelStrategy(2),
     "pipeline_parallel": lambda: PipelineParallelStrategy(2, num_microbatches=NUM_PARTS),
     "nd_parallel": lambda: NDParallelStrategy(pp_size=2, tp_size=2, num_microbatches=NUM_PARTS),
+    "context_parallel": lambda: ContextParallelStrategy(2),
 }
-WORLD_SIZES = {"full_shard": 2, "tensor_parallel": 2, "pipeline_parallel": 2, "nd_parallel": 4}
-PIPELINES = ("pipeline_parallel", "nd_parallel")
+WORLD_SIZES = {
+    "full_shard": 2,
+    "tensor_parallel": 2,
+    "pipeline_parallel": 2,
+    "nd_parallel": 4,
+    "context_parallel": 2,
+}
+_PIPELINES = ("pipeline_parallel", "nd_parallel")
 
 
 @dataclass
@@ -149,7 +162,7 @@ def run(name: str, strategy: str | None) -> Outcome:
     """
     for logger in ("lightning.pytorch", "transformers"):
         logging.getLogger(logger).setLevel(logging.ERROR)
-    is_joined = strategy in PIPELINES
+    is_joined = strategy in _PIPELINES
     # Every rank draws different weights, since the strategy must broadcast those of rank 0.
     cls = PackedModule if FAMILIES[name].packed else ZooModule
     module = cls(FAMILIES[name], seed=int(os.environ["RANK"]), is_joined=is_joined)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from tests.zoo.compare import TOLERANCE, Cell
@@ -37,8 +37,9 @@ def markdown(rows: Mapping[str, Row], families: Mapping[str, Family], versions: 
         "",
         "Tiny models with random weights, trained for two steps in float64. `equal`: losses, every gradient of the"
         f" first step and every weight after the last are those of one process, to {TOLERANCE:.0e} of their norm."
-        " `pipeline_parallel` has two stages and two microbatches, `tensor_parallel` two ranks, `nd_parallel` two"
-        " stages of two ranks. The last column is the fraction of the parameters that `tensor_parallel` splits."
+        " `pipeline_parallel` has two stages and two microbatches, `tensor_parallel` and `context_parallel` have two"
+        " ranks, `nd_parallel` has two stages of two ranks. Numbers after `refused` are those of the reasons below the"
+        " table. The last column is the fraction of the parameters that `tensor_parallel` splits."
         f" {versions}; run `make zoo` to compare them again.",
         "",
         f"{summary(rows)}.",
@@ -46,19 +47,19 @@ def markdown(rows: Mapping[str, Row], families: Mapping[str, Family], versions: 
         "| family | kind | " + " | ".join(f"`{name}`" for name in strategies) + " | split |",
         "|---|---|" + "---|" * (len(strategies) + 1),
     ]
+    reasons: dict[str, int] = {}
     for name, row in rows.items():
         split = f"{row['tensor_parallel'].split:.0%}" if "tensor_parallel" in row else ""
-        cells = " | ".join(row[strategy].status for strategy in strategies)
+        cells = " | ".join(_shown(row[strategy], reasons) for strategy in strategies)
         lines.append(f"| {name} | {families[name].kind} | {cells} | {split} |")
-    reasons = list(_reasons(rows, strategies))
-    return "\n".join([*lines, *(["", *reasons] if reasons else []), ""])
+    if reasons:
+        lines += ["", *(f"{number}. {text}" for text, number in reasons.items())]
+    return "\n".join([*lines, ""])
 
 
-def _reasons(rows: Mapping[str, Row], strategies: Sequence[str]) -> Iterator[str]:
-    for strategy in strategies:
-        for name, row in rows.items():
-            if row[strategy].text:
-                yield f"- {name} under `{strategy}` is {row[strategy]}"
+def _shown(cell: Cell, reasons: dict[str, int]) -> str:
+    """Return what the table shows of ``cell``, and number its text in ``reasons``."""
+    return f"{cell.status} [{reasons.setdefault(cell.text, len(reasons) + 1)}]" if cell.text else cell.status
 
 
 def write_section(path: Path, section: str) -> None:

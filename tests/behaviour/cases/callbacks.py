@@ -23,6 +23,7 @@ from lightning.pytorch.callbacks import (
     ModelSummary,
     RichModelSummary,
     RichProgressBar,
+    SpikeDetection,
     StochasticWeightAveraging,
     ThroughputMonitor,
     Timer,
@@ -190,6 +191,18 @@ for _interval in ("batch", "epoch"):
 @case("DeviceStatsMonitor")
 def device_stats(run: Run) -> None:
     run.fit(Classifier(), callbacks=[DeviceStatsMonitor(cpu_stats=True)], logger=CSVLogger(run.folder))
+
+
+@case("SpikeDetection: a loss that is suddenly too large ends the fit, and its batches are written to a file")
+def spike_detection(run: Run) -> None:
+    class Spikes(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss * 100 if batch_idx == 2 else loss
+
+    callback = SpikeDetection(exclude_batches_path=run.folder / "skipped.json", rtol=2.0)
+    run.record_error("spike", lambda: run.fit(Spikes(), callbacks=[callback], observe=False))
+    run.record("batches to skip", callback.bad_batches)
 
 
 @case("ThroughputMonitor")

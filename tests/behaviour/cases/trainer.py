@@ -53,6 +53,8 @@ _OPTIONS: dict[str, tuple[str, dict[str, Any], bool]] = {
     "no_inference_mode": ("inference_mode=False", {"inference_mode": False}, True),
     "simple_profiler": ("profiler='simple'", {"profiler": "simple"}, True),
     "advanced_profiler": ("profiler='advanced'", {"profiler": "advanced"}, True),
+    "torch_profiler": ("profiler='pytorch'", {"profiler": "pytorch"}, True),
+    "benchmark": ("benchmark=True", {"benchmark": True}, False),
     "deterministic": ("deterministic=True", {"deterministic": True}, False),
     "seldom_logged": ("log_every_n_steps", {"log_every_n_steps": 3}, False),
     "barebones": ("barebones", {"barebones": True, "logger": None, "num_sanity_val_steps": 0}, False),

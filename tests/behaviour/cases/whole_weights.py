@@ -144,6 +144,16 @@ def adafactor(run: Run) -> None:
     run.fit(Factored())
 
 
+@case("torch.optim.SparseAdam", refused={"*": "SparseAdam takes sparse gradients"})
+def sparse_adam(run: Run) -> None:
+    class Sparse(Inside):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SparseAdam(self.parameters(), lr=0.01)
+
+    if not run.is_reference:  # In one process, torch refuses the dense gradients of these layers.
+        run.fit(Sparse())
+
+
 @case("histograms of weights (param.cpu().numpy()) inside full_parameters")
 def histograms(run: Run) -> None:
     class Histograms(Inside):
