@@ -51,6 +51,7 @@ from lightning_dist._compat.modules import (
     route_calls,
     set_module_versions,
     use_eager_experts,
+    with_parameters,
     without_weak_references,
 )
 from lightning_dist._compat.operations import (

@@ -167,7 +167,7 @@ class TensorParallel(Technique):
 
     def prepare_unit(self, unit: Unit) -> None:
         """Split the parameters of ``unit``, and let its blocks use this rank's parts when they are recomputed too."""
-        if unit.kind == "scalars":
+        if unit.kind in _WHOLE_UNITS:
             return
         split = self.split(unit.params.values(), unit.owners)
         unit.params = {name: split[param] for name, param in unit.params.items()}
@@ -188,7 +188,7 @@ class TensorParallel(Technique):
 
     def on_gather(self, group: ParameterGroup, running: Collection[nn.Module]) -> None:
         """Let the modules of a gathered group compute with this rank's parts in their own forwards."""
-        if group.unit.kind == "scalars" or (not running and self._is_local(group)):
+        if group.unit.kind in _WHOLE_UNITS or (not running and self._is_local(group)):
             return
         self.use_local(group.owners, running)
         self._made_local[group] = _requires_grad(group)
@@ -450,6 +450,10 @@ class TensorParallel(Technique):
         self._is_whole = is_whole
         if self.sequence is not None:
             self.sequence.is_disabled = is_whole
+
+
+_WHOLE_UNITS = ("scalars", "experts")
+"""Kinds of units whose parameters other techniques distribute."""
 
 
 def _requires_grad(group: ParameterGroup) -> tuple[bool, ...]:
