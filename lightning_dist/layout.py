@@ -319,7 +319,8 @@ class ParallelLayout:
     def expert_meshes(self, mesh: DeviceMesh, within_replica: bool = False) -> tuple[DeviceMesh, DeviceMesh]:
         """Return the mesh that FSDP2 works on for experts, and that of their parameters before they are sharded.
 
-        The first has the axes ``(dp_replicate, dp_shard)`` or ``(dp_shard,)``, and the second ``(ep,)`` or ``(ep, tp)``.
+        The first has the axes ``(dp_replicate, dp_shard)`` or ``(dp_shard,)``, and the second ``(ep,)`` or
+        ``(ep, tp)``.
 
         Args:
             mesh: The mesh from :meth:`build_expert_mesh`.

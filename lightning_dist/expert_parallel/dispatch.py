@@ -69,8 +69,9 @@ def compute_routed(
         order = order[: sum(to_ranks)]  # Tokens without an expert come last.
         rows = order // index.size(-1)
         local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks).repeat_interleave(received)
-    there, back = partial(_all_to_all, sent=to_ranks, received=from_ranks), partial(
-        _all_to_all, sent=from_ranks, received=to_ranks
+    there, back = (
+        partial(_all_to_all, sent=to_ranks, received=from_ranks),
+        partial(_all_to_all, sent=from_ranks, received=to_ranks),
     )
     tokens = exchange(hidden.index_select(0, rows), group, 0, there, back)
     if len(tokens):

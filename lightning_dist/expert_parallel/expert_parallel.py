@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial, wraps
 from typing import Any, cast
@@ -41,8 +41,6 @@ class _Experts:
     num_experts: int
     forward: Callable[..., Any]
     """The module's own forward."""
-    was_set: bool
-    """Whether the module itself, and not its class, had that forward as an attribute."""
     gathered: dict[str, DTensor] = field(default_factory=dict)
     """The parameters with which the module computes, without FSDP2's sharding, by name."""
     stand_ins: dict[str, Tensor] = field(default_factory=dict)
@@ -71,6 +69,8 @@ class ExpertParallel(Technique):
     """
 
     def __init__(self, root: nn.Module, plan: ExpertPlan, sharding_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
+        _compat.group_by_mesh()
+        _compat.accept_sequential_redistribution()
         self.plan = plan
         self._root = root
         self._sharding_mesh = sharding_mesh
@@ -116,7 +116,7 @@ class ExpertParallel(Technique):
             if param is not None:
                 _compat.put_parameter(module, key, new[param])
         name, number = self._names[module], cast(int, module.num_experts)
-        experts = _Experts(name, module, self.plan.forms[name], number, module.forward, "forward" in vars(module))
+        experts = _Experts(name, module, self.plan.forms[name], number, module.forward)
         self._experts[module] = experts
         self._wrap(experts)
 
@@ -279,22 +279,11 @@ class ExpertParallel(Technique):
         return whole
 
     def total_norm(self, gradients: Sequence[Tensor], order: float) -> Tensor:
-        """Return the norm of gradients on the meshes of experts and of other parameters together."""
-        return total_norm_of(gradients, order)
+        """Return the norm of the gradients of experts and of other parameters, which are on different meshes.
 
-    @contextmanager
-    def original(self) -> Iterator[None]:
-        """Restore the forwards of modules of experts in this context."""
-        for experts in self._experts.values():
-            if experts.was_set:
-                experts.module.forward = experts.forward
-            else:
-                del experts.module.forward
-        try:
-            yield
-        finally:
-            for experts in self._experts.values():
-                self._wrap(experts)
+        This is a collective over both meshes.
+        """
+        return total_norm_of(gradients, order)
 
     def metrics(self, num_steps: int) -> dict[str, float]:
         """Return what this rank sends in a step to experts, and how unequally its tokens use them.

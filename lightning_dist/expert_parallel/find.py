@@ -110,9 +110,7 @@ def _try(module: nn.Module, device: torch.device) -> Form | str:
     """Return the form of a module whose experts compute alone what they compute together; else, why they do not."""
     number = len(inspect.signature(type(module).forward).parameters) - 1
     if number not in (1, 3):
-        return (
-            f"its forward takes {number} arguments, and not tokens, the indices of their experts, and their weights"
-        )
+        return f"its forward takes {number} arguments, and not tokens, the indices of their experts, and their weights"
     form: Form = "routed" if number == 3 else "dense"
     try:
         difference = _difference(module, form, device)
@@ -134,9 +132,7 @@ def _difference(module: nn.Module, form: Form, device: torch.device) -> float | 
     def draw(*shape: int) -> Tensor:
         return torch.randn(shape, dtype=torch.float64, device=device, generator=generator)
 
-    weights = {
-        key: draw(_NUM_TRIED, *param.shape[1:]) * 0.3 for key, param in module.named_parameters(recurse=False)
-    }
+    weights = {key: draw(_NUM_TRIED, *param.shape[1:]) * 0.3 for key, param in module.named_parameters(recurse=False)}
     together = _compat.with_parameters(module, weights)
     together.num_experts = _NUM_TRIED  # type: ignore[assignment]
     with _without_dropout(module), torch.random.fork_rng([]):

@@ -23,8 +23,8 @@ from tests.models import build
 from tests.split_models import SPLIT_MODELS
 
 __all__ = [
-    "CP_LAYOUTS", "EP_LAYOUTS", "LAYOUTS", "PLANS", "SPLIT_MODELS", "TP_LAYOUTS", "Case", "Outcome", "briefly", "reference", "run",
-    "tensors",
+    "CP_LAYOUTS", "EP_LAYOUTS", "LAYOUTS", "PLANS", "SPLIT_MODELS", "TP_LAYOUTS", "Case", "Outcome", "briefly",
+    "reference", "run", "tensors",
 ]  # fmt: skip
 
 LAYOUTS = {
@@ -129,7 +129,9 @@ def _strategy(case: Case) -> Any:
     if case.layout in TP_LAYOUTS:
         options = {name: value for name, value in case.options if value != "withheld"}
         return TP_LAYOUTS[case.layout](**{"plan": PLANS.get(case.model), **options})
-    return "auto" if case.layout == "auto" else {**LAYOUTS, **CP_LAYOUTS, **EP_LAYOUTS}[case.layout](**dict(case.options))
+    return (
+        "auto" if case.layout == "auto" else {**LAYOUTS, **CP_LAYOUTS, **EP_LAYOUTS}[case.layout](**dict(case.options))
+    )
 
 
 def _fit(case: Case, chunks: int) -> Outcome:
