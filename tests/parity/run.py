@@ -19,12 +19,13 @@ from lightning_dist import (
     TensorParallelStrategy,
 )
 from lightning_dist.parity import whole_gradients, whole_parameters
+from tests.expert_models import EXPERT_MODELS
 from tests.models import build
 from tests.split_models import SPLIT_MODELS
 
 __all__ = [
-    "CP_LAYOUTS", "EP_LAYOUTS", "LAYOUTS", "PLANS", "SPLIT_MODELS", "TP_LAYOUTS", "Case", "Outcome", "briefly",
-    "reference", "run", "tensors",
+    "CP_LAYOUTS", "EP_LAYOUTS", "EXPERT_MODELS", "LAYOUTS", "PLANS", "SPLIT_MODELS", "TP_LAYOUTS", "Case", "Outcome",
+    "briefly", "reference", "run", "tensors",
 ]  # fmt: skip
 
 LAYOUTS = {

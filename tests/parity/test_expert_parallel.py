@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from lightning_dist.parity import assert_parity
-from tests.parity.run import EP_LAYOUTS, Case, Outcome, briefly, reference, run, tensors
+from tests.parity.run import EP_LAYOUTS, EXPERT_MODELS, Case, Outcome, briefly, reference, run, tensors
 from tests.pool import WorkerPool, in_parallel
 
-MODELS = ("mixtral",)
+MODELS = ("mixtral", *EXPERT_MODELS)
 EVERY = [Case(layout, model, 1, None) for model in MODELS for layout in EP_LAYOUTS]
 EXTRA = [Case("ep2", "mixtral", 3, 0.1)]
 
