@@ -10,6 +10,7 @@ from torch.nn import functional
 
 from tests.models import GPT, MODELS, VOCAB, TestModule
 from tests.split_models import SIZES, LanguageModel
+from tests.zoo.float64 import float64_throughout
 
 __all__ = ["EXPERT_MODELS", "PlainExperts", "PlainMixture"]
 
@@ -42,6 +43,10 @@ class DeepSeek(LanguageModel):
             **{**COMMON, "num_hidden_layers": 3},
         )  # fmt: skip
         return DeepseekV3ForCausalLM(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with float64_throughout():  # The router would round to float32.
+            return super().training_step(batch, batch_idx)
 
 
 class GptOss(LanguageModel):
