@@ -54,17 +54,17 @@ class _GroupByMesh:
         """Return the groups by device and dtype.
 
         Args:
-            tensorlistlist: Lists of as many tensors each, which are grouped by the tensors of the first one.
+            tensorlistlist: Lists of as many tensors each, or of none, which are grouped by those of the first one.
             with_indices: Whether the positions of the tensors are returned as well.
         """
         positions: dict[DeviceMesh | None, list[int]] = defaultdict(list)
-        for position, tensor in enumerate(tensorlistlist[0]):
-            positions[tensor.device_mesh if isinstance(tensor, DTensor) else None].append(position)
+        for index, tensor in enumerate(tensorlistlist[0]):
+            positions[tensor.device_mesh if isinstance(tensor, DTensor) else None].append(index)
         if len(positions) < 2:
             return self._own(tensorlistlist, with_indices)
         grouped: Grouped = {}
         for chosen in positions.values():
-            part = [[tensors[position] for position in chosen] for tensors in tensorlistlist]
+            part = [[tensors[index] for index in chosen] if tensors else [] for tensors in tensorlistlist]
             for key, (lists, indices) in self._own(part, with_indices).items():
                 grouped[_Key(key)] = lists, [chosen[index] for index in indices]
         return grouped

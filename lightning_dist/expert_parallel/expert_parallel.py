@@ -23,6 +23,7 @@ from lightning_dist.expert_parallel.dispatch import compute_dense, compute_route
 from lightning_dist.expert_parallel.find import ExpertPlan, Form
 from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
 from lightning_dist.gradient_norms import total_norm_of
+from lightning_dist.local_parts import LocalParts
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.technique import Parallel, Rows, Technique
 from lightning_dist.traffic import Traffic
@@ -79,6 +80,8 @@ class ExpertParallel(Technique):
         self._placements: list[Placement] = [Shard(0), *[Replicate()] * (mesh.ndim - 1)]
         self._names = {root.get_submodule(name): name for name in plan.forms}
         self._experts: dict[nn.Module, _Experts] = {}
+        # The gradient of an expert is a sum over the tokens of all ranks of ep, which FSDP2 does not average over.
+        self._parts = LocalParts(divisor=self._group.size())
         self._traffic = Traffic(self._group, lambda: root.training)  # What an evaluation sends is left out.
 
     @property
@@ -152,7 +155,7 @@ class ExpertParallel(Technique):
                 f"{experts.name} was given tokens of shape {tuple(hidden.shape)}: experts that are distributed over"
                 " ep_size ranks take tokens of shape (tokens, features). Flatten them before, or use ep_size=1."
             )
-        own = {key: self._part(self._gathered(experts, key)) for key in _compat.own_parameters(experts.module)}
+        own = self._own_parts(experts)
         number = experts.num_experts // self._group.size()
 
         def compute(*args: Tensor) -> Tensor:
@@ -186,12 +189,17 @@ class ExpertParallel(Technique):
             )
         return held
 
-    def _part(self, gathered: DTensor) -> Tensor:
-        """Return this rank's experts as a plain tensor, whose gradient counts as one of ``ep`` data-parallel ranks."""
-        part = gathered.to_local()
-        if part.requires_grad:
-            part = cast(Tensor, _DivideGradient.apply(part, self._group.size()))  # type: ignore[no-untyped-call]
-        return part
+    def _own_parts(self, experts: _Experts) -> dict[str, Tensor]:
+        """Return this rank's experts of a module as plain tensors, by the names of the parameters."""
+        own: dict[str, Tensor] = {}
+        # The parts are made with gradients enabled, because the next call may need gradients even if this one does not.
+        with torch.inference_mode(False), torch.enable_grad():
+            for key, held in _compat.own_parameters(experts.module).items():
+                if held is not None:
+                    gathered = cast(nn.Parameter, self._gathered(experts, key))
+                    self._parts.follow_memory(gathered)
+                    own[key] = self._parts.part_of(gathered)
+        return own
 
     @contextmanager
     def _holding(self, experts: _Experts, tensors: dict[str, Any], num_experts: int) -> Iterator[None]:
@@ -310,16 +318,3 @@ class ExpertParallel(Technique):
         yield "experts", f"{held} on each of {ranks} ranks (ep), in {num_layers} layers{where}"
         for name, reason in self.plan.left.items():
             yield "", f"{name} has all experts on each rank: {reason}"
-
-
-class _DivideGradient(torch.autograd.Function):
-    """Return the input, and divide its gradient by a number."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, number: int) -> Tensor:
-        ctx.number = number
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0] / ctx.number, None

@@ -21,13 +21,13 @@ from lightning_dist import _compat, autograd_collectives
 from lightning_dist.around_forward import enter_around_forward
 from lightning_dist.gather_on_use import GatheredOnUse
 from lightning_dist.layers import linear_layer
+from lightning_dist.local_parts import LocalParts
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.randomness import RankRng
 from lightning_dist.split_tensor import whole_values
 from lightning_dist.technique import Rows, Technique
 from lightning_dist.tensor_parallel.heads import add_head_hooks
 from lightning_dist.tensor_parallel.layers import unsupported_options
-from lightning_dist.tensor_parallel.local_parts import LocalParts
 from lightning_dist.tensor_parallel.placements import Placements
 from lightning_dist.tensor_parallel.plan import Plan, PlanError
 from lightning_dist.tensor_parallel.sequence import SequenceParallel
