@@ -34,10 +34,9 @@ def group_by_mesh() -> None:
     Replaced by: functions of many DTensors that accept several meshes.
     """
     for module in (clip_grad, optimizer):
-        if not isinstance(module._group_tensors_by_device_and_dtype, _GroupByMesh):  # type: ignore[attr-defined]
-            module._group_tensors_by_device_and_dtype = _GroupByMesh(  # type: ignore[attr-defined]
-                module._group_tensors_by_device_and_dtype  # type: ignore[attr-defined]
-            )
+        own = module._group_tensors_by_device_and_dtype
+        if not isinstance(own, _GroupByMesh):
+            module._group_tensors_by_device_and_dtype = _GroupByMesh(own)  # type: ignore[attr-defined]
 
 
 class _GroupByMesh:

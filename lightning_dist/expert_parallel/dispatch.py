@@ -111,9 +111,11 @@ def compute_dense(
     tokens = exchange(hidden, group, 0, there, back)
     if not len(tokens):
         return Routed(exchange(_without_tokens(tokens, params), group, 0, back, there), [per_expert] * num_experts)
-    parts = [part.unflatten(0, (own, -1)) for part in tokens.split(from_ranks)]
-    results = compute(torch.cat(parts, 1).flatten(0, 1)).unflatten(0, (own, -1))
-    returned = torch.cat([part.flatten(0, 1) for part in results.split(lengths, 1)])
+    parts = [
+        part.reshape(own, length, -1) for part, length in zip(torch.split(tokens, from_ranks), lengths, strict=True)
+    ]
+    results = compute(torch.cat(parts, 1).flatten(0, 1)).view(own, sum(lengths), -1)
+    returned = torch.cat([part.flatten(0, 1) for part in torch.split(results, lengths, 1)])
     return Routed(exchange(returned, group, 0, back, there), [per_expert] * num_experts)
 
 

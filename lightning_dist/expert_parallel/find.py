@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -71,14 +71,14 @@ def find_expert_plan(root: nn.Module, num_ranks: int, device: torch.device, is_s
         if result not in ("routed", "dense"):
             left[name] = result
             continue
-        number = module.num_experts
-        if number % num_ranks:  # type: ignore[operator]
-            sizes = [size for size in range(1, number + 1) if number % size == 0]  # type: ignore[operator, arg-type]
+        number = cast(int, module.num_experts)
+        if number % num_ranks:
+            sizes = [size for size in range(1, number + 1) if number % size == 0]
             raise ValueError(
                 f"ep_size={num_ranks} does not divide the {number} experts of {name} ({type(module).__name__}): each"
                 f" rank holds as many experts as the others. Use one of {', '.join(map(str, sizes))}."
             )
-        forms[name] = result  # type: ignore[assignment]
+        forms[name] = result
     if left and (is_strict or not forms):
         listed = "; ".join(f"{name}: {reason}" for name, reason in left.items())
         advice = "Use ep_size=1" if not forms else "Set strict_plan=False to leave these experts on all ranks"
