@@ -148,7 +148,7 @@ class FirstStepAudit(Technique):
         with self.around_step():
             for group in gathered:
                 group.write_back()
-            if is_checked and _has_any_rank(is_changed, sharded[0].mesh):
+            if is_checked and _has_any_rank(is_changed, max((g.mesh for g in sharded), key=lambda mesh: mesh.size())):
                 for group in sharded:
                     self._compare_changes(group, group.names)
         for group in self._groups if self.is_due else ():

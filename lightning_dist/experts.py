@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-__all__ = ["find_experts", "without_dispatch"]
+__all__ = ["find_experts", "looks_like_experts", "without_dispatch"]
 
 
 def find_experts(root: nn.Module) -> dict[str, nn.Module]:
@@ -29,6 +29,20 @@ def _holds_experts(module: nn.Module) -> bool:
         return False
     arguments = inspect.signature(type(module).forward).parameters
     return len(arguments) == 4 and all(param.ndim > 1 and param.size(0) == number for param in params)
+
+
+def looks_like_experts(root: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules in ``root`` that seem to hold stacked experts, in whatever way they are called, by full name.
+
+    They have an attribute ``num_experts``, and a parameter of three dimensions with that size along the first one.
+    """
+
+    def seems(module: nn.Module) -> bool:
+        number = getattr(module, "num_experts", None)
+        stacked = (param.ndim == 3 and param.size(0) == number for param in module.parameters(recurse=False))
+        return isinstance(number, int) and any(stacked)
+
+    return {name: module for name, module in root.named_modules() if seems(module)}
 
 
 @contextmanager

@@ -4,6 +4,10 @@ No other module knows the axes, their sizes and their roles. Every axis is a row
 that differ only in their index along the innermost axis have consecutive numbers, and so are on one node if they fit
 there. Ranks that differ only along axes with ``splits_batch`` have different parts of a batch; ranks that differ only
 along other axes have the same part.
+
+The axis ``ep`` of expert parallelism is not in the table, because it does not multiply the number of processes. The
+ranks over which other parameters are sharded (``dp_shard`` and ``cp``) are divided into groups of ``ep`` consecutive
+ones, each of which has all experts; every expert is sharded over the ranks with the same index in their groups.
 """
 
 from __future__ import annotations
@@ -69,9 +73,10 @@ class ParallelLayout:
         dp_shard: Number of ranks that have different parts of the batch and shards of one replica.
         cp: Number of ranks over which a sequence is split; the parameters are sharded over them as well.
         tp: Number of ranks over which a layer is split.
+        ep: Number of ranks over which experts are distributed, which divides ``dp_shard * cp``.
 
     Raises:
-        ValueError: If a size is not a positive integer.
+        ValueError: If a size is not a positive integer, or ``ep`` does not divide ``dp_shard * cp``.
     """
 
     pp: int = 1
@@ -79,11 +84,18 @@ class ParallelLayout:
     dp_shard: int = 1
     cp: int = 1
     tp: int = 1
+    ep: int = 1
 
     def __post_init__(self) -> None:
-        for axis, size in self.sizes.items():
+        for axis, size in {**self.sizes, "ep": self.ep}.items():
             if isinstance(size, bool) or not isinstance(size, int) or size < 1:
                 raise ValueError(f"{axis}_size={size!r} is not a positive number of processes.")
+        if self.num_shards % self.ep:
+            over = f"dp_shard_size={self.dp_shard}" + (f" x cp_size={self.cp}" if self.cp > 1 else "")
+            raise ValueError(
+                f"ep_size={self.ep} does not divide {over}, the ranks that parameters are sharded over: experts are"
+                f" distributed over a part of these ranks. ep_size must be one of {_divisors(self.num_shards)}."
+            )
 
     @classmethod
     def resolve(cls, world_size: int, **requested: int) -> ParallelLayout:
@@ -92,13 +104,18 @@ class ParallelLayout:
         Args:
             world_size: Number of processes.
             requested: Sizes by axis name (``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``); ``-1`` stands for
-                all remaining processes. An axis that is not named has size 1.
+                all remaining processes. An axis that is not named has size 1. The size of ``ep``, which is no factor of
+                the number of processes, cannot be -1.
 
         Raises:
-            ValueError: If an axis does not exist, a size is zero or below -1, two are -1, or the sizes do not
-                multiply to ``world_size``. The text names the argument, its value and sizes that fit.
+            ValueError: If an axis does not exist, a size is zero or below -1, two are -1, the sizes do not multiply
+                to ``world_size``, or ``ep`` does not divide ``dp_shard * cp``. The text names the argument, its value
+                and sizes that fit.
         """
         axes = [field.name for field in fields(cls)]
+        ep = requested.pop("ep", 1)
+        if isinstance(ep, bool) or not isinstance(ep, int) or ep < 1:
+            raise ValueError(f"ep_size={ep!r} must be a positive number of processes.")
         for axis, size in requested.items():
             if axis not in axes:
                 raise ValueError(f"{axis}_size={size!r}: there is no axis {axis!r}; the axes are {', '.join(axes)}.")
@@ -117,12 +134,23 @@ class ParallelLayout:
             sizes[remaining[0]] = max(world_size // product, 1)
         if math.prod(sizes.values()) != world_size:
             raise ValueError(_misfit(world_size, requested))
-        return cls(**sizes)
+        return cls(**sizes, ep=ep)
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the size of each axis by its name, outermost first."""
+        """Return the size of each axis but ``ep`` by its name, outermost first; their product is the world size."""
         return {axis.name: getattr(self, axis.name) for axis in AXES}
+
+    @property
+    def _expert_sizes(self) -> dict[str, int]:
+        """Return the sizes of the axes of the mesh of experts, outermost first."""
+        return {
+            "pp": self.pp,
+            "dp_replicate": self.dp_replicate,
+            "dp_shard": self.num_shards // self.ep,
+            "ep": self.ep,
+            "tp": self.tp,
+        }
 
     @property
     def world_size(self) -> int:
@@ -153,12 +181,16 @@ class ParallelLayout:
         return part
 
     def ranks_over(self, axes: Collection[str]) -> list[list[int]]:
-        """Return the groups of global ranks that differ only in their indices along ``axes``."""
-        names = list(self.sizes)
+        """Return the groups of global ranks that differ only in their indices along ``axes``.
+
+        If ``ep`` is one of them, ``dp_shard`` stands for the ranks that have shards of the same experts.
+        """
+        sizes = self._expert_sizes if "ep" in axes else self.sizes
+        names = list(sizes)
         others = [dim for dim, name in enumerate(names) if name not in axes]
         inner = [dim for dim, name in enumerate(names) if name in axes]
-        ranks = torch.arange(self.world_size).view(tuple(self.sizes.values())).permute(*others, *inner)
-        size = math.prod(self.sizes[names[dim]] for dim in inner)
+        ranks = torch.arange(self.world_size).view(tuple(sizes.values())).permute(*others, *inner)
+        size = math.prod(sizes[names[dim]] for dim in inner)
         groups: list[list[int]] = ranks.reshape(-1, size).tolist()
         return groups
 
@@ -182,6 +214,19 @@ class ParallelLayout:
                 sizes[axis.joins] *= size
             elif axis.splits_batch or size > 1:
                 sizes[axis.name] = size
+        return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+
+    def build_expert_mesh(self, device_type: str) -> DeviceMesh:
+        """Build a second device mesh over all processes, over which the parameters of experts are distributed.
+
+        Its axes are ``pp``, ``dp_replicate``, ``dp_shard``, ``ep`` and ``tp``, where ``dp_shard`` has the ranks with
+        the same experts. Axes of size 1 are left out, except ``dp_shard`` and ``ep``. This is a collective over all
+        processes.
+
+        Args:
+            device_type: Device type of the mesh, such as ``"cpu"`` or ``"cuda"``.
+        """
+        sizes = {axis: size for axis, size in self._expert_sizes.items() if size > 1 or axis in ("dp_shard", "ep")}
         return init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def get_mesh(self, mesh: DeviceMesh, axis: str) -> DeviceMesh:
@@ -271,6 +316,18 @@ class ParallelLayout:
         has_replicas = self.dp_replicate > 1 and not within_replica
         return mesh["dp_replicate", "dp_shard"] if has_replicas else mesh["dp_shard"]
 
+    def expert_meshes(self, mesh: DeviceMesh, within_replica: bool = False) -> tuple[DeviceMesh, DeviceMesh]:
+        """Return the mesh that FSDP2 works on for experts, and that of their parameters before they are sharded.
+
+        The first has the axes ``(dp_replicate, dp_shard)`` or ``(dp_shard,)``, and the second ``(ep,)`` or
+        ``(ep, tp)``.
+
+        Args:
+            mesh: The mesh from :meth:`build_expert_mesh`.
+            within_replica: As for :meth:`sharding_mesh`.
+        """
+        return self.sharding_mesh(mesh, within_replica), mesh["ep", "tp"] if self.tp > 1 else mesh["ep"]
+
     def parameter_mesh(self, mesh: DeviceMesh, within_replica: bool = False) -> DeviceMesh:
         """Return the mesh over which parameters are DTensors: the sharding mesh and ``tp``.
 
@@ -283,7 +340,7 @@ class ParallelLayout:
 
     def describe(self) -> dict[str, int]:
         """Return the entries of a log about the layout: ``<axis>_size`` of every axis."""
-        return {f"{axis}_size": size for axis, size in self.sizes.items()}
+        return {f"{axis}_size": size for axis, size in {**self.sizes, "ep": self.ep}.items()}
 
     def __str__(self) -> str:
         shown = {axis.name: self.sizes[axis.name] for axis in AXES

@@ -509,6 +509,8 @@ class ParallelModule:
             self.gather_all()
         for group in self.groups:
             self._kept.enter_context(group.kept_after_forward())
+        for while_gathered in self._points.while_gathered:
+            self._kept.enter_context(while_gathered())
         self.stays_gathered = True
 
     def stop_staying_gathered(self) -> None:

@@ -17,6 +17,7 @@ from lightning_dist.compilation import Compilation
 from lightning_dist.compression import Compression, CompressionConfig, LocalUpdates, SyncConfig
 from lightning_dist.context_parallel import ContextParallel, ContextParallelConfig, find_context_plan
 from lightning_dist.deferred_init import deferred_init
+from lightning_dist.expert_parallel import ExpertParallel, find_expert_plan
 from lightning_dist.float32_modules import Float32Modules, refuse_other_patterns
 from lightning_dist.initialization import agree_on_operations, agreed_seed, broadcast_weights
 from lightning_dist.layout import ParallelLayout
@@ -150,7 +151,7 @@ def _techniques(
     if config.keep_fp32:  # The forwards must have changed before the traces of a step find dtypes.
         techniques.append(Float32Modules(module, config.keep_fp32, mesh.device_type))
     if config.pipeline is not None and stage_to_stage is not None:
-        splits_backward = layout.tp == 1 and not config.activation_checkpointing
+        splits_backward = layout.tp == layout.ep == 1 and not config.activation_checkpointing
         group, same_stage = layout.get_mesh(mesh, "pp").get_group(), parameter_mesh
         part = layout.data_parallel_rank(dist.get_rank())
         pipeline = Pipeline(module, config.pipeline, units, group, stage_to_stage, same_stage, part, splits_backward)
@@ -163,6 +164,10 @@ def _techniques(
         techniques.append(Offload(config.offload, mesh.device_type))
     if config.step_in_backward:
         techniques.append(StepInBackward())
+    if layout.ep > 1:
+        experts = find_expert_plan(module, layout.ep, torch.device(mesh.device_type), config.tensor_parallel.is_strict)
+        meshes = layout.expert_meshes(layout.build_expert_mesh(mesh.device_type), is_apart)
+        techniques.append(ExpertParallel(module, experts, *meshes))
     if layout.num_shards > 1:
         techniques.append(Scalars(parameter_mesh, parameter_mesh))  # FSDP2 does not accept scalars.
         techniques.append(Sharding(sharding_mesh, config.sharding))

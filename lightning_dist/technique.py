@@ -249,6 +249,13 @@ class Technique:
         """Return a context in which every rank holds the whole model, given that all groups are gathered."""
         return nullcontext()
 
+    def while_gathered(self) -> AbstractContextManager[None]:
+        """Return a context in which ranks may run unequal numbers of steps, given that all groups stay gathered.
+
+        No step in the context may be a collective. Entering the context may be one.
+        """
+        return nullcontext()
+
     def total_norm(self, gradients: Sequence[Tensor], order: float) -> Tensor | None:
         """Return the norm of the gradients of the whole model; None if torch's norm of ``gradients`` is that already.
 

@@ -8,7 +8,7 @@ from weakref import WeakValueDictionary
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Traffic", "count_all_reduce", "count_all_to_all", "count_gather", "count_reduce_scatter"]
+__all__ = ["Traffic", "count_all_reduce", "count_all_to_all", "count_gather", "count_reduce_scatter", "count_sent"]
 
 
 class Traffic:
@@ -58,6 +58,11 @@ def count_reduce_scatter(tensor: Tensor, group: dist.ProcessGroup) -> None:
 def count_all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Count an all-to-all, in which this rank sends each other rank an equal part of ``tensor``."""
     _count(tensor.nbytes / group.size(), group)
+
+
+def count_sent(num_bytes: float, group: dist.ProcessGroup) -> None:
+    """Count ``num_bytes`` that this rank sends to the other ranks together."""
+    _count(num_bytes / max(group.size() - 1, 1), group)
 
 
 def _count(num_bytes_to_each: float, group: dist.ProcessGroup) -> None:

@@ -12,6 +12,7 @@ The units are found once, without the user's help, and used by all techniques. T
 - ``shared``: parameters that only modules of several blocks or large units own, such as one weight in every block.
 - ``root``: parameters that the root module owns directly.
 - ``scalars``: parameters without dimensions, whichever module owns them.
+- ``experts``: the stacked experts of a mixture, if expert parallelism has taken them out of another unit.
 
 Every parameter is in exactly one unit; a tied parameter is in the innermost unit that contains all its owners.
 """
@@ -26,6 +27,7 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["MIN_NUM_PARAMS", "Unit", "find_blocks", "find_units", "merge_units"]
 
@@ -34,7 +36,7 @@ MIN_NUM_PARAMS = 5_000_000
 
 _CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 
-UnitKind = Literal["block", "large", "outer", "shared", "root", "scalars"]
+UnitKind = Literal["block", "large", "outer", "shared", "root", "scalars", "experts"]
 
 
 @dataclass
@@ -42,11 +44,14 @@ class Unit:
     """Represent modules whose parameters are handled together.
 
     Args:
-        kind: ``block``, ``large``, ``outer``, ``shared``, ``root`` or ``scalars`` (see the module's docstring).
+        kind: ``block``, ``large``, ``outer``, ``shared``, ``root``, ``scalars`` or ``experts`` (see the module's
+            docstring).
         names: Full names of ``modules`` in the root module.
         modules: Modules of the unit: usually one, several if they share tied parameters.
         params: Parameters of the unit by full name; a tied parameter appears once.
         owners: Modules that own these parameters directly.
+        mesh: The mesh over whose last axis the parameters are sharded, if a technique has distributed them over other
+            axes before; None: the mesh of all other units.
     """
 
     kind: UnitKind
@@ -54,6 +59,7 @@ class Unit:
     modules: list[nn.Module]
     params: dict[str, nn.Parameter] = field(default_factory=dict)
     owners: set[nn.Module] = field(default_factory=set)
+    mesh: DeviceMesh | None = None
 
     @property
     def numel(self) -> int:

@@ -2,6 +2,7 @@
 
 - ``autograd``: Runs functions when a backward begins or ends.
 - ``hooks``: Reads, moves and calls hooks.
+- ``meshes``: Lets functions of many tensors accept several device meshes.
 - ``modules``: Changes what modules hold and what a call of them runs.
 - ``operations``: Observes operations, knows them by name, and runs code on fake tensors.
 - ``processes``: Reaches process groups and the record of their collectives.
@@ -34,6 +35,7 @@ from lightning_dist._compat.hooks import (
     step_hooks,
     take_post_accumulate_hooks,
 )
+from lightning_dist._compat.meshes import group_by_mesh
 from lightning_dist._compat.modules import (
     NORM,
     ROUTE,
@@ -51,6 +53,7 @@ from lightning_dist._compat.modules import (
     route_calls,
     set_module_versions,
     use_eager_experts,
+    with_parameters,
     without_weak_references,
 )
 from lightning_dist._compat.operations import (
@@ -134,6 +137,7 @@ __all__ = [
     "detached",
     "give_post_accumulate_hooks",
     "gradient_hooks",
+    "group_by_mesh",
     "is_compiled",
     "is_in_backward",
     "leave_out_hooks",
@@ -170,6 +174,7 @@ __all__ = [
     "tree_unflatten",
     "use_eager_experts",
     "version_of",
+    "with_parameters",
     "without_memory",
     "without_process_group",
     "without_weak_references",

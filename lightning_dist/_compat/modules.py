@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -29,6 +30,7 @@ __all__ = [
     "route_calls",
     "set_module_versions",
     "use_eager_experts",
+    "with_parameters",
     "without_weak_references",
 ]
 
@@ -48,6 +50,21 @@ def own_parameters(module: nn.Module) -> dict[str, nn.Parameter | None]:
     Replaced by: the same as for :func:`put_parameter`.
     """
     return module._parameters
+
+
+def with_parameters(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> nn.Module:
+    """Return a copy of ``module`` that holds ``tensors`` as its own parameters, and shares everything else with it.
+
+    If it is a part of a model of Hugging Face, its experts compute with any dtype (see :func:`use_eager_experts`).
+
+    Replaced by: ``torch.func.functional_call``, which does not let attributes of the module differ.
+    """
+    other = copy.copy(module)
+    vars(other)["_parameters"] = dict(tensors)
+    if "config" in vars(other):
+        other.config = copy.copy(module.config)
+    use_eager_experts(other)
+    return other
 
 
 def own_buffers(module: nn.Module) -> dict[str, torch.Tensor | None]:

@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 
 from lightning_dist.consensus import check_agreement, raise_on_all_ranks
+from lightning_dist.gradient_norms import total_norm_of
 from lightning_dist.initialization import broadcast_tensors
 from lightning_dist.pipeline.original_module import OriginalModule
 from lightning_dist.pipeline.outside_of_steps import AllStages
@@ -283,9 +282,7 @@ class Pipeline(Technique):
     def _total_norm(self, gradients: Sequence[Tensor], order: float) -> Tensor:
         params = {param.grad: name for name, param in self._root.named_parameters() if param.grad is not None}
         counted = [g for g in gradients if g not in params or self._is_first_with(params[g])]
-        norm = get_total_norm(counted, order) if counted else torch.zeros((), device=self._device)
-        if isinstance(norm, DTensor):
-            norm = norm.full_tensor()
+        norm = total_norm_of(counted, order) if counted else torch.zeros((), device=self._device)
         # All ranks choose the same dtype, also those that have none of the gradients.
         dtypes = {param.dtype for param in self._root.parameters()}
         norm = norm.to(torch.float64 if torch.float64 in dtypes else torch.float32)

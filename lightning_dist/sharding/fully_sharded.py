@@ -95,7 +95,6 @@ class Sharding(Technique):
         if self._is_direct is None:
             self._is_direct = on_host
         self._num_bytes_sent = self._num_bytes_to_replicas = 0
-        self._num_shards = mesh.size(mesh.ndim - 1)
         self._groups: list[ShardedGroup] = []
         self._reductions: deque[Transfer] = deque()
         self._bytes_under_way = 0
@@ -131,10 +130,14 @@ class Sharding(Technique):
 
     def manage_unit(self, unit: Unit) -> ShardedGroup:
         """Let FSDP2 shard the parameters of ``unit``. This is a collective over the mesh."""
+        mesh = self._mesh if unit.mesh is None else unit.mesh
         modules: list[nn.Module] = unit.modules if unit.has_forward else [_Holder(unit.params.values())]
         # The last block's backward directly follows its forward, for which it would have to be gathered again.
         stays_gathered = unit.stays_gathered
         stays_gathered |= unit is self._last_block and self._config.reshard_after_forward is True
+        reshards = self._config.reshard_after_forward
+        if reshards not in (True, False) and mesh.size(mesh.ndim - 1) % reshards:
+            reshards = True  # Experts are sharded over fewer ranks than other parameters.
         originals = {
             (part, key): param
             for top in modules
@@ -149,8 +152,8 @@ class Sharding(Technique):
         }
         fully_shard(
             modules if len(modules) > 1 else modules[0],
-            mesh=self._mesh,
-            reshard_after_forward=False if stays_gathered else self._config.reshard_after_forward,
+            mesh=mesh,
+            reshard_after_forward=False if stays_gathered else reshards,
             mp_policy=self._policy,
             offload_policy=self._offload,
             ignored_params=set(self._module.parameters()) - set(unit.params.values()),
@@ -177,7 +180,7 @@ class Sharding(Technique):
             group.wait_for_end_of_backward()
         index = next(index for index, other in enumerate(self._parallel.units) if other is unit)
         if self._config.gather_as is not None and not unit.stays_gathered:
-            self._gathered_low += group.gather_low(self._config.gather_as, partial(self._max_over_ranks, index))
+            self._gathered_low += group.gather_low(self._config.gather_as, partial(self._max_over_ranks, index, mesh))
         if self._is_direct:
             sharded = cast(FSDPModule, modules[0])
             # torch names the interface of these objects only in a private module.
@@ -189,7 +192,7 @@ class Sharding(Technique):
             sharded.set_custom_reduce_scatter(reduce_scatter)
             # Ranks then wait for each other once in a forward, and not in each block.
             group.is_gathered_for_step = self._config.reshard_after_forward is False
-            group.reduces_in_background = self._mesh.ndim == 1
+            group.reduces_in_background = mesh.ndim == 1 and mesh.size() > 1
             group.finish_other_reductions = self._finish_reductions
         if self._memory is not None:
             group.keep_shards_in(self._memory)
@@ -256,13 +259,15 @@ class Sharding(Technique):
         if not group.reduces_later:
             return False
 
+        num_bytes = output.nbytes * group.mesh.size()
+
         def finish() -> None:
-            self._bytes_under_way -= output.nbytes * self._num_shards
+            self._bytes_under_way -= num_bytes
             reduction.wait()
             group.finish_reduction(output)
 
         self._reductions.append(Transfer(finish))
-        self._bytes_under_way += output.nbytes * self._num_shards
+        self._bytes_under_way += num_bytes
         while self._bytes_under_way > MAX_BYTES_UNDER_WAY and len(self._reductions) > 1:
             self._reductions.popleft().wait()
         return True
@@ -271,9 +276,9 @@ class Sharding(Technique):
         while self._reductions:
             self._reductions.popleft().wait()
 
-    def _max_over_ranks(self, unit: int, values: Tensor) -> Tensor:
+    def _max_over_ranks(self, unit: int, mesh: DeviceMesh, values: Tensor) -> Tensor:
         """Return the elementwise maximum of ``values`` over the ranks that gather ``unit``. This is a collective."""
-        group = self._mesh.get_group(self._mesh.ndim - 1)
+        group = mesh.get_group(mesh.ndim - 1)
         if not self._is_direct:
             dist.all_reduce(values, dist.ReduceOp.MAX, group)
             return values
@@ -320,7 +325,8 @@ class Sharding(Technique):
                 group.end_stand_ins()
 
     def _stand_in(self, param: Tensor, dtype: torch.dtype | None, on_gradient: Callable[[], None]) -> Tensor:
-        axes = self._mesh.mesh_dim_names or ()
+        # The ranks of ep, among which only experts are distributed, have different parts of the batch as well.
+        axes = (*(self._mesh.mesh_dim_names or ()), "ep")
         gather = partial(whole_for_step, data_parallel_axes=axes, dtype=dtype, on_gradient=on_gradient)
         return GatheredOnUse(param, gather)
 

@@ -43,7 +43,7 @@ class UnusedParameters:
         self.has_reduced = False
         """Whether the last agreement has reduced gradients, after FSDP2 has ended the backward."""
         self._all_groups = groups
-        self._groups = [group for group in groups if group.mesh.size() > 1]
+        self._groups = groups if mesh.size() > 1 else ()
         self._end = end
         self._finish_reductions = finish_reductions
         num_axes = mesh.ndim if end is None else mesh.ndim - 1

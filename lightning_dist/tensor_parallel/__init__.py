@@ -14,7 +14,6 @@ These modules apply it:
 
 - ``apply``: Splits a model as its plan says, and decides which form of a parameter its modules hold when.
 - ``placements``: Decides which part of each parameter a rank has.
-- ``local_parts``: Gives autograd a rank's parts of parameters as plain tensors.
 - ``split_layers``, ``sequence``, ``heads``, ``split_logits``: Exchange hidden states, tokens, heads and logits.
 - ``same_batch``: Checks that the ranks of one ``tp`` group are given the same batch.
 - ``table``, ``unsplit``: Describe the plan in the start-up table (what is split, what is replicated, and why).

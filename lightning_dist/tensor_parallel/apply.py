@@ -21,13 +21,13 @@ from lightning_dist import _compat, autograd_collectives
 from lightning_dist.around_forward import enter_around_forward
 from lightning_dist.gather_on_use import GatheredOnUse
 from lightning_dist.layers import linear_layer
+from lightning_dist.local_parts import LocalParts
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.randomness import RankRng
 from lightning_dist.split_tensor import whole_values
 from lightning_dist.technique import Rows, Technique
 from lightning_dist.tensor_parallel.heads import add_head_hooks
 from lightning_dist.tensor_parallel.layers import unsupported_options
-from lightning_dist.tensor_parallel.local_parts import LocalParts
 from lightning_dist.tensor_parallel.placements import Placements
 from lightning_dist.tensor_parallel.plan import Plan, PlanError
 from lightning_dist.tensor_parallel.sequence import SequenceParallel
@@ -167,7 +167,7 @@ class TensorParallel(Technique):
 
     def prepare_unit(self, unit: Unit) -> None:
         """Split the parameters of ``unit``, and let its blocks use this rank's parts when they are recomputed too."""
-        if unit.kind == "scalars":
+        if unit.kind in _WHOLE_UNITS:
             return
         split = self.split(unit.params.values(), unit.owners)
         unit.params = {name: split[param] for name, param in unit.params.items()}
@@ -188,7 +188,7 @@ class TensorParallel(Technique):
 
     def on_gather(self, group: ParameterGroup, running: Collection[nn.Module]) -> None:
         """Let the modules of a gathered group compute with this rank's parts in their own forwards."""
-        if group.unit.kind == "scalars" or (not running and self._is_local(group)):
+        if group.unit.kind in _WHOLE_UNITS or (not running and self._is_local(group)):
             return
         self.use_local(group.owners, running)
         self._made_local[group] = _requires_grad(group)
@@ -451,6 +451,10 @@ class TensorParallel(Technique):
         self._is_whole = is_whole
         if self.sequence is not None:
             self.sequence.is_disabled = is_whole
+
+
+_WHOLE_UNITS = ("scalars", "experts")
+"""Kinds of units whose parameters other techniques distribute."""
 
 
 def _requires_grad(group: ParameterGroup) -> tuple[bool, ...]:

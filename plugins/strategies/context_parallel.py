@@ -27,6 +27,8 @@ class ContextParallelStrategy(MeshStrategy):
         attention: How attention sees the tokens of other ranks. ``"ulysses"``: ranks exchange heads for tokens;
             ``cp_size`` must divide the number of heads. ``"all_gather"``: each rank gathers all keys and values.
             ``"auto"``: ``"ulysses"`` if ``cp_size`` divides the number of heads.
+        ep_size: Number of processes that the experts of mixtures are distributed over, a divisor of the product of
+            ``dp_shard_size`` and ``cp_size`` (expert parallelism). None: 1.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
     """
 
@@ -38,12 +40,14 @@ class ContextParallelStrategy(MeshStrategy):
         dp_shard_size: int | None = None,
         dp_replicate_size: int | None = None,
         attention: str = "auto",
+        ep_size: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self._cp_size = cp_size
         self._dp_shard_size = dp_shard_size
         self._dp_replicate_size = dp_replicate_size
+        self._ep_size = ep_size
         self._config = replace(self._config, context_parallel=ContextParallelConfig(attention))
 
     def _requested_sizes(self) -> dict[str, int]:
@@ -54,4 +58,5 @@ class ContextParallelStrategy(MeshStrategy):
             "dp_replicate": 1 if self._dp_replicate_size is None else self._dp_replicate_size,
             "dp_shard": REMAINING if shard is None and cp != REMAINING else 1 if shard is None else shard,
             "cp": cp,
+            "ep": 1 if self._ep_size is None else self._ep_size,
         }

@@ -27,7 +27,7 @@ class DataParallelStrategy(MeshStrategy):
     strategy_name = "data_parallel"
 
     def __init__(self, dp_replicate_size: int | None = None, **kwargs: Any) -> None:
-        axes = {f"{axis.name}_size" for axis in AXES} - {"dp_replicate_size"}
+        axes = {"ep_size", *(f"{axis.name}_size" for axis in AXES)} - {"dp_replicate_size"}
         for name in sorted(axes & kwargs.keys()):
             raise ValueError(
                 f"{name}={kwargs[name]!r}: data_parallel only has replicas, whose number is dp_replicate_size. Use"

@@ -24,12 +24,16 @@ class FullShardStrategy(MeshStrategy):
             up. 2: parameters; each backward of an accumulation reduces its gradients to shards. 3: only the parameters
             of the blocks that run; the same for gradients as 2. None: parameters as ``reshard_after_forward`` says, and
             gradients as with 1, which sends least in an accumulation.
+        ep_size: Number of processes that the experts of mixtures are distributed over, a divisor of ``dp_shard_size``
+            (expert parallelism). None: 1.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
     """
 
     strategy_name = "full_shard"
 
-    def __init__(self, dp_shard_size: int | None = None, zero_stage: int | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, dp_shard_size: int | None = None, zero_stage: int | None = None, ep_size: int | None = None, **kwargs: Any
+    ) -> None:
         if zero_stage not in (None, 1, 2, 3):
             raise ValueError(f"zero_stage={zero_stage!r} must be 1, 2 or 3, or None.")
         if zero_stage is not None:
@@ -44,9 +48,13 @@ class FullShardStrategy(MeshStrategy):
             self._config = replace(self._config, sharding=replace(self._config.sharding, merges_units=True))
         self._dp_shard_size = dp_shard_size
         self._zero_stage = zero_stage
+        self._ep_size = ep_size
 
     def _requested_sizes(self) -> dict[str, int]:
-        return {"dp_shard": REMAINING if self._dp_shard_size is None else self._dp_shard_size}
+        return {
+            "dp_shard": REMAINING if self._dp_shard_size is None else self._dp_shard_size,
+            "ep": 1 if self._ep_size is None else self._ep_size,
+        }
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

@@ -63,8 +63,14 @@ def refuse_compression(config: ParallelConfig, layout: ParallelLayout, precision
 
     Raises:
         ValueError: If the layout has one replica, or if losses are scaled and the compressor keeps residuals, or if
-            ``sync`` is given as well, or does not fit the comparison of replicas.
+            ``sync`` is given as well, or does not fit the comparison of replicas, or if experts are distributed.
     """
+    if layout.ep > 1 and (config.compression is not None or config.sync is not None):
+        asked = "sync" if config.compression is None else f"compression={str(config.compression.compressor)!r}"
+        raise ValueError(
+            f"{asked} with ep_size={layout.ep}: a checkpoint cannot hold what replicas remember about experts that are"
+            " distributed. Leave it out, or use ep_size=1."
+        )
     _refuse_sync(config, layout, strategy)
     if config.compression is None:
         return

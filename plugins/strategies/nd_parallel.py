@@ -28,8 +28,8 @@ class NDParallelStrategy(PipelineParallelStrategy):
             divided by the other sizes.
         tp_size: Number of processes that a layer is split over. None: 1.
         cp_size: Number of processes that a sequence is split over (context parallelism). None: 1.
-        ep_size: Number of processes that experts are distributed over (expert parallelism). It must be None, because
-            this axis is not implemented.
+        ep_size: Number of processes that the experts of mixtures are distributed over, a divisor of the product of
+            ``dp_shard_size`` and ``cp_size`` (expert parallelism). None: 1.
         num_microbatches: Number of microbatches that a rank's part of the batch is split into. None: it is derived from
             the batch size.
         schedule: Name of the pipeline's schedule.
@@ -45,8 +45,7 @@ class NDParallelStrategy(PipelineParallelStrategy):
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
 
     Raises:
-        ValueError: If ``sequence_parallel`` is set together with stages, or if the size of an axis that is not
-            implemented is set.
+        ValueError: If ``sequence_parallel`` is set together with stages.
     """
 
     strategy_name = "nd_parallel"
@@ -75,7 +74,7 @@ class NDParallelStrategy(PipelineParallelStrategy):
         )
         self._tp_size = tp_size
         self._cp_size = cp_size
-        self._absent = {"ep": ep_size}
+        self._ep_size = ep_size
         splitting = TensorParallelConfig(plan, strict_plan, sequence_parallel, loss_parallel)
         self._config = replace(
             self._config, tensor_parallel=splitting, context_parallel=ContextParallelConfig(attention)
@@ -88,11 +87,12 @@ class NDParallelStrategy(PipelineParallelStrategy):
             "dp_shard": self._dp_shard_size,
             "cp": self._cp_size,
             "tp": self._tp_size,
+            "ep": self._ep_size,
         }
         sizes = {axis: 1 if size is None else size for axis, size in asked.items()}
         if self._dp_shard_size is None and REMAINING not in sizes.values():
             sizes["dp_shard"] = REMAINING
-        return {**sizes, **{axis: size for axis, size in self._absent.items() if size is not None}}
+        return sizes
 
     def configure_launcher(self) -> None:
         """Refuse sequence parallelism between stages as well."""

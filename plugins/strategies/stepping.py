@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, cast
 
@@ -76,7 +76,10 @@ class SteppingStrategy(ParallelizingStrategy):
         self._check_batch("training_step", args, kwargs)
         self.parallel.before_training_step(begins_accumulation(self._trainer))
         assert self._memory is not None
-        return self._memory.training_step(partial(self.steps.train, args, kwargs))
+        # A step of manual optimization may clip gradients.
+        clips = not self.lightning_module.automatic_optimization
+        with _compat.total_norms(self.parallel.total_norm) if clips else nullcontext():
+            return self._memory.training_step(partial(self.steps.train, args, kwargs))
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:

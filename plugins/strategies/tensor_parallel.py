@@ -36,6 +36,8 @@ class TensorParallelStrategy(MeshStrategy):
             where this does not change the results.
         loss_parallel: Whether logits stay split along the vocabulary, for ``F.cross_entropy``. None: they stay split
             unless a step needs whole logits.
+        ep_size: Number of processes that the experts of mixtures are distributed over, a divisor of ``dp_shard_size``
+            (expert parallelism); over ``tp`` they are replicated. None: 1.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
     """
 
@@ -50,12 +52,14 @@ class TensorParallelStrategy(MeshStrategy):
         strict_plan: bool = False,
         sequence_parallel: bool | None = None,
         loss_parallel: bool | None = None,
+        ep_size: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
         self._tp_size = tp_size
         self._dp_shard_size = dp_shard_size
         self._dp_replicate_size = dp_replicate_size
+        self._ep_size = ep_size
         splitting = TensorParallelConfig(plan, strict_plan, sequence_parallel, loss_parallel)
         self._config = replace(self._config, tensor_parallel=splitting)
 
@@ -67,4 +71,5 @@ class TensorParallelStrategy(MeshStrategy):
             "dp_replicate": 1 if self._dp_replicate_size is None else self._dp_replicate_size,
             "dp_shard": REMAINING if shard is None else shard,
             "tp": tp,
+            "ep": 1 if self._ep_size is None else self._ep_size,
         }

@@ -64,7 +64,7 @@ def default_sizes() -> dict[str, Any]:
 
 def test_by_default_each_node_has_one_replica(pool: WorkerPool) -> None:
     sizes = pool.run(default_sizes, 4, num_nodes=2)[0]
-    assert sizes == {"pp_size": 1, "dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 1, "tp_size": 1}
+    assert sizes == {"pp_size": 1, "dp_replicate_size": 2, "dp_shard_size": 2, "cp_size": 1, "tp_size": 1, "ep_size": 1}
 
 
 def default_on_one_node() -> list[str]:

@@ -19,12 +19,13 @@ from lightning_dist import (
     TensorParallelStrategy,
 )
 from lightning_dist.parity import whole_gradients, whole_parameters
+from tests.expert_models import EXPERT_MODELS
 from tests.models import build
 from tests.split_models import SPLIT_MODELS
 
 __all__ = [
-    "CP_LAYOUTS", "LAYOUTS", "PLANS", "SPLIT_MODELS", "TP_LAYOUTS", "Case", "Outcome", "briefly", "reference", "run",
-    "tensors",
+    "CP_LAYOUTS", "EP_LAYOUTS", "EXPERT_MODELS", "LAYOUTS", "PLANS", "SPLIT_MODELS", "TP_LAYOUTS", "Case", "Outcome",
+    "briefly", "reference", "run", "tensors",
 ]  # fmt: skip
 
 LAYOUTS = {
@@ -44,6 +45,14 @@ CP_LAYOUTS = {
     "2xcp2": lambda **kwargs: ContextParallelStrategy(2, 1, 2, **kwargs),
     "cp2 x tp2": lambda **kwargs: NDParallelStrategy(cp_size=2, tp_size=2, **kwargs),
     "cp2 x pp2": lambda **kwargs: NDParallelStrategy(cp_size=2, pp_size=2, **kwargs),
+}
+EP_LAYOUTS = {
+    "ep2": lambda **kwargs: FullShardStrategy(ep_size=2, **kwargs),
+    "ep4": lambda **kwargs: FullShardStrategy(ep_size=4, **kwargs),
+    "2xep2": lambda **kwargs: HybridShardStrategy(2, 2, ep_size=2, **kwargs),
+    "ep2 x tp2": lambda **kwargs: NDParallelStrategy(ep_size=2, tp_size=2, **kwargs),
+    "ep2 x pp2": lambda **kwargs: NDParallelStrategy(ep_size=2, pp_size=2, **kwargs),
+    "ep2 x cp2": lambda **kwargs: NDParallelStrategy(ep_size=2, cp_size=2, **kwargs),
 }
 PLANS = {
     "gpt": {
@@ -121,7 +130,9 @@ def _strategy(case: Case) -> Any:
     if case.layout in TP_LAYOUTS:
         options = {name: value for name, value in case.options if value != "withheld"}
         return TP_LAYOUTS[case.layout](**{"plan": PLANS.get(case.model), **options})
-    return "auto" if case.layout == "auto" else {**LAYOUTS, **CP_LAYOUTS}[case.layout](**dict(case.options))
+    return (
+        "auto" if case.layout == "auto" else {**LAYOUTS, **CP_LAYOUTS, **EP_LAYOUTS}[case.layout](**dict(case.options))
+    )
 
 
 def _fit(case: Case, chunks: int) -> Outcome:

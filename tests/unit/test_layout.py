@@ -79,6 +79,16 @@ def test_ranks_that_split_a_sequence_share_a_batch_and_parameters() -> None:
     assert layout.ranks_over(["cp"]) == [[0, 1], [2, 3], [4, 5], [6, 7]]
 
 
+def test_experts_are_distributed_over_a_part_of_the_ranks_that_share_parameters() -> None:
+    layout = ParallelLayout.resolve(16, dp_replicate=2, dp_shard=2, cp=2, tp=2, ep=2)
+    assert layout.world_size == 16 and layout.num_shards == 4
+    assert layout.ranks_over(["ep"])[:4] == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert layout.ranks_over(["dp_shard", "ep"])[:2] == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    assert layout.describe()["ep_size"] == 2
+    with pytest.raises(ValueError, match=r"ep_size=3 does not divide dp_shard_size=2 x cp_size=2, .* one of 1, 2, 4"):
+        ParallelLayout(dp_shard=2, cp=2, ep=3)
+
+
 def test_the_error_of_a_missing_mesh_names_the_argument_that_creates_it() -> None:
     class OneAxis:
         mesh_dim_names = ("dp_shard",)

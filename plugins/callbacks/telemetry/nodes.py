@@ -23,7 +23,7 @@ def inter_node_mib(metrics: Mapping[str, float], layout: ParallelLayout, ranks_p
     """
     return sum(
         metrics.get(f"comm/{axis}_mib_per_step", 0.0) * _crossing(layout.ranks_over([axis]), ranks_per_node, axis)
-        for axis, size in layout.sizes.items()
+        for axis, size in {**layout.sizes, "ep": layout.ep}.items()
         if size > 1
     )
 

@@ -12,6 +12,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 
 from lightning_dist.compression import Compression, LocalUpdates
 from lightning_dist.context_parallel import ContextParallel, ContextParallelConfig
+from lightning_dist.expert_parallel import ExpertParallel
 from lightning_dist.float32_modules import refuse_other_patterns
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import ParallelModule
@@ -202,6 +203,13 @@ def refuse_other_config(existing: ParallelModule, config: ParallelConfig, layout
             f"This {type(existing.module).__name__} is made parallel by an earlier Trainer with {found_tiles} as"
             f" tiled_mlp and tiled_loss, and cannot be with {wanted_tiles} as well. Make a new one, and load the"
             " weights from a checkpoint."
+        )
+    distributed = existing.get(ExpertParallel)
+    found_ep = 1 if distributed is None else distributed.num_ranks
+    if layout.ep != found_ep:
+        raise MisconfigurationException(
+            f"An earlier Trainer has made this {type(existing.module).__name__} parallel with ep_size={found_ep}, which"
+            f" cannot be changed to {layout.ep}. Make a new one, and load the weights from a checkpoint."
         )
     pipeline = existing.get(Pipeline)
     was = None if pipeline is None else pipeline.config

@@ -1,4 +1,4 @@
-"""Give autograd this rank's parts of parameters that are split over ``tp`` as plain tensors."""
+"""Give autograd this rank's parts of parameters that are distributed over ``tp`` or ``ep`` as plain tensors."""
 
 from __future__ import annotations
 
@@ -21,22 +21,26 @@ class LocalParts:
 
     The parts, and not the DTensors, are the leaves of the autograd graph, because autograd's anomaly mode calls
     functions that DTensors do not support. A part shares the memory of its DTensor.
+
+    Args:
+        divisor: Number by which gradients are divided when they are passed on.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, divisor: int = 1) -> None:
+        self._divisor = divisor
         self._parts: dict[nn.Parameter, nn.Parameter] = {}
         self._stand_ins: dict[nn.Parameter, Tensor] = {}
         # _requires_grad holds the last value of requires_grad that a parameter and its part had in common.
         self._requires_grad: dict[nn.Parameter, bool] = {}
 
     def part_of(self, whole: nn.Parameter) -> nn.Parameter:
-        """Return this rank's part of ``whole``, a DTensor over ``tp``; it requires a gradient if ``whole`` does."""
+        """Return this rank's part of ``whole``, a DTensor; it requires a gradient if ``whole`` does."""
         part = self._parts.get(whole)
         if part is None:
             plain = cast(DTensor, whole).to_local().detach()
             part = nn.Parameter(plain, requires_grad=plain.is_floating_point() or plain.is_complex())
             if part.requires_grad:
-                part.register_post_accumulate_grad_hook(partial(_hand_on_gradient, whole))  # type: ignore[no-untyped-call]
+                part.register_post_accumulate_grad_hook(partial(_hand_on_gradient, whole, self._divisor))  # type: ignore[no-untyped-call]
             self._parts[whole] = part
         self.take_requires_grad(whole)
         if part.requires_grad != whole.requires_grad:
@@ -107,11 +111,13 @@ class LocalParts:
 
 
 @torch.no_grad()
-def _hand_on_gradient(whole: nn.Parameter, part: Tensor) -> None:
+def _hand_on_gradient(whole: nn.Parameter, divisor: int, part: Tensor) -> None:
     """Move the gradient that a backward has computed for this rank's part of ``whole`` to ``whole`` itself."""
     plain, part.grad = cast(Tensor, part.grad).detach(), None
     if plain.is_sparse:  # FSDP2 can reduce only dense gradients.
         plain = plain.to_dense()
+    if divisor > 1:
+        plain = plain / divisor
     dtensor = cast(DTensor, whole)
     gradient: Tensor = DTensor.from_local(
         plain, dtensor.device_mesh, dtensor.placements, run_check=False, shape=whole.shape, stride=whole.stride()

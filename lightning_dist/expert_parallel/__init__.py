@@ -1,0 +1,15 @@
+"""Run expert parallelism: each rank of ``ep`` has a part of the experts of a mixture, and tokens travel to them.
+
+The ranks of ``ep`` have different parts of the batch. The forward of a module that holds stacked experts sends each
+token to the ranks that have its experts, lets the module itself compute there, and adds up the weighted results on the
+rank of the token. Everything else of the model, routers included, runs as written.
+
+- ``find``: Finds the modules that hold stacked experts, and tries whether a part of the experts can compute alone.
+- ``dispatch``: Sends tokens to the ranks of their experts, and their results back.
+- ``expert_parallel``: Defines the technique.
+"""
+
+from lightning_dist.expert_parallel.expert_parallel import ExpertParallel
+from lightning_dist.expert_parallel.find import ExpertPlan, find_expert_plan
+
+__all__ = ["ExpertParallel", "ExpertPlan", "find_expert_plan"]

@@ -1,0 +1,152 @@
+"""Send tokens to the ranks that have their experts, and the results back.
+
+The exchanges are all-to-alls with unequal parts, as in GShard (Lepikhin et al., 2020, https://arxiv.org/abs/2006.16668),
+but without a limit on the tokens of an expert, so that none is dropped. A layer exchanges the routed tokens twice in
+the forward and twice in the backward; before that, ranks tell each other how many tokens each expert gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_dist.autograd_collectives import exchange
+from lightning_dist.traffic import count_sent
+
+__all__ = ["Routed", "compute_dense", "compute_routed"]
+
+Compute = Callable[..., Tensor]
+"""The forward of a module with this rank's experts."""
+
+
+class Routed(NamedTuple):
+    """Hold the result of experts and how many tokens they got."""
+
+    output: Tensor
+    """The output of the module, on the rank of each token."""
+    num_tokens: list[int]
+    """For each expert of the whole module, the number of this rank's tokens that it got."""
+
+
+def compute_routed(
+    hidden: Tensor,
+    index: Tensor,
+    weights: Tensor,
+    compute: Compute,
+    params: Sequence[Tensor],
+    num_experts: int,
+    group: dist.ProcessGroup,
+) -> Routed:
+    """Compute the weighted sum of the outputs of each token's experts. This is a collective over ``group``.
+
+    Args:
+        hidden: This rank's tokens, of shape ``(n, features)``.
+        index: The experts of each token, of shape ``(n, k)``. An index of ``num_experts`` or more stands for no expert,
+            as in Hugging Face's models.
+        weights: The weights of these experts, of shape ``(n, k)``.
+        compute: Function of ``m`` tokens, of their experts among this rank's, of shape ``(m, 1)``, and of weights of 1,
+            of the same shape. It returns the outputs of these experts, of the shape of the tokens.
+        params: The parameters with which ``compute`` computes. They get gradients of zero if no token comes.
+        num_experts: Number of experts on all ranks together, which divides by the number of ranks.
+        group: Process group of the ranks of ``ep``; each has as many experts as the others, in the order of the ranks.
+    """
+    ranks = group.size()
+    with torch.no_grad():
+        experts = index.reshape(-1)
+        order = experts.argsort(stable=True)
+        sent = experts.bincount(minlength=num_experts)[:num_experts]
+        received = torch.empty_like(sent)
+        count_sent(sent.nbytes * (ranks - 1) / ranks, group)
+        dist.all_to_all_single(received, sent, group=group)
+        per_expert, of_others = sent.tolist(), received.view(ranks, -1)
+        to_ranks = [sum(part) for part in _chunks(per_expert, ranks)]
+        from_ranks = of_others.sum(1).tolist()
+        order = order[: sum(to_ranks)]  # Tokens without an expert come last.
+        rows = order // index.size(-1)
+        local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks).repeat_interleave(received)
+    there, back = (
+        partial(_all_to_all, sent=to_ranks, received=from_ranks),
+        partial(_all_to_all, sent=from_ranks, received=to_ranks),
+    )
+    tokens = exchange(hidden.index_select(0, rows), group, 0, there, back)
+    if len(tokens):
+        ones = torch.ones((len(tokens), 1), dtype=weights.dtype, device=weights.device)
+        results = compute(tokens, local.to(index.dtype)[:, None], ones)
+    else:
+        results = _without_tokens(tokens, params)
+    results = exchange(results, group, 0, back, there)
+    weighted = results * weights.reshape(-1)[order][:, None]
+    output = torch.zeros_like(hidden).index_add(0, rows, weighted.to(hidden.dtype))
+    return Routed(output, per_expert)
+
+
+def compute_dense(
+    hidden: Tensor, compute: Compute, params: Sequence[Tensor], num_experts: int, group: dist.ProcessGroup
+) -> Routed:
+    """Compute each expert's outputs of tokens that are grouped by expert. This is a collective over ``group``.
+
+    Args:
+        hidden: This rank's tokens, of shape ``(num_experts * n, features)``: first those of the first expert.
+        compute: Function of tokens that are grouped by this rank's experts, which returns outputs of the same shape.
+        params: As for :func:`compute_routed`.
+        num_experts: As for :func:`compute_routed`.
+        group: As for :func:`compute_routed`.
+    """
+    ranks, per_expert = group.size(), len(hidden) // num_experts
+    own = num_experts // ranks
+    with torch.no_grad():
+        sent = torch.full((ranks,), per_expert, device=hidden.device)
+        received = torch.empty_like(sent)
+        count_sent(sent.nbytes * (ranks - 1) / ranks, group)
+        dist.all_to_all_single(received, sent, group=group)
+        lengths = received.tolist()
+    to_ranks, from_ranks = [own * per_expert] * ranks, [own * length for length in lengths]
+    there = partial(_all_to_all, sent=to_ranks, received=from_ranks)
+    back = partial(_all_to_all, sent=from_ranks, received=to_ranks)
+    tokens = exchange(hidden, group, 0, there, back)
+    if not len(tokens):
+        return Routed(exchange(_without_tokens(tokens, params), group, 0, back, there), [per_expert] * num_experts)
+    parts = [
+        part.reshape(own, length, -1) for part, length in zip(torch.split(tokens, from_ranks), lengths, strict=True)
+    ]
+    results = compute(torch.cat(parts, 1).flatten(0, 1)).view(own, sum(lengths), -1)
+    returned = torch.cat([part.flatten(0, 1) for part in torch.split(results, lengths, 1)])
+    return Routed(exchange(returned, group, 0, back, there), [per_expert] * num_experts)
+
+
+def _chunks(values: Sequence[int], number: int) -> list[Sequence[int]]:
+    size = len(values) // number
+    return [values[begin : begin + size] for begin in range(0, len(values), size)]
+
+
+def _without_tokens(tokens: Tensor, params: Sequence[Tensor]) -> Tensor:
+    """Return ``tokens``, of which there are none, so that the backward reaches all that it reaches on other ranks.
+
+    The collectives of the backward would otherwise wait for this rank, and its experts would get no gradient.
+    """
+    reached = [param.reshape(-1)[:0].sum() for param in params if param.requires_grad]
+    return tokens + sum(reached).to(tokens.dtype) if reached else tokens  # type: ignore[union-attr]
+
+
+def _all_to_all(
+    tensor: Tensor, group: dist.ProcessGroup, dim: int, sent: Sequence[int], received: Sequence[int]
+) -> Tensor:
+    """Send rows of ``tensor`` to each rank, and return the rows of all ranks in their order.
+
+    Args:
+        tensor: The rows, in the order of the ranks that receive them.
+        group: Process group of the ranks.
+        dim: Ignored; rows are exchanged.
+        sent: Number of rows for each rank.
+        received: Number of rows from each rank.
+    """
+    result = tensor.new_empty((sum(received), *tensor.shape[1:]))
+    others = sum(sent) - sent[group.rank()]
+    count_sent(others * tensor[:1].nbytes, group)
+    dist.all_to_all_single(result, tensor.contiguous(), list(received), list(sent), group=group)
+    return result

@@ -1,0 +1,353 @@
+"""Test checkpoints, evaluations, unequal loads and errors where experts are distributed over ranks.
+
+That it computes the same as one process is tested in ``tests/parity/test_expert_parallel.py`` as well.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from lightning_dist import FullShardStrategy, HybridShardStrategy, NDParallelStrategy, full_parameters
+from lightning_dist.expert_parallel import ExpertParallel
+from lightning_dist.plugins.strategies.startup_table import startup_table
+from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
+from tests.distributed.test_tensor_parallel import AtStart
+from tests.expert_models import Mixture, PlainExperts, PlainMixture
+from tests.models import build
+from tests.pool import WorkerPool, in_parallel
+
+RESUMED = {
+    "ep2": lambda: FullShardStrategy(ep_size=2),
+    "none": lambda: FullShardStrategy(),
+    "ep4": lambda: FullShardStrategy(ep_size=4),
+    "2xep2": lambda: HybridShardStrategy(2, 2, ep_size=2),
+    "tp2": lambda: NDParallelStrategy(tp_size=2, ep_size=2),
+    "pp2": lambda: NDParallelStrategy(pp_size=2, ep_size=2),
+}
+
+
+def resume(folder: Path, first: str, others: list[str]) -> tuple[Weights, list[Weights], list[Weights]]:
+    """Save with one layout, and resume for one step with the others, by AdamW.
+
+    Returns:
+        The saved weights, and in the order of the layouts the loaded weights and the weights after the step.
+    """
+    kwargs: dict[str, Any] = {"precision": "64-true", "gradient_clip_val": 0.5}
+    model = build("gpt_oss", optimizer="adamw")
+    trainer = make_trainer("full_shard", strategy=RESUMED[first](), max_steps=2, **kwargs)
+    trainer.fit(model)
+    trainer.save_checkpoint(folder / "run.ckpt")
+    read: list[Weights] = []
+    stepped = []
+    for layout in others:
+        again = build("gpt_oss", seed=1, optimizer="adamw")
+        trainer = make_trainer(
+            "full_shard", strategy=RESUMED[layout](), max_steps=3, callbacks=[AtStart(read)], **kwargs
+        )
+        trainer.fit(again, ckpt_path=folder / "run.ckpt")
+        stepped.append(weights_of(again))
+    return weights_of(model), read, stepped
+
+
+@pytest.mark.parametrize(("first", "others"), [("ep2", list(RESUMED)), ("none", ["none", "ep4"]), ("ep4", ["none"])])
+def test_any_layout_resumes_the_checkpoint_of_distributed_experts(
+    pool: WorkerPool, tmp_path: Path, first: str, others: list[str]
+) -> None:
+    for saved, read, stepped in pool.run(resume, 4, tmp_path, first, others):
+        assert len(read) == len(stepped) == len(others)
+        for weights in read:
+            assert_same(weights, saved, 0.0)
+        for weights in stepped:
+            assert_same(weights, stepped[0], 1e-6)
+            assert any((weights[name] != saved[name]).any() for name in saved)
+
+
+class Penalized(PlainMixture):
+    """Use the weights of all experts outside of the module that holds them, before and after it runs."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        before = self.blocks[0].experts.up.pow(2).sum()
+        loss = super().training_step(batch, batch_idx)
+        return loss + 0.01 * (before + sum(block.experts.down.abs().sum() for block in self.blocks))
+
+
+class OnTwoExperts(PlainMixture):
+    """Send all tokens to two experts."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        router = self.blocks[0].router
+        with torch.no_grad():
+            router.bias.copy_(torch.tensor([0.0, 50.0, 51.0, 0.0]))
+        router.requires_grad_(False)
+        self.embedding.requires_grad_(False)  # The first layer's tokens need no gradient.
+
+
+class Manual(PlainMixture):
+    """Accumulate and clip gradients by hand."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:  # type: ignore[override]
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        optimizer.step()
+
+
+class OwnAdam(torch.optim.Adam):
+    """Be none of torch's own classes, so that its updates are computed on DTensors."""
+
+
+class WithOwnOptimizer(PlainMixture):
+    def configure_optimizers(self) -> Any:
+        return OwnAdam(self.parameters(), lr=1e-3, foreach=True)
+
+
+class Skipping(PlainMixture):
+    """Leave out the second block in every second step, and have a block that is never used."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.unused = Mixture(24, 4)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embedding(batch[0])
+        for block in self.blocks[: 1 + batch_idx % 2]:
+            x = block(x)
+        return functional.cross_entropy(self.head(x).flatten(0, 1), batch[1].flatten())
+
+
+FITTED: dict[str, tuple[type[pl.LightningModule], dict[str, Any], dict[str, Any]]] = {
+    "penalized": (Penalized, {}, {}),
+    "penalized, gathered": (Penalized, {"reshard_after_forward": False}, {}),
+    "two experts": (OnTwoExperts, {}, {"adamw": True}),
+    "two experts on four": (OnTwoExperts, {"ep_size": 4}, {"adamw": True}),
+    "manual": (Manual, {}, {}),
+    "own optimizer": (WithOwnOptimizer, {}, {"gradient_clip_val": 0.1}),
+    "skipping": (Skipping, {}, {"adamw": True}),
+    "zero 1": (PlainMixture, {"zero_stage": 1}, {"accumulate_grad_batches": 2}),
+    "zero 2": (PlainMixture, {"zero_stage": 2}, {"accumulate_grad_batches": 2}),
+    "sharded over 2": (PlainMixture, {"reshard_after_forward": 2}, {}),
+    "checkpointing": (PlainMixture, {"activation_checkpointing": "full"}, {"accumulate_grad_batches": 2}),
+    "selective": (PlainMixture, {"activation_checkpointing": "selective"}, {}),
+    "compiled": (PlainMixture, {"compile": "eager"}, {}),
+    "in backward": (PlainMixture, {"step_in_backward": True}, {}),
+    "offload": (PlainMixture, {"offload": "params"}, {"gradient_clip_val": 0.1}),
+    "gloo": (PlainMixture, {"direct_collectives": False}, {}),
+    "anomaly": (PlainMixture, {}, {"detect_anomaly": True}),
+    "clip value": (PlainMixture, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "replicas": (PlainMixture, {"dp_replicate_size": 2, "check_replicas_every_n_steps": 1}, {}),
+}
+
+
+def fit(name: str, is_alone: bool) -> Weights:
+    make, strategy, kwargs = FITTED[name]
+    torch.manual_seed(0)
+    optimizer = "adamw" if kwargs.get("adamw") else "sgd"
+    model = make(optimizer=optimizer)
+    kwargs = {"max_steps": 4, "precision": "64-true", **{k: v for k, v in kwargs.items() if k != "adamw"}}
+    strategy = {"ep_size": 2, **strategy}
+    kind = HybridShardStrategy if "dp_replicate_size" in strategy else FullShardStrategy
+    chosen = {"strategy": "auto", "devices": 1} if is_alone else {"strategy": kind(**strategy)}
+    make_trainer("auto", **kwargs, **chosen).fit(model)
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("name", FITTED)
+def test_any_way_of_training_computes_what_one_process_does(
+    pool: WorkerPool, reference_pool: WorkerPool, name: str
+) -> None:
+    outcomes, expected = in_parallel(
+        lambda: pool.run(fit, 4, name, False), lambda: reference_pool.run(fit, 1, name, True)[0]
+    )
+    for weights in outcomes:
+        assert_same(weights, expected)
+
+
+class Evaluated(PlainMixture):
+    """Log a validation loss, and return predictions."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0]).sum((1, 2))
+
+
+def evaluate(is_alone: bool) -> tuple[float, list[float], list[float], list[int]]:
+    """Train and validate, predict unequal numbers of batches, and call the model on each rank alone.
+
+    Returns:
+        The validation loss, what this rank predicts, what it computes alone from the same batches, and the numbers of
+        experts that the modules and their state dict have outside of steps.
+    """
+    torch.manual_seed(0)
+    model = Evaluated()
+    strategy = {"strategy": "auto", "devices": 1} if is_alone else {"strategy": HybridShardStrategy(2, 2, ep_size=2)}
+    trainer = make_trainer("auto", max_steps=2, precision="64-true", limit_val_batches=2, **strategy)
+    trainer.fit(model)
+    trainer.validate(model, verbose=False)
+    loss = float(trainer.callback_metrics["val/loss"])
+    tokens = model.data()[0][: 8 * (trainer.global_rank + 1)]
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(tokens), batch_size=8)
+    predicted = [float(value) for batch in trainer.predict(model, loader) or () for value in batch]
+    with full_parameters(model):
+        state = model.state_dict()
+        alone = [float(value) for value in model(tokens).sum((1, 2))]
+    experts = model.blocks[0].experts
+    sizes = [experts.num_experts, len(experts.up), len(state["blocks.0.experts.up"])]
+    return loss, predicted, alone, sizes
+
+
+def test_evaluations_and_calls_outside_of_steps_see_all_experts(pool: WorkerPool, reference_pool: WorkerPool) -> None:
+    outcomes, expected = in_parallel(
+        lambda: pool.run(evaluate, 4, False), lambda: reference_pool.run(evaluate, 1, True)[0]
+    )
+    for rank, (loss, predicted, alone, sizes) in enumerate(outcomes):
+        assert loss == pytest.approx(expected[0], rel=1e-10)
+        assert len(predicted) == 8 * (rank + 1)
+        assert predicted == pytest.approx(alone, rel=1e-10)
+        assert predicted[:8] == pytest.approx(expected[1], rel=1e-10)
+        assert sizes == [4, 4, 4]
+
+
+class Sent(pl.Callback):
+    """Record the figures of the technique, and count the tokens that this rank sends to others."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        self.technique = trainer.strategy.parallel.get(ExpertParallel)
+        self.num_sent = self.largest = 0
+        rank = self.technique._group.rank()
+
+        def count(router: nn.Module, args: Any, scores: Tensor) -> None:
+            index = scores.topk(2).indices
+            self.num_sent += int((index // 2 != rank).sum())
+            self.largest += int(index.flatten().bincount().max()) * 4 / index.numel()
+
+        for block in module.blocks[:1]:  # The router is the same module in all layers.
+            block.router.register_forward_hook(count)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        self.metrics = self.technique.metrics(1)
+
+
+def sent() -> tuple[dict[str, float], int, float, int, str]:
+    callback = Sent()
+    model = PlainMixture()
+    trainer = make_trainer("auto", strategy=FullShardStrategy(ep_size=2), max_steps=1, callbacks=[callback])
+    trainer.fit(model)
+    table = startup_table(trainer.strategy, trainer.strategy.parallel)
+    held = sum(param.to_local().numel() for param in model.blocks[0].experts.parameters())
+    return callback.metrics, callback.num_sent, callback.largest / 2, held, table
+
+
+def test_a_rank_sends_as_many_bytes_as_the_formula_says(pool: WorkerPool) -> None:
+    outcomes = pool.run(sent, 4)
+    for rank, (metrics, num_tokens, largest, held, table) in enumerate(outcomes):
+        num_of_other = outcomes[rank ^ 1][1]  # Its partner of ep sends this rank so many tokens.
+        routed = 2 * (num_tokens + num_of_other) * 24 * 4  # Tokens and results, in the forward and in the backward.
+        counts = 2 * 2 * 8  # In each of 2 layers, how many tokens each of the 2 experts of the other rank gets.
+        assert metrics["comm/ep_mib_per_step"] * 2**20 == pytest.approx(routed + counts)
+        assert num_tokens > 0
+        assert metrics["experts/max_over_mean"] == pytest.approx(largest)
+        assert held == 4 * (24 * 16 + 16 * 24 + 24) / 4
+        assert "2 of 4 on each of 2 ranks (ep), in 2 layers, each sharded over 2 ranks" in table
+
+
+class Scaled(PlainExperts):
+    """Divide the results by the number of experts that have tokens, so that no expert can compute alone."""
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x, index, weights) / index.unique().numel()
+
+
+class HalfFitting(PlainMixture):
+    """Have one layer whose experts cannot be distributed."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.blocks[1].experts = Scaled(4, 24, 16)
+
+
+class NotFitting(HalfFitting):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.blocks[0].experts = Scaled(4, 24, 16)
+
+
+REFUSED: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
+    "experts": (
+        lambda: PlainMixture(6),
+        lambda: FullShardStrategy(ep_size=4),
+        ("ep_size=4", "6 experts", "1, 2, 3, 6"),
+    ),
+    "no experts": (
+        lambda: build("gpt"),
+        lambda: FullShardStrategy(ep_size=2),
+        ("ep_size=2", "no experts", "ep_size=1"),
+    ),
+    "ranks": (PlainMixture, lambda: FullShardStrategy(ep_size=3), ("ep_size=3", "dp_shard_size=4", "1, 2, 4")),
+    "replicas": (PlainMixture, lambda: HybridShardStrategy(2, 2, ep_size=4), ("ep_size=4", "dp_shard_size=2", "1, 2")),
+    "remaining": (PlainMixture, lambda: FullShardStrategy(ep_size=-1), ("ep_size=-1 must be a positive",)),
+    "not fitting": (NotFitting, lambda: FullShardStrategy(ep_size=2), ("blocks.0.experts", "alone", "ep_size=1")),
+    "strict": (
+        HalfFitting,
+        lambda: NDParallelStrategy(ep_size=2, strict_plan=True),
+        ("blocks.1.experts", "strict_plan"),
+    ),
+    "compression": (
+        PlainMixture,
+        lambda: HybridShardStrategy(2, 2, ep_size=2, compression="bf16"),
+        ("compression='bf16", "ep_size=2"),
+    ),
+}
+
+
+def refuse(names: list[str]) -> list[str]:
+    return [refused(REFUSED[name][0](), strategy=REFUSED[name][1]()) for name in names]
+
+
+def test_what_cannot_be_distributed_is_refused_with_the_fix(pool: WorkerPool) -> None:
+    for errors in pool.run(refuse, 4, list(REFUSED)):
+        for name, error in zip(REFUSED, errors, strict=True):
+            assert error.startswith("ValueError"), (name, error)
+            for text in REFUSED[name][2]:
+                assert text in error, (name, error)
+
+
+def half(is_alone: bool) -> tuple[Weights, str]:
+    torch.manual_seed(0)
+    model = HalfFitting()
+    strategy = {"strategy": "auto", "devices": 1} if is_alone else {"strategy": FullShardStrategy(ep_size=2)}
+    trainer = make_trainer("auto", max_steps=2, precision="64-true", **strategy)
+    trainer.fit(model)
+    table = "" if is_alone else startup_table(trainer.strategy, trainer.strategy.parallel)
+    return weights_of(model), table
+
+
+def test_experts_that_do_not_fit_stay_on_all_ranks_with_the_reason(pool: WorkerPool) -> None:
+    for _, table in pool.run(half, 4, False):
+        assert "blocks.1.experts has all experts on each rank: one expert alone does not compute" in table
+
+
+def train_twice() -> list[str]:
+    model = PlainMixture()
+    make_trainer("auto", strategy=FullShardStrategy(ep_size=2), max_steps=1).fit(model)
+    return [refused(model, strategy=FullShardStrategy(ep_size=size), max_steps=2) for size in (2, 4)]
+
+
+def test_a_later_trainer_must_distribute_experts_in_the_same_way(pool: WorkerPool) -> None:
+    for same, other in pool.run(train_twice, 4):
+        assert same == "no error"
+        assert "with ep_size=2, which cannot be changed to 4" in other

@@ -1,0 +1,64 @@
+"""A model whose experts are distributed over ranks has the same gradients and weights as in one process."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lightning_dist.parity import assert_parity
+from tests.parity.run import EP_LAYOUTS, EXPERT_MODELS, Case, Outcome, briefly, reference, run, tensors
+from tests.pool import WorkerPool, in_parallel
+
+MODELS = ("mixtral", *EXPERT_MODELS)
+WITHOUT_SEQUENCES = ("gpt_oss", "plain_moe")
+"""The models without attention by ``F.scaled_dot_product_attention``, whose sequences cannot be split."""
+
+EVERY = [
+    Case(layout, model, 1, None)
+    for model in MODELS
+    for layout in EP_LAYOUTS
+    if model not in WITHOUT_SEQUENCES or "cp" not in layout
+]
+EXTRA = [
+    Case("ep2", "mixtral", 3, 0.1),
+    Case("ep4", "qwen_moe", 2, 0.1, optimizer="adamw"),
+    Case("ep2 x pp2", "gpt_oss", 2, 0.1),
+    Case("2xep2", "plain_moe", 3, 0.1),
+    Case("ep2", "gpt_oss", 1, None, precision="32-true"),
+]
+
+
+def covering(cases: list[Case]) -> list[Case]:
+    """Choose two cases of each model, so that every layout occurs with two models."""
+    layouts, models = list(EP_LAYOUTS), list(MODELS)
+    return [case for case in cases if (layouts.index(case.layout) + models.index(case.model)) % 3 == 0]
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "case" in metafunc.fixturenames:
+        is_full = metafunc.config.getoption("--matrix") == "full"
+        metafunc.parametrize("case", EVERY + EXTRA if is_full else briefly(covering(EVERY) + EXTRA), ids=str)
+
+
+@functools.cache
+def one_process(pool: WorkerPool, case: Case) -> Outcome:
+    return pool.run(reference, 1, case)[0]
+
+
+def test_gradients_and_weights_equal_those_of_one_process(
+    pool: WorkerPool, reference_pool: WorkerPool, case: Case
+) -> None:
+    outcomes, expected = in_parallel(
+        lambda: pool.run(run, 4, case), lambda: one_process(reference_pool, replace(case, layout="", options=()))
+    )
+    tolerance = 1e-5 if case.precision == "32-true" else 1e-10
+    for actual, wanted in zip(outcomes[0].gradients, expected.gradients, strict=True):
+        assert_parity(tensors(actual), tensors(wanted), tolerance)
+    tolerance = 1e-6 if case.optimizer == "adamw" else tolerance
+    assert_parity(tensors(outcomes[0].weights), tensors(expected.weights), tolerance)
+    for other in outcomes[1:]:
+        for name, weight in other.weights.items():
+            np.testing.assert_array_equal(weight, outcomes[0].weights[name])
