@@ -24,7 +24,7 @@ WORLD_SIZE = 2
         ("T5", "tensor_parallel"),
         ("ALBERT", "full_shard"),
         ("BERT", "nd_parallel"),
-        ("BLIP", "context_parallel"),
+        ("BART", "context_parallel"),
     ],
 )
 def test_a_family_under_a_strategy_equals_one_process(pool: WorkerPool, name: str, strategy: str) -> None:
