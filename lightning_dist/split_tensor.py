@@ -57,6 +57,11 @@ class SplitTensor(Tensor):
     on_parts: ClassVar[Sequence[tuple[Collection[Any], OnParts]]]
     """Sets of torch functions, each with what computes their results on this rank's part."""
 
+    @property
+    def history(self) -> Tensor:
+        """Return the tensor of whose history in autograd this one tells, when it is asked for its ``grad_fn``."""
+        return self.local
+
     def gathered(self) -> Tensor:
         """Gather the whole tensor on every rank. This is a collective over :attr:`ranks`."""
         raise NotImplementedError
@@ -86,7 +91,7 @@ class SplitTensor(Tensor):
         name = getattr(func, "__name__", "")
         attribute = getattr(getattr(func, "__self__", None), "__name__", "") if name == "__get__" else ""
         if attribute in ("grad_fn", BASE):
-            return getattr(args[0].local, attribute)
+            return getattr(args[0].history, attribute)
         if func in _METADATA or (attribute and attribute not in _PROPERTIES_WITH_DATA):
             with torch.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)

@@ -106,6 +106,11 @@ class TiledLogits(SplitTensor):
         """Compute the whole logits."""
         return self.whole("a property")
 
+    @property
+    def history(self) -> Tensor:
+        """Return the hidden states, so that hooks which look for a history compute no logits."""
+        return self.head.hidden
+
     def gathered(self) -> Tensor:
         """Compute the whole logits."""
         return self.whole("other code")
@@ -117,6 +122,14 @@ class TiledLogits(SplitTensor):
         if self.form == "flat":
             return logits.flatten(0, -2)
         return logits.transpose(-2, -1) if self.form == "transposed" else logits
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Let hooks by which FSDP2 learns that the backward begins wait for the hidden states; they change nothing."""
+        is_hook = func is Tensor.register_hook and isinstance(args[0], cls)
+        if is_hook and getattr(args[1], "__module__", "").startswith("torch.distributed."):
+            return args[0].head.hidden.register_hook(args[1])
+        return super().__torch_function__(func, types, args, kwargs)
 
     def changed(self, function: Callable[[Tensor], Tensor]) -> TiledLogits:
         """Return logits to which ``function`` is applied, element by element."""

@@ -6,14 +6,16 @@ That gradients and weights are those of one process is tested in ``tests/parity/
 from __future__ import annotations
 
 import re
+import warnings
 from typing import Any
 
 import lightning.pytorch as pl
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
-from lightning_dist import FullShardStrategy, TensorParallelStrategy
+from lightning_dist import ContextParallelStrategy, FullShardStrategy, TensorParallelStrategy
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.tiling import Tiling
 from tests.distributed.fit import make_trainer, refused
@@ -42,6 +44,27 @@ def test_evaluations_and_predictions_are_the_same_tile_by_tile(pool: WorkerPool)
     assert tiled[0] == pytest.approx(whole[0], rel=1e-12)
     assert all(map(torch.equal, tiled[1], whole[1]))
     assert tiled[2] == ("model.blocks.0.mlp", "model.blocks.1.mlp", "model.head")
+
+
+class Plain(GPT):
+    """Give the logits of the head to the loss without a scale that is a parameter."""
+
+    def loss(self, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return functional.cross_entropy(self.model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+
+def warnings_of_fit(strategy: str) -> list[str]:
+    model = Plain()
+    make = {"full_shard": FullShardStrategy, "context_parallel": lambda **kwargs: ContextParallelStrategy(2, **kwargs)}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        make_trainer("auto", strategy=make[strategy](**BOTH), max_steps=2).fit(model)
+    return [str(warning.message) for warning in caught if "tiled_loss" in str(warning.message)]
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "context_parallel"])
+def test_no_hook_of_the_strategy_computes_whole_logits(pool: WorkerPool, strategy: str) -> None:
+    assert pool.run(warnings_of_fit, 2, strategy) == [[], []]
 
 
 class Dropping(GPT):
