@@ -273,13 +273,17 @@ def test_the_time_of_a_step_is_split_into_its_phases(clock: Clock, tmp_path: Pat
 
 @pytest.mark.alone
 def test_hooks_take_less_than_half_a_percent_of_a_step_of_ten_milliseconds(tmp_path: Path) -> None:
-    telemetry, spent = StepTelemetry(log_every_n_steps=1000), []
+    # The bound is the time of a piece of Python code that takes 50 us on the machine on which the figure was measured:
+    # machines half as fast, and busy ones, need more for both.
+    telemetry, spent, units = StepTelemetry(log_every_n_steps=1000), [], []
 
     def timed(hook: Any) -> Any:
         def call(*args: Any) -> None:
             start = perf_counter()
             hook(*args)
             spent.append(perf_counter() - start)
+            if hook.__name__ == hooks[-1]:
+                units.append(_seconds_of_python_code())
 
         return call
 
@@ -292,7 +296,14 @@ def test_hooks_take_less_than_half_a_percent_of_a_step_of_ten_milliseconds(tmp_p
     fit(Clock(), Slow(Clock()), telemetry, tmp_path, max_epochs=20, limit_val_batches=0)
     per_step = [sum(spent[start : start + len(hooks)]) for start in range(0, len(spent), len(hooks))]
     assert len(per_step) >= 200
-    assert median(per_step) < 0.005 * 0.010
+    assert median(per_step) < median(units)
+
+
+def _seconds_of_python_code() -> float:
+    start, values = perf_counter(), {}
+    for number in range(1300):
+        values[number % 7] = number
+    return perf_counter() - start
 
 
 def test_step_telemetry_has_its_own_interval_and_shows_tokens_per_second_in_the_progress_bar(

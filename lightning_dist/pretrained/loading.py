@@ -1,8 +1,7 @@
-"""Load weights from Hugging Face's safetensors files: each rank reads only its shards of the tensors."""
+"""Compare the tensors in safetensors files with a module's, and read this rank's part of each."""
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -13,25 +12,27 @@ import torch
 from torch import Tensor, nn
 
 from lightning_dist.consensus import raise_on_all_ranks
-from lightning_dist.shard_slices import ShardSlices, local_part
-from lightning_dist.tensor_state import is_uninitialized
+from lightning_dist.parallel_module import parallelized
+from lightning_dist.pretrained.conversion import converted
+from lightning_dist.pretrained.files import Piece, StoredTensor, open_file, some, stored_tensors
+from lightning_dist.shard_slices import ShardSlice, ShardSlices, local_part
+from lightning_dist.tensor_state import is_remote, is_uninitialized
 
 __all__ = ["load_safetensors"]
-
-FILE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 
 def load_safetensors(module: nn.Module, folder: str | Path, prefix: str = "") -> None:
     """Fill parameters and persistent buffers of ``module`` from a folder that ``save_pretrained`` wrote.
 
     This is a collective over all processes. The values are copied in place into this rank's shards and cast to the
-    parameter's dtype. A tied parameter is read once, under whichever of its names the files have. Names and shapes are
-    checked on all ranks before anything changes.
+    parameter's dtype. A tied parameter is read once, under whichever of its names the files have. Where a model of
+    transformers stacks tensors that its files have one by one, such as weights of its experts, each rank reads those of
+    which it has a part. Names and shapes are checked on all ranks before anything changes.
 
     Args:
         module: Module whose parameters are DTensors of any placement, or plain tensors, on any device but meta. All
-            processes have the same module.
+            processes have the same module. If a strategy has made it parallel, the tensors that only other ranks have,
+            such as those of another pipeline stage, are left to them.
         folder: Local folder with ``model.safetensors``, or with ``model.safetensors.index.json`` and the files that it
             lists.
         prefix: Prefix that the names in ``module`` have and those in the files lack: ``"model."`` for a LightningModule
@@ -43,28 +44,26 @@ def load_safetensors(module: nn.Module, folder: str | Path, prefix: str = "") ->
         OtherRankError: On the ranks that could read the files, if another rank could not.
     """
     with raise_on_all_ranks(f"checking the pretrained weights in {folder}"):
-        files = _stored(Path(folder).expanduser())
-        to_read = _match(_targets(module, prefix), files, prefix, folder)
+        targets = _targets(module, prefix)
+        stored = converted(stored_tensors(Path(folder).expanduser()), targets.shapes(), _at(module, prefix))
+        to_read = _match(targets, stored, prefix, folder)
+        if parallelized(module) is None:
+            _refuse_uninitialized(to_read, prefix)
     # Sanity checks run in inference mode, in which views of parameters could be used for inference only.
     with (
         raise_on_all_ranks(f"reading the pretrained weights in {folder}"),
         torch.inference_mode(False),
         torch.no_grad(),
     ):
-        _read(to_read)
+        _read([(stored[name], tensor) for name, tensor in to_read if not is_remote(tensor)])
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """Describe a tensor in a safetensors file.
-
-    Args:
-        file: File that has the tensor.
-        shape: Shape of the whole tensor.
-    """
-
-    file: Path
-    shape: tuple[int, ...]
+def _at(module: nn.Module, prefix: str) -> nn.Module | None:
+    """Return the module whose parameters' names begin with ``prefix``, or None if there is none."""
+    try:
+        return module.get_submodule(prefix.removesuffix("."))
+    except AttributeError:
+        return None
 
 
 @dataclass(frozen=True)
@@ -79,6 +78,10 @@ class _Targets:
     tensors: Mapping[str, Tensor]
     optional: Collection[str]
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shape of each tensor to fill."""
+        return {name: tuple(tensor.shape) for name, tensor in self.tensors.items()}
+
 
 def _targets(module: nn.Module, prefix: str) -> _Targets:
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
@@ -91,56 +94,13 @@ def _targets(module: nn.Module, prefix: str) -> _Targets:
     )
 
 
-def _stored(folder: Path) -> dict[str, _Stored]:
-    """Return the tensors in the files of ``folder``, by name."""
-    result = {}
-    for file in _files(folder):
-        with _open(file) as tensors:
-            for name in tensors.keys():  # noqa: SIM118 - safe_open returns no dict
-                result[name] = _Stored(file, tuple(tensors.get_slice(name).get_shape()))
-    return result
-
-
-def _files(folder: Path) -> list[Path]:
-    if not folder.is_dir():
-        raise ValueError(
-            f"{folder} is not a folder: pass a local folder that save_pretrained wrote, or to which a model was"
-            " downloaded (huggingface_hub.snapshot_download)."
-        )
-    if (folder / FILE).is_file():
-        return [folder / FILE]
-    index = folder / INDEX
-    if not index.is_file():
-        raise ValueError(
-            f"{folder} has neither {FILE} nor {INDEX}. Convert weights of other formats by loading the model with"
-            f" from_pretrained and saving it with save_pretrained."
-        )
-    try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{index} is not an index of safetensors files ({error!r}): download it again.") from error
-    missing = [name for name in names if not (folder / name).is_file()]
-    if missing:
-        raise ValueError(f"{index} lists {_some(missing)}, missing from the folder: download the missing files.")
-    return [folder / name for name in names]
-
-
-def _open(file: Path) -> Any:
-    from safetensors import SafetensorError, safe_open
-
-    try:
-        return safe_open(file, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"{file} is not a complete safetensors file ({error}): download it again.") from error
-
-
 def _match(
-    targets: _Targets, stored: Mapping[str, _Stored], prefix: str, folder: str | Path
-) -> list[tuple[str, _Stored, Tensor]]:
-    """Match targets with stored tensors, and return name, stored tensor and target of each; a tied tensor appears once.
+    targets: _Targets, stored: Mapping[str, StoredTensor], prefix: str, folder: str | Path
+) -> list[tuple[str, Tensor]]:
+    """Match targets with stored tensors, and return each target with its name in the files; a tied tensor appears once.
 
     Raises:
-        ValueError: If names are missing or unknown, a shape differs, or a target is on the meta device.
+        ValueError: If names are missing or unknown, or a shape differs.
     """
     names: dict[int, list[str]] = defaultdict(list)
     for name, tensor in targets.tensors.items():
@@ -150,8 +110,8 @@ def _match(
     if not targets.tensors:
         raise ValueError(f"prefix={prefix!r}: the module has no parameter whose name begins with this prefix.")
     if missing or unknown:
-        lacking = f"The files lack {_some(missing)}. " if missing else ""
-        surplus = f"The module lacks {_some(unknown)}. " if unknown else ""
+        lacking = f"The files lack {some(missing)}. " if missing else ""
+        surplus = f"The module lacks {some(unknown)}. " if unknown else ""
         raise ValueError(
             f"The weights in {folder} are not those of this module. {lacking}{surplus}Build the model from the"
             f" config.json in this folder, with the class that saved it, and set prefix (now {prefix!r}) to what"
@@ -163,33 +123,51 @@ def _match(
                 f"{name} has shape {list(stored[name].shape)} in {stored[name].file}, but {list(tensor.shape)} in the"
                 " module: build the model from the config.json in this folder."
             )
+    found = [next(name for name in tied if name in stored) for tied in names.values()]
+    return [(name, targets.tensors[name]) for name in found]
+
+
+def _refuse_uninitialized(to_read: Collection[tuple[str, Tensor]], prefix: str) -> None:
+    for name, tensor in to_read:
         if is_uninitialized(tensor):
             raise ValueError(
                 f"{prefix}{name} is on the meta device: load the weights after the strategy has materialized it."
             )
-    found = [next(name for name in tied if name in stored) for tied in names.values()]
-    return [(name, stored[name], targets.tensors[name]) for name in found]
 
 
-def _read(to_read: Collection[tuple[str, _Stored, Tensor]]) -> None:
+def _read(to_read: Collection[tuple[StoredTensor, Tensor]]) -> None:
     by_file = defaultdict(list)
-    for name, stored, tensor in to_read:
-        by_file[stored.file].append((name, tensor))
+    for stored, tensor in to_read:
+        for piece in stored.pieces:
+            by_file[piece.file].append((piece, tensor))
     layouts = ShardSlices()
     for file, wanted in by_file.items():
-        with _open(file) as tensors:
-            for name, tensor in wanted:
+        with open_file(file) as tensors:
+            for piece, tensor in wanted:
                 part = local_part(tensor)
                 for box in layouts.of(tensor) if part.numel() else ():
-                    if not tensor.ndim:
-                        part.copy_(tensors.get_tensor(name))
-                        continue
-                    ends = (offset + size for offset, size in zip(box.offsets, box.sizes, strict=True))
-                    where = tuple(slice(start, end) for start, end in zip(box.offsets, ends, strict=True))
-                    part[box.in_part].copy_(tensors.get_slice(name)[where])
+                    if tensor.ndim:
+                        _copy(piece, tensors.get_slice(piece.name), box, part[box.in_part])
+                    else:
+                        part.copy_(tensors.get_tensor(piece.name))
 
 
-def _some(names: Collection[str], number: int = 5) -> str:
-    """Return a text with the first ``number`` of ``names`` and, if there are more, how many there are."""
-    first = ", ".join(sorted(names)[:number])
-    return first if len(names) <= number else f"{len(names)} tensors ({first}, ...)"
+def _copy(piece: Piece, values: Any, box: ShardSlice, into: Tensor) -> None:
+    """Copy the elements of ``piece`` that lie in ``box`` from ``values`` in a file to ``into``, which is the box."""
+    starts = [max(pair) for pair in zip(piece.offsets, box.offsets, strict=True)]
+    ends = [
+        min(offset + size, other + extent)
+        for offset, size, other, extent in zip(piece.offsets, piece.sizes, box.offsets, box.sizes, strict=True)
+    ]
+    if any(start >= end for start, end in zip(starts, ends, strict=True)):
+        return
+    from_file = _slices(starts, ends, piece.offsets)
+    if piece.stacked is None:
+        found = values[from_file]
+    else:
+        found = values[from_file[: piece.stacked] + from_file[piece.stacked + 1 :]].unsqueeze(piece.stacked)
+    into[_slices(starts, ends, box.offsets)].copy_(found)
+
+
+def _slices(starts: Collection[int], ends: Collection[int], origin: Collection[int]) -> tuple[slice, ...]:
+    return tuple(slice(start - zero, end - zero) for start, end, zero in zip(starts, ends, origin, strict=True))
