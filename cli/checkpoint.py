@@ -100,17 +100,21 @@ def _list(folder: str) -> int:
 
 
 def _verify(paths: Sequence[str]) -> int:
-    from lightning_dist.checkpoint import CheckpointError, verify
+    from lightning_dist.checkpoint import CheckpointError, CheckpointNotFoundError, verify
 
     exit_code = 0
     for path in paths:
         try:
             manifest = verify(path)
             print(f"{path}  good: {len(manifest.files)} files, {manifest.num_bytes / 2**20:,.1f} MiB")
+        except (
+            CheckpointNotFoundError,
+            ValueError,
+            ImportError,
+        ) as error:  # The URL, too, may be one of no known kind.
+            print_error(str(error))
+            return BAD_CONFIGURATION
         except (CheckpointError, OSError) as error:
             print_error(str(error))
             exit_code = DAMAGED
-        except (ValueError, ImportError) as error:  # The URL cannot be opened.
-            print_error(str(error))
-            return BAD_CONFIGURATION
     return exit_code

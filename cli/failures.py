@@ -40,7 +40,11 @@ _SECONDS_TO_EXIT = 5
 
 
 class Progress(Callback):
-    """Record whether a run has reached its first batch. Earlier errors count as mistakes in its configuration."""
+    """Record whether a run has reached its first batch. Earlier errors count as mistakes in its configuration.
+
+    The batches of the sanity check count only while it runs: Lightning prepares the training after it, and refuses
+    there, for example, a batch size that cannot be divided.
+    """
 
     def __init__(self) -> None:
         self.batch_seen = False
@@ -71,9 +75,15 @@ class Progress(Callback):
     def on_predict_batch_start(self, *args: Any) -> None:
         self._see_batch()
 
+    @override
+    def on_sanity_check_end(self, *args: Any) -> None:
+        self.batch_seen = False
+
     def _see_batch(self) -> None:
         self.batch_seen = True
         assert self.trainer is not None
+        if self.trainer.sanity_checking:
+            return
         # The callback is not needed any more, and every callback costs time in every step. The list is replaced and not
         # changed, because Lightning is iterating over it.
         callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]

@@ -21,7 +21,7 @@ from lightning_dist.compression.compressors.int8 import Int8
 from lightning_dist.compression.compressors.powersgd import PowerSGD
 from lightning_dist.compression.compressors.topk import TopK
 from lightning_dist.compression.local_updates import LocalUpdates, SyncConfig
-from lightning_dist.compression.sync_methods import DiLoCo, LocalSGD, SyncMethod
+from lightning_dist.compression.sync_methods import DiLoCo, LocalSGD, SyncMethod, sync_method_from
 
 __all__ = [
     "BF16",
@@ -40,4 +40,5 @@ __all__ = [
     "SyncMethod",
     "TopK",
     "compressor_from",
+    "sync_method_from",
 ]

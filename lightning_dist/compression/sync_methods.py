@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_dist.compression.compressor import Compressor, CompressorState, Gradient, compressor_from
 from lightning_dist.compression.wire import Wire
 
-__all__ = ["DiLoCo", "LocalSGD", "SyncMethod"]
+__all__ = ["DiLoCo", "LocalSGD", "SyncMethod", "sync_method_from"]
 
 
 class SyncMethod(ABC):
@@ -188,3 +188,23 @@ class DiLoCo(SyncMethod):
         for name, state in states.items():
             if self._optimizer is not None and name in self._outer:
                 self._optimizer.state[self._outer[name]]["momentum_buffer"] = state["momentum"].clone()
+
+
+def sync_method_from(choice: str | SyncMethod) -> SyncMethod:
+    """Return the method that a configuration chooses.
+
+    Args:
+        choice: A method, or the name of one that is made with its default arguments: its class's name, in any case.
+
+    Raises:
+        ValueError: If there is no method of this name.
+    """
+    if isinstance(choice, SyncMethod):
+        return choice
+    names = {kind.__name__.lower(): kind for kind in (DiLoCo, LocalSGD)}
+    if not isinstance(choice, str) or choice.lower() not in names:
+        raise ValueError(
+            f"sync={choice!r}: there is no such method. The names are {', '.join(names)}; or pass an instance, or in"
+            " YAML a class_path with init_args."
+        )
+    return names[choice.lower()]()

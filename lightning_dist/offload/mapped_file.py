@@ -27,15 +27,21 @@ class MappedFile:
         folder: Folder on a disk of this node. A folder in memory, such as one on tmpfs, would save nothing.
 
     Raises:
-        OSError: If no file can be created there.
+        ValueError: If no file can be created there.
     """
 
     is_pinned = False
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        folder.mkdir(parents=True, exist_ok=True)
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - It lives as long as this object.
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=folder, buffering=0)  # noqa: SIM115 - It lives as long as this object.
+        except OSError as error:
+            raise ValueError(
+                f"offload_folder={str(folder)!r}: no file can be created there ({error.strerror}). Name a folder in"
+                " which this process may write."
+            ) from error
         self._size = 0
         self._maps: dict[int, mmap.mmap] = {}
         """The mapped part of the file by the address of its memory."""

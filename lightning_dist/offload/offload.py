@@ -54,7 +54,7 @@ class Offload(Technique):
         device_type: Type of the device on which the module's steps run.
 
     Raises:
-        OSError: If no file can be created in the folder.
+        ValueError: If no file can be created in the folder.
     """
 
     def __init__(self, config: OffloadConfig, device_type: str) -> None:

@@ -8,7 +8,14 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_dist.compression import CompressionConfig, Compressor, SyncConfig, SyncMethod, compressor_from
+from lightning_dist.compression import (
+    CompressionConfig,
+    Compressor,
+    SyncConfig,
+    SyncMethod,
+    compressor_from,
+    sync_method_from,
+)
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallelize import ParallelConfig
 from lightning_dist.plugins.precision import scales_losses
@@ -27,8 +34,8 @@ CompressionArgument = str | Compressor | None
 """The name of a compressor, a compressor, or None or "none" for no compression."""
 
 
-SyncArgument = SyncMethod | None
-"""How replicas are synchronized that train on their own; None: they reduce their gradients in every step."""
+SyncArgument = str | SyncMethod | None
+"""How replicas are synchronized that train on their own; None or "none": they reduce their gradients in every step."""
 
 
 def compression_config(argument: CompressionArgument) -> CompressionConfig | None:
@@ -41,8 +48,12 @@ def compression_config(argument: CompressionArgument) -> CompressionConfig | Non
 
 
 def sync_config(method: SyncArgument) -> SyncConfig | None:
-    """Return the configuration for the argument ``sync`` of a strategy."""
-    return None if method is None else SyncConfig(method)
+    """Return the configuration for the argument ``sync`` of a strategy.
+
+    Raises:
+        ValueError: If there is no method of this name.
+    """
+    return None if method in (None, "none") else SyncConfig(sync_method_from(method))
 
 
 def with_loss_scaling(config: ParallelConfig, precision: Precision) -> ParallelConfig:

@@ -53,6 +53,7 @@ from lightning_dist.plugins.strategies.run_settings import run_settings
 from lightning_dist.plugins.strategies.startup_table import startup_table
 from lightning_dist.plugins.strategies.stepping import SteppingStrategy
 from lightning_dist.plugins.strategies.steps.choice import make_steps
+from lightning_dist.plugins.strategies.unknown_arguments import refuse_unknown_arguments
 from lightning_dist.plugins.strategies.wrapped_hooks import OUTSIDE_OF_STEPS, WrappedHooks
 from lightning_dist.sharding import ShardingConfig
 from lightning_dist.units import MIN_NUM_PARAMS
@@ -116,6 +117,7 @@ class MeshStrategy(SteppingStrategy):
 
     strategy_name: ClassVar[str] = "mesh"
 
+    @refuse_unknown_arguments
     def __init__(
         self,
         units: list[str] | None = None,

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from lightning_dist.cli import at_once, main, options
+from lightning_dist.cli import at_once, options
 from lightning_dist.cli.describe import describe
 from lightning_dist.cli.help import all_options, common_options
 from lightning_dist.cli.keys import find_mistake
 from lightning_dist.cli.options import DESCRIBED, PATH, Command, stored, to_json
+from tests.command import run_command
 from tests.cpu_time import cpu_seconds
 
 pytestmark = pytest.mark.usefixtures("workplace")
@@ -21,14 +22,6 @@ def described(name: str) -> Command:
     command = stored(name)
     assert command is not None, f"{PATH} is of other versions: run `python -m lightning_dist.cli.describe`"
     return command
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["lightning-dist", *arguments])
-    try:
-        return main()
-    except SystemExit as stop:
-        return int(stop.code)  # type: ignore[arg-type]
 
 
 def test_the_stored_options_are_those_of_the_parsers() -> None:
@@ -85,7 +78,7 @@ def test_a_misspelt_name_is_answered_at_once_as_the_parser_would(
     assert mistake is not None
     assert message in mistake
     monkeypatch.setattr(at_once, "stored", lambda name: None)
-    assert run(monkeypatch, *arguments) == 2
+    assert run_command(monkeypatch, *arguments) == 2
     assert f"error: {mistake}\n" in capfd.readouterr().err
 
 
@@ -144,9 +137,9 @@ def test_with_another_version_of_lightning_the_parser_is_asked(
 ) -> None:
     monkeypatch.setattr(options, "version", lambda name: "0.0")
     assert stored("fit") is None
-    assert run(monkeypatch, "fit", "--help") == 0
+    assert run_command(monkeypatch, "fit", "--help") == 0
     assert "--trainer.max_steps=N" in capfd.readouterr().out
-    assert run(monkeypatch, "fit", NET, "--trainer.max_stepz=3") == 2
+    assert run_command(monkeypatch, "fit", NET, "--trainer.max_stepz=3") == 2
     assert "did you mean '--trainer.max_steps'?" in capfd.readouterr().err
 
 

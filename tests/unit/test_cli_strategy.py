@@ -158,7 +158,13 @@ COMPRESSION = "lightning_dist.compression"
             "sync",
             (f"{COMPRESSION}.DiLoCo", {"inner_steps": 20, "compression": "int8", "start_step": 0}),
         ),
-        (None, [f"{FLAG}.sync=LocalSGD"], "sync", (f"{COMPRESSION}.LocalSGD", {"inner_steps": 50, "start_step": 0})),
+        (None, [f"{FLAG}.sync=localsgd"], "sync", "localsgd"),
+        (
+            None,
+            [f"{FLAG}.sync=LocalSGD", f"{FLAG}.sync.inner_steps=20"],
+            "sync",
+            (f"{COMPRESSION}.LocalSGD", {"inner_steps": 20, "start_step": 0}),
+        ),
     ],
 )
 def test_compression_is_chosen_by_name_or_by_class_and_arguments(
