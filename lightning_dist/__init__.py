@@ -6,16 +6,19 @@ if it is, and a public name is imported when it is first used.
 """
 
 from importlib import import_module
+from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from lightning_dist.after_import import call_after_import
 from lightning_dist.torch_load import read_directories
 
 if TYPE_CHECKING:
+    __version__: str
     from lightning_dist.layout import ParallelLayout
     from lightning_dist.parallel_module import full_parameters
     from lightning_dist.plugins.callbacks import FaultTolerance
     from lightning_dist.plugins.global_batch import per_rank_batch_size
+    from lightning_dist.plugins.loggers import MLflowLogger
     from lightning_dist.plugins.parity_check.check import check
     from lightning_dist.plugins.precision import Float8Precision, MeshPrecision
     from lightning_dist.plugins.strategies import (
@@ -38,6 +41,7 @@ __all__ = [
     "Float8Precision",
     "FullShardStrategy",
     "HybridShardStrategy",
+    "MLflowLogger",
     "MeshPrecision",
     "MeshStrategy",
     "NDParallelStrategy",
@@ -53,6 +57,7 @@ if not TYPE_CHECKING:
     _MODULES = {
         "FaultTolerance": "plugins.callbacks",
         "Float8Precision": "plugins.precision",
+        "MLflowLogger": "plugins.loggers",
         "MeshPrecision": "plugins.precision",
         "ParallelLayout": "layout",
         "check": "plugins.parity_check",
@@ -63,6 +68,8 @@ if not TYPE_CHECKING:
 
     # A type checker must not see this function, for which any name would be an attribute.
     def __getattr__(name: str) -> object:
+        if name == "__version__":
+            return version(__name__)
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module = import_module(f"{__name__}.{_MODULES.get(name, 'plugins.strategies')}")

@@ -61,7 +61,7 @@ def make_parser() -> ArgumentParser:
         "runs",
         metavar="RUN",
         nargs="*",
-        help="ID, start of an ID, or name of a run; without: all runs of the experiment that finished or are running",
+        help="ID, start of an ID, or name of a run; without: all trainings of the experiment that finished or run",
     )
     parser.add_argument(
         "--experiment", metavar="E", help="name or ID of the experiment; by default the only one that has runs"
@@ -117,7 +117,8 @@ def _compare(options: argparse.Namespace) -> None:
     comparison = Comparison(columns, target, by)
     if num_left_out:
         print(
-            f"{num_left_out} runs that failed or were stopped are left out; name runs to compare them too.",
+            f"{num_left_out} runs that failed, were stopped or did not train are left out; name runs to compare them"
+            " too.",
             file=sys.stderr,
         )
     runs = comparison.runs

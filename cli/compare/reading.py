@@ -22,10 +22,15 @@ _REQUEST_LIMITS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_
 """MLflow's own limits let a call to a server that is down wait for minutes."""
 
 _COMPARED_STATUSES = ("FINISHED", "RUNNING")
+_EVALUATION = "dist.task"
+"""The parameter of a run that began with an evaluation."""
+_TRAINED = "dist.batch_per_rank"
+"""The parameter of a run that has trained, also after an evaluation."""
 _LARGEST = 1e308
 """SQL stores hold infinity as the largest float."""
 
 _MAX_LISTED = 8
+_OWN_TAGS = ("mlflow.", "lightning_dist.")
 
 
 class Series(NamedTuple):
@@ -55,7 +60,7 @@ class Run:
         started: When the run started, in local time.
         duration: Seconds from the start to the end; None if the run has not ended.
         params: The parameters.
-        tags: The tags, without those of MLflow itself.
+        tags: The tags, without those that MLflow and the logger set for themselves.
         series: The histories of the metrics that are compared.
     """
 
@@ -76,7 +81,8 @@ class Selection(NamedTuple):
 
     Args:
         runs: The runs, in the order in which they were named, else in the order of their starts.
-        num_left_out: Number of runs of the experiment that were not named and have failed or were stopped.
+        num_left_out: Number of runs of the experiment that were not named, and have failed, were stopped, or only
+            evaluated a model.
     """
 
     runs: list[Run]
@@ -88,7 +94,7 @@ def read_runs(tracking_uri: str, wanted: Sequence[str] = (), experiment: str | N
 
     Args:
         tracking_uri: URI of the store.
-        wanted: For each run its ID, a prefix of its ID or its name; empty: all runs of the experiment that have
+        wanted: For each run its ID, a prefix of its ID or its name; empty: all trainings of the experiment that have
             finished or are running.
         experiment: Name or ID of the experiment; None: any experiment for runs that are named, else the only one that
             has runs.
@@ -114,7 +120,7 @@ def read_runs(tracking_uri: str, wanted: Sequence[str] = (), experiment: str | N
         else:
             chosen = experiments[0] if experiment is not None else _only_experiment(client, experiments, tracking_uri)
             every = _search(client, [chosen])
-            found = [run for run in every if run.info.status in _COMPARED_STATUSES]
+            found = [run for run in every if run.info.status in _COMPARED_STATUSES and _is_training(run)]
             num_left_out = len(every) - len(found)
             if not found:
                 raise ValueError(
@@ -195,6 +201,10 @@ def _only_experiment(client: "MlflowClient", experiments: Sequence["Experiment"]
     return used[0]
 
 
+def _is_training(run: "StoredRun") -> bool:
+    return _EVALUATION not in run.data.params or _TRAINED in run.data.params
+
+
 def _find(client: "MlflowClient", experiments: Sequence["Experiment"], word: str, tracking_uri: str) -> "StoredRun":
     """Return the run whose name or ID is ``word``, or whose ID begins with it."""
     conditions = [f"attributes.run_name = {_quoted(word)}"]
@@ -252,7 +262,7 @@ def _read(client: "MlflowClient", run: "StoredRun", experiments: Mapping[str, st
         started=_local(run),
         duration=None if info.end_time is None else (info.end_time - info.start_time) / 1000,
         params=dict(run.data.params),
-        tags={key: value for key, value in run.data.tags.items() if not key.startswith("mlflow.")},
+        tags={key: value for key, value in run.data.tags.items() if not key.startswith(_OWN_TAGS)},
         series={name: _series(history, first_ms) for name, history in histories.items() if history},
     )
 

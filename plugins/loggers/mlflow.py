@@ -26,7 +26,15 @@ from typing_extensions import override
 from lightning_dist.plugins.loggers.checkpoints import CheckpointUploads
 from lightning_dist.plugins.loggers.outbox import Outbox
 from lightning_dist.plugins.loggers.params import allowed_name, flat_params
-from lightning_dist.plugins.loggers.provenance import data_of, git_state, provenance_tags, run_name, spread, versions
+from lightning_dist.plugins.loggers.provenance import (
+    data_of,
+    evaluation,
+    git_state,
+    provenance_tags,
+    run_name,
+    spread,
+    versions,
+)
 from lightning_dist.plugins.loggers.run_identity import OpenRun, RunIdentity
 from lightning_dist.plugins.loggers.spool import Entry
 from lightning_dist.plugins.loggers.store import default_save_dir, default_spool_dir
@@ -134,6 +142,7 @@ class MLflowLogger(MLFlowLogger):
         self._folder_name: str | None = run_id
         self._names: dict[str, str] = {}
         self._trainer: Trainer | None = None
+        self._is_described = False
 
     @property
     @override
@@ -320,8 +329,11 @@ class MLflowLogger(MLFlowLogger):
     def _describe(self, trainer: Trainer) -> None:
         self.log_hyperparams({"dist": spread(trainer)})
         self.log_hyperparams({"version": versions(), "git": git_state()})
-        if self._run_name is None and self._is_new_run:
-            self._put({"name": run_name(trainer)})
+        if not self._is_described:  # What the Trainer does next with this logger belongs to the same run.
+            self._is_described = True
+            self.log_hyperparams({"dist": {"task": evaluation(trainer)}})
+            if self._run_name is None and self._is_new_run:
+                self._put({"name": run_name(trainer)})
         self._trainer = trainer  # The data loaders do not exist yet.
 
     def _start_node_metrics(self, trainer: Trainer) -> None:

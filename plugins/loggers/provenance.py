@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 
 from lightning_dist.plugins._compat import training_loaders
 from lightning_dist.plugins.global_batch import global_batch
@@ -89,8 +90,18 @@ def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
 
 
+def evaluation(trainer: Trainer) -> str | None:
+    """Return ``validate``, ``test`` or ``predict`` if the Trainer was asked for that, and None if it trains."""
+    function = trainer.state.fn
+    return None if function in (None, TrainerFn.FITTING) else str(function.value)
+
+
 def run_name(trainer: Trainer) -> str:
-    """Return the strategy and the sizes of its layout, such as ``hybrid_shard 2x4``."""
+    """Return the strategy and the sizes of its layout, such as ``hybrid_shard 2x4``, and what is not a training."""
+    return " ".join(filter(None, (_spread_name(trainer), evaluation(trainer))))
+
+
+def _spread_name(trainer: Trainer) -> str:
     name = _strategy_name(trainer)
     layout = getattr(trainer.strategy, "layout", None)
     if layout is None:

@@ -7,6 +7,7 @@ both, as the parent of the process, and ends the run; the other ranks leave the 
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import subprocess
@@ -34,6 +35,9 @@ _SECONDS_TO_FAIL = 5.0
 
 _SECONDS_TO_EXIT = 60.0
 """Seconds in which rank 0, once it has failed, may finish its loggers and end."""
+
+_SECONDS_FOR_OTHERS = 60.0
+"""Seconds that rank 0 waits for the other ranks when its program has ended well."""
 
 _children: list[subprocess.Popen[bytes]] = []
 """The processes that this one has started. All Trainers of a process use the same ones."""
@@ -77,9 +81,13 @@ class RankLauncher(_compat.ScriptLauncher):
             first = environment.node_rank() * self.num_processes
             _Observer.running = _Observer(first, self._what_was_saved)
             _Observer.running.start()
+            atexit.register(_Observer.wait_for_others)
         self.limit_threads()
+        _Observer.has_failed = True
         try:
-            return function(*args, **kwargs)
+            result = function(*args, **kwargs)
+            _Observer.has_failed = False
+            return result
         except Exception as error:
             text = _Observer.why_a_rank_was_killed() if is_consequence(error) else None
             if text is not None:
@@ -120,6 +128,9 @@ class _Observer(threading.Thread):
     running: _Observer | None = None
     """The observer of this process; None if it has started no others."""
 
+    has_failed = False
+    """Whether the last run of this process has ended by an error, or runs."""
+
     def __init__(self, first_rank: int, what_was_saved: Callable[[], str]) -> None:
         super().__init__(daemon=True, name="lightning-dist: observer of ranks")
         self._first_rank = first_rank
@@ -150,6 +161,25 @@ class _Observer(threading.Thread):
         if observer._why is not None:
             observer._fails.set()
         return observer._why
+
+    @classmethod
+    def wait_for_others(cls) -> None:
+        """Wait until the processes that this one has started have ended, so that it ends as they do.
+
+        If one of them fails, the observer ends this process with its exit code.
+        """
+        deadline = time.monotonic() + _SECONDS_FOR_OTHERS
+        while (
+            not cls.has_failed and not hasattr(sys, "last_value") and any(child.poll() is None for child in _children)
+        ):
+            if time.monotonic() > deadline:
+                _print(
+                    f"Rank 0 has ended {_SECONDS_FOR_OTHERS:.0f} s ago, and other ranks still run. They go on alone."
+                )
+                return
+            time.sleep(_POLL_S / 4)
+        if cls.running is not None and not cls.has_failed:
+            cls.running.join(_SECONDS_TO_FAIL + 5 * _POLL_S)
 
     def _end_run(self, rank: int, code: int) -> None:
         """End all ranks of the node after ``rank`` has ended with exit code ``code``, or by the signal ``-code``."""

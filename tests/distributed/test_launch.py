@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from tests.pool import RankFailed, WorkerPool
 
 SCRIPT = """
 import sys
+import time
 import lightning as L
 import torch
 import lightning_dist
@@ -58,6 +60,9 @@ if __name__ == "__main__":
     trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2 // nodes, num_nodes=nodes, max_epochs=8,
                         logger=False, enable_checkpointing=False, enable_progress_bar=False)
     trainer.fit(Net(), data)
+    if "fail_late" in sys.argv and trainer.global_rank == 1:
+        time.sleep(2)
+        raise RuntimeError("rank 1 fails late")
     loss = float(trainer.callback_metrics["train/loss"])
     sys.stdout.write(f"RANK {trainer.global_rank} {trainer.world_size} {trainer.strategy.layout} {loss}\\n")
 """
@@ -201,6 +206,19 @@ def test_the_run_ends_when_a_launched_rank_fails(script: Path) -> None:
     output, _ = first.communicate(timeout=60)
     assert first.returncode != 0, output
     assert "RuntimeError: rank 1 fails" in output
+
+
+def run_script_to_its_exit(script: Path, *arguments: str) -> None:
+    run_script(script, *arguments)
+    atexit._run_exitfuncs()
+
+
+def test_the_exit_code_is_that_of_a_rank_which_fails_after_rank_0_has_ended(script: Path) -> None:
+    first = Forked(run_script_to_its_exit, script, "fail_late", environment=environment())
+    output, _ = first.communicate(timeout=60)
+    assert first.returncode == 1, output
+    assert "RuntimeError: rank 1 fails late" in output
+    assert "Rank 1 has ended with exit code 1, which ends the run." in output
 
 
 def test_the_run_ends_when_a_pipeline_stage_fails(script: Path) -> None:

@@ -61,7 +61,7 @@ class _Store:
                 "memory/peak_mib_rank0": [(10, 2, 500), (30, 6, 800)],
                 "epoch": [(10, 2, 0), (30, 6, 0)],
             },
-            tags=versions,
+            tags=versions | {"lightning_dist.training": "0123"},
         )
         self.full = log_run(
             client,
@@ -97,6 +97,8 @@ class _Store:
         ]
         log_run(client, "gpt", "twin", {}, {}, status="FAILED", started=300)
         log_run(client, "gpt", "twin", {}, {}, status="KILLED", started=301)
+        evaluated = _params("full_shard", 4, 1) | {"dist.task": "validate"}
+        log_run(client, "gpt", "full_shard 4 validate", evaluated, {"val/loss": [(0, 1, 2.5)]}, started=302)
         self.cnn = log_run(
             client,
             "vision",
@@ -212,7 +214,10 @@ def test_runs_of_a_group_are_shown_by_mean_and_standard_deviation(store: _Store,
     lines = _lines(captured.out)
     assert lines["dist.layout.dp_shard_size"] == ["-", "4", "2"]
     assert lines["perf/step_ms"] == ["(median)", "110", "220", "2.00x", "100", "±", "28", "*", "0.91x"]
-    assert captured.err == "2 runs that failed or were stopped are left out; name runs to compare them too.\n"
+    assert (
+        captured.err
+        == "3 runs that failed, were stopped or did not train are left out; name runs to compare them too.\n"
+    )
 
 
 @pytest.mark.parametrize(

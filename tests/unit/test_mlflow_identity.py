@@ -136,7 +136,8 @@ def test_an_experiment_has_the_kind_of_model_training() -> None:
 )
 def test_runs_are_named_by_strategy_and_layout(strategy: str, layout: dict[str, int] | None, expected: str) -> None:
     layout_of = {} if layout is None else {"layout": ParallelLayout(**layout)}
-    trainer = SimpleNamespace(strategy=SimpleNamespace(strategy_name=strategy, **layout_of), world_size=8)
+    strategy_with_layout = SimpleNamespace(strategy_name=strategy, **layout_of)
+    trainer = SimpleNamespace(strategy=strategy_with_layout, state=SimpleNamespace(fn=None), world_size=8)
     assert run_name(trainer) == expected  # type: ignore[arg-type]
 
 

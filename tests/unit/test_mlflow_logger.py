@@ -15,6 +15,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import MLFlowLogger
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from mlflow import MlflowClient
@@ -367,6 +368,7 @@ def test_the_layout_of_a_strategy_is_logged() -> None:
     )
     trainer = SimpleNamespace(
         strategy=strategy,
+        state=SimpleNamespace(fn=TrainerFn.FITTING),
         is_global_zero=True,
         precision="bf16-mixed",
         accelerator=object(),
@@ -385,7 +387,18 @@ def test_the_layout_of_a_strategy_is_logged() -> None:
     assert (params["dist.layout.dp_replicate_size"], params["dist.layout.dp_shard_size"]) == ("2", "4")
     assert params["dist.compression"] == "powersgd (rank=4)"
     assert "dist.schedule" not in params
+    assert "dist.task" not in params
     assert params["version.torch"] == torch.__version__
+
+
+@pytest.mark.parametrize("trains_first", [False, True])
+def test_a_run_that_only_evaluates_says_so_by_its_name_and_a_parameter(trains_first: bool) -> None:
+    logger = MLflowLogger()
+    trainer = fit(logger, max_steps=1) if trains_first else Trainer(accelerator="cpu", devices=1, logger=logger)
+    trainer.validate(BoringModel(), verbose=False)
+    run = run_of(logger)
+    assert run.info.run_name == "single_device" + ("" if trains_first else " validate")
+    assert run.data.params.get("dist.task") == (None if trains_first else "validate")
 
 
 def test_creating_a_database_prints_one_line_instead_of_the_migrations(created_mlflow_database: Path) -> None:
