@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from jsonargparse import set_parsing_settings
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import LearningRateMonitor, ProgressBar
+from lightning.pytorch.callbacks import BasePredictionWriter, LearningRateMonitor, ProgressBar
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, instantiate_class
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -232,6 +232,15 @@ class TrainerCommand(CommandLine):
             _configure_optimizers_late(self.model, config.optimizer, config.get("lr_scheduler"))
         elif config.get("lr_scheduler"):
             raise ValueError("lr_scheduler is set, but no optimizer that it can schedule: set --optimizer too.")
+
+    def before_predict(self) -> None:
+        """Warn if no callback writes the predictions, which are lost when the command ends."""
+        callbacks: list[Callback] = self.trainer.callbacks  # type: ignore[attr-defined]
+        if not any(isinstance(callback, BasePredictionWriter) for callback in callbacks):
+            rank_zero_warn(
+                "No callback writes the predictions: they are lost when the command ends. Add one to trainer.callbacks"
+                " that derives from lightning.pytorch.callbacks.BasePredictionWriter."
+            )
 
     def after_fit(self) -> None:
         """Print where the run's results are."""

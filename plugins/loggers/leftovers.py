@@ -113,12 +113,19 @@ def sync(path: Path, tracking_uri: str | None = None) -> Synced:
         _send(spool, delivery, is_newest_start(run, identity))
         result.num_metrics, result.refused = delivery.num_metrics, tuple(delivery.refused)
     except Exception as error:
-        result.error = str(getattr(error, "message", None) or error)
+        result.error = _reason(error, result.tracking_uri)
         spool.close()
         return result
     spool.remove()
     result.status = "sent"
     return result
+
+
+def _reason(error: Exception, tracking_uri: str) -> str:
+    text = str(getattr(error, "message", None) or error)
+    if "Max retries exceeded" in text:  # The error of urllib3, which MLflow passes on as text.
+        return f"{tracking_uri} does not answer. Start this server, or give the URI of another one (--tracking-uri)."
+    return text
 
 
 def _identity(spool: Spool) -> RunIdentity:

@@ -116,6 +116,28 @@ def test_the_example_of_long_sequences_has_the_same_losses_under_every_strategy(
             assert metrics[metric] == pytest.approx(reference, abs=1e-4), name
 
 
+FEW_BYTES = [
+    "--trainer.accelerator=cpu", "--trainer.max_steps=6", "--trainer.val_check_interval=2",
+    "--trainer.limit_val_batches=2", "--trainer.enable_progress_bar=false",
+    "--data.init_args.max_bytes=200000", "--data.init_args.val_fraction=0.2", "--data.init_args.context=32",
+]  # fmt: skip
+
+
+def test_the_example_of_experts_has_the_same_losses_under_every_strategy(pool: WorkerPool, mlflow_folder: Path) -> None:
+    ranks = {"single": 1, "full_shard": 2, "expert_parallel": 2}
+    for overlay, num_ranks in ranks.items():
+        flags = [*FEW_BYTES, f"--trainer.devices={num_ranks}"]
+        assert pool.run(fit_on_rank, num_ranks, mlflow_folder, [f"moe/{overlay}"], flags) == [0] * num_ranks
+    runs = curves(mlflow_folder)
+    assert sorted(runs) == sorted(ranks)
+    reference = runs["single"]["val/loss"]
+    assert len(reference) == 3
+    assert reference[max(reference)] < reference[min(reference)]
+    for name, metrics in runs.items():
+        assert metrics["val/loss"] == pytest.approx(reference, abs=1e-4), name
+    assert {"comm/ep_mib_per_step", "experts/max_over_mean"} <= runs["expert_parallel"].keys()
+
+
 def test_the_vision_example_learns_to_recognize_digits(pool: WorkerPool, mlflow_folder: Path) -> None:
     flags = ["--trainer.devices=2", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
     sizes = ["--trainer.strategy.dp_replicate_size=1", "--trainer.strategy.dp_shard_size=2"]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import chdir
 from html import escape
 from pathlib import Path
 from typing import Any
 
 import torch
+from mlflow import MlflowClient
 
 from lightning_dist import (
     ContextParallelStrategy,
@@ -129,8 +132,11 @@ GPT = [
 ]  # fmt: skip
 
 
-def draw_curves(folder: Path, path: Path) -> None:
-    """Train the GPT example in ``folder`` under every strategy, and draw the training losses into ``path``."""
+def draw_curves(folder: Path, path: Path, schedule: Path) -> None:
+    """Train the GPT example in ``folder`` under every strategy, and draw the training losses into ``path``.
+
+    The picture of a step of the pipeline, which the run has logged to MLflow, is copied to ``schedule``.
+    """
     fork_server("tests.preload_more")
     pool = WorkerPool()
     try:
@@ -139,6 +145,11 @@ def draw_curves(folder: Path, path: Path) -> None:
             pool.run(fit_on_rank, num_ranks, folder, [f"gpt/{strategy}"], flags, timeout_s=900)
     finally:
         pool.close()
+    client = MlflowClient(f"sqlite:///{folder}/mlflow.db")
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    (run,) = client.search_runs(experiments, "attributes.run_name = 'pipeline_parallel'")
+    with chdir(folder):
+        shutil.copy(client.download_artifacts(run.info.run_id, "pipeline/schedule.png"), schedule)
     runs = {name: metrics["train/loss"] for name, metrics in curves(folder).items()}
     _plot({name: runs[name] for name in RANKS}, path)
 
@@ -168,14 +179,14 @@ def _plot(losses: dict[str, dict[int, float]], path: Path) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser("python -m tests.docs.pictures", description=__doc__)
-    parser.add_argument("pictures", nargs="*", default=["layouts", "curves"], help="layouts, curves")
+    parser.add_argument("pictures", nargs="*", default=["layouts", "curves"], help="layouts, curves (with a schedule)")
     chosen = parser.parse_args().pictures
     if "layouts" in chosen:
         for name in LAYOUTS:
             (FOLDER / f"layout_{name}.svg").write_text(layout_picture(name))
     if "curves" in chosen:
         with tempfile.TemporaryDirectory() as folder:
-            draw_curves(Path(folder), FOLDER / "curves.png")
+            draw_curves(Path(folder), FOLDER / "curves.png", FOLDER / "schedule.png")
     return 0
 
 
