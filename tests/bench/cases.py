@@ -141,6 +141,8 @@ CASES = [
     Case("long_step", 2, "context_parallel", "by_hand_cp", SAME_COMMUNICATION),
     Case("long_step", 2, "context_parallel_all_gather", "by_hand_cp"),
     Case("long_step", 2, "context_parallel", "full_shard"),
+    Case("step", 2, "expert_parallel", "by_hand_ep", SAME_COMMUNICATION),
+    Case("step", 2, "expert_parallel", "full_shard_mixture"),
     Case("step", 2, "pipeline_1f1b", "by_hand_1f1b", SAME_COMMUNICATION),
     Case("step", 2, "pipeline_gpipe", "by_hand_gpipe", SAME_COMMUNICATION),
     Case("large_step", 2, "pipeline_1f1b", "by_hand_1f1b", SAME_COMMUNICATION),

@@ -31,8 +31,9 @@ from lightning_dist import (
 )
 from lightning_dist.compression import COMPRESSORS, DiLoCo, PowerSGD, SyncMethod
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
-from tests.bench import handwritten, handwritten_cp, handwritten_pp, handwritten_tp
+from tests.bench import handwritten, handwritten_cp, handwritten_ep, handwritten_pp, handwritten_tp
 from tests.bench.harness import EndStep
+from tests.bench.mixture import with_mixtures
 from tests.bench.workload import Workload
 
 __all__ = [
@@ -53,6 +54,14 @@ class UnloggedGPT(GPTModule):
     def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
         """Return the mean cross entropy, in nats per byte."""
         return self._loss(batch)
+
+
+class MixtureGPT(UnloggedGPT):
+    """Have a mixture of experts in each block."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        with_mixtures(self.model)
 
 
 class SelfShardingGPT(UnloggedGPT):
@@ -86,6 +95,8 @@ STRATEGIES: dict[str, tuple[Callable[[], Strategy], type[GPTModule]]] = {
     "tensor_parallel_4": (partial(TensorParallelStrategy, 4), UnloggedGPT),
     "context_parallel": (partial(ContextParallelStrategy, 2), UnloggedGPT),
     "context_parallel_all_gather": (partial(ContextParallelStrategy, 2, attention="all_gather"), UnloggedGPT),
+    "expert_parallel": (partial(FullShardStrategy, ep_size=2), MixtureGPT),
+    "full_shard_mixture": (FullShardStrategy, MixtureGPT),
     "pipeline_1f1b": (partial(_pipeline, "1f1b"), UnloggedGPT),
     "pipeline_gpipe": (partial(_pipeline, "gpipe"), UnloggedGPT),
     "model_parallel": (_model_parallel, SelfShardingGPT),
@@ -158,6 +169,7 @@ SIDES: dict[str, Callable[[Workload, EndStep], None]] = {
     "by_hand_2x2": partial(handwritten.train, dp_replicate_size=2, two_shot=True),
     "by_hand_tp": handwritten_tp.train,
     "by_hand_cp": handwritten_cp.train,
+    "by_hand_ep": handwritten_ep.train,
     "by_hand_1f1b": partial(handwritten_pp.train, schedule_class=Schedule1F1B),
     "by_hand_gpipe": partial(handwritten_pp.train, schedule_class=ScheduleGPipe),
     **{f"deepspeed_{stage}": partial(deepspeed_zero, stage) for stage in (1, 2, 3)},

@@ -21,6 +21,7 @@ QUICK = [
     "memory-2-full_shard-by_hand",
     "step-2-tensor_parallel-by_hand_tp",
     "long_step-2-context_parallel-by_hand_cp",
+    "step-2-expert_parallel-by_hand_ep",
     "step-2-pipeline_1f1b-by_hand_1f1b",
     "traffic-2-tensor_parallel-formula",
     "stall-2-asynchronous-synchronous",
