@@ -203,6 +203,11 @@ def test_every_command_finishes_its_run_and_saves_the_configuration(command: Any
     assert "config.yaml" in files(f"mlruns/lightning_logs/{the_run().info.run_id}")
 
 
+def test_predictions_that_no_callback_writes_are_warned_of(command: Any) -> None:
+    with pytest.warns(UserWarning, match="No callback writes the predictions"):
+        assert command("predict") == 0
+
+
 def test_two_runs_write_to_different_folders(command: Any) -> None:
     assert command("fit") == command("fit") == 0
     assert sorted(files("mlruns/lightning_logs")) == sorted(

@@ -6,6 +6,7 @@ import sys
 import textwrap
 from collections.abc import Callable
 from importlib import import_module, reload
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,10 @@ assert torch.save.__wrapped__ and torch.load.__wrapped__ and saving.pl_load.__wr
 assert not [finder for finder in sys.meta_path if type(finder).__module__ == "lightning_dist.after_import"]
 assert type(lightning.pytorch.__spec__.loader).__name__ == "SourceFileLoader"
 """
+
+
+def test_the_version_is_that_of_the_installed_package() -> None:
+    assert lightning_dist.__version__ == version("lightning-dist")
 
 
 def test_every_order_of_imports_registers_the_strategies() -> None:

@@ -306,7 +306,7 @@ def test_sync_does_not_double_steps_that_a_later_process_has_logged(store: Store
 def test_sync_keeps_what_it_cannot_send(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
     run_without_mlflow(store)
     assert main(["sync", "--tracking-uri", "http://127.0.0.1:9"]) == 1
-    assert "not sent: API request to http://127.0.0.1:9" in capsys.readouterr().out
+    assert "not sent: http://127.0.0.1:9 does not answer. Start this server" in capsys.readouterr().out
     [path] = spools()
     assert sync(path).status == "sent"
     assert main(["sync", "nowhere"]) == 2
