@@ -74,6 +74,10 @@ class Llama4(LanguageModel):
         )  # fmt: skip
         return Llama4ForCausalLM(config)
 
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with float64_throughout():  # The router and the rotary embedding would round to float32.
+            return super().training_step(batch, batch_idx)
+
 
 class PlainExperts(nn.Module):
     """Hold the weights of all experts in three tensors, and compute with all of them at once."""
