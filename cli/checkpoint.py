@@ -1,11 +1,15 @@
 """Run ``lightning-dist checkpoint``, which lists, checks and converts checkpoints without a Trainer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from lightning_dist.cli.arguments import ArgumentParser
 from lightning_dist.cli.errors import BAD_CONFIGURATION, closest, print_error
+
+if TYPE_CHECKING:  # It imports torch.
+    from lightning_dist.checkpoint.manifest import Manifest
 
 DAMAGED = 1
 
@@ -89,14 +93,38 @@ def _list(folder: str) -> int:
     if not found:
         print_error(f"{folder} has no sharded checkpoints in it or below.")
         return BAD_CONFIGURATION
+    whole = {path: manifest for path, manifest in found if not isinstance(manifest, CheckpointError)}
+    for line in _table({path: _described(manifest) for path, manifest in whole.items()}):
+        print(line)
     for path, manifest in found:
         if isinstance(manifest, CheckpointError):
             print(f"{path}  damaged: {manifest}")
-            continue
-        about = "  ".join(f"{key} {value}" for key, value in manifest.about.items())
-        saved = datetime.fromtimestamp(manifest.saved_at).isoformat(" ", "seconds")
-        print(f"{path}  {saved}  {about}  {manifest.num_bytes / 2**20:,.1f} MiB  {manifest.world_size} ranks")
     return 0
+
+
+def _described(manifest: "Manifest") -> dict[str, str]:
+    """Return what the list says about a checkpoint, by the name of the column."""
+    saved = datetime.fromtimestamp(manifest.saved_at).isoformat(" ", "seconds")
+    about = {key: str(value) for key, value in manifest.about.items() if key not in _HIDDEN}
+    return {"saved": saved, **about, "MiB": f"{manifest.num_bytes / 2**20:,.1f}", "ranks": str(manifest.world_size)}
+
+
+_HIDDEN = ("mlflow_training",)
+"""What a manifest says for the program alone: an identifier that MLflow does not show."""
+
+
+def _table(rows: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
+    """Yield the lines of a table with a header, whose columns are aligned.
+
+    Args:
+        rows: For each path, which is in the first column, the texts of the other columns by their names.
+    """
+    columns = list(dict.fromkeys(name for row in rows.values() for name in row))
+    cells = [["checkpoint", *columns]]
+    cells += [[path, *(row.get(column, "") for column in columns)] for path, row in rows.items()]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for line in cells if rows else ():
+        yield "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
 
 
 def _verify(paths: Sequence[str]) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -319,14 +320,29 @@ class ParallelLayout:
     def expert_meshes(self, mesh: DeviceMesh, within_replica: bool = False) -> tuple[DeviceMesh, DeviceMesh]:
         """Return the mesh that FSDP2 works on for experts, and that of their parameters before they are sharded.
 
-        The first has the axes ``(dp_replicate, dp_shard)`` or ``(dp_shard,)``, and the second ``(ep,)`` or
-        ``(ep, tp)``.
+        The first has the axes ``(dp_replicate, dp_shard)`` or ``(dp_shard,)``, and the second ``(ep,)``, ``(ep, tp)``
+        or ``(tp,)``. This is a collective over all processes if experts are distributed over ``ep``.
 
         Args:
-            mesh: The mesh from :meth:`build_expert_mesh`.
+            mesh: The mesh from :meth:`build_mesh`.
             within_replica: As for :meth:`sharding_mesh`.
         """
-        return self.sharding_mesh(mesh, within_replica), mesh["ep", "tp"] if self.tp > 1 else mesh["ep"]
+        if self.ep > 1:
+            mesh = self.build_expert_mesh(mesh.device_type)
+        axes = [axis for axis in ("ep", "tp") if axis in cast(tuple[str, ...], mesh.mesh_dim_names)]
+        return self.sharding_mesh(mesh, within_replica), mesh[tuple(axes)]
+
+    def build_expert_group(self, mesh: DeviceMesh) -> dist.ProcessGroup:
+        """Return the group of ranks that have all experts together, without regard to shards.
+
+        This is a collective over all processes if experts are distributed over both ``ep`` and ``tp``.
+
+        Args:
+            mesh: The second mesh from :meth:`expert_meshes`.
+        """
+        if mesh.ndim == 1:
+            return mesh.get_group()
+        return cast(dist.ProcessGroup, self._own_group(["ep", "tp"], "experts", may_be_all=True))
 
     def parameter_mesh(self, mesh: DeviceMesh, within_replica: bool = False) -> DeviceMesh:
         """Return the mesh over which parameters are DTensors: the sharding mesh and ``tp``.

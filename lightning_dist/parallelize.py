@@ -17,7 +17,7 @@ from lightning_dist.compilation import Compilation
 from lightning_dist.compression import Compression, CompressionConfig, LocalUpdates, SyncConfig
 from lightning_dist.context_parallel import ContextParallel, ContextParallelConfig, find_context_plan
 from lightning_dist.deferred_init import deferred_init
-from lightning_dist.expert_parallel import ExpertParallel, find_expert_plan
+from lightning_dist.expert_parallel import ExpertParallel, ExpertPlan, find_expert_plan
 from lightning_dist.float32_modules import Float32Modules, refuse_other_patterns
 from lightning_dist.initialization import agree_on_operations, agreed_seed, broadcast_weights
 from lightning_dist.layout import ParallelLayout
@@ -164,10 +164,10 @@ def _techniques(
         techniques.append(Offload(config.offload, mesh.device_type))
     if config.step_in_backward:
         techniques.append(StepInBackward())
-    if layout.ep > 1:
-        experts = find_expert_plan(module, layout.ep, torch.device(mesh.device_type), config.tensor_parallel.is_strict)
-        meshes = layout.expert_meshes(layout.build_expert_mesh(mesh.device_type), is_apart)
-        techniques.append(ExpertParallel(module, experts, *meshes))
+    experts = _expert_plan(module, layout, mesh, config.tensor_parallel)
+    if experts.forms:
+        meshes = layout.expert_meshes(mesh, is_apart)
+        techniques.append(ExpertParallel(module, experts, *meshes, layout.build_expert_group(meshes[1])))
     if layout.num_shards > 1:
         techniques.append(Scalars(parameter_mesh, parameter_mesh))  # FSDP2 does not accept scalars.
         techniques.append(Sharding(sharding_mesh, config.sharding))
@@ -186,13 +186,25 @@ def _techniques(
         tiling_plan = find_tiling_plan(module, units, config.tiling, torch.device(mesh.device_type))
         techniques.append(Tiling(config.tiling, tiling_plan))
     if layout.tp > 1:
-        plan = find_plan(module, units, config.tensor_parallel, layout.get_mesh(mesh, "tp"), layout.num_shards)
-        techniques.append(TensorParallel(module, plan, layout.get_mesh(mesh, "tp"), layout.num_shards))
+        mesh_tp = layout.get_mesh(mesh, "tp")
+        plan = find_plan(module, units, config.tensor_parallel, mesh_tp, layout.num_shards, experts.styles())
+        techniques.append(TensorParallel(module, plan, mesh_tp, layout.num_shards))
     elif config.tensor_parallel.plan is not None:
         resolve_plan(module, config.tensor_parallel.plan)  # It raises if a name in the plan matches no module.
     if config.compile_backend is not None:
         techniques.append(Compilation(config.compile_backend))
     return techniques
+
+
+def _expert_plan(
+    module: nn.Module, layout: ParallelLayout, mesh: DeviceMesh, config: TensorParallelConfig
+) -> ExpertPlan:
+    """Return the plan by which experts are distributed over ``ep`` and ``tp``."""
+    if layout.ep == layout.tp == 1:
+        return ExpertPlan({}, {})
+    styles = {name: entry.style for name, entry in resolve_plan(module, config.plan).items() if entry.source == "user"}
+    device = torch.device(mesh.device_type)
+    return find_expert_plan(module, layout.ep, layout.tp, device, styles, config.is_strict)
 
 
 def _refuse_dtensors(module: nn.Module) -> None:

@@ -249,6 +249,10 @@ class Technique:
         """Return a context in which every rank holds the whole model, given that all groups are gathered."""
         return nullcontext()
 
+    def splits_tokens_of(self, module: nn.Module) -> bool:
+        """Return whether the ranks of ``tp``, which have the same batch, now run ``module`` on different tokens."""
+        return False
+
     def while_gathered(self) -> AbstractContextManager[None]:
         """Return a context in which ranks may run unequal numbers of steps, given that all groups stay gathered.
 

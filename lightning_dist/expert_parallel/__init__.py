@@ -1,11 +1,13 @@
-"""Run expert parallelism: each rank of ``ep`` has a part of the experts of a mixture, and tokens travel to them.
+"""Run expert parallelism: each rank of ``ep`` and ``tp`` has a part of the experts of a mixture.
 
 The ranks of ``ep`` have different parts of the batch. The forward of a module that holds stacked experts sends each
 token to the ranks that have its experts, lets the module itself compute there, and adds up the weighted results on the
-rank of the token. Everything else of the model, routers included, runs as written.
+rank of the token. The ranks of ``tp`` have the same tokens, and add up their experts' results. Everything else of the
+model, routers included, runs as written.
 
 - ``find``: Finds the modules that hold stacked experts, and tries whether a part of the experts can compute alone.
 - ``dispatch``: Sends tokens to the ranks of their experts, and their results back.
+- ``same_tokens``: Computes the experts of this rank where all ranks have the same tokens.
 - ``expert_parallel``: Defines the technique.
 """
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_dist.autograd_collectives import exchange
 from lightning_dist.traffic import count_sent
 
-__all__ = ["Routed", "compute_dense", "compute_routed"]
+__all__ = ["Compute", "Routed", "compute_dense", "compute_routed", "count_tokens", "without_tokens"]
 
 Compute = Callable[..., Tensor]
 """The forward of a module with this rank's experts."""
@@ -59,7 +59,7 @@ def compute_routed(
     with torch.no_grad():
         experts = index.reshape(-1)
         order = experts.argsort(stable=True)
-        sent = experts.bincount(minlength=num_experts)[:num_experts]
+        sent = count_tokens(index, num_experts)
         received = torch.empty_like(sent)
         count_sent(sent.nbytes * (ranks - 1) / ranks, group)
         dist.all_to_all_single(received, sent, group=group)
@@ -78,7 +78,7 @@ def compute_routed(
         ones = torch.ones((len(tokens), 1), dtype=weights.dtype, device=weights.device)
         results = compute(tokens, local.to(index.dtype)[:, None], ones)
     else:
-        results = _without_tokens(tokens, params)
+        results = without_tokens(tokens, params)
     results = exchange(results, group, 0, back, there)
     weighted = results * weights.reshape(-1)[order][:, None]
     output = torch.zeros_like(hidden).index_add(0, rows, weighted.to(hidden.dtype))
@@ -110,7 +110,7 @@ def compute_dense(
     back = partial(_all_to_all, sent=from_ranks, received=to_ranks)
     tokens = exchange(hidden, group, 0, there, back)
     if not len(tokens):
-        return Routed(exchange(_without_tokens(tokens, params), group, 0, back, there), [per_expert] * num_experts)
+        return Routed(exchange(without_tokens(tokens, params), group, 0, back, there), [per_expert] * num_experts)
     parts = [
         part.reshape(own, length, -1) for part, length in zip(torch.split(tokens, from_ranks), lengths, strict=True)
     ]
@@ -119,12 +119,22 @@ def compute_dense(
     return Routed(exchange(returned, group, 0, back, there), [per_expert] * num_experts)
 
 
+def count_tokens(index: Tensor, num_experts: int) -> Tensor:
+    """Return for each expert the number of tokens that it gets, of shape ``(num_experts,)``.
+
+    Args:
+        index: The experts of each token, of any shape. An index of ``num_experts`` or more stands for no expert.
+        num_experts: Number of experts.
+    """
+    return index.reshape(-1).bincount(minlength=num_experts)[:num_experts]
+
+
 def _chunks(values: Sequence[int], number: int) -> list[Sequence[int]]:
     size = len(values) // number
     return [values[begin : begin + size] for begin in range(0, len(values), size)]
 
 
-def _without_tokens(tokens: Tensor, params: Sequence[Tensor]) -> Tensor:
+def without_tokens(tokens: Tensor, params: Sequence[Tensor]) -> Tensor:
     """Return ``tokens``, of which there are none, so that the backward reaches all that it reaches on other ranks.
 
     The collectives of the backward would otherwise wait for this rank, and its experts would get no gradient.

@@ -1,4 +1,7 @@
-"""Define the technique of expert parallelism: each rank of ``ep`` has a part of the experts of every mixture.
+"""Define the technique of expert parallelism: each rank of ``ep`` and ``tp`` has a part of the experts of a mixture.
+
+The ranks of ``ep`` have different tokens, which are sent to the ranks of their experts. The ranks of ``tp`` have the
+same tokens: each computes its experts' share, and the shares are added up.
 
 Outside of its own forward, a module of experts looks as in one process: its parameters have their whole shapes, and
 ``num_experts`` counts all of them. Inside, it holds this rank's experts as plain tensors.
@@ -7,6 +10,8 @@ Outside of its own forward, a module of experts looks as in one process: its par
 from __future__ import annotations
 
 import inspect
+import math
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -14,18 +19,21 @@ from functools import partial, wraps
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_dist import _compat
-from lightning_dist.expert_parallel.dispatch import compute_dense, compute_routed
+from lightning_dist.autograd_collectives import copy_all_to
+from lightning_dist.expert_parallel.dispatch import Compute, Routed, compute_dense, compute_routed, count_tokens
 from lightning_dist.expert_parallel.find import ExpertPlan, Form
+from lightning_dist.expert_parallel.same_tokens import compute_own_dense, compute_own_routed
 from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
 from lightning_dist.gradient_norms import total_norm_of
 from lightning_dist.local_parts import LocalParts
 from lightning_dist.parameter_group import ParameterGroup
-from lightning_dist.technique import Parallel, Rows, Technique
+from lightning_dist.technique import Parallel, Rows, Technique, bound
 from lightning_dist.traffic import Traffic
 from lightning_dist.units import Unit
 
@@ -53,9 +61,9 @@ class _Experts:
 
 
 class ExpertParallel(Technique):
-    """Distribute the experts of mixtures over ranks that have different parts of the batch.
+    """Distribute the experts of mixtures over the ranks of ``ep`` and ``tp``.
 
-    The experts of a module become a unit of their own, whose parameters are DTensors over ``ep``. The sharding
+    The experts of a module become a unit of their own, whose parameters are DTensors over these axes. The sharding
     technique shards them further over the ranks that have the same experts. The gradient of an expert is the sum over
     the tokens of all ranks, divided by the number of data-parallel ranks, as that of any other parameter.
 
@@ -66,28 +74,45 @@ class ExpertParallel(Technique):
         root: The model; its modules of experts get other parameters and forwards.
         plan: The plan from :func:`~lightning_dist.expert_parallel.find.find_expert_plan`.
         sharding_mesh: The mesh that FSDP2 works on for experts.
-        mesh: The mesh ``(ep,)``, or ``(ep, tp)``, over whose second axis experts are replicated.
+        mesh: The mesh ``(ep,)``, ``(ep, tp)`` or ``(tp,)`` over which experts are distributed.
+        group: Process group of all ranks of ``mesh``.
     """
 
-    def __init__(self, root: nn.Module, plan: ExpertPlan, sharding_mesh: DeviceMesh, mesh: DeviceMesh) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        plan: ExpertPlan,
+        sharding_mesh: DeviceMesh,
+        mesh: DeviceMesh,
+        group: dist.ProcessGroup,
+    ) -> None:
         _compat.group_by_mesh()
         _compat.accept_sequential_redistribution()
         self.plan = plan
         self._root = root
         self._sharding_mesh = sharding_mesh
         self._mesh = mesh
-        self._group = mesh.get_group("ep")
-        self._placements: list[Placement] = [Shard(0), *[Replicate()] * (mesh.ndim - 1)]
+        axes = cast(tuple[str, ...], mesh.mesh_dim_names)
+        self._ep = mesh.get_group("ep") if "ep" in axes else None
+        self._tp = mesh.get_group("tp") if "tp" in axes else None
         self._names = {root.get_submodule(name): name for name in plan.forms}
         self._experts: dict[nn.Module, _Experts] = {}
+        self._params: set[nn.Parameter] = set()
         # The gradient of an expert is a sum over the tokens of all ranks of ep, which FSDP2 does not average over.
-        self._parts = LocalParts(divisor=self._group.size())
-        self._traffic = Traffic(self._group, lambda: root.training)  # What an evaluation sends is left out.
+        self._parts = LocalParts(divisor=self.num_ranks)
+        self._group = group
+        groups = set() if self._ep is None else {self._ep, group}  # Over tp alone, tensor parallelism counts.
+        self._traffic = [Traffic(each, lambda: root.training) for each in groups]  # Evaluations are left out.
 
     @property
     def num_ranks(self) -> int:
-        """Return the number of ranks over which experts are distributed."""
-        return self._group.size()
+        """Return the number of ranks of ``ep``."""
+        return 1 if self._ep is None else self._ep.size()
+
+    def _axes(self, name: str) -> list[str]:
+        """Return the axes over which the experts of the module ``name`` are distributed."""
+        axes = cast(tuple[str, ...], self._mesh.mesh_dim_names)
+        return [axis for axis in axes if axis == "ep" or name in self.plan.over_tp]
 
     def select_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """Make the experts of each module a unit of their own, before the unit that they were in."""
@@ -105,28 +130,33 @@ class ExpertParallel(Technique):
         return selected
 
     def attach(self, parallel: Parallel) -> None:
-        """Keep the object that knows whether ranks run steps together."""
-        self._parallel = parallel
+        """Keep the functions of other techniques that say whether the ranks of ``tp`` have the same tokens."""
+        self._splits_tokens_of = bound(parallel.techniques, "splits_tokens_of")
 
     def prepare_unit(self, unit: Unit) -> None:
         """Keep this rank's experts of a module, and let its forward send tokens to their experts."""
         if unit.kind != "experts":
             return
         (module,) = unit.modules
-        new = {param: self._distribute(param) for param in unit.params.values()}
+        name, number = self._names[module], cast(int, module.num_experts)
+        new = {param: self._distribute(param, self._axes(name)) for param in unit.params.values()}
+        self._params.update(new.values())
         unit.params = {name: new[param] for name, param in unit.params.items()}
         for key, param in list(_compat.own_parameters(module).items()):
             if param is not None:
                 _compat.put_parameter(module, key, new[param])
-        name, number = self._names[module], cast(int, module.num_experts)
         experts = _Experts(name, module, self.plan.forms[name], number, module.forward)
         self._experts[module] = experts
         self._wrap(experts)
 
-    def _distribute(self, param: nn.Parameter) -> nn.Parameter:
-        local = param.detach().chunk(self._group.size())[self._group.rank()].clone()
+    def _distribute(self, param: nn.Parameter, axes: Sequence[str]) -> nn.Parameter:
+        local = param.detach()
+        for axis in axes:
+            local = local.chunk(self._mesh.get_group(axis).size())[self._mesh.get_local_rank(axis)]
+        names = cast(tuple[str, ...], self._mesh.mesh_dim_names)
+        placements: list[Placement] = [Shard(0) if name in axes else Replicate() for name in names]
         dtensor = DTensor.from_local(
-            local, self._mesh, self._placements, run_check=False, shape=param.shape, stride=param.stride()
+            local.clone(), self._mesh, placements, run_check=False, shape=param.shape, stride=param.stride()
         )
         distributed = nn.Parameter(dtensor, param.requires_grad)
         _compat.move_hooks(param, distributed)
@@ -145,35 +175,52 @@ class ExpertParallel(Technique):
         experts.module.forward = forward
 
     def _run(self, experts: _Experts, given: Sequence[Tensor]) -> Tensor:
-        """Run the forward of a module of experts. This is a collective over ``ep`` unless each rank has all experts."""
+        """Run the forward of a module of experts. This is a collective unless each rank has all experts."""
         if experts.whole:
             with self._holding(experts, experts.whole, experts.num_experts):
                 return cast(Tensor, experts.forward(*given))
-        hidden = given[0]
-        if hidden.ndim != 2:
-            raise ValueError(
-                f"{experts.name} was given tokens of shape {tuple(hidden.shape)}: experts that are distributed over"
-                " ep_size ranks take tokens of shape (tokens, features). Flatten them before, or use ep_size=1."
-            )
+        # Context parallelism takes a torch.arange of its number of tokens for their positions, but here are others.
+        with torch.DisableTorchFunction():
+            shape = given[0].shape
+            routed = self._compute(experts, [tensor.flatten(0, -2) for tensor in given])
+        if self._root.training and not _compat.is_in_backward():
+            before = experts.num_tokens or [0] * experts.num_experts
+            experts.num_tokens = [a + b for a, b in zip(before, routed.num_tokens, strict=True)]
+        return routed.output.view(shape)
+
+    def _compute(self, experts: _Experts, given: Sequence[Tensor]) -> Routed:
+        """Compute the outputs of experts for the tokens of this rank, together with the other ranks."""
         own = self._own_parts(experts)
-        number = experts.num_experts // self._group.size()
+        is_over_tp = experts.name in self.plan.over_tp
+        has_own_tokens = any(splits_tokens_of(experts.module) for splits_tokens_of in self._splits_tokens_of)
+        if has_own_tokens and not is_over_tp and self._tp is not None:
+            own = dict(zip(own, copy_all_to(list(own.values()), self._tp), strict=True))
+        params, total = list(own.values()), experts.num_experts
+        number = total // math.prod(self._mesh.get_group(axis).size() for axis in self._axes(experts.name))
 
         def compute(*args: Tensor) -> Tensor:
             with self._holding(experts, own, number):
                 return cast(Tensor, experts.forward(*args))
 
-        params = list(own.values())
-        # Context parallelism takes a torch.arange of its number of tokens for their positions, but here are others.
-        with torch.DisableTorchFunction():
-            if experts.form == "dense":
-                routed = compute_dense(hidden, compute, params, experts.num_experts, self._group)
-            else:
-                hidden, index, weights = given
-                routed = compute_routed(hidden, index, weights, compute, params, experts.num_experts, self._group)
-        if self._root.training and not _compat.is_in_backward():
-            before = experts.num_tokens or [0] * experts.num_experts
-            experts.num_tokens = [a + b for a, b in zip(before, routed.num_tokens, strict=True)]
-        return routed.output
+        sent_over = self._group if is_over_tp and has_own_tokens else self._ep
+        if is_over_tp and not has_own_tokens:
+            compute = partial(self._compute_own, experts, compute, params)
+        if experts.form == "dense":
+            if sent_over is not None:
+                return compute_dense(given[0], compute, params, total, sent_over)
+            return Routed(compute(given[0]), [len(given[0]) // total] * total)
+        hidden, index, weights = given
+        if sent_over is not None:
+            return compute_routed(hidden, index, weights, compute, params, total, sent_over)
+        return Routed(compute(hidden, index, weights), count_tokens(index, total).tolist())
+
+    def _compute_own(self, experts: _Experts, compute: Compute, params: Sequence[Tensor], *given: Tensor) -> Tensor:
+        """Compute the outputs of the experts that the ranks of ``tp``, which have the same tokens, have together."""
+        tp, number = cast(dist.ProcessGroup, self._tp), experts.num_experts // self.num_ranks
+        if experts.form == "dense":
+            return compute_own_dense(given[0], compute, number, tp)
+        hidden, index, weights = given
+        return compute_own_routed(hidden, index, weights, compute, params, number, tp)
 
     def _gathered(self, experts: _Experts, key: str) -> DTensor:
         """Return a parameter of a module without FSDP2's sharding, which the module or its stand-in holds now.
@@ -185,9 +232,10 @@ class ExpertParallel(Technique):
         if held is not None and held is experts.stand_ins.get(key):
             return experts.gathered[key]
         if not isinstance(held, DTensor):
+            advice = "Use ep_size=1" if self._tp is None else "Give these experts the style replicate in a plan"
             raise RuntimeError(
                 f"The step has replaced {experts.name}.{key} by a tensor of its own, as torch.func.functional_call"
-                " does: each rank computes with a part of the experts only. Use ep_size=1."
+                f" does, but each rank computes with a part of the experts only. {advice}."
             )
         return held
 
@@ -220,7 +268,7 @@ class ExpertParallel(Technique):
 
     def shard_dim(self, param: nn.Parameter) -> int | None:
         """Return the dimension along which FSDP2 shards experts: not that of the experts, if another one divides."""
-        if not isinstance(param, DTensor) or param.device_mesh != self._mesh:
+        if param not in self._params:
             return None
         size = self._sharding_mesh.size(self._sharding_mesh.ndim - 1)
         return next((dim for dim in range(1, param.ndim) if param.size(dim) % size == 0), 0)
@@ -228,7 +276,7 @@ class ExpertParallel(Technique):
     def on_gather(self, group: ParameterGroup, running: Collection[nn.Module]) -> None:
         """Let modules of experts hold stand-ins for all experts outside of their own forwards.
 
-        The stand-ins are gathered over ``ep`` where they are used, for example in a penalty on all weights.
+        The stand-ins are gathered where they are used, for example in a penalty on all weights.
         """
         if group.unit.kind != "experts":
             return
@@ -249,9 +297,9 @@ class ExpertParallel(Technique):
 
     @contextmanager
     def while_gathered(self) -> Iterator[None]:
-        """Gather all experts on every rank in this context. This is a collective over ``ep``."""
+        """Gather the experts that other ranks of ``ep`` have in this context. This is a collective."""
         with ExitStack() as stack:
-            for experts in self._experts.values():
+            for experts in self._experts.values() if self._ep is not None else ():
                 stack.enter_context(self._with_all(experts))
             yield
 
@@ -259,7 +307,7 @@ class ExpertParallel(Technique):
     def whole(self) -> Iterator[None]:
         """Give every rank all experts in this context, so that it may run the model alone.
 
-        This is a collective over ``ep``.
+        This is a collective over ``ep`` and ``tp``.
         """
         with ExitStack() as stack:
             for experts in self._experts.values():
@@ -278,7 +326,7 @@ class ExpertParallel(Technique):
 
     @torch.no_grad()
     def _all_of(self, experts: _Experts) -> dict[str, nn.Parameter]:
-        """Gather the parameters of all experts of a module. This is a collective over ``ep``."""
+        """Gather the parameters of all experts of a module. This is a collective over ``ep`` and ``tp``."""
         whole: dict[str, nn.Parameter] = {}
         with torch.inference_mode(False):
             for key, held in _compat.own_parameters(experts.module).items():
@@ -305,18 +353,22 @@ class ExpertParallel(Technique):
         for experts in self._experts.values():
             experts.num_tokens = []
         loads = [max(numbers) * len(numbers) / sum(numbers) for numbers in counts]
-        return {
-            "comm/ep_mib_per_step": self._traffic.take() / num_steps / 2**20,
-            "experts/max_over_mean": sum(loads) / max(len(loads), 1),
-        }
+        sent = sum(traffic.take() for traffic in self._traffic) / num_steps / 2**20
+        of_ep = {} if self._ep is None else {"comm/ep_mib_per_step": sent}
+        return {**of_ep, "experts/max_over_mean": sum(loads) / max(len(loads), 1)}
 
     def table_rows(self) -> Rows:
         """Return rows of the start-up table that show which experts are distributed, and why others are not."""
-        ranks, sharded = self._group.size(), self._sharding_mesh.size(self._sharding_mesh.ndim - 1)
-        numbers = sorted({experts.num_experts for experts in self._experts.values()})
-        held = " or ".join(f"{number // ranks} of {number}" for number in numbers)
-        num_layers = len(self._experts)
+        sharded = self._sharding_mesh.size(self._sharding_mesh.ndim - 1)
         where = f", each sharded over {sharded} ranks" if sharded > 1 else ""
-        yield "experts", f"{held} on each of {ranks} ranks (ep), in {num_layers} layers{where}"
-        for name, reason in self.plan.left.items():
+        layers: Counter[tuple[int, str]] = Counter()
+        for experts in self._experts.values():
+            layers[experts.num_experts, " x ".join(self._axes(experts.name))] += 1
+        for (number, over), num_layers in layers.items():
+            ranks = math.prod(self._mesh.get_group(axis).size() for axis in over.split(" x "))
+            yield (
+                "experts",
+                f"{number // ranks} of {number} on each of {ranks} ranks ({over}), in {num_layers} layers{where}",
+            )
+        for name, reason in self.plan.left.items() if self._tp is None else ():  # The plan of tp has these reasons.
             yield "", f"{name} has all experts on each rank: {reason}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -33,13 +33,28 @@ class ExpertPlan:
     Args:
         forms: The form of the call of each module whose experts are distributed, by the module's full name.
         left: Why the experts of other modules stay on all ranks, by the full name of the module.
+        over_tp: Full names of the modules among ``forms`` whose experts are distributed over ``tp``.
     """
 
-    forms: dict[str, Form]
-    left: dict[str, str]
+    forms: Mapping[str, Form]
+    left: Mapping[str, str]
+    over_tp: frozenset[str] = frozenset()
+
+    def styles(self) -> dict[str, tuple[str, str]]:
+        """Return for each module of experts its style in a plan of ``tp``, and a remark for the start-up table."""
+        same = "the ranks of tp have the same ones, since their number does not divide by ep_size x tp_size"
+        found = {name: ("experts", "" if name in self.over_tp else same) for name in self.forms}
+        return {**found, **{name: ("replicate", why) for name, why in self.left.items()}}
 
 
-def find_expert_plan(root: nn.Module, num_ranks: int, device: torch.device, is_strict: bool = False) -> ExpertPlan:
+def find_expert_plan(
+    root: nn.Module,
+    ep: int,
+    tp: int,
+    device: torch.device,
+    styles: Mapping[str, str] | None = None,
+    is_strict: bool = False,
+) -> ExpertPlan:
     """Find the modules in ``root`` whose experts can be distributed over ranks.
 
     Each kind of module is tried once, in float64 with random weights of two experts: one expert must compute for itself
@@ -47,19 +62,31 @@ def find_expert_plan(root: nn.Module, num_ranks: int, device: torch.device, is_s
 
     Args:
         root: The model, whose parameters may be on the meta device.
-        num_ranks: Number of ranks that experts are distributed over.
+        ep: Number of ranks with different tokens that experts are distributed over.
+        tp: Number of ranks with the same tokens that experts are distributed over, within each of ``ep``.
         device: Device of the trial.
+        styles: What the user's plan says of modules, by full name: ``experts`` or ``replicate`` for modules of experts.
         is_strict: Whether to raise an error if the experts of a module cannot be distributed.
 
     Raises:
-        ValueError: If there are no experts that can be distributed, if their number does not divide by ``num_ranks``,
-            or, if ``is_strict``, if the experts of any module cannot be distributed.
+        ValueError: If ``ep`` is more than 1, and there are no experts that can be distributed, or their number does not
+            divide by ``ep``; if experts that ``styles`` names cannot be distributed; or, if ``is_strict``, if any
+            cannot.
     """
+    styles = styles or {}
+    candidates = looks_like_experts(root)
+    for name in (name for name, style in styles.items() if style == "experts" and name not in candidates):
+        raise ValueError(f"plan: {name} ({type(root.get_submodule(name)).__name__}) is not experts: {_FORM}.")
     forms: dict[str, Form] = {}
     left: dict[str, str] = {}
+    replicated: dict[str, str] = {}
+    over_tp: set[str] = set()
     tried: dict[Any, Form | str] = {}
     num_holders = Counter(id(param) for owner in root.modules() for param in _compat.own_parameters(owner).values())
-    for name, module in looks_like_experts(root).items():
+    for name, module in candidates.items():
+        if styles.get(name, "experts") != "experts":
+            replicated[name] = "as the plan says"
+            continue
         reason = _unfit(module, num_holders)
         if reason is not None:
             left[name] = reason
@@ -72,24 +99,58 @@ def find_expert_plan(root: nn.Module, num_ranks: int, device: torch.device, is_s
             left[name] = result
             continue
         number = cast(int, module.num_experts)
-        if number % num_ranks:
+        if number % ep:
             sizes = [size for size in range(1, number + 1) if number % size == 0]
             raise ValueError(
-                f"ep_size={num_ranks} does not divide the {number} experts of {name} ({type(module).__name__}): each"
+                f"ep_size={ep} does not divide the {number} experts of {name} ({type(module).__name__}): each"
                 f" rank holds as many experts as the others. Use one of {', '.join(map(str, sizes))}."
             )
+        if tp > 1 and number % (ep * tp) == 0:
+            over_tp.add(name)
+        elif ep == 1:
+            left[name] = f"its {number} experts do not divide by tp_size={tp}"
+            continue
         forms[name] = result
-    if left and (is_strict or not forms):
-        listed = "; ".join(f"{name}: {reason}" for name, reason in left.items())
-        advice = "Use ep_size=1" if not forms else "Set strict_plan=False to leave these experts on all ranks"
-        raise ValueError(f"ep_size={num_ranks}: experts cannot be distributed ({listed}). {advice}.")
-    if not forms:
+    _refuse_left(root, forms, left, styles, f"ep_size={ep}" if ep > 1 else f"tp_size={tp}", is_strict)
+    if not forms and ep > 1:
         raise ValueError(
-            f"ep_size={num_ranks}, but {type(root).__name__} has no experts: a module with an attribute num_experts and"
-            " parameters that stack the weights of all experts along their first dimension, as Hugging Face's mixtures"
+            f"ep_size={ep}, but {type(root).__name__} has no experts to distribute: {_FORM}, as Hugging Face's mixtures"
             " of experts have. Use ep_size=1."
         )
-    return ExpertPlan(forms, left)
+    return ExpertPlan(forms, {**left, **replicated}, frozenset(over_tp))
+
+
+_FORM = (
+    "experts are a module with an attribute num_experts and parameters that stack the weights of all experts along"
+    " their first dimension"
+)
+
+
+def _refuse_left(
+    root: nn.Module,
+    forms: Mapping[str, Form],
+    left: Mapping[str, str],
+    styles: Mapping[str, str],
+    asked: str,
+    is_strict: bool,
+) -> None:
+    """Raise an error if experts must be distributed that cannot be.
+
+    Args:
+        root: The model.
+        forms: As for :class:`ExpertPlan`.
+        left: Why the experts of other modules cannot be distributed, by the full name of the module.
+        styles: As for :func:`find_expert_plan`.
+        asked: The argument by which the user has asked for it, with its value.
+        is_strict: As for :func:`find_expert_plan`.
+    """
+    for name in (name for name in left if name in styles):
+        raise ValueError(f"plan: {name} has the style experts, but {left[name]}. Use replicate for it.")
+    must_be = asked.startswith("ep_size") and not forms
+    if left and (is_strict or must_be):
+        listed = "; ".join(f"{name}: {reason}" for name, reason in left.items())
+        advice = "Use ep_size=1" if must_be else "Set strict_plan=False to leave these experts on all ranks"
+        raise ValueError(f"{asked}: experts cannot be distributed ({listed}). {advice}.")
 
 
 def _unfit(module: nn.Module, num_holders: Counter[int]) -> str | None:

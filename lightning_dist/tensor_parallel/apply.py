@@ -105,7 +105,7 @@ class TensorParallel(Technique):
                 self._add_hooks(module, lambda module, args: None, lambda module, output: None)
 
     def _prepare(self, name: str, module: nn.Module, style: str, num_packed: int) -> None:
-        if style == "replicate":
+        if style in ("replicate", "experts"):  # Another technique distributes experts.
             return
         if style == "replicated_with_grad_allreduce":
             self._grads_are_partial |= {(module, key) for key, _ in module.named_parameters(recurse=False)}
@@ -408,6 +408,10 @@ class TensorParallel(Technique):
         """Return the dimension along which FSDP2 must shard a split parameter; None leaves the choice to FSDP2."""
         placement = cast(DTensor, param).placements[0]
         return 1 - cast(int, placement.dim) if _compat.num_packed(placement) else None  # type: ignore[attr-defined]
+
+    def splits_tokens_of(self, module: nn.Module) -> bool:
+        """Return whether ``module`` is now given only this rank's tokens of hidden states that are split."""
+        return self.sequence is not None and self.sequence.splits_tokens_of(module)
 
     def before_step(self) -> None:
         """Reset the state that an error in the last step may have left behind."""

@@ -36,6 +36,7 @@ STYLES: dict[str, str] = {
     "rowwise": "each rank has some of the input features; the ranks' outputs are summed",
     "colwise_gather_output": "each rank has some of the output features; all of them are gathered",
     "embedding_rowwise": "each rank has some rows of the vocabulary; the ranks' outputs are summed",
+    "experts": "each rank has some of the experts of a mixture, whose parameters are stacked",
     "replicate": "every rank has the whole module",
     "replicated_with_grad_allreduce": "every rank has the whole module and applies it to its own features; gradients"
     " are summed",
@@ -43,7 +44,7 @@ STYLES: dict[str, str] = {
 """The styles of a plan and their meaning, under the names that Hugging Face gives them."""
 
 _ALIASES = {"colwise_rep": "colwise_gather_output", "replicated": "replicate", "embedding": "embedding_rowwise"}
-_NOT_YET = {"packed_rowwise", "rowwise_split_input", "moe_tp_experts"}
+_NOT_YET = {"packed_rowwise", "rowwise_split_input"}
 """Styles of Hugging Face's plans that are not supported: modules with such a style are replicated."""
 
 Source = Literal["user", "Hugging Face", "inferred"]

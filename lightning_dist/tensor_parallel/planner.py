@@ -26,6 +26,7 @@ from lightning_dist.tensor_parallel.plan import (
     Entry,
     Plan,
     PlanError,
+    Source,
     SplitSequence,
     resolve_plan,
     with_tied,
@@ -64,7 +65,12 @@ class TensorParallelConfig:
 
 
 def find_plan(
-    root: nn.Module, units: Sequence[Unit], config: TensorParallelConfig, mesh: DeviceMesh, num_shards: int
+    root: nn.Module,
+    units: Sequence[Unit],
+    config: TensorParallelConfig,
+    mesh: DeviceMesh,
+    num_shards: int,
+    experts: Mapping[str, tuple[str, str]] | None = None,
 ) -> Plan:
     """Find the plan by which ``root`` is split. This is a collective over all processes.
 
@@ -74,6 +80,8 @@ def find_plan(
         config: The user's options, and the step to run on fake tensors.
         mesh: The one-dimensional mesh of the ranks of ``tp``.
         num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
+        experts: The style of each module of experts (``experts``: another technique distributes them; ``replicate``)
+            and a remark for the start-up table, by full module name; None: the model has no experts.
 
     Raises:
         PlanError: If a name in the user's plan matches no module, or a block that is split as the user says does not
@@ -99,6 +107,7 @@ def find_plan(
         is_strict=config.is_strict,
         splits_sequence=config.sequence_parallel,
         splits_logits=config.loss_parallel,
+        experts=experts,
     )
     check_agreement("The plan of tensor parallelism", plan.outline())
     return plan
@@ -128,6 +137,7 @@ def make_plan(
     is_strict: bool = False,
     splits_sequence: bool | None = None,
     splits_logits: bool | None = None,
+    experts: Mapping[str, tuple[str, str]] | None = None,
 ) -> Plan:
     """Make the plan of ``root``, and try it block by block. This is a collective over all processes.
 
@@ -142,16 +152,30 @@ def make_plan(
             not compute the same as the whole block.
         splits_sequence: Whether hidden states are split along the sequence; None: wherever that computes the same.
         splits_logits: Whether logits stay split; None: unless the recorded step needs whole logits.
+        experts: As for :func:`find_plan`.
 
     Raises:
         PlanError: If a block that is split as the user says does not compute the same as the whole block, or if
             ``splits_sequence`` or ``splits_logits`` is True and cannot be fulfilled.
     """
     planner = _Planner(root, blocks, step_trace, mesh, num_shards, is_strict)
-    plan = planner.plan(dict(explicit), splits_sequence, splits_logits)
+    explicit, of_experts = _apart(explicit, experts or {})
+    plan = planner.plan(dict(explicit), of_experts, splits_sequence, splits_logits)
     del planner
     gc.collect()  # The trials hold copies of blocks, whose modules and hooks are in reference cycles.
     return plan
+
+
+def _apart(
+    explicit: Mapping[str, Entry], experts: Mapping[str, tuple[str, str]]
+) -> tuple[dict[str, Entry], dict[str, Entry]]:
+    """Return the given entries without those of experts, and the entries of experts, by full module name."""
+    others = {name: entry for name, entry in explicit.items() if name not in experts and entry.style != "experts"}
+    of_experts: dict[str, Entry] = {}
+    for name, (style, why) in experts.items():
+        source: Source = "user" if name in explicit and explicit[name].source == "user" else "inferred"
+        of_experts[name] = Entry(style, source, why)
+    return others, of_experts
 
 
 _SPLITS_FEATURES = ("colwise", "packed_colwise")
@@ -178,7 +202,13 @@ class _Planner:
             root, step_trace.dataflow, step_trace.why_not, mesh, num_shards, is_strict, self._note_once
         )
 
-    def plan(self, entries: dict[str, Entry], splits_sequence: bool | None, splits_logits: bool | None) -> Plan:
+    def plan(
+        self,
+        entries: dict[str, Entry],
+        of_experts: Mapping[str, Entry],
+        splits_sequence: bool | None,
+        splits_logits: bool | None,
+    ) -> Plan:
         dataflow = self._step_trace.dataflow
         groups: list[LayerGroup] = []
         if dataflow is not None:
@@ -220,6 +250,8 @@ class _Planner:
         if heads:
             why = f" (used by {', '.join(needs)})" if needs else " (loss_parallel=False)" if not keeps else ""
             self._notes.append(f"logits are {'split along the vocabulary' if keeps else 'gathered'}{why}")
+        entries |= of_experts
+        entries = {name: entries[name] for name, _ in self._root.named_modules() if name in entries}
         self._notes += reasons_for_whole(self._root, entries, self._trials.kept.parameters, dataflow)
         return Plan(
             entries,

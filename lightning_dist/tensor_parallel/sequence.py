@@ -55,7 +55,9 @@ class SequenceParallel:
         self._layers = {root.get_submodule(name) for name in plan.layers}
         self._gathered: list[Tensor] = []
         self.is_disabled = False
-        in_regions = {root.get_submodule(name) for region in plan.regions for name in _inside(root, region)}
+        self._in_regions = in_regions = {
+            root.get_submodule(name) for region in plan.regions for name in _inside(root, region)
+        }
         own_tokens: set[tuple[nn.Module, str]] = set()
         for index, chain in enumerate(plan.chains):
             for name in chain:
@@ -179,6 +181,10 @@ class SequenceParallel:
             key: Name of the parameter in ``owner``.
         """
         return (owner, key) in self.own_tokens and self.is_active_in(owner)
+
+    def splits_tokens_of(self, module: nn.Module) -> bool:
+        """Return whether ``module`` is now given only this rank's tokens."""
+        return module not in self._in_regions and self.is_active_in(module)
 
     def has_gathered(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` was gathered for the running region, whose gather also sums its gradient."""

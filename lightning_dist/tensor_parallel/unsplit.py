@@ -76,6 +76,4 @@ def _reason(
         return "convolutions are not split"
     if linear_layer(module) is not None:
         return "linear layers are split only in pairs whose output is added to the hidden states"
-    if param.ndim > 2:
-        return "experts are not split yet"
     return "only linear layers and embeddings are split"

@@ -17,6 +17,7 @@ from torch.nn import functional
 from lightning_dist import FullShardStrategy, HybridShardStrategy, NDParallelStrategy, full_parameters
 from lightning_dist.expert_parallel import ExpertParallel
 from lightning_dist.plugins.strategies.startup_table import startup_table
+from lightning_dist.tensor_parallel import TensorParallel
 from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
 from tests.distributed.test_tensor_parallel import AtStart
 from tests.expert_models import Mixture, PlainExperts, PlainMixture
@@ -30,6 +31,8 @@ RESUMED = {
     "2xep2": lambda: HybridShardStrategy(2, 2, ep_size=2),
     "tp2": lambda: NDParallelStrategy(tp_size=2, ep_size=2),
     "pp2": lambda: NDParallelStrategy(pp_size=2, ep_size=2),
+    "tp2 alone": lambda: NDParallelStrategy(tp_size=2),
+    "tp4": lambda: NDParallelStrategy(tp_size=4),
 }
 
 
@@ -56,7 +59,16 @@ def resume(folder: Path, first: str, others: list[str]) -> tuple[Weights, list[W
     return weights_of(model), read, stepped
 
 
-@pytest.mark.parametrize(("first", "others"), [("ep2", list(RESUMED)), ("none", ["none", "ep4"]), ("ep4", ["none"])])
+LATER = [
+    ("ep2", list(RESUMED)),
+    ("none", ["none", "ep4"]),
+    ("ep4", ["none"]),
+    ("tp4", ["tp2 alone", "tp2"]),
+]
+"""The layout that saves a checkpoint, and those that resume it."""
+
+
+@pytest.mark.parametrize(("first", "others"), LATER)
 def test_any_layout_resumes_the_checkpoint_of_distributed_experts(
     pool: WorkerPool, tmp_path: Path, first: str, others: list[str]
 ) -> None:
@@ -88,6 +100,34 @@ class OnTwoExperts(PlainMixture):
             router.bias.copy_(torch.tensor([0.0, 50.0, 51.0, 0.0]))
         router.requires_grad_(False)
         self.embedding.requires_grad_(False)  # The first layer's tokens need no gradient.
+
+
+class Grouped(PlainExperts):
+    """Take tokens in several dimensions, as ``(samples, tokens, features)``."""
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        chosen = functional.one_hot(index, self.num_experts).to(x.dtype) * weights[..., None]
+        results = torch.einsum("...eh,ehd->...ed", torch.einsum("...d,edh->...eh", x, self.up).relu(), self.down)
+        return ((results + self.bias) * chosen.sum(-2)[..., None]).sum(-2)
+
+
+class GroupedMixture(Mixture):
+    def __init__(self, dim: int, num_experts: int) -> None:
+        super().__init__(dim, num_experts)
+        self.experts = Grouped(num_experts, dim, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(x)
+        weights, index = self.router(tokens).softmax(-1).topk(2)
+        return x + self.experts(tokens, index, weights)
+
+
+class InSeveralDimensions(PlainMixture):
+    """Give tokens to experts without flattening them."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.blocks = nn.ModuleList(GroupedMixture(24, 4) for _ in range(2))
 
 
 class Manual(PlainMixture):
@@ -128,6 +168,47 @@ class Skipping(PlainMixture):
         return functional.cross_entropy(self.head(x).flatten(0, 1), batch[1].flatten())
 
 
+class Layer(Mixture):
+    """Have layers before the experts that are split over ``tp``, so that hidden states can be split as well."""
+
+    def __init__(self, dim: int, num_experts: int) -> None:
+        super().__init__(dim, num_experts)
+        self.up, self.down = nn.Linear(dim, 40), nn.Linear(40, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x + self.down(self.up(x).relu()))
+
+
+class WithSplitTokens(PlainMixture):
+    """Run the experts on each rank's own tokens while hidden states are split along the sequence."""
+
+    def __init__(self, num_experts: int = 4, **kwargs: Any) -> None:
+        super().__init__(num_experts, **kwargs)
+        self.blocks = nn.ModuleList(Layer(24, num_experts) for _ in range(2))
+
+    def on_train_start(self) -> None:
+        if self.trainer.world_size > 1:
+            plan = self.trainer.strategy.parallel.get(TensorParallel).plan
+            assert plan.sequence is not None, plan.notes
+
+
+class WithSixExperts(WithSplitTokens):
+    """Have experts whose number does not divide by ``ep_size x tp_size``."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(6, **kwargs)
+
+
+class OnTwoOfSplitTokens(WithSplitTokens):
+    """Send all tokens to two experts, so that some ranks are given no tokens."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        with torch.no_grad():
+            self.blocks[0].router.bias.copy_(torch.tensor([0.0, 0.0, 50.0, 51.0]))
+
+
+OVER_TP: dict[str, Any] = {"ep_size": 1, "tp_size": 2}
 FITTED: dict[str, tuple[type[pl.LightningModule], dict[str, Any], dict[str, Any]]] = {
     "penalized": (Penalized, {}, {}),
     "penalized, gathered": (Penalized, {"reshard_after_forward": False}, {}),
@@ -136,6 +217,8 @@ FITTED: dict[str, tuple[type[pl.LightningModule], dict[str, Any], dict[str, Any]
     "manual": (Manual, {}, {}),
     "own optimizer": (WithOwnOptimizer, {}, {"gradient_clip_val": 0.1}),
     "skipping": (Skipping, {}, {"adamw": True}),
+    "several dimensions": (InSeveralDimensions, {}, {}),
+    "several dimensions over tp": (InSeveralDimensions, {"ep_size": 1, "tp_size": 4}, {}),
     "zero 1": (PlainMixture, {"zero_stage": 1}, {"accumulate_grad_batches": 2}),
     "zero 2": (PlainMixture, {"zero_stage": 2}, {"accumulate_grad_batches": 2}),
     "sharded over 2": (PlainMixture, {"reshard_after_forward": 2}, {}),
@@ -147,6 +230,20 @@ FITTED: dict[str, tuple[type[pl.LightningModule], dict[str, Any], dict[str, Any]
     "gloo": (PlainMixture, {"direct_collectives": False}, {}),
     "anomaly": (PlainMixture, {}, {"detect_anomaly": True}),
     "clip value": (PlainMixture, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
+    "over tp": (PlainMixture, {"ep_size": 1, "tp_size": 4}, {"gradient_clip_val": 0.1}),
+    "over tp, penalized": (Penalized, OVER_TP, {}),
+    "over tp, penalized, whole": (Penalized, {**OVER_TP, "dp_replicate_size": 2}, {}),
+    "over tp, two experts": (OnTwoExperts, {"ep_size": 1, "tp_size": 4}, {"adamw": True}),
+    "over tp, skipping": (Skipping, {**OVER_TP, "dp_replicate_size": 2}, {"adamw": True}),
+    "over tp, manual": (Manual, OVER_TP, {}),
+    "over tp, checkpointing": (PlainMixture, {**OVER_TP, "activation_checkpointing": "full"}, {}),
+    "over tp, compiled": (PlainMixture, {**OVER_TP, "compile": "eager"}, {}),
+    "over ep and tp, penalized": (Penalized, {"tp_size": 2}, {"accumulate_grad_batches": 2}),
+    "split tokens over tp": (WithSplitTokens, {"ep_size": 1, "tp_size": 4}, {"gradient_clip_val": 0.1}),
+    "split tokens over tp, checkpointing": (WithSplitTokens, {**OVER_TP, "activation_checkpointing": "full"}, {}),
+    "split tokens over ep and tp": (WithSplitTokens, {"tp_size": 2}, {"accumulate_grad_batches": 2}),
+    "split tokens over ep alone": (WithSixExperts, {"tp_size": 2}, {"gradient_clip_val": 0.1}),
+    "split tokens of two experts": (OnTwoOfSplitTokens, {"tp_size": 2}, {"adamw": True}),
     "replicas": (PlainMixture, {"dp_replicate_size": 2, "check_replicas_every_n_steps": 1}, {}),
 }
 
@@ -158,7 +255,9 @@ def fit(name: str, is_alone: bool) -> Weights:
     model = make(optimizer=optimizer)
     kwargs = {"max_steps": 4, "precision": "64-true", **{k: v for k, v in kwargs.items() if k != "adamw"}}
     strategy = {"ep_size": 2, **strategy}
-    kind = HybridShardStrategy if "dp_replicate_size" in strategy else FullShardStrategy
+    kind: Any = HybridShardStrategy if "dp_replicate_size" in strategy else FullShardStrategy
+    if "tp_size" in strategy:
+        kind = NDParallelStrategy
     chosen = {"strategy": "auto", "devices": 1} if is_alone else {"strategy": kind(**strategy)}
     make_trainer("auto", **kwargs, **chosen).fit(model)
     return weights_of(model)
@@ -265,6 +364,40 @@ def test_a_rank_sends_as_many_bytes_as_the_formula_says(pool: WorkerPool) -> Non
         assert "2 of 4 on each of 2 ranks (ep), in 2 layers, each sharded over 2 ranks" in table
 
 
+def split_over_tp() -> tuple[dict[str, float], int, str]:
+    """Train a step with experts over ``tp``.
+
+    Returns:
+        The technique's figures, the number of elements of experts that this rank has, and the start-up table.
+    """
+    model = PlainMixture()
+    callback = Figures()
+    plan = {"embedding": "replicate", "head": "replicate"}  # Nothing else sends anything.
+    strategy = NDParallelStrategy(tp_size=4, plan=plan)
+    trainer = make_trainer("auto", strategy=strategy, max_steps=1, callbacks=[callback])
+    trainer.fit(model)
+    held = sum(param.to_local().numel() for param in model.blocks[0].experts.parameters())
+    return callback.metrics, held, startup_table(trainer.strategy, trainer.strategy.parallel)
+
+
+class Figures(pl.Callback):
+    """Record what the techniques measure in a step."""
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        of_experts = trainer.strategy.parallel.get(ExpertParallel).metrics(1)
+        self.metrics = {**of_experts, **trainer.strategy.parallel.get(TensorParallel).metrics(1)}
+
+
+def test_experts_over_tp_take_two_all_reduces_of_the_tokens_in_a_layer(pool: WorkerPool) -> None:
+    for metrics, held, table in pool.run(split_over_tp, 4):
+        assert held == 4 * (24 * 16 + 16 * 24 + 24) / 4
+        assert "1 of 4 on each of 4 ranks (tp), in 2 layers" in table
+        assert "experts (inferred): 2 x blocks.*.experts" in table
+        assert metrics["experts/max_over_mean"] >= 1
+        # In each of 2 layers, the 64 tokens of 24 features, and in the backward the 2 weights of each as well.
+        assert metrics["comm/tp_mib_per_step"] * 2**20 == pytest.approx(2 * 2 * 3 / 4 * 64 * (24 + 24 + 2) * 4)
+
+
 class Scaled(PlainExperts):
     """Divide the results by the number of experts that have tokens, so that no expert can compute alone."""
 
@@ -306,6 +439,21 @@ REFUSED: dict[str, tuple[Any, Any, tuple[str, ...]]] = {
         lambda: NDParallelStrategy(ep_size=2, strict_plan=True),
         ("blocks.1.experts", "strict_plan"),
     ),
+    "strict over tp": (
+        lambda: PlainMixture(6),
+        lambda: NDParallelStrategy(tp_size=4, strict_plan=True),
+        ("tp_size=4", "blocks.0.experts: its 6 experts do not divide", "strict_plan"),
+    ),
+    "plan names another module": (
+        PlainMixture,
+        lambda: NDParallelStrategy(tp_size=2, plan={"blocks.*.router": "experts"}),
+        ("blocks.0.router (Linear) is not experts", "num_experts"),
+    ),
+    "plan names experts that do not fit": (
+        NotFitting,
+        lambda: NDParallelStrategy(tp_size=2, plan={"blocks.*.experts": "experts"}),
+        ("blocks.0.experts has the style experts", "alone", "replicate"),
+    ),
     "compression": (
         PlainMixture,
         lambda: HybridShardStrategy(2, 2, ep_size=2, compression="bf16"),
@@ -339,6 +487,23 @@ def half(is_alone: bool) -> tuple[Weights, str]:
 def test_experts_that_do_not_fit_stay_on_all_ranks_with_the_reason(pool: WorkerPool) -> None:
     for _, table in pool.run(half, 4, False):
         assert "blocks.1.experts has all experts on each rank: one expert alone does not compute" in table
+
+
+def planned() -> tuple[str, list[int]]:
+    model = PlainMixture()
+    plan = {"blocks.0.experts": "replicate", "blocks.1.experts": "experts"}
+    trainer = make_trainer("auto", strategy=NDParallelStrategy(tp_size=4, plan=plan), max_steps=1)
+    trainer.fit(model)
+    return startup_table(trainer.strategy, trainer.strategy.parallel), [
+        block.experts.up.to_local().numel() for block in model.blocks
+    ]
+
+
+def test_a_plan_says_which_experts_are_split_over_tp(pool: WorkerPool) -> None:
+    for table, sizes in pool.run(planned, 4):
+        assert sizes == [4 * 24 * 16, 24 * 16]
+        assert "experts (user): blocks.*.experts" in table
+        assert "replicate (user; as the plan says): blocks.*.experts" in table
 
 
 def train_twice() -> list[str]:

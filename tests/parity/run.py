@@ -21,11 +21,12 @@ from lightning_dist import (
 from lightning_dist.parity import whole_gradients, whole_parameters
 from tests.expert_models import EXPERT_MODELS
 from tests.models import build
+from tests.sequence_models import SEQUENCE_MODELS
 from tests.split_models import SPLIT_MODELS
 
 __all__ = [
-    "CP_LAYOUTS", "EP_LAYOUTS", "EXPERT_MODELS", "LAYOUTS", "PLANS", "SPLIT_MODELS", "TP_LAYOUTS", "Case", "Outcome",
-    "briefly", "reference", "run", "tensors",
+    "CP_LAYOUTS", "EP_LAYOUTS", "EXPERT_MODELS", "LAYOUTS", "PLANS", "SEQUENCE_MODELS", "SPLIT_MODELS", "TP_LAYOUTS",
+    "Case", "Outcome", "briefly", "reference", "run", "tensors",
 ]  # fmt: skip
 
 LAYOUTS = {
@@ -53,6 +54,7 @@ EP_LAYOUTS = {
     "ep2 x tp2": lambda **kwargs: NDParallelStrategy(ep_size=2, tp_size=2, **kwargs),
     "ep2 x pp2": lambda **kwargs: NDParallelStrategy(ep_size=2, pp_size=2, **kwargs),
     "ep2 x cp2": lambda **kwargs: NDParallelStrategy(ep_size=2, cp_size=2, **kwargs),
+    "tp2 x pp2": lambda **kwargs: NDParallelStrategy(tp_size=2, pp_size=2, **kwargs),
 }
 PLANS = {
     "gpt": {

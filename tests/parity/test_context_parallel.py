@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from lightning_dist.parity import assert_parity
-from tests.parity.run import CP_LAYOUTS, Case, Outcome, briefly, reference, run, tensors
+from tests.parity.run import CP_LAYOUTS, SEQUENCE_MODELS, Case, Outcome, briefly, reference, run, tensors
 from tests.pool import WorkerPool, in_parallel
 
-MODELS = ("gpt", "example_gpt", "llama3", "qwen", "gpt2", "mixtral", "bart", "vit", "encoder")
+MODELS = ("gpt", "example_gpt", "llama3", "qwen", "gpt2", "mixtral", "bart", "vit", "encoder", *SEQUENCE_MODELS)
 ALL_GATHER = (("attention", "all_gather"),)
 EVERY = [
     Case(layout, model, 1, None, options=options)

@@ -9,17 +9,19 @@ import numpy as np
 import pytest
 
 from lightning_dist.parity import assert_parity
-from tests.parity.run import EP_LAYOUTS, EXPERT_MODELS, Case, Outcome, briefly, reference, run, tensors
+from tests.parity.run import EP_LAYOUTS, EXPERT_MODELS, TP_LAYOUTS, Case, Outcome, briefly, reference, run, tensors
 from tests.pool import WorkerPool, in_parallel
 
 MODELS = ("mixtral", *EXPERT_MODELS)
 WITHOUT_SEQUENCES = ("gpt_oss", "plain_moe")
 """The models without attention by ``F.scaled_dot_product_attention``, whose sequences cannot be split."""
 
+LAYOUTS = (*EP_LAYOUTS, *TP_LAYOUTS)
+
 EVERY = [
     Case(layout, model, 1, None)
     for model in MODELS
-    for layout in EP_LAYOUTS
+    for layout in LAYOUTS
     if model not in WITHOUT_SEQUENCES or "cp" not in layout
 ]
 EXTRA = [
@@ -32,8 +34,8 @@ EXTRA = [
 
 
 def covering(cases: list[Case]) -> list[Case]:
-    """Choose two cases of each model, so that every layout occurs with two models."""
-    layouts, models = list(EP_LAYOUTS), list(MODELS)
+    """Choose two cases of each model, so that every layout occurs with some models."""
+    layouts, models = list(LAYOUTS), list(MODELS)
     return [case for case in cases if (layouts.index(case.layout) + models.index(case.model)) % 3 == 0]
 
 

@@ -253,12 +253,15 @@ def test_the_command_lists_and_verifies_checkpoints(tmp_path: Path, capsys: pyte
     folder = tmp_path / "1" / "checkpoints"
     folder.mkdir(parents=True)
     for step in (10, 20):
-        write(folder / f"step={step}.ckpt", take_snapshot(content(step), about={"global_step": step, "epoch": 0}))
+        about = {"global_step": step, "epoch": 0, "mlflow_training": "internal"}
+        write(folder / f"step={step}.ckpt", take_snapshot(content(step), about=about))
     paths = [str(folder / f"step={step}.ckpt") for step in (10, 20)]
     assert run(["ls", str(folder)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.partition("  ")[0] for line in lines] == paths
-    assert "global_step 20" in lines[1]
+    assert [line.split()[0] for line in lines] == ["checkpoint", *paths]
+    assert lines[0].split()[1:] == ["saved", "global_step", "epoch", "MiB", "ranks"]
+    step = lines[0].index("global_step")
+    assert [line[step:].split()[0] for line in lines[1:]] == ["10", "20"]
     assert run(["ls", str(tmp_path)]) == 0  # Checkpoints are looked for in the folders below as well.
     assert capsys.readouterr().out.splitlines() == lines
     write("memory://nested/1/run.ckpt", take_snapshot(content(1)))  # An object store
