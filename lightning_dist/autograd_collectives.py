@@ -153,7 +153,8 @@ def summed(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def _part(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    return tensor.chunk(group.size(), dim)[group.rank()].contiguous()
+    # A view would keep the memory of the whole tensor for the backward.
+    return tensor.chunk(group.size(), dim)[group.rank()].clone(memory_format=torch.contiguous_format)
 
 
 def whole(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:

@@ -88,7 +88,9 @@ class Tokens:
         return _filled(tensor.narrow(dim, start, end - start), dim, self.piece, fill)
 
     def _part(self, tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        return self.part(tensor, dim).contiguous()
+        part = self.part(tensor, dim)
+        # A view would keep the memory of the whole sequence for the backward.
+        return part.clone(memory_format=torch.contiguous_format) if len(self.pieces) == 1 else part
 
     def _whole(self, tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
         if not self._is_balanced:

@@ -7,7 +7,7 @@ prints two tables.
    parameters), for each rank, with ``cp_size`` 1, 2 and 4. With 4, it must be a quarter of that with 1, plus the
    constant that is stated, up to 10 percent.
 2. The longest sequence of a step under a limit of the kernel (``RLIMIT_DATA``) on the memory of each process: what it
-   has before the model is built, and ``LIMIT_MIB`` more.
+   has after two steps of a short sequence, and ``LIMIT_MIB`` more. Steps get longer until the memory is full.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import re
 import resource
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
@@ -39,9 +39,10 @@ VOCABULARY = 8192
 DIM, NUM_LAYERS, NUM_HEADS = 128, 2, 4
 LENGTH = 8192
 LIMIT_MIB = 96
-LENGTHS = [1024 * factor for factor in (0.5, 0.75, 1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)]
-CONSTANT_MIB = 2.0
-"""What does not depend on the length of a rank's part: the whole sequence of tokens and labels, masks and positions."""
+LENGTHS = [512 * factor for factor in (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64)]
+WARM_UP = [256, 256]
+CONSTANT_MIB = 0.125
+"""What each rank has of the whole sequence: its tokens and labels."""
 TOLERANCE = 0.10
 
 CP_SIZES = (1, 2, 4)
@@ -54,30 +55,30 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 class Tokens(Dataset[Tensor]):
-    """Hold a random sequence of ``length`` tokens and the label of the last one."""
+    """Hold random sequences of given lengths, each with the label of its last token."""
 
-    def __init__(self, length: int) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.tokens = torch.randint(VOCABULARY, (1, length + 1), generator=generator)
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = lengths
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.lengths)
 
     def __getitem__(self, index: int) -> Tensor:
-        return self.tokens[index]
+        return torch.randint(VOCABULARY, (self.lengths[index] + 1,), generator=torch.Generator().manual_seed(0))
 
 
 class LanguageModel(LightningModule):
     """Train the examples' GPT with a larger vocabulary, on one sequence in a step.
 
     Args:
-        length: Number of tokens in a sequence.
+        lengths: Numbers of tokens in the sequences.
         counts: Whether to count what a step keeps for its backward.
     """
 
-    def __init__(self, length: int, counts: bool = False) -> None:
+    def __init__(self, lengths: Sequence[int], counts: bool = False) -> None:
         super().__init__()
-        self.model = GPT(DIM, NUM_LAYERS, NUM_HEADS, max_len=int(length))
+        self.lengths = lengths
+        self.model = GPT(DIM, NUM_LAYERS, NUM_HEADS, max_len=max(lengths))
         self.model.embedding = nn.Embedding(VOCABULARY, DIM)
         self.model.head = nn.Linear(DIM, VOCABULARY, bias=False)  # type: ignore[assignment]
         self.counts = counts
@@ -109,8 +110,8 @@ class LanguageModel(LightningModule):
         return functional.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
 
     def train_dataloader(self) -> DataLoader[Tensor]:
-        """Return the loader of one sequence."""
-        return DataLoader(Tokens(self.model.max_len), batch_size=1)
+        """Return the loader of the sequences, one in a batch."""
+        return DataLoader(Tokens(self.lengths), batch_size=1)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Return an optimizer without states."""
@@ -127,25 +128,53 @@ def make_strategy(cp_size: int, way: str) -> MeshStrategy:
     return DataParallelStrategy(**WAYS[way]) if cp_size == 1 else ContextParallelStrategy(cp_size, **WAYS[way])
 
 
-def fit(cp_size: int, way: str, length: int, counts: bool = False) -> LanguageModel:
-    """Train for one step, and return the module."""
-    module = LanguageModel(length, counts)
+def fit(cp_size: int, way: str, module: LanguageModel, *callbacks: Callback) -> None:
+    """Train for a step on each sequence."""
     trainer = Trainer(
-        accelerator="cpu", devices=cp_size, strategy=make_strategy(cp_size, way), max_steps=1, logger=False,
+        accelerator="cpu", devices=cp_size, strategy=make_strategy(cp_size, way), max_epochs=1, logger=False,
         use_distributed_sampler=False, enable_checkpointing=False, enable_progress_bar=False,
-        enable_model_summary=False,
+        enable_model_summary=False, callbacks=list(callbacks),
     )  # fmt: skip
     trainer.fit(module)
-    return module
 
 
 def kept_mib(cp_size: int, way: str) -> float:
     """Return the MiB that a step of this rank keeps for its backward."""
-    return fit(cp_size, way, LENGTH, counts=True).kept_mib
+    module = LanguageModel([LENGTH], counts=True)
+    fit(cp_size, way, module)
+    return module.kept_mib
+
+
+class Limit(Callback):
+    """Limit the memory of the process after two steps, and write the length of each later one that fits to a file.
+
+    Args:
+        limit_mib: What the process may have more than at the time.
+        file: Path of the file.
+    """
+
+    def __init__(self, limit_mib: int, file: str) -> None:
+        self.limit_mib = limit_mib
+        self.file = Path(file)
+
+    def on_train_batch_start(self, trainer: Trainer, module: LightningModule, batch: Tensor, batch_idx: int) -> None:
+        """Set the limit before the third step."""
+        if batch_idx == len(WARM_UP):
+            found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
+            assert found is not None
+            limit = int(found[1]) * 1024 + self.limit_mib * 2**20
+            resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+    def on_train_batch_end(
+        self, trainer: Trainer, module: LightningModule, outputs: Any, batch: Tensor, batch_idx: int
+    ) -> None:
+        """Write the length."""
+        if batch_idx >= len(WARM_UP) and trainer.is_global_zero:
+            self.file.write_text(str(batch.size(1) - 1))
 
 
 def try_lengths(cp_size: int, way: str, limit_mib: int, file: str) -> None:
-    """Train with longer and longer sequences until the memory is full, and write each that was long enough to a file.
+    """Train with longer and longer sequences until the memory is full, and write each that was short enough to a file.
 
     Raises:
         Exception: When the memory is full, in the form that the code raises which needs it.
@@ -153,15 +182,7 @@ def try_lengths(cp_size: int, way: str, limit_mib: int, file: str) -> None:
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, 128 * 1024)
-    fit(cp_size, way, 256)  # What libraries need in any case is not counted.
-    found = re.search(r"VmData:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    limit = int(found[1]) * 1024 + limit_mib * 2**20
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-    for length in LENGTHS:
-        fit(cp_size, way, int(length))
-        if os.environ["RANK"] == "0":
-            Path(file).write_text(str(int(length)))
+    fit(cp_size, way, LanguageModel([*WARM_UP, *LENGTHS]), Limit(limit_mib, file))
 
 
 def in_pool(function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
@@ -183,13 +204,13 @@ def print_kept() -> bool:
         ratio = (kept[-1] - CONSTANT_MIB) / (kept[0] / CP_SIZES[-1])
         is_met &= ratio <= 1 + TOLERANCE
         print(f"{way:<26}" + "".join(f"{mib:>10.1f}" for mib in kept) + f"{ratio:>20.3f}", flush=True)
-    print(f"The last column is computed without a constant of {CONSTANT_MIB:g} MiB: {'met' if is_met else 'NOT MET'}.")
+    print(f"The last column is computed without a constant of {CONSTANT_MIB:g} MiB (tokens and labels): {'met' if is_met else 'NOT MET'}.")
     return is_met
 
 
 def print_longest(limit_mib: int) -> None:
     """Print the second table."""
-    print(f"\nlongest sequence with {limit_mib} MiB a rank, of {LENGTHS[0]:,.0f} to {LENGTHS[-1]:,.0f} tokens")
+    print(f"\nlongest sequence with {limit_mib} MiB a rank, of {LENGTHS[0]:,} to {LENGTHS[-1]:,} tokens")
     print(f"{'':<26}" + "".join(f"{f'cp {size}':>10}" for size in CP_SIZES), flush=True)
     for way in WAYS:
         longest = []
