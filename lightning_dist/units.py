@@ -29,7 +29,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["MIN_NUM_PARAMS", "Unit", "find_blocks", "find_units", "merge_units"]
+__all__ = ["MIN_NUM_PARAMS", "Unit", "UnitKind", "find_blocks", "find_units", "merge_units"]
 
 MIN_NUM_PARAMS = 5_000_000
 """The default number of parameters from which a module outside the blocks becomes a unit."""

@@ -33,7 +33,7 @@ from lightning_dist.replication.bucket import STALE, Bucket, as_dtensor, in_buck
 from lightning_dist.replication.group import ReplicatedGroup
 from lightning_dist.technique import Parallel, Technique, find_gradient_reducer
 from lightning_dist.tensor_state import is_remote
-from lightning_dist.units import Unit
+from lightning_dist.units import Unit, UnitKind
 
 __all__ = ["Replication"]
 
@@ -45,10 +45,18 @@ class Replication(Technique):
         mesh: A mesh with the axes ``(dp_shard,)`` or ``(dp_replicate, dp_shard)``, of which ``dp_shard`` has one rank.
         parameter_mesh: The same mesh, and ``tp`` as its last axis if layers are split.
         reduce_dtype: The dtype that gradients are reduced in; None: that of each parameter.
+        kind: Kind of the units whose parameters are replicated; None: all units.
     """
 
-    def __init__(self, mesh: DeviceMesh, parameter_mesh: DeviceMesh, reduce_dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        parameter_mesh: DeviceMesh,
+        reduce_dtype: torch.dtype | None = None,
+        kind: UnitKind | None = None,
+    ) -> None:
         self._mesh = mesh
+        self._kind = kind
         self._parameter_mesh = parameter_mesh
         self._reduce_dtype = reduce_dtype
         self._groups: list[ReplicatedGroup] = []
@@ -68,8 +76,10 @@ class Replication(Technique):
             if isinstance(part, nn.Embedding | nn.EmbeddingBag):
                 part.sparse = False
 
-    def manage_unit(self, unit: Unit) -> ReplicatedGroup:
-        """Return a group that manages the parameters of ``unit``, without changing them."""
+    def manage_unit(self, unit: Unit) -> ReplicatedGroup | None:
+        """Return a group that manages the parameters of ``unit``, without changing them; None: of another kind."""
+        if self._kind not in (None, unit.kind):
+            return None
         # A stand-in must not keep this object alive, since hooks of tensors hold it.
         on_gradient = partial(_on_late_gradient, weakref.ref(self))
         self._groups.append(ReplicatedGroup(unit, self._mesh, self._parallel.techniques, on_gradient))
