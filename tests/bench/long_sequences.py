@@ -204,9 +204,8 @@ def print_kept() -> bool:
         ratio = (kept[-1] - CONSTANT_MIB) / (kept[0] / CP_SIZES[-1])
         is_met &= ratio <= 1 + TOLERANCE
         print(f"{way:<26}" + "".join(f"{mib:>10.1f}" for mib in kept) + f"{ratio:>20.3f}", flush=True)
-    print(
-        f"The last column is computed without a constant of {CONSTANT_MIB:g} MiB (tokens and labels): {'met' if is_met else 'NOT MET'}."
-    )
+    verdict = "met" if is_met else "NOT MET"
+    print(f"The last column is computed without {CONSTANT_MIB:g} MiB of tokens and labels: {verdict}.")
     return is_met
 
 

@@ -49,7 +49,7 @@ STRATEGIES: dict[str, Callable[[], Strategy]] = {
     "ep4": lambda: FullShardStrategy(ep_size=4),
 }
 SPLIT = ("full_shard", "2x2", "tp2", "tp4", "pp2")
-LAYOUTS = {"llama": SPLIT, "gpt2": SPLIT, "mixtral": ("full_shard", "ep2", "ep4")}
+LAYOUTS = {"llama": SPLIT, "gpt2": SPLIT, "mixtral": ("full_shard", "ep2", "ep4", "tp2", "tp4")}
 
 
 def build(name: str) -> nn.Module:

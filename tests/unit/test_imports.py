@@ -43,6 +43,7 @@ def test_the_version_is_that_of_the_installed_package() -> None:
     assert lightning_dist.__version__ == version("lightning-dist")
 
 
+@pytest.mark.slow
 def test_every_order_of_imports_registers_the_strategies() -> None:
     # The children share the imports of their parent.
     program = f"""

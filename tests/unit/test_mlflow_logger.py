@@ -407,6 +407,7 @@ def test_creating_a_database_prints_one_line_instead_of_the_migrations(created_m
     assert lines == ["Creating the MLflow database new/runs.db (once, a few seconds)."]
 
 
+@pytest.mark.slow
 def test_mlflow_is_not_imported_before_it_is_used() -> None:
     code = """if True:
         from lightning_dist.plugins.loggers import MLflowLogger
