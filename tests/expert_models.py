@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.models import GPT, MODELS, VOCAB, TestModule
-from tests.split_models import SIZES, LanguageModel
-from tests.zoo.float64 import float64_throughout
+from tests.split_models import SIZES, RoundingLanguageModel
 
 __all__ = ["EXPERT_MODELS", "PlainExperts", "PlainMixture"]
 
@@ -19,7 +18,7 @@ COMMON: dict[str, Any] = {
 }  # fmt: skip
 
 
-class QwenMoE(LanguageModel):
+class QwenMoE(RoundingLanguageModel):
     def make_model(self) -> nn.Module:
         from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -30,7 +29,7 @@ class QwenMoE(LanguageModel):
         return Qwen3MoeForCausalLM(config)
 
 
-class DeepSeek(LanguageModel):
+class DeepSeek(RoundingLanguageModel):
     """Have a first layer without experts, shared experts, and a router with groups of experts."""
 
     def make_model(self) -> nn.Module:
@@ -44,12 +43,8 @@ class DeepSeek(LanguageModel):
         )  # fmt: skip
         return DeepseekV3ForCausalLM(config)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with float64_throughout():  # The router would round to float32.
-            return super().training_step(batch, batch_idx)
 
-
-class GptOss(LanguageModel):
+class GptOss(RoundingLanguageModel):
     """Have experts with biases."""
 
     def make_model(self) -> nn.Module:
@@ -62,7 +57,7 @@ class GptOss(LanguageModel):
         return GptOssForCausalLM(config)
 
 
-class Llama4(LanguageModel):
+class Llama4(RoundingLanguageModel):
     """Have experts that compute on all tokens, which are grouped by expert."""
 
     def make_model(self) -> nn.Module:
@@ -73,10 +68,6 @@ class Llama4(LanguageModel):
             num_experts_per_tok=1, interleave_moe_layer_step=1, attention_chunk_size=8, pad_token_id=0, **COMMON,
         )  # fmt: skip
         return Llama4ForCausalLM(config)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with float64_throughout():  # The router and the rotary embedding would round to float32.
-            return super().training_step(batch, batch_idx)
 
 
 class PlainExperts(nn.Module):

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests.models import CONTEXT, MODELS, VOCAB
-from tests.split_models import SIZES, LanguageModel
-from tests.zoo.float64 import float64_throughout
+from tests.split_models import SIZES, LanguageModel, RoundingLanguageModel
 
 __all__ = ["SEQUENCE_MODELS"]
 
@@ -39,7 +38,7 @@ class PaddedBert(LanguageModel):
         return (losses * is_masked.flatten()).mean()
 
 
-class Gemma(LanguageModel):
+class Gemma(RoundingLanguageModel):
     """Have layers with a sliding window between those with full attention, and a tied head."""
 
     def make_model(self) -> nn.Module:
@@ -51,10 +50,6 @@ class Gemma(LanguageModel):
             **SIZES,
         )  # fmt: skip
         return Gemma3ForCausalLM(config)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with float64_throughout():  # The norms would round to float32.
-            return super().training_step(batch, batch_idx)
 
 
 SEQUENCE_MODELS = {"padded_bert": PaddedBert, "gemma3": Gemma}

@@ -10,8 +10,9 @@ from torch.nn import functional
 
 from examples.gpt import model as example
 from tests.models import CONTEXT, GPT, MODELS, VOCAB, TestModule
+from tests.zoo.float64 import float64_throughout
 
-__all__ = ["SPLIT_MODELS"]
+__all__ = ["SIZES", "SPLIT_MODELS", "LanguageModel", "RoundingLanguageModel"]
 
 SIZES: dict[str, Any] = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT, "use_cache": False}
 
@@ -35,6 +36,14 @@ class LanguageModel(TestModule):
 
     def inputs(self, tokens: Tensor) -> dict[str, Tensor]:
         return {"input_ids": tokens}
+
+
+class RoundingLanguageModel(LanguageModel):
+    """Train a model whose norms or routers would round to float32, which turns an error of 1e-16 into one of 1e-8."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        with float64_throughout():
+            return super().training_step(batch, batch_idx)
 
 
 class Llama(LanguageModel):
@@ -75,7 +84,7 @@ class GPT2(LanguageModel):
         return GPT2LMHeadModel(config)
 
 
-class Mixtral(LanguageModel):
+class Mixtral(RoundingLanguageModel):
     def make_model(self) -> nn.Module:
         from transformers import MixtralConfig, MixtralForCausalLM
 
