@@ -168,7 +168,8 @@ def _techniques(
     if experts.forms:
         meshes = layout.expert_meshes(mesh, is_apart)
         techniques.append(ExpertParallel(module, experts, *meshes, layout.build_expert_group(meshes[1])))
-        if layout.num_shards > 1 and meshes[0].size() == 1 and config.offload is config.sharding.param_dtype is None:
+        stays_as_stored = config.offload is None and config.sharding.param_dtype is None
+        if layout.num_shards > 1 and meshes[0].size() == 1 and stays_as_stored:
             techniques.append(Replication(*meshes, kind="experts"))  # FSDP2 would copy them without need.
     if layout.num_shards > 1:
         techniques.append(Scalars(parameter_mesh, parameter_mesh))  # FSDP2 does not accept scalars.

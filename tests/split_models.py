@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +43,8 @@ class RoundingLanguageModel(LanguageModel):
     """Train a model whose norms or routers would round to float32, which turns an error of 1e-16 into one of 1e-8."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        with float64_throughout():
+        in_float64 = next(self.parameters()).dtype is torch.float64
+        with float64_throughout() if in_float64 else nullcontext():
             return super().training_step(batch, batch_idx)
 
 
