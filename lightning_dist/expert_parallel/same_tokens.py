@@ -31,14 +31,13 @@ def compute_own_routed(
     """Return the weighted sum of the outputs of each token's experts. This is a collective over ``group``.
 
     Args:
-        hidden: The tokens, of shape ``(n, features)``. They, ``index`` and ``weights`` are the same on all ranks.
-        index: The experts of each token, of shape ``(n, k)``. An index of ``num_experts`` or more stands for no expert.
-        weights: The weights of these experts, of shape ``(n, k)``.
-        compute: Function of ``m`` tokens, of their experts among this rank's, of shape ``(m, 1)``, and of weights of 1,
-            of the same shape. It returns the outputs of these experts, of the shape of the tokens.
-        params: The parameters with which ``compute`` computes. They get gradients of zero if no token is theirs.
-        num_experts: Number of experts on all ranks together, which divides by the number of ranks.
-        group: Process group of the ranks; each has as many experts as the others, in the order of the ranks.
+        hidden: The tokens, of shape ``(n, features)``, which are the same on all ranks.
+        index: As for :func:`~lightning_dist.expert_parallel.dispatch.compute_routed`, and so are the others.
+        weights: The weights of each token's experts, of shape ``(n, k)``.
+        compute: Function that computes this rank's experts.
+        params: The parameters with which ``compute`` computes.
+        num_experts: Number of experts on all ranks together.
+        group: Process group of the ranks.
     """
     number = num_experts // group.size()
     first = group.rank() * number
