@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from lightning_dist._compat import local_of
 from lightning_dist.collectives import max_of_flags
 from lightning_dist.compression.background import InBackground
-from lightning_dist.compression.compressor import Compressor, CompressorState, Gradient, wide_dtype
+from lightning_dist.compression.compressor import Compressor, CompressorState, Gradient, refuse_if_unused, wide_dtype
 from lightning_dist.compression.saved_states import SavedStates
 from lightning_dist.compression.wire import Wire
 from lightning_dist.gradient_reducer import GradientReducer, LocalGradient, Reduction
@@ -96,10 +97,11 @@ class Compression(Technique):
     def finish(self) -> None:
         """Check that this object reduces the gradients of all parameters that the compressor takes.
 
-        This is a collective over ranks with other parameters.
+        This is a collective over all ranks.
 
         Raises:
             RuntimeError: If a parameter group reduces such gradients in another way.
+            ValueError: If no rank has a part of a parameter that is large enough to be compressed.
         """
         for group in self._parallel.groups:
             shapes = {name: param.shape for name, param in zip(group.names, group.params, strict=True)}
@@ -116,6 +118,10 @@ class Compression(Technique):
             parts = collect(parts)
         counts = Counter(name for part in parts for name in part)
         self._shared = {name for name, count in counts.items() if count > 1}
+
+        params = (zip(group.names, group.params, strict=True) for group in self._parallel.groups)
+        local_shapes = {name: local_of(param).shape for pairs in params for name, param in pairs}
+        refuse_if_unused(self.compressor, {name: s for name, s in local_shapes.items() if name not in self._shared})
 
     # Reduction
 

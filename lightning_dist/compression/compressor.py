@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from lightning_dist.compression.wire import Wire
@@ -113,12 +114,23 @@ class Compressor(ABC):
             ValueError: If an argument does not fit, or if no parameter would be compressed.
         """
         if not any(self.compresses(name, shape) for name, shape in shapes.items()):
-            largest = max(shapes.items(), key=lambda item: item[1].numel(), default=("", torch.Size()))
-            raise ValueError(
-                f"compression={self} compresses no parameter of this model: the largest one is {largest[0]!r}, of shape"
-                f" {tuple(largest[1])}. Only parameters of at least two dimensions and min_numel={self.min_numel}"
-                " elements that exclude does not name are compressed. Leave compression out, or change its arguments."
-            )
+            raise ValueError(self.refusal(shapes, "parameter of this model"))
+
+    def refusal(self, shapes: Mapping[str, torch.Size], what: str) -> str:
+        """Return the text of an error that says why no parameter is compressed.
+
+        Args:
+            shapes: Shapes of the parameters, or of this rank's parts of them, by full name.
+            what: What the shapes belong to, in the singular.
+        """
+        name, shape = max(shapes.items(), key=lambda item: item[1].numel(), default=("", torch.Size()))
+        return (
+            f"compression={self} compresses no {what}: the largest one is {name!r}, of shape {tuple(shape)}. Only"
+            f" those {self._requirement()} are compressed. Leave compression out, or change its arguments."
+        )
+
+    def _requirement(self) -> str:
+        return f"of at least two dimensions and min_numel={self.min_numel} elements that exclude does not name"
 
     def made_fallback(self) -> Compressor | None:
         """Return the compressor of the gradients that this one does not compress; None: they are reduced exactly."""
@@ -187,6 +199,24 @@ class Compressor(ABC):
         if self.start_step:
             shown["start_step"] = self.start_step
         return shown
+
+
+def refuse_if_unused(compressor: Compressor, shapes: Mapping[str, torch.Size]) -> None:
+    """Check that ``compressor`` takes the part that some rank has of some parameter.
+
+    This is a collective over all ranks.
+
+    Args:
+        compressor: The compressor.
+        shapes: Shapes of this rank's parts of the parameters by full name.
+
+    Raises:
+        ValueError: On all ranks, if it takes none.
+    """
+    takes_any = [False] * dist.get_world_size()
+    dist.all_gather_object(takes_any, any(compressor.compresses(name, shape) for name, shape in shapes.items()))
+    if not any(takes_any):
+        raise ValueError(compressor.refusal(shapes, "part of a parameter that a rank holds"))
 
 
 def compressor_from(choice: str | Compressor, argument: str = "compression") -> Compressor:

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from lightning_dist._compat import local_of, tree_map
+from lightning_dist.compression.compressor import refuse_if_unused
 from lightning_dist.compression.saved_states import (
     SavedStates,
     add_states_of_others,
@@ -64,6 +65,11 @@ class LocalUpdates(Technique):
         """Create the connection to the other replicas."""
         self._parallel = parallel
         self.wire = Wire(self._mesh.get_group(0))
+
+    def finish(self) -> None:
+        """Check that the method's compressor takes a part of a parameter. This is a collective over all ranks."""
+        if self.method.compression is not None:
+            refuse_if_unused(self.method.compression, {name: weight.shape for name, weight in self._weights().items()})
 
     def _params(self) -> dict[str, Tensor]:
         """Return the parameters of this rank by full name."""

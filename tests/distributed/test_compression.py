@@ -17,7 +17,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist._compat import local_of
-from lightning_dist.compression import BF16, COMPRESSORS, FP8, FP16, Compression, Compressor, Int8, PowerSGD, TopK
+from lightning_dist.compression import (
+    BF16,
+    COMPRESSORS,
+    FP8,
+    FP16,
+    Compression,
+    Compressor,
+    DiLoCo,
+    Int8,
+    PowerSGD,
+    TopK,
+)
 from lightning_dist.compression.compressor import Gradient
 from lightning_dist.compression.wire import Wire
 from lightning_dist.parallel_module import parallelized
@@ -151,10 +162,11 @@ def each_gradients_of(layout: str, compressions: list[Any], precision: Any) -> l
 @pytest.mark.parametrize("layout", ["2x2", "4x1"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_gradients_that_are_not_compressed_have_the_same_bits(pool: WorkerPool, layout: str, precision: str) -> None:
-    ways = [None, PowerSGD(start_step=100), *(["bf16"] if precision == "32-true" else [])]
-    native, late, *halved = pool.run(each_gradients_of, 4, layout, ways, precision)[0]
-    assert len(native) == len(late) == 4
-    for expected, actual in zip(native, late, strict=True):
+    late = PowerSGD(start_step=100, min_numel=64, min_compression_rate=1.0)
+    ways = [None, late, *(["bf16"] if precision == "32-true" else [])]
+    native, exact, *halved = pool.run(each_gradients_of, 4, layout, ways, precision)[0]
+    assert len(native) == len(exact) == 4
+    for expected, actual in zip(native, exact, strict=True):
         assert expected.keys() == actual.keys()
         assert all((expected[name] == actual[name]).all() for name in expected)
     for gradients in halved:
@@ -538,11 +550,9 @@ def test_another_compressor_drops_the_residuals_and_says_so(pool: WorkerPool, tm
 # Bad input
 
 
-def refusal(layout: str, compression: Any, **kwargs: Any) -> str:
+def refusal(layout: str, arguments: dict[str, Any]) -> str:
     try:
-        make_trainer(layout, {"compression": compression() if callable(compression) else compression}, max_steps=1).fit(
-            GPT()
-        )
+        make_trainer(layout, arguments, max_steps=1).fit(GPT())
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
@@ -560,15 +570,26 @@ def refusal(layout: str, compression: Any, **kwargs: Any) -> str:
         ("full_shard", "int8", "compression='int8' with strategy 'full_shard' on dp_replicate 1 x dp_shard 2"),
         ("2x1", PowerSGD(rank=1000), "rank=1000 is above the rank of every matrix of this model"),
         ("2x1", Int8(min_numel=10**9), "compression=int8 compresses no parameter of this model"),
+        ("2x1", PowerSGD(rank=16), "factors of rank=16 have fewer elements by min_compression_rate=2"),
         ("2x1", Int8(fallback=TopK()), "fallback='topk' keeps residuals"),
     ],
 )
 def test_compression_that_cannot_be_honoured_is_refused(
     pool: WorkerPool, layout: str, compression: Any, text: str
 ) -> None:
-    for error in pool.run(refusal, 2, layout, compression):
+    for error in pool.run(refusal, 2, layout, {"compression": compression}):
         assert error.startswith("ValueError")
         assert text in error
+
+
+@pytest.mark.parametrize("argument", ["compression", "sync"])
+def test_compression_of_which_no_shard_is_large_enough_is_refused(pool: WorkerPool, argument: str) -> None:
+    largest = max(param.numel() for param in GPT().parameters())
+    compressor = Int8(min_numel=largest)
+    chosen = compressor if argument == "compression" else DiLoCo(2, compression=compressor)
+    for error in pool.run(refusal, 4, "2x2", {argument: chosen}):
+        assert error.startswith("ValueError: compression=int8 compresses no part of a parameter that a rank holds")
+        assert f"min_numel={largest}" in error
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from lightning_dist import FullShardStrategy, HybridShardStrategy, NDParallelStrategy, full_parameters
+from lightning_dist.compression import LocalSGD, TopK
 from lightning_dist.expert_parallel import ExpertParallel
 from lightning_dist.plugins.strategies.startup_table import startup_table
 from lightning_dist.tensor_parallel import TensorParallel
@@ -246,6 +247,12 @@ FITTED: dict[str, tuple[type[pl.LightningModule], dict[str, Any], dict[str, Any]
     "over tp, manual": (Manual, OVER_TP, {}),
     "over tp, checkpointing": (PlainMixture, {**OVER_TP, "activation_checkpointing": "full"}, {}),
     "over tp, compiled": (PlainMixture, {**OVER_TP, "compile": "eager"}, {}),
+    "over tp, compressed": (
+        PlainMixture,
+        {**OVER_TP, "dp_replicate_size": 2, "compression": TopK(ratio=1.0, min_numel=64)},
+        {"gradient_clip_val": 0.1},
+    ),
+    "over tp, local updates": (PlainMixture, {**OVER_TP, "dp_replicate_size": 2, "sync": LocalSGD(1)}, {}),
     "over ep and tp, penalized": (Penalized, {"tp_size": 2}, {"accumulate_grad_batches": 2}),
     "split tokens over tp": (WithSplitTokens, {"ep_size": 1, "tp_size": 4}, {"gradient_clip_val": 0.1}),
     "split tokens over tp, checkpointing": (WithSplitTokens, {**OVER_TP, "activation_checkpointing": "full"}, {}),

@@ -59,6 +59,12 @@ class PowerSGD(Compressor):
         is_smaller = shape.numel() >= self.min_compression_rate * self.rank * (rows + columns)
         return is_smaller and self.rank <= min(rows, columns)
 
+    def _requirement(self) -> str:
+        return (
+            f"{super()._requirement()}, and of which factors of rank={self.rank} have fewer elements by"
+            f" min_compression_rate={self.min_compression_rate},"
+        )
+
     def check(self, shapes: Mapping[str, torch.Size]) -> None:
         """Check that the rank is not above the rank of every matrix.
 
