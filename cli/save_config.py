@@ -31,28 +31,36 @@ class SaveRunConfig(SaveConfigCallback):
 
     @override
     def save_config(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Write the configuration; Lightning calls this once, on rank 0."""
-        text = self.parser.dump(self.config, skip_link_targets=False, skip_none=False)
-        folder = _run_folder(trainer)
-        if folder is not None:
-            _write_new(folder, self.config_filename, text)
+        """Write the configuration to the loggers' folder and to MLflow; Lightning calls this once, on rank 0."""
+        if not trainer.loggers:
+            return
+        text = self._text()
+        _write_new(_logger_folder(trainer), self.config_filename, text)
         config = yaml.safe_load(text)
         for logger in trainer.loggers:
             if isinstance(logger, MLflowLogger):
                 logger.log_config(config, text)
 
+    @override
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write the configuration beside the checkpoints if there is no logger.
 
-def _run_folder(trainer: Trainer) -> str | None:
-    """Return the run's own folder, or without a logger the folder of its checkpoints; None if it has neither."""
-    if trainer.loggers:
-        logger = trainer.loggers[0]
-        if isinstance(logger, (MLflowLogger, TensorBoardLogger, CSVLogger)):
-            return logger.log_dir
-        return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), str(logger.version))
-    if trainer.checkpoint_callback is None or trainer.state.fn != "fit":
-        return None
-    given = getattr(trainer.checkpoint_callback, "dirpath", None)
-    return str(given or os.path.join(trainer.default_root_dir, "checkpoints"))
+        ``ModelCheckpoint`` warns in ``setup`` if its folder is not empty, so the file is written after that.
+        """
+        folder = getattr(trainer.checkpoint_callback, "dirpath", None)
+        if trainer.is_global_zero and not trainer.loggers and folder is not None:
+            _write_new(str(folder), self.config_filename, self._text())
+
+    def _text(self) -> str:
+        return self.parser.dump(self.config, skip_link_targets=False, skip_none=False)
+
+
+def _logger_folder(trainer: Trainer) -> str:
+    """Return the run's own folder, which its first logger chooses."""
+    logger = trainer.loggers[0]
+    if isinstance(logger, (MLflowLogger, TensorBoardLogger, CSVLogger)):
+        return logger.log_dir
+    return os.path.join(logger.save_dir or trainer.default_root_dir, str(logger.name), str(logger.version))
 
 
 def _write_new(folder: str, name: str, text: str) -> None:

@@ -62,7 +62,8 @@ class MLflowLogger(MLFlowLogger):
 
     Args:
         experiment_name: Name of the experiment, which is created if it does not exist.
-        run_name: Name of a new run; None: its strategy and layout, such as ``hybrid_shard 2x4``.
+        run_name: Name of a new run; None: its strategy and layout, such as ``hybrid_shard 2x4``, or that it failed
+            before they were known.
         tracking_uri: URI of the store: by default the environment variable ``MLFLOW_TRACKING_URI``, else
             ``sqlite:///mlflow.db`` in the working directory.
         tags: Tags to set on the run, in addition to those for versions and the git commit, which a new run gets.
@@ -393,6 +394,9 @@ class MLflowLogger(MLFlowLogger):
     def _put_end(self, status: str) -> None:
         for entry in self._uploads.at_end(has_failed=status != "FINISHED"):
             self._put(entry)
+        has_begun = self._is_described or bool(self._names)
+        if status != "FINISHED" and not has_begun and self._run_name is None and self._is_new_run:
+            self._put({"name": "failed before its first step"})
         self._put({"end": [status, int(time.time() * 1000)]})
 
     def _put(self, entry: Entry | Callable[[], Entry]) -> None:

@@ -217,10 +217,13 @@ def test_two_runs_write_to_different_folders(command: Any) -> None:
     )
 
 
-def test_without_a_logger_the_configuration_is_saved_next_to_the_checkpoints(command: Any) -> None:
+def test_without_a_logger_the_configuration_is_saved_next_to_the_checkpoints(
+    command: Any, recwarn: pytest.WarningsRecorder
+) -> None:
     Path("config.yaml").write_text("mine")
-    for _ in range(2):
-        assert command("fit", logger="false") == 0
+    assert command("fit", logger="false") == 0
+    assert not [warning for warning in recwarn if "is not empty" in str(warning.message)]
+    assert command("fit", logger="false") == 0
     assert all_runs() == []
     assert {"config.yaml", "config-1.yaml"} <= files("checkpoints")
     assert Path("config.yaml").read_text() == "mine"

@@ -231,6 +231,18 @@ def test_a_run_that_dies_is_failed_or_killed(error: BaseException, raised: type[
     assert run_of(logger).info.status == status
 
 
+def test_a_run_that_fails_before_its_strategy_is_set_up_says_so_in_its_name() -> None:
+    class Refused(Module):
+        def configure_model(self) -> None:
+            raise ValueError("no such layer")
+
+    logger = MLflowLogger()
+    with pytest.raises(ValueError, match="no such layer"):
+        fit(logger, Refused(lr=0.1))
+    info = run_of(logger).info
+    assert (info.status, info.run_name) == ("FAILED", "failed before its first step")
+
+
 def test_a_run_can_be_continued_by_its_run_id() -> None:
     first = MLflowLogger(run_name="one")
     fit(first)
