@@ -35,7 +35,9 @@ class SaveRunConfig(SaveConfigCallback):
         if not trainer.loggers:
             return
         text = self._text()
-        _write_new(_logger_folder(trainer), self.config_filename, text)
+        folder = _logger_folder(trainer)
+        if folder is not None:
+            _write_new(folder, self.config_filename, text)
         config = yaml.safe_load(text)
         for logger in trainer.loggers:
             if isinstance(logger, MLflowLogger):
@@ -55,8 +57,8 @@ class SaveRunConfig(SaveConfigCallback):
         return self.parser.dump(self.config, skip_link_targets=False, skip_none=False)
 
 
-def _logger_folder(trainer: Trainer) -> str:
-    """Return the run's own folder, which its first logger chooses."""
+def _logger_folder(trainer: Trainer) -> str | None:
+    """Return the run's own folder, which its first logger chooses; None if it has none."""
     logger = trainer.loggers[0]
     if isinstance(logger, (MLflowLogger, TensorBoardLogger, CSVLogger)):
         return logger.log_dir
