@@ -53,7 +53,7 @@ class Command:
     """Describe a command.
 
     Args:
-        name: Its name.
+        name: The name of the command, such as ``fit``.
         options: Its options, in the order of its parser.
         strategies: What each strategy of this package does, by its registered name.
     """

@@ -45,7 +45,7 @@ class ProfilingTrainer(Trainer):
             model: The module to train.
             train_dataloaders: Loaders of the training data, if there is no ``datamodule``.
             val_dataloaders: Ignored, because nothing is validated.
-            datamodule: The data.
+            datamodule: The datamodule with the training data; None: ``train_dataloaders`` are given.
             ckpt_path: Checkpoint from which the training continues; the steps count from the start of its run.
             weights_only: Whether to refuse to load pickled objects other than tensors and plain values.
         """

@@ -203,8 +203,8 @@ def kind_of_block(block: nn.Module, call: Call, used: Collection[int]) -> object
     """Return a key that is equal for blocks that one trial serves: those of the same class, shapes, inputs and flags.
 
     Args:
-        block: The block.
-        call: Its recorded call.
+        block: A block of the model, with whole parameters.
+        call: The recorded call of ``block``, with its arguments and output.
         used: Indices of the returned tensors that the model uses.
     """
     shapes = tuple((key, tuple(param.shape)) for key, param in block.named_parameters())

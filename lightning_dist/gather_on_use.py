@@ -196,7 +196,7 @@ def _changed(name: str, first: Any, kwargs: dict[str, Any]) -> list[GatheredOnUs
     Args:
         name: Name of the torch function.
         first: Its first positional argument; None: it has none.
-        kwargs: Its keyword arguments.
+        kwargs: The keyword arguments of the torch function.
     """
     targets = [kwargs.get("out")]
     if is_in_place(name):

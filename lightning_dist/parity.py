@@ -143,7 +143,7 @@ def gather_parameters(module: nn.Module, device: torch.device) -> Gathered:
     This is a collective over all processes. A rank other than 0 never holds more than one whole parameter.
 
     Args:
-        module: A distributed module.
+        module: A module that a strategy of this package has distributed.
         device: Device of this rank on which the default process group communicates.
 
     Raises:
@@ -196,7 +196,7 @@ def _one_by_one(
     This is a collective, and every rank must exhaust the iterator.
 
     Args:
-        module: A distributed module.
+        module: A module that a strategy of this package has distributed.
         of_gradients: Whether to yield gradients instead of parameters.
         names: Names of the parameters to yield; None: all.
     """

@@ -181,7 +181,7 @@ def _whole_local(tensor: DTensor, reader: str) -> Tensor:
     """Return the local tensor of ``tensor``, which must be the whole tensor.
 
     Args:
-        tensor: The DTensor.
+        tensor: The DTensor whose method was called.
         reader: Name of the method that was called, for the error.
 
     Raises:

@@ -23,7 +23,7 @@ class Column:
 
     Args:
         label: The run's name, or the value of the parameter that the runs have in common.
-        runs: The runs.
+        runs: The runs of the column, in the order of the store.
     """
 
     label: str
@@ -128,7 +128,7 @@ def find_parameter(runs: Sequence[Run], name: str) -> str:
     """Return the full name of a parameter.
 
     Args:
-        runs: The compared runs.
+        runs: The compared runs, of which at least one has the parameter.
         name: The full name, or its end behind a dot. Parameters of ``dist`` come first, because these are what a
             strategy has made of the configuration.
 

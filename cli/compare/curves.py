@@ -16,7 +16,7 @@ class Curve(NamedTuple):
 
     Args:
         column: Index of the column of the run.
-        run: The run.
+        run: The run whose metric the curve shows.
         series: The finite values; of a long history those that make a difference in a drawing.
     """
 

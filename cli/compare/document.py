@@ -11,7 +11,7 @@ def as_document(comparison: Comparison, tracking_uri: str) -> dict[str, Any]:
     """Return what the tables show as a dictionary for JSON; numbers that JSON does not have are None.
 
     Args:
-        comparison: What to return.
+        comparison: The runs and rows that the dictionary holds.
         tracking_uri: URI of the store of the runs.
 
     Returns:

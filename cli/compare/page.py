@@ -19,7 +19,7 @@ def write_page(comparison: Comparison, tracking_uri: str, how_to_open: str, path
         comparison: What the page shows.
         tracking_uri: URI of the store of the runs, which the page names.
         how_to_open: Text that says where MLflow compares the same runs.
-        path: File to write.
+        path: The HTML file to write; an existing one is replaced.
     """
     folder = files(__package__)
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)

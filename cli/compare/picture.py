@@ -22,8 +22,8 @@ def draw_curves(comparison: Comparison, path: Path) -> None:
     """Write a PNG with the curve of every metric over steps; losses are drawn over time too.
 
     Args:
-        comparison: What to draw.
-        path: File to write.
+        comparison: The runs and metrics to draw.
+        path: The PNG file to write; an existing one is replaced.
 
     Raises:
         ValueError: If matplotlib is not installed, or if no run has a curve.

@@ -37,9 +37,9 @@ class Series(NamedTuple):
     """Hold the values of a metric, one per step, in the order of steps.
 
     Args:
-        steps: The steps.
-        seconds: The times since the first metric of the run.
-        values: The values.
+        steps: The step of each value, increasing.
+        seconds: The time of each value since the first metric of the run.
+        values: The value of the metric at each step.
     """
 
     steps: list[int]
@@ -52,14 +52,14 @@ class Run:
     """Describe a run as the store holds it.
 
     Args:
-        id: The run's ID.
-        name: The run's name.
+        id: The run's ID in MLflow.
+        name: The run's name in MLflow, which need not be unique.
         experiment_id: ID of the run's experiment.
         experiment: Name of the run's experiment.
         status: ``FINISHED``, ``RUNNING``, ``FAILED``, ``KILLED`` or ``SCHEDULED``.
         started: When the run started, in local time.
         duration: Seconds from the start to the end; None if the run has not ended.
-        params: The parameters.
+        params: The logged parameters by their dotted names.
         tags: The tags, without those that MLflow and the logger set for themselves.
         series: The histories of the metrics that are compared.
     """

@@ -18,8 +18,8 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     """Print the parameters that differ and the metrics, in several tables if the columns do not fit side by side.
 
     Args:
-        comparison: What to print.
-        console: The terminal.
+        comparison: The runs and rows to print.
+        console: The terminal, whose width decides how many columns fit.
     """
     metrics = _aligned_cells(comparison)
     names = [name for name, _ in comparison.parameters] + [row_label(row) for row in comparison.rows]

@@ -20,7 +20,7 @@ class Target:
     Args:
         metric: Name of the metric.
         sign: Whether values of at most or of at least ``value`` reach the target.
-        value: The value.
+        value: The value that the metric should reach.
     """
 
     metric: str
@@ -44,7 +44,7 @@ def parse_target(text: str, runs: Sequence[Run]) -> Target:
     """Read ``METRIC=VALUE``, ``METRIC<=VALUE`` or ``METRIC>=VALUE``.
 
     Args:
-        text: The text.
+        text: The value of ``--target``.
         runs: The compared runs. ``=`` means the sign that suits the metric, if one of them is known to be better.
 
     Raises:

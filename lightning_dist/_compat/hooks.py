@@ -82,7 +82,7 @@ def take_post_accumulate_hooks(param: torch.Tensor, but: int | None) -> dict[int
     Replaced by: the same as for :func:`move_hooks`.
 
     Args:
-        param: The parameter.
+        param: The parameter whose hooks are removed.
         but: Key of the one hook that is kept; None: all hooks are removed.
     """
     hooks: dict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or {}

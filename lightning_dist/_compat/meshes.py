@@ -43,7 +43,7 @@ class _GroupByMesh:
     """Group tensors as torch does, and by mesh as well if they are DTensors over several meshes.
 
     Args:
-        own: torch's function.
+        own: The function of torch that groups tensors by device and dtype.
     """
 
     def __init__(self, own: Callable[..., Grouped]) -> None:

@@ -173,7 +173,7 @@ def move_without_meta_tensors(root: nn.Module, around: Callable[[], AbstractCont
     Replaced by: an argument of ``nn.Module.to`` that does so.
 
     Args:
-        root: The module.
+        root: The module whose methods are changed.
         around: Function that returns the context in which the tensors are moved.
     """
 

@@ -35,7 +35,7 @@ class CompressionConfig:
     """Configure how gradients are compressed.
 
     Args:
-        compressor: The compressor.
+        compressor: The compressor that averages gradients between replicas.
         scales_losses: Whether losses are scaled, so that the scaler skips steps with non-finite gradients by itself.
     """
 

@@ -207,7 +207,7 @@ def refuse_if_unused(compressor: Compressor, shapes: Mapping[str, torch.Size]) -
     This is a collective over all ranks.
 
     Args:
-        compressor: The compressor.
+        compressor: The compressor that a configuration has chosen.
         shapes: Shapes of this rank's parts of the parameters by full name.
 
     Raises:

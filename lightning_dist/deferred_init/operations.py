@@ -105,7 +105,7 @@ class View:
 
     @property
     def shows_all(self) -> bool:
-        """Whether no part of the storage is left out."""
+        """Return whether the tensor shows its whole storage."""
         return self.size.numel() * self.dtype.itemsize == self.record.num_bytes
 
     def show(self, real: Real) -> Tensor:

@@ -28,7 +28,7 @@ class OffloadConfig:
     """Configure what is offloaded, and where it is kept.
 
     Args:
-        what: What is offloaded.
+        what: ``"params"``, ``"optimizer"`` (the states of optimizers) or ``"both"``.
         folder: Folder on a disk of each node in which it is kept; None: it is kept in the memory of the CPU.
     """
 

@@ -76,7 +76,7 @@ class LoggedValues:
 
         Args:
             name: The name of the function that reads it.
-            tensor: The tensor.
+            tensor: The tensor whose value is read.
             is_text: Whether the function formats the value.
         """
         self._has_read |= not is_text

@@ -283,7 +283,7 @@ class GraphObserver:
         """Record a tensor that a hook takes from a module inside a part as a value, like those that the part returns.
 
         Args:
-            tensor: The tensor.
+            tensor: The tensor that the hook takes.
             call: The call of the part.
             inner: The call of the module that returned the tensor.
             leaf: The index of the tensor among the leaves of that module's output.

@@ -274,7 +274,7 @@ class _Planner:
 
         Args:
             entries: The entries that the user and Hugging Face give, by full module name.
-            groups: The inferred groups.
+            groups: The inferred groups of layers.
             leaked_layers: Full names of the layers whose features leave a block in this way.
 
         Returns:

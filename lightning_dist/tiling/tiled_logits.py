@@ -70,8 +70,8 @@ class TiledLogits(SplitTensor):
     """Represent logits that have not been computed.
 
     Args:
-        head: How they are computed.
-        dtype: Their dtype.
+        head: The function that computes the logits, and its input.
+        dtype: The dtype of the logits.
         form: ``"plain"``: ``(..., tokens, classes)``; ``"flat"``: ``(rows, classes)``; ``"transposed"``: ``(...,
             classes, tokens)``.
     """

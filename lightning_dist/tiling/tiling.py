@@ -113,7 +113,7 @@ def _defer(head: nn.Module, size: int, on_use: Callable[[str, bool], None], on_d
     Args:
         head: A module that computes token by token, with one tensor among its arguments.
         size: Number of tokens of a tile.
-        on_use: Function of :class:`~lightning_dist.tiling.tiled_logits.Head`.
+        on_use: Function that :class:`~lightning_dist.tiling.tiled_logits.Head` calls when the logits are used.
         on_defer: Function that is called when logits are deferred.
     """
     forward = head.forward

@@ -66,7 +66,7 @@ def before_every_batch(trainer: Trainer, name: str, function: Callable[[], None]
     Args:
         trainer: The Trainer of the fit.
         name: Name of the function; a later call for ``trainer`` with the same name replaces it.
-        function: The function.
+        function: A function without arguments, which is called before each batch.
     """
     loop = trainer.fit_loop.epoch_loop
     functions: dict[str, Callable[[], None]] = getattr(vars(loop).get("advance"), "functions", {})

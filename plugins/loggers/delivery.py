@@ -49,7 +49,7 @@ class Delivery:
 
     Args:
         client: A client of the store.
-        run: The run.
+        run: The run that the entries are sent to.
         step: Optimizer step from which this process resumed the training, or 0.
         compares_histories: Whether the run may have later steps than those of the entries although it does not have
             the entries, as when they come from an earlier process. The histories of metrics are then read to find out.

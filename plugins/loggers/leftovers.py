@@ -26,7 +26,7 @@ class Synced:
     """Report on one spool.
 
     Args:
-        path: The spool.
+        path: Path of the spool's file.
         status: ``"sent"``, ``"in use"`` (by a running process, which sends it), or ``"failed"``.
         num_metrics: Number of values of metrics that were sent.
         run_id: ID of the run; empty if it is not known.
@@ -51,7 +51,7 @@ def send_leftovers(client: MlflowClient, run: OpenRun, training: str, folder: Pa
 
     Args:
         client: A client of the store.
-        run: The training's run.
+        run: The run of the training, which is open.
         training: ID of the training.
         folder: Folder of the spools.
         own: The spool of this process, which is left out.
@@ -92,7 +92,7 @@ def sync(path: Path, tracking_uri: str | None = None) -> Synced:
     """Send a spool to the store that it belongs to, and remove it.
 
     Args:
-        path: The spool.
+        path: Path of the spool's file.
         tracking_uri: URI of the store; None: the one that the run was started with.
     """
     result = Synced(str(path), "failed")

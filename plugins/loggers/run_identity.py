@@ -67,7 +67,7 @@ class OpenRun:
     """Describe a run that is ready to be logged to.
 
     Args:
-        run_id: Its ID.
+        run_id: The ID of the run in MLflow.
         experiment_id: The ID of its experiment.
         params: The parameters that it has.
         tags: The tags that it has.

@@ -25,7 +25,7 @@ class Job:
     """Say what a sender sends. It is plain data.
 
     Args:
-        identity: The run.
+        identity: What identifies the run, or creates it.
         path: The spool, which need not exist yet. What earlier processes of the training have left beside it is sent
             first.
         send_every_s: Time in seconds from one attempt to the next.
@@ -79,7 +79,7 @@ class Sender:
     """Open the run of a training, and send what is in its spool, on a background thread.
 
     Args:
-        job: What is sent.
+        job: The run, the spool and the times of attempts.
         spool: Function that returns the spool, or None if nothing has been written yet.
         report: Function that is called on the thread with the outcome of every attempt.
     """

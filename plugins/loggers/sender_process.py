@@ -46,7 +46,7 @@ class SenderProcess:
     for its memory, it is started again, and sends again what is still in the spool.
 
     Args:
-        job: What is sent.
+        job: The run, the spool and the times of attempts.
         receive: Function that is called on a background thread with the outcome of every attempt.
         warn: Function that is called on a background thread with the text of every warning.
     """

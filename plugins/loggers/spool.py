@@ -40,7 +40,7 @@ class Spool:
     share it.
 
     Args:
-        path: The file.
+        path: Path of the spool's file.
         header: Header of a new file; None: the file exists.
         role: Whether this process writes to it and sends from it, or another process does one of the two.
 

@@ -109,7 +109,7 @@ class _Run:
 
     Args:
         recording: What was recorded, complete on rank 0.
-        title: What is compared.
+        title: The heading of the report, which names what is compared.
         layout: Layout of the ranks.
         device: Device of this rank.
         precision: Precision of the Trainer.

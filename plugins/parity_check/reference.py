@@ -250,7 +250,7 @@ class _Repeater(Callback):
         calls: Calls of ``training_step`` in their order.
         recording: The run under the strategy.
         num_steps: Number of optimizer steps; with manual optimization, of batches.
-        datamodule: The run's datamodule.
+        datamodule: The run's datamodule; None: the run has loaders only.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ class Report:
     """Hold the result of a check.
 
     Args:
-        title: What was compared.
+        title: The heading of the report, which names what was compared.
         facts: How it was compared, as pairs of a label and a text.
         tolerances: The largest accepted deviations.
         losses: Loss of each step under the strategy.

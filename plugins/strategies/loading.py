@@ -107,7 +107,7 @@ def load_optimizers(
     """Load ``checkpoint["optimizer_states"]``, which has one entry for each optimizer.
 
     Args:
-        checkpoint: The checkpoint.
+        checkpoint: The loaded checkpoint, with one state for each optimizer.
         optimizers: The optimizers of ``module``.
         module: The module, which may be sharded.
         keeps_dtypes: Whether tensors keep the dtypes that they were saved in, and do not get those of the parameters.

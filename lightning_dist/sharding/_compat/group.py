@@ -93,8 +93,8 @@ class ShardedGroup(ParameterGroup):
         """Count the bytes that a rank sends when ``params`` are gathered or reduced by a ring of ``num_ranks`` ranks.
 
         Args:
-            num_ranks: Number of ranks.
-            params: The parameters.
+            num_ranks: Number of ranks of the ring.
+            params: The parameters that are gathered or reduced together.
             dtype: The dtype that is sent; None: that of the gathered parameters.
         """
         if num_ranks > 1:

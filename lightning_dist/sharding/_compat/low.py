@@ -105,7 +105,7 @@ class _LargestValues:
     """Find the largest absolute values of the parameters of a group, in one collective.
 
     Args:
-        params: The parameters.
+        params: The parameters of the group that are gathered as tensors of another class.
         over_ranks: Function that finds the maximum over the ranks of the group.
     """
 
