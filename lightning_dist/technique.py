@@ -253,6 +253,10 @@ class Technique:
         """Return whether the ranks of ``tp``, which have the same batch, now run ``module`` on different tokens."""
         return False
 
+    def may_split_tokens_of(self, module: nn.Module) -> bool:
+        """Return whether :meth:`splits_tokens_of` may be true in some step, on this rank or on another one."""
+        return False
+
     def while_gathered(self) -> AbstractContextManager[None]:
         """Return a context in which ranks may run unequal numbers of steps, given that all groups stay gathered.
 

@@ -28,7 +28,12 @@ from lightning_dist import _compat
 from lightning_dist.autograd_collectives import copy_all_to
 from lightning_dist.expert_parallel.dispatch import Compute, Routed, compute_dense, compute_routed, count_tokens
 from lightning_dist.expert_parallel.find import ExpertPlan, Form
-from lightning_dist.expert_parallel.same_tokens import compute_own_dense, compute_own_routed
+from lightning_dist.expert_parallel.same_tokens import (
+    compute_own_dense,
+    compute_own_routed,
+    gather_tokens,
+    split_tokens,
+)
 from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
 from lightning_dist.gradient_norms import total_norm_of
 from lightning_dist.local_parts import LocalParts
@@ -132,6 +137,7 @@ class ExpertParallel(Technique):
     def attach(self, parallel: Parallel) -> None:
         """Keep the functions of other techniques that say whether the ranks of ``tp`` have the same tokens."""
         self._splits_tokens_of = bound(parallel.techniques, "splits_tokens_of")
+        self._may_split_tokens_of = bound(parallel.techniques, "may_split_tokens_of")
 
     def prepare_unit(self, unit: Unit) -> None:
         """Keep this rank's experts of a module, and let its forward send tokens to their experts."""
@@ -190,9 +196,23 @@ class ExpertParallel(Technique):
 
     def _compute(self, experts: _Experts, given: Sequence[Tensor]) -> Routed:
         """Compute the outputs of experts for the tokens of this rank, together with the other ranks."""
+        if any(splits_tokens_of(experts.module) for splits_tokens_of in self._splits_tokens_of):
+            return self._compute_together(experts, given, has_own_tokens=True)
+        if self._ep is None or not any(may_split(experts.module) for may_split in self._may_split_tokens_of):
+            return self._compute_together(experts, given, has_own_tokens=False)
+        # Other ranks of ep may have another batch, of which the sequences divide by the number of ranks of tp, so that
+        # each of them has its own tokens. All ranks must exchange tokens in the same way.
+        groups = experts.num_experts if experts.form == "dense" else 1
+        parts = split_tokens(given, groups, experts.num_experts, cast(dist.ProcessGroup, self._tp))
+        routed = self._compute_together(experts, parts, has_own_tokens=True)
+        return routed._replace(
+            output=gather_tokens(routed.output, groups, len(given[0]), cast(dist.ProcessGroup, self._tp))
+        )
+
+    def _compute_together(self, experts: _Experts, given: Sequence[Tensor], has_own_tokens: bool) -> Routed:
+        """Compute the outputs of experts for ``given``: this rank's tokens, or those that all ranks of ``tp`` have."""
         own = self._own_parts(experts)
         is_over_tp = experts.name in self.plan.over_tp
-        has_own_tokens = any(splits_tokens_of(experts.module) for splits_tokens_of in self._splits_tokens_of)
         if has_own_tokens and not is_over_tp and self._tp is not None:
             own = dict(zip(own, copy_all_to(list(own.values()), self._tp), strict=True))
         params, total = list(own.values()), experts.num_experts

@@ -12,11 +12,12 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
-from lightning_dist.autograd_collectives import copy_all_to, copy_to, gather, sum_from
+from lightning_dist.autograd_collectives import copy_all_to, copy_to, gather, split, sum_from
 from lightning_dist.expert_parallel.dispatch import Compute, without_tokens
 
-__all__ = ["compute_own_dense", "compute_own_routed"]
+__all__ = ["compute_own_dense", "compute_own_routed", "gather_tokens", "split_tokens"]
 
 
 def compute_own_routed(
@@ -67,3 +68,41 @@ def compute_own_dense(hidden: Tensor, compute: Compute, num_experts: int, group:
     """
     part = copy_to(hidden, group).chunk(group.size())[group.rank()]
     return gather(compute(part), group, 0)
+
+
+def split_tokens(
+    given: Sequence[Tensor], num_groups: int, num_experts: int, group: dist.ProcessGroup
+) -> tuple[Tensor, ...]:
+    """Return this rank's part of tokens that all ranks have. :func:`gather_tokens` is the inverse.
+
+    Tokens for no expert are appended so that the ranks have equally many.
+
+    Args:
+        given: The hidden states of the tokens, of shape ``(num_groups * n, features)``, and if they are routed, their
+            experts and weights, of shape ``(n, k)``. They are the same on all ranks.
+        num_groups: Number of groups of tokens, each of which is split: 1 if the tokens are routed; else the number of
+            experts, by which the tokens are grouped.
+        num_experts: Number of experts, which stands for no expert where the experts of a token are given.
+        group: Process group of the ranks.
+    """
+    length = len(given[0]) // num_groups
+    added = max(-(-length // group.size()), 1) * group.size() - length
+    parts = []
+    for tensor in given:
+        value = 0 if tensor.is_floating_point() else num_experts
+        padded = functional.pad(tensor.view(num_groups, length, -1), (0, 0, 0, added), value=value)
+        parts.append(split(padded, group, 1).flatten(0, 1))
+    return tuple(parts)
+
+
+def gather_tokens(output: Tensor, num_groups: int, num_tokens: int, group: dist.ProcessGroup) -> Tensor:
+    """Return the outputs of all ranks' parts from :func:`split_tokens`. This is a collective over ``group``.
+
+    Args:
+        output: The outputs of this rank's part, of shape ``(num_groups * m, features)``.
+        num_groups: As for :func:`split_tokens`.
+        num_tokens: Number of tokens before they were split, ``num_groups * n``.
+        group: Process group of the ranks.
+    """
+    outputs = gather(output.view(num_groups, -1, output.size(-1)), group, 1)
+    return outputs.narrow(1, 0, num_tokens // num_groups).flatten(0, 1)

@@ -413,6 +413,10 @@ class TensorParallel(Technique):
         """Return whether ``module`` is now given only this rank's tokens of hidden states that are split."""
         return self.sequence is not None and self.sequence.splits_tokens_of(module)
 
+    def may_split_tokens_of(self, module: nn.Module) -> bool:
+        """Return whether ``module`` is given only some tokens in steps whose sequences are split over ``tp``."""
+        return self.sequence is not None and self.sequence.may_split_tokens_of(module)
+
     def before_step(self) -> None:
         """Reset the state that an error in the last step may have left behind."""
         self._layers.reset()

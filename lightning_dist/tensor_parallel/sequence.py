@@ -184,7 +184,11 @@ class SequenceParallel:
 
     def splits_tokens_of(self, module: nn.Module) -> bool:
         """Return whether ``module`` is now given only this rank's tokens."""
-        return module not in self._in_regions and self.is_active_in(module)
+        return self.may_split_tokens_of(module) and self.is_active_in(module)
+
+    def may_split_tokens_of(self, module: nn.Module) -> bool:
+        """Return whether ``module`` is given only this rank's tokens whenever hidden states are split."""
+        return module not in self._in_regions and module in self._chain_of
 
     def has_gathered(self, tensor: Tensor) -> bool:
         """Return whether ``tensor`` was gathered for the running region, whose gather also sums its gradient."""

@@ -21,7 +21,7 @@ from lightning_dist.plugins.strategies.startup_table import startup_table
 from lightning_dist.tensor_parallel import TensorParallel
 from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
 from tests.distributed.test_tensor_parallel import AtStart
-from tests.expert_models import Mixture, PlainExperts, PlainMixture
+from tests.expert_models import Llama4, Mixture, PlainExperts, PlainMixture
 from tests.models import build
 from tests.pool import WorkerPool, in_parallel
 
@@ -209,6 +209,44 @@ class OnTwoOfSplitTokens(WithSplitTokens):
             self.blocks[0].router.bias.copy_(torch.tensor([0.0, 0.0, 50.0, 51.0]))
 
 
+def losses_of_unequal_lengths(module: pl.LightningModule, step: Any, batch: Any, batch_idx: int) -> Tensor:
+    """Return the mean loss of two batches, of which the second one has seven tokens instead of eight from step 1 on.
+
+    With two data-parallel ranks, each has one of the two batches, and the second one's do not divide by two ranks.
+    """
+    is_alone = module.trainer.world_size == 1
+    losses = []
+    for index in range(2) if is_alone else [module.trainer.global_rank // 2]:
+        length = 7 if batch_idx and index else 8
+        losses.append(step([value[index::2] if is_alone else value for value in batch], length))
+    return torch.stack(losses).mean()
+
+
+class OfUnequalLengths(WithSplitTokens):
+    """Give ranks of ``ep`` sequences of which only some divide by the number of ranks of ``tp``."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def step(batch: Any, length: int) -> Tensor:
+            return super(OfUnequalLengths, self).training_step([value[:, :length] for value in batch], batch_idx)
+
+        return losses_of_unequal_lengths(self, step, batch, batch_idx)
+
+
+class SixExpertsOfUnequalLengths(OfUnequalLengths):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(6, **kwargs)
+
+
+class DenseOfUnequalLengths(Llama4):
+    """Have experts that compute on all tokens, and sequences of unequal lengths."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        def step(batch: Any, length: int) -> Tensor:
+            return super(DenseOfUnequalLengths, self).training_step([value[:, :length] for value in batch], batch_idx)
+
+        return losses_of_unequal_lengths(self, step, batch, batch_idx)
+
+
 OVER_TP: dict[str, Any] = {"ep_size": 1, "tp_size": 2}
 FITTED: dict[str, tuple[type[pl.LightningModule], dict[str, Any], dict[str, Any]]] = {
     "penalized": (Penalized, {}, {}),
@@ -258,6 +296,10 @@ FITTED: dict[str, tuple[type[pl.LightningModule], dict[str, Any], dict[str, Any]
     "split tokens over tp, checkpointing": (WithSplitTokens, {**OVER_TP, "activation_checkpointing": "full"}, {}),
     "split tokens over ep and tp": (WithSplitTokens, {"tp_size": 2}, {"accumulate_grad_batches": 2}),
     "split tokens over ep alone": (WithSixExperts, {"tp_size": 2}, {"gradient_clip_val": 0.1}),
+    "unequal lengths": (OfUnequalLengths, {"tp_size": 2}, {"gradient_clip_val": 0.1}),
+    "unequal lengths, checkpointing": (OfUnequalLengths, {"tp_size": 2, "activation_checkpointing": "full"}, {}),
+    "unequal lengths over ep alone": (SixExpertsOfUnequalLengths, {"tp_size": 2}, {}),
+    "unequal lengths of a dense form": (DenseOfUnequalLengths, {"tp_size": 2}, {}),
     "split tokens of two experts": (OnTwoOfSplitTokens, {"tp_size": 2}, {"adamw": True}),
     "replicas": (PlainMixture, {"dp_replicate_size": 2, "check_replicas_every_n_steps": 1}, {}),
 }
