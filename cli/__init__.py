@@ -62,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments after the program's name; None: those of this process.
 
     Returns:
-        The exit code: 0 for success, 1 if training failed, 2 for a bad configuration.
+        The exit code: 0 for success, 1 if training failed, 2 for a bad configuration, 75 if the run stopped on request
+        and saved a checkpoint. A process that hangs is ended with code 76, so that this function does not return.
     """
     if "_ARGCOMPLETE" in os.environ and find_spec("argcomplete"):
         from lightning_dist.cli.completion import complete

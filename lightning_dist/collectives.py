@@ -187,17 +187,18 @@ class TwoShotReduceScatter:
     Args:
         begin: Function that begins to transfer the data of each reduce-scatter; it may check that all ranks do the
             same.
-        take: Function of a reduce-scatter that is under way and of its output, which returns whether it will wait for
-            the reduce-scatter later, before the output is read; None: each one has ended when this object returns.
+        defer: Function that is called with the reduce-scatter that is under way and with its output tensor. It returns
+            True if its owner waits for the reduce-scatter later, before it reads the output; otherwise this object
+            waits at once. None: this object always waits at once.
     """
 
     def __init__(
         self,
         begin: BeginExchange = begin_exchange,
-        take: Callable[[Transfer, torch.Tensor], bool] | None = None,
+        defer: Callable[[Transfer, torch.Tensor], bool] | None = None,
     ) -> None:
         self._begin = begin
-        self._take = take
+        self._defer = defer
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return an uninitialised tensor of shape ``size``."""
@@ -244,7 +245,7 @@ class TwoShotReduceScatter:
                 output.div_(world_size)
 
         reduction = Transfer(finish)
-        if self._take is None or not self._take(reduction, output):
+        if self._defer is None or not self._defer(reduction, output):
             reduction.wait()
         return None
 

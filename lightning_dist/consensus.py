@@ -17,8 +17,8 @@ from lightning_dist._compat import default_group, default_store
 
 __all__ = [
     "OtherRankError",
+    "announce_progress",
     "check_agreement",
-    "go_on",
     "is_consequence",
     "raise_on_all_ranks",
     "timed_barrier",
@@ -104,13 +104,13 @@ def timed_barrier(what: str, timeout_s: float = 60.0, ranks: Sequence[int] | Non
 
 
 _progress: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
-"""Number of this process's calls of :func:`go_on`, for each default process group that was created."""
+"""Number of this process's calls of :func:`announce_progress`, for each default process group that was created."""
 
 _LEFT = 2**62
 """The number of calls that a process announces when it ends, so that no rank waits for it."""
 
 
-def go_on() -> None:
+def announce_progress() -> None:
     """Announce to the other ranks that this rank has begun an operation that all ranks begin, such as a step.
 
     The announcement is written into the store, and is not a collective.
@@ -121,21 +121,21 @@ def go_on() -> None:
     if not _progress:
         atexit.register(_leave)
     _progress[group] = _progress.get(group, 0) + 1
-    _tell(_progress[group])
+    _write_progress(_progress[group])
 
 
 def _leave() -> None:
     with suppress(Exception):  # The process that hosts the store may have ended.
         if dist.is_initialized():
-            _tell(_LEFT)
+            _write_progress(_LEFT)
 
 
-def _tell(progress: int) -> None:
+def _write_progress(progress: int) -> None:
     default_store().set(f"lightning_dist/progress/{dist.get_rank()}", str(progress))
 
 
 def timed_barrier_unless_missed(what: str, timeout_s: float = 1800.0) -> None:
-    """Wait until every rank has called this, but not for ranks that have gone on without it (see :func:`go_on`).
+    """Wait until every rank has called this, but not for ranks that have called :func:`announce_progress` instead.
 
     Args:
         what: Description, for the message, of what the ranks are about to do together.

@@ -39,7 +39,8 @@ class Axis:
         splits_batch: Whether ranks along the axis have different parts of the batch. Gradients are reduced over such an
             axis, and the mesh contains it even if its size is 1.
         shards_parameters: Whether ranks along the axis have different parts of a parameter.
-        joins: Name of the axis in whose dimension of the mesh this axis is the inner part; None: it has its own.
+        joins: Name of an outer axis. This axis and that one form a single mesh dimension together, within which ranks
+            along this axis are consecutive. None: the axis has a mesh dimension of its own.
     """
 
     name: str
@@ -249,7 +250,7 @@ class ParallelLayout:
         return mesh[axis]
 
     def build_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """Create the group of ranks that have the parts of one batch, and return it; None if these are all processes.
+        """Create the group of ranks that together have all parts of the batch; return None if these are all processes.
 
         This is a collective over all processes.
         """

@@ -5,8 +5,8 @@ bytes, and the states of AdamW ``2 P / N``. A peak is the largest of these sums,
 units, which stay gathered, ``K`` that of the blocks that stay gathered after their forward, ``B`` that of the largest
 block, and ``A`` that of the activations:
 
-- At the begin of the backward: parameters, states, buffers, ``U + K + A``, the gathered parameters of a block and of
-  the one that is gathered meanwhile (``2 B``, unless they are in ``K``), and a block's gradients before and during
+- At the beginning of the backward: parameters, states, buffers, ``U + K + A``, the gathered parameters of a block and
+  of the one that is gathered meanwhile (``2 B``, unless they are in ``K``), and a block's gradients before and during
   their reduction (``2 B``).
 - At the end of the backward: the same with all gradients instead of the activations and of ``K``; or the gradients of
   the outer units before and during their reduction (``2 U``) instead of those of a block.
@@ -137,13 +137,13 @@ def predict(size: RunSize) -> MemoryUse:
     return MemoryUse(params, gradients, states, size.buffers, gathered, size.activations, max(begin, end, step))
 
 
-def advise(size: RunSize, num_replicas: int, folder: bool) -> list[Saving]:
+def advise(size: RunSize, num_replicas: int, only_files: bool) -> list[Saving]:
     """Return settings that would lower the predicted peak, the most effective first.
 
     Args:
         size: The sizes of the run.
         num_replicas: Number of replicas, over which the parameters could be sharded as well.
-        folder: Whether only files save memory, because the device is the CPU.
+        only_files: Whether only offloading to files saves memory, because the device is the CPU.
     """
     activations = size.activations or 0
     inputs = activations // 20  # A block keeps about 20 times the size of its input.
@@ -159,11 +159,11 @@ def advise(size: RunSize, num_replicas: int, folder: bool) -> list[Saving]:
         rest = activations // size.num_blocks + inputs
         candidates.append(("activation_checkpointing='full'", replace(size, activations=min(rest, activations))))
         candidates.append(("activation_checkpointing='selective'", replace(size, activations=activations // 2)))
-    where = ", offload_folder=<a folder on a local disk>" if folder else ""
+    where = ", offload_folder=<a folder on a local disk>" if only_files else ""
     if not size.offloads_states:
         candidates.append((f"offload='optimizer'{where}", replace(size, offloads_states=True)))
     if size.num_shards > 1 and not size.offloads_params:
-        both = replace(size, offloads_params=True, offloads_gradients=not folder, offloads_states=True)
+        both = replace(size, offloads_params=True, offloads_gradients=not only_files, offloads_states=True)
         candidates.append((f"offload='both'{where}", both))
     if size.num_shards > 1 and not size.steps_in_backward and not size.accumulates:
         candidates.append(("step_in_backward=True", replace(size, steps_in_backward=True)))
@@ -219,7 +219,7 @@ def state_bytes_per_element(optimizer: Optimizer, group: dict[str, Any], dtype: 
         dtype: Dtype of the parameter.
 
     Returns:
-        The number of bytes; those of AdamW for an optimizer of somebody else.
+        The number of bytes; for an optimizer that is not torch's, that of AdamW.
     """
     if not type(optimizer).__module__.startswith("torch.optim"):
         return 2.0 * dtype.itemsize

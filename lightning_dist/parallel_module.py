@@ -161,7 +161,7 @@ class ParallelModule:
                 continue
             # These two hooks run between FSDP2's own hooks: after the one that gathers, before the one that frees.
             if self._points.on_gather:
-                module.register_forward_pre_hook(lambda module, args: self._tell_gathered(group, [module]))
+                module.register_forward_pre_hook(lambda module, args: self._call_on_gather(group, [module]))
             if self._points.on_free or not group.is_sharded:
                 module.register_forward_hook(lambda *args: self._after_forward(group), prepend=True, always_call=True)
         if unit.kind == "outer":
@@ -169,7 +169,7 @@ class ParallelModule:
             def gather(module: nn.Module, args: object) -> None:
                 if group.is_gathered and group.needs_gather:
                     group.copy_requires_grad()
-                    self._tell_gathered(group)
+                    self._call_on_gather(group)
                 else:
                     self._check_running(module, args)
                     self.gather(group)
@@ -245,7 +245,7 @@ class ParallelModule:
                 for before_step in self._points.before_step:
                     before_step()
                 for group in gather_in_turn(self._gathered_for_step):
-                    self._tell_gathered(group)
+                    self._call_on_gather(group)
                 with ExitStack() as around:
                     around.enter_context(around_backwards(self._any_backward))
                     around.enter_context(self.gradients.watched(runs_backwards=not backward_follows))
@@ -471,14 +471,14 @@ class ParallelModule:
     def gather(self, group: ParameterGroup) -> None:
         """Gather the parameters of ``group``. This is a collective over its mesh unless they are gathered already."""
         group.gather()
-        self._tell_gathered(group)
+        self._call_on_gather(group)
 
     def gather_all(self) -> None:
         """Gather the parameters of all units. This is a collective over the mesh."""
         for group in gather_in_turn(self.groups):
-            self._tell_gathered(group)
+            self._call_on_gather(group)
 
-    def _tell_gathered(self, group: ParameterGroup, running: Collection[nn.Module] = ()) -> None:
+    def _call_on_gather(self, group: ParameterGroup, running: Collection[nn.Module] = ()) -> None:
         for on_gather in self._points.on_gather:
             on_gather(group, running)
 

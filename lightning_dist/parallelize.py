@@ -141,8 +141,11 @@ def _techniques(
     context: dist.ProcessGroup | None,
 ) -> list[Technique]:
     """Return the techniques, from the outside in. This is a collective over all processes."""
-    is_apart = config.sync is not None
-    sharding_mesh, parameter_mesh = layout.sharding_mesh(mesh, is_apart), layout.parameter_mesh(mesh, is_apart)
+    within_replica = config.sync is not None
+    sharding_mesh, parameter_mesh = (
+        layout.sharding_mesh(mesh, within_replica),
+        layout.parameter_mesh(mesh, within_replica),
+    )
     techniques: list[Technique] = [
         ReplicaComparison(mesh, config.check_replicas_every_n_steps),
         FirstStepAudit(),
@@ -166,7 +169,7 @@ def _techniques(
         techniques.append(StepInBackward())
     experts = _expert_plan(module, layout, mesh, config.tensor_parallel)
     if experts.forms:
-        meshes = layout.expert_meshes(mesh, is_apart)
+        meshes = layout.expert_meshes(mesh, within_replica)
         techniques.append(ExpertParallel(module, experts, *meshes, layout.build_expert_group(meshes[1])))
         stays_as_stored = config.offload is None and config.sharding.param_dtype is None
         if layout.num_shards > 1 and meshes[0].size() == 1 and stays_as_stored:

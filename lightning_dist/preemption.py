@@ -39,15 +39,15 @@ class StopRequest:
     def __init__(self, signals: Collection[int] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
         self._signals = signals
         self._before: dict[int, Any] = {}
-        self._heard = 0
-        self._heard_at = 0.0
+        self._signal_number = 0
+        self._signal_time = 0.0
         self._group: dist.ProcessGroup | None = None
         self._pending: tuple[dist.Work, torch.Tensor] | None = None
 
     def listen(self) -> None:
         """Install the signal handlers; do nothing outside of the main thread, in which Python cannot install them."""
         if threading.current_thread() is threading.main_thread() and not self._before:
-            self._before = {number: signal.signal(number, self._hear) for number in self._signals}
+            self._before = {number: signal.signal(number, self._on_signal) for number in self._signals}
 
     def close(self) -> None:
         """Restore the previous signal handlers. All ranks must have called :meth:`agreed` equally often."""
@@ -59,7 +59,7 @@ class StopRequest:
     @property
     def seconds_since(self) -> float:
         """Return the seconds since this rank received a signal; 0 if it has not received one itself."""
-        return time.monotonic() - self._heard_at if self._heard else 0.0
+        return time.monotonic() - self._signal_time if self._signal_number else 0.0
 
     def agreed(self) -> int:
         """Return on all ranks the same signal, which some rank had received by the previous call; 0 if none had.
@@ -71,7 +71,7 @@ class StopRequest:
             RuntimeError: If another rank has ended.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
-            return self._heard
+            return self._signal_number
         if self._group is None:
             # A separate gloo group does not wait for the collectives of the training, on any device.
             self._group = dist.new_group(backend="gloo", group_desc="background: stop requests")
@@ -80,12 +80,12 @@ class StopRequest:
             work, answer = self._pending
             work.wait()
             heard = int(answer)
-        mine = torch.tensor(self._heard)
+        mine = torch.tensor(self._signal_number)
         work = dist.all_reduce(mine, dist.ReduceOp.MAX, group=self._group, async_op=True)
         assert work is not None
         self._pending = (work, mine)
         return heard
 
-    def _hear(self, number: int, frame: Any) -> None:
-        if not self._heard:
-            self._heard, self._heard_at = number, time.monotonic()
+    def _on_signal(self, number: int, frame: Any) -> None:
+        if not self._signal_number:
+            self._signal_number, self._signal_time = number, time.monotonic()

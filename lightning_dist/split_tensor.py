@@ -59,7 +59,7 @@ class SplitTensor(Tensor):
 
     @property
     def history(self) -> Tensor:
-        """Return the tensor of whose history in autograd this one tells, when it is asked for its ``grad_fn``."""
+        """Return the tensor whose ``grad_fn`` and ``_base`` this tensor reports as its own."""
         return self.local
 
     def gathered(self) -> Tensor:

@@ -316,10 +316,10 @@ def _assign(root: nn.Module, units: list[Unit], owners: dict[nn.Parameter, list[
             holders = [first]
         holders[0].params[names[0]] = param
         holders[0].owners.update(root.get_submodule(name.rpartition(".")[0]) for name in names)
-    return [unit for unit in _apart_from_shared(root, units, owners) if unit.params]
+    return [unit for unit in _move_to_shared_unit(root, units, owners) if unit.params]
 
 
-def _apart_from_shared(root: nn.Module, units: list[Unit], owners: dict[nn.Parameter, list[str]]) -> Iterator[Unit]:
+def _move_to_shared_unit(root: nn.Module, units: list[Unit], owners: dict[nn.Parameter, list[str]]) -> Iterator[Unit]:
     """Move parameters that only modules of inner units own from large and outer units to the shared unit.
 
     The forward of a large or outer unit gathers only the parameters that its modules outside of inner units own. The

@@ -78,7 +78,7 @@ class Watchdog:
         on_hang: Callable[[str], object] | None = None,
     ) -> None:
         if not timeout_s > 0:
-            raise ValueError(f"timeout_s={timeout_s}: must be positive; more than the longest time between two steps")
+            raise ValueError(f"timeout_s={timeout_s} must be positive, and longer than the longest time between steps.")
         self._folder = folder.absolute()
         self._timeout_s = timeout_s
         self._rank = rank

@@ -43,8 +43,8 @@ def per_rank_batch_size(global_batch_size: int, trainer: Trainer | None) -> int:
     """Return the number of samples in a batch of a rank, so that an optimizer step has ``global_batch_size`` of them.
 
     The global batch is divided by the number of accumulated batches, and by the number of ranks that read different
-    samples: all ranks under data parallelism and sharding, and fewer under tensor or pipeline parallelism. It works
-    with every strategy of Lightning, too.
+    samples: all ranks under data parallelism and sharding, and fewer under tensor, context or pipeline parallelism. It
+    works with every strategy of Lightning, too.
 
     Args:
         global_batch_size: Number of samples in an optimizer step over all ranks.

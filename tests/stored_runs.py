@@ -1,4 +1,4 @@
-"""Runs in an MLflow store with metrics at chosen steps and times, as a training would log them."""
+"""Write runs into an MLflow store with metrics at chosen steps and times, as a training would log them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any

@@ -89,9 +89,9 @@ class Comparison:
         return [run for column in self.columns for run in column.runs]
 
     def is_best(self, row: Row, index: int) -> bool:
-        """Return whether a column has the best number of a row, or one that is hardly worse; nobody if all have.
+        """Return whether a column has the best number of a row, or one that differs from it by less than 0.05%.
 
-        A group takes part only if all of its runs have a number.
+        It returns False for all columns if this is true of all, and for a group of which not all runs have a number.
         """
         if row.better is None:
             return False

@@ -18,8 +18,9 @@ class CheckpointingMode:
         kind: ``"none"``: they are kept. ``"full"``: they are computed again in the backward. ``"selective"``: the same,
             but the results of attention and of every second matrix product are kept. ``"offload"``: they are kept in
             the memory of the CPU.
-        every: ``kind`` is true of every so many blocks.
-        budget: Fraction of the blocks of which ``kind`` is not true, from 0 to 1; these are spread evenly.
+        every: ``kind`` applies to every ``every``-th block; the other blocks keep their activations.
+        budget: Largest fraction of the blocks that keep their activations, from 0 to 1; these are spread evenly, and
+            ``kind`` applies to the others.
     """
 
     kind: Kind = "none"
@@ -30,7 +31,7 @@ class CheckpointingMode:
         return self.kind != "none"
 
     def chooses(self, index: int) -> bool:
-        """Return whether ``kind`` is true of the block with the number ``index`` of the model, counted from 0."""
+        """Return whether ``kind`` applies to the block with the index ``index`` in the model, counted from 0."""
         if self.every > 1:
             return index % self.every == self.every - 1
         # At most the budget is kept of the first blocks, however many these are.

@@ -67,7 +67,7 @@ class Compression(Technique):
         self._parameter_mesh = parameter_mesh
         self._scales_losses = config.scales_losses
         self._shared: set[str] = set()
-        self._fallback = config.compressor.made_fallback()
+        self._fallback = config.compressor.fallback_compressor()
         self.states: dict[str, CompressorState] = {}
         """The compressor's tensors about each parameter, by the parameter's full name."""
         self.num_reductions: Counter[str] = Counter()

@@ -132,8 +132,12 @@ class Compressor(ABC):
     def _requirement(self) -> str:
         return f"of at least two dimensions and min_numel={self.min_numel} elements that exclude does not name"
 
-    def made_fallback(self) -> Compressor | None:
-        """Return the compressor of the gradients that this one does not compress; None: they are reduced exactly."""
+    def fallback_compressor(self) -> Compressor | None:
+        """Return the compressor of the gradients that this one does not compress; None: they are reduced exactly.
+
+        Raises:
+            ValueError: If ``fallback`` has error feedback, or does not take gradients of any shape.
+        """
         if self.fallback is None:
             return None
         fallback = compressor_from(self.fallback, "fallback")
@@ -156,11 +160,14 @@ class Compressor(ABC):
         """
 
     def shard_state_shape(self, key: str, shape: torch.Size) -> torch.Size:
-        """Return the shape of a state that is not in ``per_replica``.
+        """Return the shape of one shard's state, for a state whose name is not in :attr:`per_replica`.
 
         Args:
             key: Name of the state.
             shape: Shape of the gradient, or of this rank's shard of it.
+
+        Raises:
+            NotImplementedError: If the compressor has no such state.
         """
         raise NotImplementedError(f"{type(self).__name__} has no state {key!r}.")
 

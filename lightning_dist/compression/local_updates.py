@@ -49,8 +49,8 @@ class LocalUpdates(Technique):
 
     Args:
         config: How weights are synchronized.
-        mesh: Device mesh over which parameters would be DTensors if replicas were not apart; its first axis is that of
-            the replicas.
+        mesh: Device mesh of all parameters including the axis of replicas, which is its first axis. The other
+            techniques work on the mesh without this axis.
     """
 
     def __init__(self, config: SyncConfig, mesh: DeviceMesh) -> None:

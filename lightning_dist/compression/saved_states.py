@@ -28,7 +28,8 @@ class SavedStates:
     replicas of a parameter of the shape ``shape``, or as the replicas' mean with the shape ``shape``. A run with
     another number of replicas gives each of them the mean, which is what the sum of all applied gradients depends on.
     A tensor about a rank's shard, such as a factor of PowerSGD, is saved with the shape ``(S, *local)`` for ``S``
-    shards. A run with another number of shards gives each of them that of the old shard that began nearest.
+    shards. After a change of the number of shards, each new shard gets the tensor of the old shard that covers its
+    beginning.
 
     Args:
         compressor: The compressor, which says what differs between replicas, and which residuals are saved.

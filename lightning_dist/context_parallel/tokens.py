@@ -60,7 +60,7 @@ class Tokens:
         return exchange(_scale_gradient(tensor, self.group.size()), self.group, dim, self._whole, self._part)
 
     def copy_to(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor``, which is the same on all ranks and which blocks use whole."""
+        """Return ``tensor``, which all ranks have and blocks use whole, and average its gradient over the ranks."""
         return autograd_collectives.copy_to(_scale_gradient(tensor, 1 / self.group.size()), self.group)
 
     def sum(self, value: Tensor) -> Tensor:

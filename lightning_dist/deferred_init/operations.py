@@ -157,16 +157,16 @@ class Operation:
 
     @property
     def constants(self) -> list[Tensor]:
-        """The real tensors among the arguments."""
+        """Return the real tensors among the arguments."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Tensor)]
 
     @property
     def contents(self) -> list[Tensor]:
-        """The constants and the random state, which may differ between ranks."""
+        """Return the constants and the random state, which may differ between ranks."""
         return self.constants if self.state is None else [*self.constants, self.state]
 
     def __str__(self) -> str:
-        """Return the operation with its arguments. Of tensors, only dtypes and shapes are shown."""
+        """Return a text with the operation and its arguments, of which tensors are shown by dtype and shape."""
 
         def shown(leaf: Any) -> str:
             return f"{leaf.dtype} {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else str(leaf)

@@ -287,7 +287,10 @@ class ExpertParallel(Technique):
                 _compat.put_parameter(experts.module, key, cast(Tensor, tensor))
 
     def shard_dim(self, param: nn.Parameter) -> int | None:
-        """Return the dimension along which FSDP2 shards experts: not that of the experts, if another one divides."""
+        """Return the dimension along which FSDP2 shards ``param``; None if it is not a parameter of experts.
+
+        It is the first dimension of the features that divides by the number of shards, or else that of the experts.
+        """
         if param not in self._params:
             return None
         size = self._sharding_mesh.size(self._sharding_mesh.ndim - 1)

@@ -364,7 +364,7 @@ class AllStages(TorchFunctionMode):
 
 
 class _Single:
-    """Wrap a function of lists of tensors to run on lists of one item, under a name that does not say so."""
+    """Wrap a function of lists to take single items, under a name that :class:`AllStages` takes for another one."""
 
     def __init__(self, func: Any) -> None:
         self._func = func

@@ -40,6 +40,9 @@ class PipelineConfig:
         step_in_run: Function that runs the same step after the hooks that precede it in a run, which may set
             attributes that the step reads. It is traced if ``step`` cannot be traced.
         has_loss: Whether the step must return a loss.
+
+    Raises:
+        ValueError: If there is no schedule of this name, or ``virtual_stages`` does not fit the schedule.
     """
 
     pp_size: int

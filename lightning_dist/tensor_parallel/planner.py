@@ -159,14 +159,14 @@ def make_plan(
             ``splits_sequence`` or ``splits_logits`` is True and cannot be fulfilled.
     """
     planner = _Planner(root, blocks, step_trace, mesh, num_shards, is_strict)
-    explicit, of_experts = _apart(explicit, experts or {})
+    explicit, of_experts = _split_off_experts(explicit, experts or {})
     plan = planner.plan(dict(explicit), of_experts, splits_sequence, splits_logits)
     del planner
     gc.collect()  # The trials hold copies of blocks, whose modules and hooks are in reference cycles.
     return plan
 
 
-def _apart(
+def _split_off_experts(
     explicit: Mapping[str, Entry], experts: Mapping[str, tuple[str, str]]
 ) -> tuple[dict[str, Entry], dict[str, Entry]]:
     """Return the given entries without those of experts, and the entries of experts, by full module name."""

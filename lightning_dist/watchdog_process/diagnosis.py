@@ -16,7 +16,7 @@ class Diagnosis:
     The causes that are looked for, in this order:
 
     - ranks that are stopped, have died or do not answer;
-    - ranks that wait in no collective and have not entered one that others wait in, or else have not beaten in time;
+    - ranks that wait in no collective and have not entered one that others wait in, or else whose last beat is too old;
     - ranks that call different collectives as a group's next one, or call the same ones in another order.
 
     Args:

@@ -28,11 +28,11 @@ from lightning_dist.plugins.loggers.outbox import Outbox
 from lightning_dist.plugins.loggers.params import allowed_name, flat_params
 from lightning_dist.plugins.loggers.provenance import (
     data_of,
+    describe_distribution,
     evaluation,
     git_state,
     provenance_tags,
     run_name,
-    spread,
     versions,
 )
 from lightning_dist.plugins.loggers.run_identity import OpenRun, RunIdentity
@@ -328,7 +328,7 @@ class MLflowLogger(MLFlowLogger):
             self._describe(trainer)
 
     def _describe(self, trainer: Trainer) -> None:
-        self.log_hyperparams({"dist": spread(trainer)})
+        self.log_hyperparams({"dist": describe_distribution(trainer)})
         self.log_hyperparams({"version": versions(), "git": git_state()})
         if not self._is_described:  # What the Trainer does next with this logger belongs to the same run.
             self._is_described = True

@@ -58,7 +58,7 @@ def _git(*args: str) -> str | None:
     return done.stdout.strip()
 
 
-def spread(trainer: Trainer) -> dict[str, Any]:
+def describe_distribution(trainer: Trainer) -> dict[str, Any]:
     """Return how the run is distributed over devices: strategy, layout, precision and counts.
 
     Args:

@@ -42,9 +42,9 @@ def on_first_rank(make: Callable[[], Report]) -> Report:
             with without_process_group():
                 report = make()
         except BaseException as error:
-            _tell_others(store, key, f"{type(error).__name__}: {error}")
+            _send_to_others(store, key, f"{type(error).__name__}: {error}")
             raise
-        _tell_others(store, key, report)
+        _send_to_others(store, key, report)
         return report
     while not store.check([key]):
         with suppress(dist.DistStoreError):  # It is raised when the time is over.
@@ -57,7 +57,7 @@ def on_first_rank(make: Callable[[], Report]) -> Report:
     return result
 
 
-def _tell_others(store: dist.Store, key: str, result: Report | str) -> None:
+def _send_to_others(store: dist.Store, key: str, result: Report | str) -> None:
     """Write ``result`` into the store, and wait until the other ranks have read it, since this process holds it."""
     store.set(key, pickle.dumps(result))  # type: ignore[arg-type]  # The stub leaves out bytes.
     with suppress(dist.DistStoreError):  # A rank that has died does not read it.

@@ -20,8 +20,8 @@ def checkpointing_mode(value: bool | str | Mapping[str, float]) -> Checkpointing
 
     Args:
         value: False or ``"none"``; True or ``"full"``; ``"selective"``; ``"offload"``; ``{"every": k}``: the
-            activations of every ``k``-th block are computed again; ``{"budget": b}``: those of so many blocks that at
-            most the fraction ``b`` of the activations is kept.
+            activations of every ``k``-th block are computed again; ``{"budget": b}``: at most the fraction ``b`` of the
+            blocks keep their activations, and those of the others are computed again.
 
     Raises:
         ValueError: If ``value`` is none of these.
@@ -40,7 +40,7 @@ def checkpointing_mode(value: bool | str | Mapping[str, float]) -> Checkpointing
     raise ValueError(
         f"activation_checkpointing={value!r} must be one of {', '.join(map(repr, names))}, True (as 'full'), False (as"
         " 'none'), {'every': k} with a number of blocks k of at least 1, or {'budget': b} with the fraction b of the"
-        " activations that is kept, between 0 and 1."
+        " blocks that keep their activations, between 0 and 1."
     )
 
 

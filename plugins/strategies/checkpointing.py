@@ -43,6 +43,9 @@ class CheckpointOptions:
             None: the callbacks alone decide.
         keep_every_n_steps: Checkpoints at a multiple of this number of optimizer steps are always kept. None: no
             checkpoint is kept for its step.
+
+    Raises:
+        ValueError: If ``verify`` has none of its values, or ``keep_last`` or ``keep_every_n_steps`` is less than 1.
     """
 
     asynchronous: bool = True

@@ -19,14 +19,17 @@ class FullShardStrategy(MeshStrategy):
     Args:
         dp_shard_size: Number of processes to shard over, which must be the number of all processes. None or -1: all
             processes.
-        zero_stage: What is whole on each rank while a step runs, as in ZeRO (Rajbhandari et al., 2020); between the
-            steps, everything is sharded with all of them. 1: parameters, and gradients while an accumulation adds them
+        zero_stage: Which tensors each rank holds unsharded while a step runs, as in ZeRO (Rajbhandari et al., 2020);
+            between steps, all tensors are sharded. 1: parameters, and gradients while an accumulation adds them
             up. 2: parameters; each backward of an accumulation reduces its gradients to shards. 3: only the parameters
             of the blocks that run; the same for gradients as 2. None: parameters as ``reshard_after_forward`` says, and
             gradients as with 1, which sends least in an accumulation.
         ep_size: Number of processes that the experts of mixtures are distributed over, a divisor of ``dp_shard_size``
             (expert parallelism). None: 1.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
+
+    Raises:
+        ValueError: If ``zero_stage`` is not None, 1, 2 or 3, or is given together with ``reshard_after_forward``.
     """
 
     strategy_name = "full_shard"

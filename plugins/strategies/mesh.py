@@ -82,8 +82,8 @@ class MeshStrategy(SteppingStrategy):
         activation_checkpointing: Which activations of blocks are kept for the backward. ``"none"`` (or False): all of
             them. ``"full"`` (or True): none; a block runs again in the backward. ``"selective"``: the results of
             attention and of every second matrix product; the others are computed again. ``{"every": k}``: those of all
-            but every ``k``-th block. ``{"budget": b}``: those of so many blocks that the fraction ``b`` of the
-            activations is kept. ``"offload"``: all of them, in the memory of the CPU.
+            but every ``k``-th block. ``{"budget": b}``: those of at most the fraction ``b`` of the blocks, spread
+            evenly; the other blocks run again. ``"offload"``: all of them, in the memory of the CPU.
         tiled_mlp: Number of tokens of a sequence that the MLPs of blocks compute at a time, and again in the backward,
             so that long sequences take less memory. None: all tokens at once.
         tiled_loss: Number of tokens of a sequence for which logits and ``F.cross_entropy`` are computed at a time, and
@@ -113,6 +113,10 @@ class MeshStrategy(SteppingStrategy):
             :class:`~lightning_dist.plugins.strategies.checkpointing.CheckpointOptions`.
         process_group_backend: Backend such as ``"nccl"`` or ``"gloo"``; None: the default for the device.
         timeout: The time for which ranks wait for each other in a collective; None: torch's default.
+
+    Raises:
+        ValueError: If an argument has none of its accepted values.
+        TypeError: If an argument is unknown.
     """
 
     strategy_name: ClassVar[str] = "mesh"
@@ -239,7 +243,7 @@ class MeshStrategy(SteppingStrategy):
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return what runs are compared by in a logger, besides the layout; None stands for what is not in use."""
+        """Return the settings that distinguish this run in a logger, besides the layout; None: not in use."""
         return run_settings(self._config, self.parallel)
 
     @override

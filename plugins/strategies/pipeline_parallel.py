@@ -32,6 +32,10 @@ class PipelineParallelStrategy(MeshStrategy):
             divided by the other sizes.
         dp_replicate_size: Number of replicas. None: 1.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
+
+    Raises:
+        ValueError: If ``schedule`` is unknown, ``num_microbatches`` is less than 1, or ``virtual_stages`` does not fit
+            the schedule.
     """
 
     strategy_name = "pipeline_parallel"

@@ -14,7 +14,7 @@ __all__ = ["run_settings"]
 
 
 def run_settings(config: ParallelConfig, parallel: ParallelModule) -> dict[str, Any]:
-    """Return what runs are compared by besides their layout; None stands for what is not in use.
+    """Return the settings that distinguish a run in a logger, besides its layout; None: the feature is not in use.
 
     Args:
         config: The configuration from the strategy's arguments.

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchmetrics import Metric
 from typing_extensions import override
 
-from lightning_dist.consensus import go_on
+from lightning_dist.consensus import announce_progress
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.plugins import _compat
@@ -198,13 +198,13 @@ class SharedBatchStrategy(ProcessStrategy):
     @override
     def on_train_end(self) -> None:
         """Check that the last batch was the same on all ranks that must have the same batch."""
-        go_on()
+        announce_progress()
         self._finish_comparing()
 
     @override
     def on_validation_start(self) -> None:
         """Give every rank the same buffers, as DDP does, so that all evaluate the same model."""
-        go_on()
+        announce_progress()
         # The sanity check leaves buffers as they are, because making them equal would change a resumed run.
         self._begin_evaluation(agrees_on_buffers=not self._trainer.sanity_checking)
 

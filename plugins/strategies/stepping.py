@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_dist.consensus import go_on
+from lightning_dist.consensus import announce_progress
 from lightning_dist.local_step import LocalStep
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.checks import check_optimizers, explaining_optimizer_errors
@@ -69,7 +69,7 @@ class SteppingStrategy(ParallelizingStrategy):
     def training_step(self, *args: Any, **kwargs: Any) -> STEP_OUTPUT:
         """Run the module's ``training_step``. This is a collective, like all steps."""
         assert self.lightning_module is not None
-        go_on()
+        announce_progress()
         self._checkpoints.before_step()
         if not self.lightning_module.automatic_optimization:
             self._checkpoints.before_update()

@@ -24,9 +24,10 @@ class TensorParallelStrategy(MeshStrategy):
         dp_shard_size: Number of processes that parameters and batch are sharded over. None: the number of processes
             divided by the other sizes.
         dp_replicate_size: Number of replicas. None: 1.
-        plan: Mapping of module names to the way in which they are split (``colwise``, ``rowwise``,
-            ``colwise_gather_output``, ``embedding_rowwise``, ``replicate``, ``replicated_with_grad_allreduce``). In a
-            name, ``*`` stands for one part between dots, and the first parts may be left out. None:
+        plan: Style of each module, by name: ``colwise``, ``packed_colwise:3`` (with the number of packed layers),
+            ``rowwise``, ``colwise_gather_output``, ``embedding_rowwise``, ``experts``, ``replicate`` or
+            ``replicated_with_grad_allreduce``. In a name, ``*`` stands for one part between dots and ``**`` for one or
+            more, and the first parts may be left out. None:
             ``tensor_parallel_plan()`` of the LightningModule, if it defines this method. A Hugging Face model's own
             plan is used for modules that are not named. For modules that neither names, the plan is inferred from a
             step; name a module with ``replicate`` to keep it whole.
@@ -36,8 +37,9 @@ class TensorParallelStrategy(MeshStrategy):
             where this does not change the results.
         loss_parallel: Whether logits stay split along the vocabulary, for ``F.cross_entropy``. None: they stay split
             unless a step needs whole logits.
-        ep_size: Number of processes that the experts of mixtures are distributed over, a divisor of ``dp_shard_size``
-            (expert parallelism); over ``tp`` they are replicated. None: 1.
+        ep_size: Number of processes over which experts are distributed (expert parallelism), a divisor of
+            ``dp_shard_size``. Experts are distributed over ``tp`` as well, if ``ep_size * tp_size`` divides their
+            number. None: 1.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
     """
 

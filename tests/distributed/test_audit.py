@@ -47,7 +47,7 @@ def gradients_of_outer_layers_are_left() -> Iterator[None]:
 PLANTED: dict[str, tuple[Callable[[], Any], Callable[[], Any], str]] = {
     "gradients of outer layers are left": (gradients_of_outer_layers_are_left, EarlyHead, r"'head\.bias'"),
     "weights that blocks share are in no group": (
-        lambda: patch.object(units, "_apart_from_shared", lambda root, found, owners: found),
+        lambda: patch.object(units, "_move_to_shared_unit", lambda root, found, owners: found),
         _SharedWeight,
         r"'net\.1\.up\.weight' is in no parameter group",
     ),

@@ -1,6 +1,6 @@
 """Test what splitting sequences saves, that any batch can be split, and what is refused.
 
-That it computes the same as one process is tested in ``tests/parity/test_context_parallel.py`` as well.
+``tests/parity/test_context_parallel.py`` compares gradients and weights with those of one process.
 """
 
 from __future__ import annotations

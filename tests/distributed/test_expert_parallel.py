@@ -1,6 +1,6 @@
 """Test checkpoints, evaluations, unequal loads and errors where experts are distributed over ranks.
 
-That it computes the same as one process is tested in ``tests/parity/test_expert_parallel.py`` as well.
+``tests/parity/test_expert_parallel.py`` compares gradients and weights with those of one process.
 """
 
 from __future__ import annotations

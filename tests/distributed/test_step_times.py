@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and which rank the others wait for, measured on several ranks."""
+"""Test where the time of a step goes and which rank the others wait for, measured on several ranks."""
 
 from __future__ import annotations
 

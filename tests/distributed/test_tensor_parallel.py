@@ -1,6 +1,6 @@
 """Test that a split model needs less memory, resumes in any layout, and is refused if it cannot be split.
 
-That it computes the same as one process is tested in ``tests/parity/test_tensor_parallel.py``.
+``tests/parity/test_tensor_parallel.py`` compares gradients and weights with those of one process.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which MLflow run a training logs to, and what makes it comparable with others."""
+"""Test to which MLflow run a training logs, and which tags and parameters make runs comparable."""
 
 import os
 from collections.abc import Iterator

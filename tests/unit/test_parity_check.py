@@ -1,4 +1,4 @@
-"""The parts of the check of a step that need one process only."""
+"""Test the parts of ``lightning-dist check`` that need one process only."""
 
 from __future__ import annotations
 

@@ -28,8 +28,8 @@ class TopK(Compressor):
 
     Args:
         ratio: The fraction of the elements that is sent, above 0 and at most 1.
-        block_size: Number of consecutive elements from which the largest ones are chosen, at most 32768. None: the
-            number of which one element is sent, because the largest element of a block is found in the least time.
+        block_size: Number of consecutive elements from which the largest ones are chosen, at most 32768. None: ``1 /
+            ratio``, so that one element of each block is sent, because finding a single largest element is fastest.
         momentum: Momentum that each replica applies to its own gradients before they are compressed. The optimizer must
             then have none, because elements that are sent late would get its momentum late as well.
         kwargs: Arguments of :class:`~lightning_dist.compression.Compressor`.
