@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_dist.autograd_collectives import exchange
 from lightning_dist.traffic import count_sent
 
-__all__ = ["Compute", "Routed", "compute_dense", "compute_routed", "count_tokens", "without_tokens"]
+__all__ = ["Compute", "Routed", "add_up", "compute_dense", "compute_routed", "count_tokens", "outputs_of"]
 
 Compute = Callable[..., Tensor]
 """The forward of a module with this rank's experts."""
@@ -69,20 +69,21 @@ def compute_routed(
         order = order[: sum(to_ranks)]  # Tokens without an expert come last.
         rows = order // index.size(-1)
         local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks).repeat_interleave(received)
-    there, back = (
-        partial(_all_to_all, sent=to_ranks, received=from_ranks),
-        partial(_all_to_all, sent=from_ranks, received=to_ranks),
-    )
-    tokens = exchange(hidden.index_select(0, rows), group, 0, there, back)
-    if len(tokens):
-        ones = torch.ones((len(tokens), 1), dtype=weights.dtype, device=weights.device)
-        results = compute(tokens, local.to(index.dtype)[:, None], ones)
-    else:
-        results = without_tokens(tokens, params)
+
+    def select(tokens: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        return _all_to_all(tokens.index_select(0, rows), group, dim, to_ranks, from_ranks)
+
+    def add_up_gradients(gradients: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        return add_up(_all_to_all(gradients, group, dim, from_ranks, to_ranks), order, index.shape)
+
+    tokens = exchange(hidden, group, 0, select, add_up_gradients)
+    ones = torch.ones((len(tokens), 1), dtype=weights.dtype, device=weights.device)
+    results = outputs_of(compute, params, tokens, local.to(index.dtype)[:, None], ones)
+    there = partial(_all_to_all, sent=to_ranks, received=from_ranks)
+    back = partial(_all_to_all, sent=from_ranks, received=to_ranks)
     results = exchange(results, group, 0, back, there)
-    weighted = results * weights.reshape(-1)[order][:, None]
-    output = torch.zeros_like(hidden).index_add(0, rows, weighted.to(hidden.dtype))
-    return Routed(output, per_expert)
+    weighted = (results * weights.reshape(-1)[order][:, None]).to(results.dtype)
+    return Routed(add_up(weighted, order, index.shape), per_expert)
 
 
 def compute_dense(
@@ -110,7 +111,8 @@ def compute_dense(
     back = partial(_all_to_all, sent=from_ranks, received=to_ranks)
     tokens = exchange(hidden, group, 0, there, back)
     if not len(tokens):
-        return Routed(exchange(without_tokens(tokens, params), group, 0, back, there), [per_expert] * num_experts)
+        results = outputs_of(compute, params, tokens)
+        return Routed(exchange(results, group, 0, back, there), [per_expert] * num_experts)
     parts = [
         part.reshape(own, length, -1) for part, length in zip(torch.split(tokens, from_ranks), lengths, strict=True)
     ]
@@ -134,13 +136,42 @@ def _chunks(values: Sequence[int], number: int) -> list[Sequence[int]]:
     return [values[begin : begin + size] for begin in range(0, len(values), size)]
 
 
-def without_tokens(tokens: Tensor, params: Sequence[Tensor]) -> Tensor:
-    """Return ``tokens``, of which there are none, so that the backward reaches all that it reaches on other ranks.
+def add_up(values: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+    """Return for each token the sum of ``values`` of its experts, of shape ``(n, features)``.
 
-    The collectives of the backward would otherwise wait for this rank, and its experts would get no gradient.
+    The order of the sum is always the same, in the backward as well, so that ranks which compute the same tokens get
+    the same bits. ``index_add`` does not promise this on a GPU.
+
+    Args:
+        values: A row for each pair of a token and an expert that computes it, of shape ``(m, features)``.
+        places: The number of each pair, ``token * k + choice``, of shape ``(m,)``; none is there twice.
+        shape: The shape ``(n, k)`` of the experts of each token. Pairs without a row add nothing.
     """
+    every = values.new_zeros((shape.numel(), values.size(-1)))
+    return every.index_copy_(0, places, values).view(*shape, -1).sum(1)
+
+
+def outputs_of(compute: Compute, params: Sequence[Tensor], tokens: Tensor, *routing: Tensor) -> Tensor:
+    """Return what this rank's experts compute, also if there are no tokens for them.
+
+    Without tokens, the backward must still reach all that it reaches on other ranks: its collectives would otherwise
+    wait for this rank, and the experts would get no gradient. The result must have the dtype that it has on other
+    ranks, which exchange it with this one. It is found by a run with tokens of zeros.
+
+    Args:
+        compute: As for :func:`compute_routed`, or for :func:`compute_dense`.
+        params: The parameters with which ``compute`` computes.
+        tokens: The tokens, of shape ``(m, features)``.
+        routing: What ``compute`` takes besides tokens: their experts and weights, of shape ``(m, 1)``; or nothing.
+    """
+    if len(tokens):
+        return compute(tokens, *routing)
+    number = 1 if routing else len(params[0])
+    with torch.no_grad():
+        zeros = [tensor.new_zeros((number, *tensor.shape[1:])) for tensor in (tokens, *routing)]
+        dtype = compute(*zeros).dtype
     reached = [param.reshape(-1)[:0].sum() for param in params if param.requires_grad]
-    return tokens + sum(reached).to(tokens.dtype) if reached else tokens  # type: ignore[union-attr]
+    return (tokens + sum(reached).to(tokens.dtype) if reached else tokens).to(dtype)  # type: ignore[union-attr]
 
 
 def _all_to_all(

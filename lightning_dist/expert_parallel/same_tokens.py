@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_dist.autograd_collectives import copy_all_to, copy_to, gather, split, sum_from
-from lightning_dist.expert_parallel.dispatch import Compute, without_tokens
+from lightning_dist.autograd_collectives import copy_all_to, copy_to, exchange, gather, split, sum_from
+from lightning_dist.expert_parallel.dispatch import Compute, add_up, outputs_of
 
 __all__ = ["compute_own_dense", "compute_own_routed", "gather_tokens", "split_tokens"]
 
@@ -47,13 +47,18 @@ def compute_own_routed(
     else:
         hidden = copy_to(hidden, group)
     rows, choices = ((index >= first) & (index < first + number)).nonzero(as_tuple=True)
-    tokens, of_tokens = hidden.index_select(0, rows), weights[rows, choices][:, None]
-    if len(rows):
-        results = compute(tokens, index[rows, choices][:, None] - first, torch.ones_like(of_tokens))
-    else:
-        results = without_tokens(tokens, params)
-    weighted = (results * of_tokens).to(hidden.dtype)
-    return sum_from(torch.zeros_like(hidden).index_add(0, rows, weighted), group)
+    places = rows * index.size(-1) + choices
+    tokens = exchange(
+        hidden,
+        group,
+        0,
+        lambda tokens, *_: tokens.index_select(0, rows),
+        lambda gradients, *_: add_up(gradients, places, index.shape),
+    )
+    of_tokens = weights[rows, choices][:, None]
+    results = outputs_of(compute, params, tokens, index[rows, choices][:, None] - first, torch.ones_like(of_tokens))
+    weighted = (results * of_tokens).to(results.dtype)
+    return sum_from(add_up(weighted, places, index.shape), group)
 
 
 def compute_own_dense(hidden: Tensor, compute: Compute, num_experts: int, group: dist.ProcessGroup) -> Tensor:

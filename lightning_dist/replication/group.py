@@ -21,12 +21,12 @@ __all__ = ["ReplicatedGroup"]
 
 
 class ReplicatedGroup(ParameterGroup):
-    """Manage parameters that no rank shards: plain ones, or parts of layers that are split over ``tp``.
+    """Manage parameters that no rank shards: plain ones, or parts of layers and experts that are split over an axis.
 
-    Steps and optimizers use the same plain parameters. Parameters of split layers are DTensors over ``tp``. When they
-    are gathered, :class:`~lightning_dist.tensor_parallel.TensorParallel` replaces them by this rank's parts, in the
-    same memory. In a step, outside of their unit's forward, the modules hold stand-ins that are gathered over ``tp``
-    where they are used.
+    Steps and optimizers use the same plain parameters. Parameters of split layers are DTensors over ``tp``, and those
+    of experts over ``ep`` or ``tp`` or both. When they are gathered, the technique that has split them replaces them by
+    this rank's parts, in the same memory. In a step, outside of their unit's forward, the modules hold stand-ins that
+    are gathered over these axes where they are used.
 
     Args:
         unit: The unit of the parameters.
@@ -133,7 +133,8 @@ class ReplicatedGroup(ParameterGroup):
         """Let the modules hold stand-ins in this context while the parameters are free."""
         for param in {param for _, _, param in self._places} - self._stand_ins.keys():
             on_gradient = partial(self._on_gradient, param)
-            gather = partial(whole_for_step, data_parallel_axes=(), on_gradient=on_gradient)
+            # The ranks of tp have the same part of the batch, and those of ep, which have different experts, do not.
+            gather = partial(whole_for_step, data_parallel_axes=("ep",), on_gradient=on_gradient)
             self._stand_ins[param] = GatheredOnUse(param, gather)
         before, self._has_stand_ins = self._has_stand_ins, True
         if not self._is_gathered:

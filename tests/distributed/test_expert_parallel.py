@@ -91,6 +91,15 @@ class Penalized(PlainMixture):
         return loss + 0.01 * (before + sum(block.experts.down.abs().sum() for block in self.blocks))
 
 
+class PenalizedByBatch(PlainMixture):
+    """Use the weights of all experts in a term that is another one on each rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scale = batch[0].double().pow(2).mean() * 1e-3
+        loss = super().training_step(batch, batch_idx)
+        return loss + scale * sum(block.experts.down.pow(2).sum() for block in self.blocks)
+
+
 class OnTwoExperts(PlainMixture):
     """Send all tokens to two experts."""
 
@@ -101,6 +110,35 @@ class OnTwoExperts(PlainMixture):
             router.bias.copy_(torch.tensor([0.0, 50.0, 51.0, 0.0]))
         router.requires_grad_(False)
         self.embedding.requires_grad_(False)  # The first layer's tokens need no gradient.
+
+
+class WideExperts(PlainExperts):
+    """Compute with tokens of a narrower dtype than that of the outputs."""
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        return super().forward(x.to(self.up.dtype), index, weights)
+
+
+class WideMixture(Mixture):
+    def __init__(self, dim: int, num_experts: int) -> None:
+        super().__init__(dim, num_experts)
+        self.experts = WideExperts(num_experts, dim, 16)
+        with torch.no_grad():
+            self.router.bias.copy_(torch.tensor([0.0, 0.0, 50.0, 51.0]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(x).flatten(0, 1)
+        weights, index = self.router(tokens).softmax(-1).topk(2)
+        # Gradients of float32 tokens would be rounded in another way than in one process.
+        return x + self.experts(tokens.detach().float(), index, weights).view_as(x)
+
+
+class OfTwoDtypes(PlainMixture):
+    """Have experts that return another dtype than that of their tokens, of which some ranks get none."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.blocks = nn.ModuleList(WideMixture(24, 4) for _ in range(2))
 
 
 class Grouped(PlainExperts):
@@ -253,6 +291,7 @@ FITTED: dict[str, tuple[type[pl.LightningModule], dict[str, Any], dict[str, Any]
     "penalized, gathered": (Penalized, {"reshard_after_forward": False}, {}),
     "two experts": (OnTwoExperts, {}, {"adamw": True}),
     "two experts on four": (OnTwoExperts, {"ep_size": 4}, {"adamw": True}),
+    "two dtypes": (OfTwoDtypes, {}, {}),
     "manual": (Manual, {}, {}),
     "own optimizer": (WithOwnOptimizer, {}, {"gradient_clip_val": 0.1}),
     "skipping": (Skipping, {}, {"adamw": True}),
@@ -270,6 +309,8 @@ FITTED: dict[str, tuple[type[pl.LightningModule], dict[str, Any], dict[str, Any]
     "anomaly": (PlainMixture, {}, {"detect_anomaly": True}),
     "clip value": (PlainMixture, {}, {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"}),
     "penalized on four": (Penalized, {"ep_size": 4}, {"gradient_clip_val": 0.1}),
+    "penalized by the batch": (PenalizedByBatch, {}, {}),
+    "penalized by the batch on four": (PenalizedByBatch, {"ep_size": 4}, {"gradient_clip_val": 0.1}),
     "manual on four": (Manual, {"ep_size": 4}, {}),
     "own optimizer on four": (WithOwnOptimizer, {"ep_size": 4}, {"gradient_clip_val": 0.1}),
     "skipping on four": (Skipping, {"ep_size": 4}, {"adamw": True}),
@@ -280,7 +321,11 @@ FITTED: dict[str, tuple[type[pl.LightningModule], dict[str, Any], dict[str, Any]
     "over tp": (PlainMixture, {"ep_size": 1, "tp_size": 4}, {"gradient_clip_val": 0.1}),
     "over tp, penalized": (Penalized, OVER_TP, {}),
     "over tp, penalized, whole": (Penalized, {**OVER_TP, "dp_replicate_size": 2}, {}),
+    "over tp, penalized by the batch": (PenalizedByBatch, {**OVER_TP, "dp_replicate_size": 2}, {}),
+    "over ep and tp, penalized by the batch": (PenalizedByBatch, {"tp_size": 2}, {}),
     "over tp, two experts": (OnTwoExperts, {"ep_size": 1, "tp_size": 4}, {"adamw": True}),
+    "over tp, two dtypes": (OfTwoDtypes, OVER_TP, {}),
+    "over ep and tp, two dtypes": (OfTwoDtypes, {"tp_size": 2}, {}),
     "over tp, skipping": (Skipping, {**OVER_TP, "dp_replicate_size": 2}, {"adamw": True}),
     "over tp, manual": (Manual, OVER_TP, {}),
     "over tp, checkpointing": (PlainMixture, {**OVER_TP, "activation_checkpointing": "full"}, {}),

@@ -223,7 +223,7 @@ def test_the_watchdog_process_survives_signals_to_the_job_and_its_death_is_repor
 
 @pytest.mark.parametrize("timeout_s", [0.0, -1.0, float("nan")])
 def test_a_timeout_must_be_positive(timeout_s: float, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=f"timeout_s={timeout_s}: must be positive"):
+    with pytest.raises(ValueError, match=f"timeout_s={timeout_s} must be positive"):
         Watchdog(tmp_path, timeout_s, 0, 0, 1, "name")
 
 
