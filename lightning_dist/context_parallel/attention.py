@@ -7,18 +7,21 @@ part of the sequence, a call of it is replaced by one of these:
   function is called for them, with the original mask, causality and dropout, and the results are exchanged back.
 - ``all_gather``: each rank gathers all keys and values, and attends to them from its own tokens.
 
-Queries of this rank's tokens with keys of another length, as in cross-attention to an encoder, need no exchange.
+Queries of this rank's tokens with keys that each rank has whole, as in cross-attention to an encoder, need no exchange.
+Which of them are split is seen from their numbers of tokens. These may be equal by chance, so a step splits no more
+than the trial of the block did.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_dist.context_parallel.plan import SequenceSplitError
+from lightning_dist.context_parallel.plan import AttentionKind, SequenceSplitError
 from lightning_dist.context_parallel.tokens import Tokens
 
 __all__ = ["SplitAttention", "is_attention"]
@@ -37,13 +40,16 @@ class SplitAttention:
     Args:
         tokens: The tokens that this rank has.
         attention: ``"ulysses"`` or ``"all_gather"``.
+        expected: The kinds of the attentions of the block in their order, as its trial has found them; None: this is
+            the trial.
     """
 
-    def __init__(self, tokens: Tokens, attention: str) -> None:
+    def __init__(self, tokens: Tokens, attention: str, expected: Sequence[AttentionKind] | None = None) -> None:
         self._tokens = tokens
         self._exchanges_heads = attention == "ulysses"
-        self.num_exchanges = 0
-        """The number of attentions that the ranks have computed together."""
+        self._expected = expected
+        self.kinds: list[AttentionKind] = []
+        """The kinds of the attentions that have been computed so far."""
 
     def __call__(
         self,
@@ -60,9 +66,11 @@ class SplitAttention:
         """Take the arguments of ``F.scaled_dot_product_attention``, and return this rank's tokens of its result."""
         tokens = self._tokens
         options: dict[str, Any] = {"dropout_p": dropout_p, "scale": scale}
-        if query.size(-2) != tokens.own:
+        kind = self._kind(query.size(-2), key.size(-2))
+        self.kinds.append(kind)
+        if kind == AttentionKind.NONE:
             return _attend(query, key, value, attn_mask, is_causal=is_causal, enable_gqa=enable_gqa, **options)
-        if key.size(-2) != tokens.own:
+        if kind == AttentionKind.QUERIES:
             if is_causal:
                 raise SequenceSplitError(
                     f"cp_size={tokens.group.size()}: causal attention from the {tokens.length} split tokens to"
@@ -71,7 +79,6 @@ class SplitAttention:
             if attn_mask is not None and attn_mask.ndim > 1 and attn_mask.size(-2) == tokens.length:
                 attn_mask = tokens.part(attn_mask, -2, 1)
             return _attend(query, key, value, attn_mask, enable_gqa=enable_gqa, **options)
-        self.num_exchanges += 1
         if attn_mask is not None and is_causal:  # Torch refuses this in its own words.
             return _attend(query, key, value, attn_mask, is_causal=True, **options)
         if attn_mask is not None:
@@ -79,6 +86,14 @@ class SplitAttention:
         if self._exchanges_heads:
             return self._ulysses(query, key, value, attn_mask, is_causal, enable_gqa, options)
         return self._all_gather(query, key, value, attn_mask, is_causal, enable_gqa, options)
+
+    def _kind(self, num_queries: int, num_keys: int) -> AttentionKind:
+        """Return the kind of the next attention, which has inputs of these numbers of tokens."""
+        if num_queries != self._tokens.own:
+            return AttentionKind.NONE
+        kind = AttentionKind.ALL if num_keys == self._tokens.own else AttentionKind.QUERIES
+        number = len(self.kinds)
+        return min(kind, self._expected[number]) if self._expected and number < len(self._expected) else kind
 
     def _whole_mask(self, mask: Tensor) -> Tensor:
         """Gather a mask that the block has computed from this rank's tokens."""

@@ -21,8 +21,9 @@ from lightning_dist._compat import NORM, tree_leaves
 from lightning_dist.block_trial import kind_of_block
 from lightning_dist.consensus import check_agreement
 from lightning_dist.context_parallel.attention import is_attention
-from lightning_dist.context_parallel.plan import ATTENTIONS, ContextPlan, SequenceSplitError, SplitBlock
+from lightning_dist.context_parallel.plan import ATTENTIONS, AttentionKind, ContextPlan, SequenceSplitError, SplitBlock
 from lightning_dist.context_parallel.split_blocks import dim_of_tokens
+from lightning_dist.context_parallel.tokens import Tokens
 from lightning_dist.context_parallel.trial import Trial
 from lightning_dist.experts import without_dispatch
 from lightning_dist.step_graph import Dataflow, argument_of, find_chains, hidden_key, run_on_fakes
@@ -200,7 +201,7 @@ class _Finder:
             module = self._root.get_submodule(call.name)
             if type(module) not in _TOKEN_BY_TOKEN:
                 trial = Trial(module, call, self._group, self._device)
-                if trial.error or trial.difference(SplitBlock(key, split.dim), attention, has_attention=False):
+                if trial.error or trial.difference(SplitBlock(key, split.dim), attention):
                     continue
             found.append(call.name)
         return tuple(name for name in found if not any(name.startswith(f"{other}.") for other in found))
@@ -245,11 +246,33 @@ class _Finder:
             return f"it could not be tried: {trial.error}"
         first = ""
         for split in self._candidates(name, call):
-            error = trial.difference(split, attention, name in self._flow.attention)
+            error = trial.difference(split, attention)
+            found = replace(split, num_positions=trial.num_positions, kinds=trial.kinds)
+            for index in self._doubtful(call, found, attention):
+                kinds = *(found.kinds or ())[:index], AttentionKind.QUERIES, *(found.kinds or ())[index + 1 :]
+                if not trial.difference(replace(found, kinds=kinds), attention):
+                    found, error = replace(found, kinds=kinds), ""
+            if not error and name in self._flow.attention and AttentionKind.ALL not in (found.kinds or ()):
+                error = "its attention sees whole sequences, so that not the tokens were split"
             if not error:
-                return replace(split, num_positions=trial.num_positions)
+                return found
             first = first or error
         return self._explain(name, first)
+
+    def _doubtful(self, call: Call, split: SplitBlock, attention: str) -> list[int]:
+        """Return which attentions may have whole keys that are by chance as many as a rank's tokens.
+
+        Args:
+            call: The recorded call of the block.
+            split: How its arguments are split, and the kinds of its attentions as their sizes look.
+            attention: ``"ulysses"`` or ``"all_gather"``.
+        """
+        length = argument_of(call, split.hidden).size(split.dim)
+        own = Tokens(length, self._group, is_balanced=attention == "all_gather").own
+        wholes = (leaf for place, leaf in _tensors_of(call) if split.dims.get(place, 0) is None)
+        if not any(own in leaf.shape for leaf in wholes):
+            return []
+        return [index for index, kind in enumerate(split.kinds or ()) if kind == AttentionKind.ALL]
 
     def _explain(self, name: str, error: str) -> str:
         """Return why a block does not compute the same on parts of the sequence, and what helps."""
@@ -284,10 +307,11 @@ class _Finder:
                 sizes = [d - leaf.ndim for d, size in enumerate(leaf.shape) if size == length]
                 first = dim if leaf.shape == hidden.shape else dim_of_tokens(leaf, length)
                 places.append(place)
-                choices.append(list(dict.fromkeys((first, *((None, *sizes) if len(sizes) > 1 else ())))))
-            for number, chosen in enumerate(product(*choices)):
-                if number < MAX_TRIES:
-                    yield SplitBlock(key, dim, dict(zip(places, chosen, strict=True)))
+                choices.append(list(dict.fromkeys((first, None, *sizes))) if sizes else [None])
+            likely = sorted(product(*(range(len(each)) for each in choices)), key=sum)
+            for numbers in likely[:MAX_TRIES]:
+                chosen = [each[number] for each, number in zip(choices, numbers, strict=True)]
+                yield SplitBlock(key, dim, dict(zip(places, chosen, strict=True)))
 
 
 def _tensors_of(call: Call) -> Iterator[tuple[tuple[int | str, int], Tensor]]:

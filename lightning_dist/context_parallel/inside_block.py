@@ -2,8 +2,9 @@
 
 Attention is replaced (see :mod:`.attention`). Code inside of a block may also number the tokens, from the length of its
 input: ``torch.arange(x.size(1))``, or ``self.cos[:x.size(1)]`` of a table with a row for each position. It gets the
-numbers, or the rows, of this rank's tokens. How often a block does so is found by a trial. If it happens another number
-of times in a step, because some other size is by chance that of this rank's tokens, an error is raised.
+numbers, or the rows, of this rank's tokens. How often a block does so, and how often it computes attention, is found by
+a trial. If a step does so another number of times, for example because some other size is by chance that of this rank's
+tokens, an error is raised.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from lightning_dist.context_parallel.attention import SplitAttention
+from lightning_dist.context_parallel.plan import SequenceSplitError, SplitBlock
 from lightning_dist.context_parallel.tokens import Tokens
 
 __all__ = ["InsideBlock"]
@@ -32,12 +34,14 @@ class InsideBlock(TorchFunctionMode):
     Args:
         tokens: The tokens that this rank has.
         attention: ``"ulysses"`` or ``"all_gather"``.
+        expected: What the trial of the block has found.
     """
 
-    def __init__(self, tokens: Tokens, attention: str) -> None:
+    def __init__(self, tokens: Tokens, attention: str, expected: SplitBlock) -> None:
         super().__init__()
         self._tokens = tokens
-        self.attend = SplitAttention(tokens, attention)
+        self._expected = expected
+        self.attend = SplitAttention(tokens, attention, expected.kinds)
         self.num_positions = 0
         """How often code has numbered the tokens, or has taken a row of a table for each of them."""
 
@@ -55,6 +59,28 @@ class InsideBlock(TorchFunctionMode):
             with self._within_functional():
                 return func(*args, **kwargs)
         return func(*args, **kwargs)
+
+    def check(self, name: str) -> None:
+        """Check that the block ``name`` has done what the trial has found.
+
+        Raises:
+            SequenceSplitError: If it has not.
+        """
+        tokens = self._tokens
+        numbers = {
+            "asks for the positions of its tokens": (self.num_positions, self._expected.num_positions),
+            "computes attention": (
+                len(self.attend.kinds),
+                None if self._expected.kinds is None else len(self._expected.kinds),
+            ),
+        }
+        for what, (number, expected) in numbers.items():
+            if expected not in (None, number):
+                raise SequenceSplitError(
+                    f"cp_size={tokens.group.size()}: {name} {what} {number} times in this step, and {expected} times in"
+                    f" the first one. Another size may be {tokens.own} by chance, which is the number of tokens on a"
+                    f" rank: pad the sequence to another length than {tokens.length}."
+                )
 
     @contextmanager
     def _within_functional(self) -> Iterator[None]:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import IntEnum
 
-__all__ = ["ATTENTIONS", "ContextPlan", "SequenceSplitError", "SplitBlock"]
+__all__ = ["ATTENTIONS", "AttentionKind", "ContextPlan", "SequenceSplitError", "SplitBlock"]
 
 ATTENTIONS = ("auto", "ulysses", "all_gather")
 """How the ranks exchange what attention needs: heads for tokens, or all keys and values; auto chooses."""
+
+
+class AttentionKind(IntEnum):
+    """Say of which inputs of an attention each rank has its own tokens only."""
+
+    NONE = 0
+    QUERIES = 1
+    ALL = 2
 
 
 class SequenceSplitError(ValueError):
@@ -25,13 +34,15 @@ class SplitBlock:
         dims: For other tensors among the arguments, the dimension along which they are split; None: every rank gets the
             whole tensor. A tensor is identified by the argument's position or name and by its index among the
             argument's tensors. Tensors that are not named follow :func:`~.split_blocks.dim_of_tokens`.
-        num_positions: How often code inside of the block asks for the positions of its tokens.
+        num_positions: How often code inside of the block asks for the positions of its tokens; None: it is not known.
+        kinds: The kinds of the block's attentions in their order; None: they are not known.
     """
 
     hidden: int | str
     dim: int
     dims: Mapping[tuple[int | str, int], int | None] = field(default_factory=dict)
     num_positions: int | None = None
+    kinds: tuple[AttentionKind, ...] | None = None
 
 
 @dataclass(frozen=True)

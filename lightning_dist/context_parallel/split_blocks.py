@@ -202,21 +202,14 @@ class SplitBlocks:
             yield
             return
         self._is_inside = True
-        inside = self.inside = InsideBlock(tokens, self._plan.attention)
+        name = self._names[block]
+        inside = self.inside = InsideBlock(tokens, self._plan.attention, self._plan.blocks[name])
         try:
             with inside:
                 yield
         finally:
             self._is_inside = False
-        name = self._names[block]
-        expected = self._plan.blocks[name].num_positions
-        if expected is not None and inside.num_positions != expected:
-            raise SequenceSplitError(
-                f"cp_size={self._group.size()}: {name} asks for the positions of its tokens"
-                f" {inside.num_positions} times in this step, and {expected} times in the first one. Another size"
-                f" may be {tokens.own} by chance, which is the number of tokens on a rank: pad the sequence to another"
-                f" length than {tokens.length}."
-            )
+        inside.check(name)
 
     def check_ended(self) -> None:
         """Check that every chain of blocks whose hidden states were split has run to its last block.
@@ -273,6 +266,13 @@ def _split_argument(key: int | str, value: Any, split: SplitBlock, tokens: Token
         if not isinstance(leaf, Tensor):
             continue
         dim = split.dims[key, index] if (key, index) in split.dims else dim_of_tokens(leaf, tokens.length)
+        if dim is not None and leaf.size(dim) == tokens.own:
+            which = f"argument {key}" if isinstance(key, str) else f"positional argument {key}"
+            raise SequenceSplitError(
+                f"cp_size={tokens.group.size()}: the {which} of a block has {tokens.own} tokens in this step, as each"
+                f" rank has of the sequence of {tokens.length}, and it was as long as the sequence in the first step."
+                " Pad it, or the sequence, to another length."
+            )
         if dim is not None and leaf.size(dim) == tokens.length:
             leaves[place] = tokens.split(leaf, dim) if leaf.requires_grad else tokens.part(leaf, dim)
         elif leaf.requires_grad:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_dist.around_forward import enter_around_forward
 from lightning_dist.autograd_collectives import summed
 from lightning_dist.block_trial import BlockTrial
-from lightning_dist.context_parallel.plan import ContextPlan, SplitBlock
+from lightning_dist.context_parallel.plan import AttentionKind, ContextPlan, SplitBlock
 from lightning_dist.context_parallel.split_blocks import SplitBlocks
 from lightning_dist.step_graph.dataflow import Call
 
@@ -32,15 +32,16 @@ class Trial(BlockTrial):
         self._group = group
         self.num_positions = 0
         """How often code inside of the block has asked for the positions of tokens in the last trial."""
+        self.kinds: tuple[AttentionKind, ...] = ()
+        """The kinds of the attentions in the last trial."""
         super().__init__(block, call, device, used=(0,))
 
-    def difference(self, split: SplitBlock, attention: str, has_attention: bool) -> str:
+    def difference(self, split: SplitBlock, attention: str) -> str:
         """Run a copy of the block on parts of the sequence, and compare it. This is a collective over all processes.
 
         Args:
             split: How the block's arguments are split.
             attention: ``"ulysses"`` or ``"all_gather"``.
-            has_attention: Whether attention in the block must see the tokens of all ranks.
 
         Returns:
             A description of the difference, or the error that the block raises; empty: the results are the same.
@@ -52,8 +53,7 @@ class Trial(BlockTrial):
         error = self.compare(block, dict(block.named_parameters()))
         inside = split_blocks.inside
         self.num_positions = 0 if inside is None else inside.num_positions
-        if not error and has_attention and (inside is None or not inside.attend.num_exchanges):
-            return "its attention sees whole sequences, so that not the tokens were split"
+        self.kinds = () if inside is None else tuple(inside.attend.kinds)
         return error
 
     def whole_gradient(self, gradient: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from tests.distributed.fit import Weights, assert_same, make_trainer, refused, w
 from tests.distributed.test_tensor_parallel import AtStart, Watching
 from tests.models import CONTEXT, build
 from tests.pool import WorkerPool
-from tests.split_models import T5, LanguageModel, Llama, Mixer
+from tests.split_models import T5, Bart, LanguageModel, Llama, Mixer
 
 LENGTHS = (7, 5, 8, 6)
 
@@ -49,6 +49,45 @@ def test_sequences_of_any_length_are_split(pool: WorkerPool, reference_pool: Wor
     expected = reference_pool.run(fit_lengths, 1, None)[0]
     for attention in ("ulysses", "all_gather"):
         assert_same(pool.run(fit_lengths, 4, attention)[0], expected)
+
+
+class OfUnequalLengths(Bart):
+    """Train an encoder and a decoder on sequences of other lengths, the first batch on those of ``first``."""
+
+    def __init__(self, first: tuple[int, int], later: tuple[int, int], **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.lengths = first, later
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        source, target = self.lengths[min(batch_idx, 1)]
+        tokens, targets = batch
+        out = self.model(input_ids=tokens[:, :source], decoder_input_ids=tokens.flip(1)[:, :target])
+        return functional.cross_entropy(out.logits.flatten(0, 1), targets[:, :target].flatten())
+
+
+def fit_unequal(first: Any, later: Any, attention: str | None) -> Weights:
+    torch.manual_seed(0)
+    strategy = "auto" if attention is None else ContextParallelStrategy(2, attention=attention)
+    return fit(OfUnequalLengths(first, later), strategy)
+
+
+@pytest.mark.parametrize("attention", ["ulysses", "all_gather"])
+@pytest.mark.parametrize(("first", "later"), [((6, 8), (4, 8)), ((8, 8), (6, 8)), ((4, 8), (4, 7)), ((4, 7), (8, 8))])
+def test_sequences_of_an_encoder_may_be_as_long_as_anything_else(
+    pool: WorkerPool, reference_pool: WorkerPool, first: Any, later: Any, attention: str
+) -> None:
+    """On two ranks, each with four tokens of eight, the batch has eight samples as well."""
+    expected = reference_pool.run(fit_unequal, 1, first, later, None)[0]
+    assert_same(pool.run(fit_unequal, 2, first, later, attention)[0], expected)
+
+
+def refused_lengths() -> str:
+    return refused(OfUnequalLengths((8, 8), (4, 7)), strategy=ContextParallelStrategy(2), max_steps=2)
+
+
+def test_a_sequence_of_an_encoder_that_may_be_taken_for_a_part_is_refused(pool: WorkerPool) -> None:
+    for error in pool.run(refused_lengths, 2):
+        assert "the positional argument 2 of a block has 4 tokens in this step, as each rank has" in error
 
 
 def fit_compiled(compiles: bool) -> Weights:
