@@ -99,7 +99,7 @@ class Sharding(Technique):
         self._reductions: deque[Transfer] = deque()
         self._bytes_under_way = 0
         self._holders: list[nn.Module] = []
-        self._gathered_low: list[nn.Parameter] = []
+        self._gathered_wrapped: list[nn.Parameter] = []
 
     def select_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
         """Return the units that are gathered and reduced together."""
@@ -180,7 +180,9 @@ class Sharding(Technique):
             group.wait_for_end_of_backward()
         index = next(index for index, other in enumerate(self._parallel.units) if other is unit)
         if self._config.gather_as is not None and not unit.stays_gathered:
-            self._gathered_low += group.gather_low(self._config.gather_as, partial(self._max_over_ranks, index, mesh))
+            self._gathered_wrapped += group.gather_wrapped(
+                self._config.gather_as, partial(self._max_over_ranks, index, mesh)
+            )
         if self._is_direct:
             sharded = cast(FSDPModule, modules[0])
             # torch names the interface of these objects only in a private module.
@@ -226,7 +228,7 @@ class Sharding(Technique):
         Raises:
             ValueError: If parameters were to be gathered as tensors of another class, and none can be.
         """
-        if self._config.gather_as is not None and not self._gathered_low:
+        if self._config.gather_as is not None and not self._gathered_wrapped:
             raise ValueError(
                 "float8_all_gather=True: no weight can be gathered in float8. It must be that of a converted layer in a"
                 " repeated block (name their classes as units=[...]), be tied to no other, and divide by"
@@ -289,7 +291,7 @@ class Sharding(Technique):
     def table_rows(self) -> Rows:
         """Return a row of the start-up table with the number of parameters that are gathered in fewer bytes."""
         if self._config.gather_as is not None:
-            yield "gather", f"{len(self._gathered_low)} weights in float8"
+            yield "gather", f"{len(self._gathered_wrapped)} weights in float8"
 
     def _end(self, flags: Tensor) -> Tensor:
         """Check that all ranks that share the parameters have ended the forward or the backward.

@@ -1,6 +1,6 @@
 """Wrap every private name of FSDP2 that sharding uses.
 
-- ``low``: Lets a parameter be gathered as a tensor of another class.
+- ``wrapped``: Lets a parameter be gathered as a tensor of another class.
 - ``param``: Manages one parameter and its gathered copy.
 - ``group``: Manages the parameters of a unit, which are gathered and reduced together.
 - ``root``: Controls FSDP2's state for a whole step.
@@ -10,7 +10,6 @@ unnecessary.
 """
 
 from lightning_dist.sharding._compat.group import ShardedGroup, sharded_group
-from lightning_dist.sharding._compat.low import WrapShard
 from lightning_dist.sharding._compat.root import (
     accumulating,
     flush_gradients,
@@ -19,6 +18,7 @@ from lightning_dist.sharding._compat.root import (
     reduce_gradients,
     reset_after_error,
 )
+from lightning_dist.sharding._compat.wrapped import WrapShard
 
 __all__ = [
     "ShardedGroup", "WrapShard", "accumulating", "flush_gradients", "gather_before_views", "initialize_root",

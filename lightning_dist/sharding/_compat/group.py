@@ -20,8 +20,8 @@ from lightning_dist.accumulated_gradients import AccumulatedGradients
 from lightning_dist.gradient_reducer import GradientReducer, LocalGradient
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.shard_memory import ShardMemory
-from lightning_dist.sharding._compat.low import MaxOverRanks, WrapShard, gather_low
 from lightning_dist.sharding._compat.param import MakeStandIn, ShardedParam
+from lightning_dist.sharding._compat.wrapped import MaxOverRanks, WrapShard, gather_wrapped
 
 __all__ = ["ShardedGroup", "fsdp_state", "sharded_group"]
 
@@ -238,33 +238,33 @@ class ShardedGroup(ParameterGroup):
         """Return the gathered parameters as plain tensors: this rank's part of those that are split over ``tp``."""
         return [param.gathered_memory for param in self._params]
 
-    def gather_low(
+    def gather_wrapped(
         self, wrap_of: Callable[[nn.Module, str], WrapShard | None], over_ranks: MaxOverRanks
     ) -> list[nn.Parameter]:
-        """Gather parameters as tensors of another class, where possible (see :func:`gather_low`).
+        """Gather parameters as tensors of another class, where possible (see :func:`gather_wrapped`).
 
         Returns:
             The sharded parameters that are gathered so.
         """
-        gather_low([param._param for param in self._params], wrap_of, over_ranks)
-        return [param.shard for param in self._params if param.low is not None]
+        gather_wrapped([param._param for param in self._params], wrap_of, over_ranks)
+        return [param.shard for param in self._params if param.wrapped is not None]
 
     @contextmanager
     def in_full_precision(self) -> Iterator[None]:
         """Gather no parameter as a tensor of another class in this context."""
-        low = [param.low for param in self._params if param.low is not None]
-        if not low:
+        wrapped = [param.wrapped for param in self._params if param.wrapped is not None]
+        if not wrapped:
             yield
             return
         self.free()
-        for param in low:
-            param.set_low(False)
+        for param in wrapped:
+            param.set_wrapped(False)
         try:
             yield
         finally:
             self.free()
-            for param in low:
-                param.set_low(True)
+            for param in wrapped:
+                param.set_wrapped(True)
 
     def take_hooks(self, originals: Mapping[tuple[nn.Module, str], torch.Tensor]) -> None:
         """Move the hooks that were put on the parameters before they were sharded to the sharded ones.

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist._compat import local_of, replace_local
 from lightning_dist.shard_memory import ShardMemory
-from lightning_dist.sharding._compat.low import LowParam
+from lightning_dist.sharding._compat.wrapped import WrappedParam
 
 __all__ = ["MakeStandIn", "ShardedParam"]
 
@@ -68,21 +68,21 @@ class ShardedParam:
         return self._param._unsharded_param
 
     @property
-    def low(self) -> LowParam | None:
+    def wrapped(self) -> WrappedParam | None:
         """Return FSDP2's object if the gathered copy is a tensor of another class now, which nothing can change."""
-        return self._param if isinstance(self._param, LowParam) and self._param.is_low else None
+        return self._param if isinstance(self._param, WrappedParam) and self._param.is_wrapped else None
 
     @property
     def num_gathered_bytes(self) -> int:
         """Return the size of the gathered copy, which must exist."""
-        if self.low is not None:
+        if self.wrapped is not None:
             return sum(tensor.numel() * tensor.dtype.itemsize for tensor in self._param.all_gather_outputs)
         return local_of(self.whole).numel() * self.whole.dtype.itemsize
 
     @property
     def gathered_memory(self) -> torch.Tensor:
         """Return the gathered copy, which must exist, as a plain tensor; if it is of another class, as its bytes."""
-        if self.low is not None:
+        if self.wrapped is not None:
             return self._param.all_gather_outputs[0].view(torch.uint8)
         return local_of(self.whole.detach())
 
@@ -243,7 +243,7 @@ class ShardedParam:
         Returns:
             Whether the step has changed the copy other than through ``param.data``.
         """
-        if self.low is not None or (not is_changed and self._is_unchanged()):
+        if self.wrapped is not None or (not is_changed and self._is_unchanged()):
             return False
         whole = local_of(self.whole)
         outputs = self._param.all_gather_outputs
@@ -288,7 +288,7 @@ class ShardedParam:
 
     def is_written(self) -> bool:
         """Return whether the shard has the values of the gathered copy."""
-        if self.low is not None:
+        if self.wrapped is not None:
             return True
         shard, own = self._own_part()
         return torch.equal(shard.to(own.device, own.dtype), own)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
-__all__ = ["LowParam", "MaxOverRanks", "WrapShard", "gather_low"]
+__all__ = ["MaxOverRanks", "WrapShard", "WrappedParam", "gather_wrapped"]
 
 WrapShard = Callable[[Tensor, Tensor], Tensor]
 """A function of a shard and of the largest absolute value of the whole parameter, a scalar in float32. It returns a
@@ -19,14 +19,14 @@ MaxOverRanks = Callable[[Tensor], Tensor]
 """A function that returns the elementwise maximum of a tensor over the ranks that gather together."""
 
 
-class LowParam(FSDPParam):
+class WrappedParam(FSDPParam):
     """Wrap the shard while FSDP2 gathers it, so that the shard itself stays an ordinary tensor everywhere else.
 
     FSDP2 expects the wrapped tensor to be the shard of the parameter. Replaced by: an argument of ``fully_shard`` that
     says how a parameter is gathered.
     """
 
-    is_low: bool
+    is_wrapped: bool
     """Whether the shard is wrapped now."""
     _wrap: WrapShard
     _largest: Tensor
@@ -38,12 +38,12 @@ class LowParam(FSDPParam):
     @property
     def _sharded_local_tensor(self) -> Tensor:
         shard = super()._sharded_local_tensor
-        return self._wrap(shard, self._largest) if self.is_low else shard
+        return self._wrap(shard, self._largest) if self.is_wrapped else shard
 
     @property
     def all_gather_inputs(self) -> list[Tensor]:
         """Return what this rank sends. This is a collective for the first wrapped parameter of a group."""
-        if self.is_low and self._first_of is not None:
+        if self.is_wrapped and self._first_of is not None:
             self._first_of.find()
         return super().all_gather_inputs
 
@@ -53,14 +53,14 @@ class LowParam(FSDPParam):
         whole = self.unsharded_param
         return torch.zeros(whole.shape, dtype=whole.dtype, device=whole.device)
 
-    def set_low(self, is_low: bool) -> None:
+    def set_wrapped(self, is_wrapped: bool) -> None:
         """Choose whether the parameter is gathered as the wrapped tensor; it must be sharded now.
 
         The gathered copy of the other form is kept with its gradient, and its memory is free.
         """
-        if is_low == self.is_low:
+        if is_wrapped == self.is_wrapped:
             return
-        self.is_low = is_low
+        self.is_wrapped = is_wrapped
         now = (getattr(self, "_unsharded_param", None), self.all_gather_outputs, self._unsharded_inner_tensors)
         whole, self.all_gather_outputs, self._unsharded_inner_tensors = self._other_form
         self._other_form = now
@@ -70,7 +70,7 @@ class LowParam(FSDPParam):
             del self._unsharded_param
 
 
-def gather_low(
+def gather_wrapped(
     params: Sequence[FSDPParam], wrap_of: Callable[[nn.Module, str], WrapShard | None], over_ranks: MaxOverRanks
 ) -> None:
     """Let FSDP2 gather those of ``params`` wrapped for which this is possible; the parameters must be sharded now.
@@ -83,7 +83,7 @@ def gather_low(
             not.
         over_ranks: Function that finds the maximum over the ranks of the group.
     """
-    wrapped: list[LowParam] = []
+    chosen: list[WrappedParam] = []
     for param in params:
         info = param._module_info
         is_even = param.sharded_size == param.padded_sharded_param_size and param.fsdp_placement.dim == 0
@@ -91,14 +91,14 @@ def gather_low(
         wrap = wrap_of(info.module, info.param_name)
         if wrap is None or info.shared_modules or not has_equal_parts:
             continue
-        param.__class__ = LowParam
-        low = cast(LowParam, param)
-        low.is_low, low._wrap, low._first_of = True, wrap, None
-        low._largest = torch.zeros((), device=param.device)
-        low._other_form = (None, [], [])
-        wrapped.append(low)
-    if wrapped:
-        wrapped[0]._first_of = _LargestValues(wrapped, over_ranks)
+        param.__class__ = WrappedParam
+        wrapped = cast(WrappedParam, param)
+        wrapped.is_wrapped, wrapped._wrap, wrapped._first_of = True, wrap, None
+        wrapped._largest = torch.zeros((), device=param.device)
+        wrapped._other_form = (None, [], [])
+        chosen.append(wrapped)
+    if chosen:
+        chosen[0]._first_of = _LargestValues(chosen, over_ranks)
 
 
 class _LargestValues:
@@ -109,7 +109,7 @@ class _LargestValues:
         over_ranks: Function that finds the maximum over the ranks of the group.
     """
 
-    def __init__(self, params: Sequence[LowParam], over_ranks: MaxOverRanks) -> None:
+    def __init__(self, params: Sequence[WrappedParam], over_ranks: MaxOverRanks) -> None:
         self._params = params
         self._over_ranks = over_ranks
 
