@@ -187,7 +187,8 @@ def _techniques(
         device = torch.device(mesh.device_type)
         keeps_split = layout.tp == 1 and config.pipeline is None  # These split logits, and pass on outputs, themselves.
         sequence_plan = find_context_plan(module, units, config.context_parallel, context, device, keeps_split)
-        techniques.append(ContextParallel(sequence_plan, context, mesh.device_type))
+        splits_evaluations = config.context_parallel.splits_evaluations
+        techniques.append(ContextParallel(sequence_plan, context, mesh.device_type, splits_evaluations))
     if config.tiling:
         tiling_plan = find_tiling_plan(module, units, config.tiling, torch.device(mesh.device_type))
         techniques.append(Tiling(config.tiling, tiling_plan))

@@ -6,7 +6,9 @@ sequences. Inside of blocks, only attention by ``F.scaled_dot_product_attention`
 - ``plan``: Represents how the arguments of blocks are split.
 - ``tokens``: Distributes the tokens over ranks, and exchanges them.
 - ``attention``: Replaces attention while a block runs on its part of the sequence.
+- ``split_arguments``: Splits the arguments of a block.
 - ``split_blocks``: Runs chains of blocks on parts of the sequence, by hooks.
+- ``split_evaluation``: Does so in evaluations, if the user asks for it.
 - ``after_blocks``, ``split_tokens``: Run norms, heads and the loss on this rank's tokens.
 - ``trial``: Compares a block on parts of the sequence with the original block.
 - ``find``: Finds the plan from a step on fake tensors, and tries it.

@@ -14,6 +14,7 @@ from lightning_dist.around_forward import enter_around_forward
 from lightning_dist.context_parallel.after_blocks import gather_before, run_on_tokens
 from lightning_dist.context_parallel.plan import ContextPlan
 from lightning_dist.context_parallel.split_blocks import SplitBlocks
+from lightning_dist.context_parallel.split_evaluation import SplitEvaluation
 from lightning_dist.randomness import RankRng
 from lightning_dist.split_tensor import whole_values
 from lightning_dist.technique import Parallel, Rows, Technique
@@ -31,10 +32,14 @@ class ContextParallel(Technique):
         group: Process group of the ranks of ``cp``. Parameters must be averaged over it as over ranks with their own
             batches.
         device_type: Type of this rank's device.
+        splits_evaluations: Whether validation, test and predict steps run on parts of the sequence as well.
     """
 
-    def __init__(self, plan: ContextPlan, group: dist.ProcessGroup, device_type: str) -> None:
+    def __init__(
+        self, plan: ContextPlan, group: dist.ProcessGroup, device_type: str, splits_evaluations: bool = False
+    ) -> None:
         self.plan = plan
+        self._evaluation = SplitEvaluation(plan, group) if splits_evaluations else None
         self._group = group
         self._device = torch.device(device_type)
 
@@ -42,6 +47,11 @@ class ContextParallel(Technique):
     def num_ranks(self) -> int:
         """Return the number of ranks over which a sequence is split."""
         return self._group.size()
+
+    @property
+    def splits_evaluations(self) -> bool:
+        """Return whether validation, test and predict steps run on parts of the sequence as well."""
+        return self._evaluation is not None
 
     def attach(self, parallel: Parallel) -> None:
         """Add hooks to the blocks that this rank has, outside of the hooks of inner techniques."""
@@ -51,7 +61,7 @@ class ContextParallel(Technique):
         present = [unit for unit in parallel.units if unit.kind == "block"]
         own = {name: block for unit in present for name, block in zip(unit.names, unit.modules, strict=True)}
         random = RankRng(self._device, self._group.rank()) if any(self.plan.draws) else None
-        self._blocks = SplitBlocks(own, self.plan, self._group, random)
+        self._blocks = SplitBlocks(own, self.plan, self._group, random, self._evaluation)
 
     def prepare_unit(self, unit: Unit) -> None:
         """Replace attention while a block's forward runs, also if the user's own code recomputes it in a backward."""
@@ -75,20 +85,28 @@ class ContextParallel(Technique):
     def before_step(self) -> None:
         """Reset the state that an error in the last step may have left behind."""
         self._blocks.forget()
+        self._splits_evaluation(not self._module.training)
 
     def finish_output(self, output: Any) -> Any:
         """Check that each chain of blocks has run to its end, and gather the split tensors in ``output``."""
         self._blocks.check_ended()
-        return whole_values(output) if self.plan.after else output
+        self._splits_evaluation(False)
+        return whole_values(output) if self.plan.after or self._evaluation is not None else output
 
     def after_error(self) -> None:
         """Reset the state that a failed step has left behind."""
         self._blocks.forget()
+        self._splits_evaluation(False)
+
+    def _splits_evaluation(self, is_running: bool) -> None:
+        if self._evaluation is not None:
+            self._evaluation.is_running = is_running
 
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Let each rank run the blocks on whole sequences in this context, because it may run the model alone."""
         self._blocks.is_disabled = True
+        self._splits_evaluation(False)
         try:
             yield
         finally:
@@ -109,4 +127,5 @@ class ContextParallel(Technique):
         )
         if self.plan.after:
             yield "", f"{', '.join(self.plan.after)} run on them as well, and cross_entropy of their result"
-        yield "", "evaluations run on whole sequences on each rank"
+        evaluated = "whole sequences on each rank" if self._evaluation is None else "parts of the sequence as well"
+        yield "", f"evaluations run on {evaluated}"

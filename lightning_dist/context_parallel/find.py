@@ -22,7 +22,7 @@ from lightning_dist.block_trial import kind_of_block
 from lightning_dist.consensus import check_agreement
 from lightning_dist.context_parallel.attention import is_attention
 from lightning_dist.context_parallel.plan import ATTENTIONS, AttentionKind, ContextPlan, SequenceSplitError, SplitBlock
-from lightning_dist.context_parallel.split_blocks import dim_of_tokens
+from lightning_dist.context_parallel.split_arguments import describe_options, dim_of_tokens
 from lightning_dist.context_parallel.tokens import Tokens
 from lightning_dist.context_parallel.trial import Trial
 from lightning_dist.experts import without_dispatch
@@ -45,6 +45,7 @@ class ContextParallelConfig:
 
     Args:
         attention: One of :data:`~lightning_dist.context_parallel.plan.ATTENTIONS`.
+        splits_evaluations: Whether validation, test and predict steps run on parts of the sequence as well.
         step: Function that runs one step of the module on fake tensors; None: no step can be run (see ``why_no_step``).
         why_no_step: The reason why ``step`` is None.
         planned: The plan of the module that this one is a copy of; None: find a plan.
@@ -54,6 +55,7 @@ class ContextParallelConfig:
     """
 
     attention: str = "auto"
+    splits_evaluations: bool = False
     step: Callable[[Callable[[Tensor], Tensor]], Any] | None = None
     why_no_step: str = "no step is known"
     planned: ContextPlan | None = None
@@ -175,7 +177,8 @@ class _Finder:
             raise self._error(f"{self._kind(name)} has no floating-point argument of the shape of its output")
         draws = tuple(self._flow.draws_per_sample.isdisjoint(chain) for chain in chains)
         after = self._after(chains[-1][-1], found[chains[-1][-1]], attention) if keeps_split else ()
-        return ContextPlan(tuple(chains), found, attention, draws, after)
+        options = {name: describe_options(self._calls[name].args, self._calls[name].kwargs) for name in found}
+        return ContextPlan(tuple(chains), found, attention, draws, after, options)
 
     def _kind(self, name: str) -> str:
         return f"{name} ({type(self._blocks[name]).__name__})"

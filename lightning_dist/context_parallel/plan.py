@@ -33,7 +33,7 @@ class SplitBlock:
         dim: The negative dimension of the hidden states along which the tokens lie.
         dims: For other tensors among the arguments, the dimension along which they are split; None: every rank gets the
             whole tensor. A tensor is identified by the argument's position or name and by its index among the
-            argument's tensors. Tensors that are not named follow :func:`~.split_blocks.dim_of_tokens`.
+            argument's tensors. Tensors that are not named follow :func:`~.split_arguments.dim_of_tokens`.
         num_positions: How often code inside of the block asks for the positions of its tokens; None: it is not known.
         kinds: The kinds of the block's attentions in their order; None: they are not known.
     """
@@ -56,6 +56,8 @@ class ContextPlan:
         attention: ``"ulysses"`` or ``"all_gather"``.
         draws: For each chain, whether ranks draw different random numbers while its blocks run.
         after: Names of the modules after the last chain, such as a norm and a head, that compute token by token.
+        options: For each block, what it was given in the traced step
+            (see :func:`~.split_arguments.describe_options`).
     """
 
     chains: tuple[tuple[str, ...], ...]
@@ -63,6 +65,7 @@ class ContextPlan:
     attention: str
     draws: tuple[bool, ...]
     after: tuple[str, ...] = ()
+    options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def outline(self) -> str:
         """Return a text that is equal on all ranks that have the same plan."""

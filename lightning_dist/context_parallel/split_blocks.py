@@ -8,31 +8,18 @@ from functools import partial
 from itertools import pairwise
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dist._compat import tree_flatten, tree_unflatten
 from lightning_dist.context_parallel.inside_block import InsideBlock
-from lightning_dist.context_parallel.plan import ContextPlan, SequenceSplitError, SplitBlock
+from lightning_dist.context_parallel.plan import ContextPlan, SequenceSplitError
+from lightning_dist.context_parallel.split_arguments import is_cache, split_arguments
+from lightning_dist.context_parallel.split_evaluation import SplitEvaluation, is_evaluated
 from lightning_dist.context_parallel.split_tokens import SplitTokens
 from lightning_dist.context_parallel.tokens import Tokens
 from lightning_dist.randomness import RankRng
 
-__all__ = ["SplitBlocks", "dim_of_tokens"]
-
-
-def dim_of_tokens(tensor: Tensor, length: int) -> int | None:
-    """Return the negative dimension along which ``tensor`` has one entry for each token; None: there is no such one.
-
-    If several dimensions have that size, as in a mask of pairs of tokens, every rank needs the whole tensor.
-
-    Args:
-        tensor: An argument of a block.
-        length: Number of tokens of the sequence.
-    """
-    found = [dim for dim, size in enumerate(tensor.shape) if size == length]
-    return found[0] - tensor.ndim if len(found) == 1 else None
+__all__ = ["SplitBlocks"]
 
 
 class SplitBlocks:
@@ -43,10 +30,16 @@ class SplitBlocks:
         plan: Description of what is split.
         group: Process group of the ranks of ``cp``.
         random: Object that lets ranks draw different random numbers while the blocks run; None: they draw the same.
+        evaluation: Object that splits evaluations; None: they run on whole sequences.
     """
 
     def __init__(
-        self, blocks: Mapping[str, nn.Module], plan: ContextPlan, group: dist.ProcessGroup, random: RankRng | None
+        self,
+        blocks: Mapping[str, nn.Module],
+        plan: ContextPlan,
+        group: dist.ProcessGroup,
+        random: RankRng | None,
+        evaluation: SplitEvaluation | None = None,
     ) -> None:
         self._plan = plan
         self._group = group
@@ -68,18 +61,23 @@ class SplitBlocks:
                 for before, name in pairwise((None, *part)):
                     assert name is not None
                     self._chain_of[blocks[name]] = index
-                    self._add_pre_hook(blocks[name], plan.blocks[name], index, before, draws)
+                    self._add_pre_hook(blocks[name], name, index, before, draws)
                 for name in part[:-1]:
                     blocks[name].register_forward_hook(partial(self._remember, name), prepend=True)
                 is_last = chain is plan.chains[-1] and part[-1] == chain[-1]
-                hook = self._gather_hook(index, plan.blocks[part[-1]].dim, stays_split=is_last and bool(plan.after))
+                stays_split = is_last and bool(plan.after)
+                hook = self._gather_hook(index, plan.blocks[part[-1]].dim, stays_split)
                 blocks[part[-1]].register_forward_hook(hook)
+                if evaluation is not None:
+                    self._split_evaluations(evaluation, {name: blocks[name] for name in part}, stays_split)
         for name in blocks.keys() - plan.blocks.keys():
             blocks[name].register_forward_pre_hook(partial(self._refuse_within_chain, name))
 
-    def _add_pre_hook(self, block: nn.Module, split: SplitBlock, index: int, before: str | None, draws: bool) -> None:
+    def _add_pre_hook(self, block: nn.Module, name: str, index: int, before: str | None, draws: bool) -> None:
+        split = self._plan.blocks[name]
+
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self.is_disabled:
+            if self.is_disabled or is_evaluated(module):
                 return None
             hidden = args[split.hidden] if isinstance(split.hidden, int) else kwargs[split.hidden]
             if before is None:
@@ -92,10 +90,17 @@ class SplitBlocks:
             if tokens is None:
                 return None
             own = tokens.split(hidden, split.dim) if before is None else self._watched(hidden, before)
-            return _split_arguments(args, kwargs, split, tokens, own)
+            return split_arguments(args, kwargs, split, tokens, own)
 
         # The hooks of other techniques are given this rank's tokens.
         block.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
+
+    def _split_evaluations(self, evaluation: SplitEvaluation, part: Mapping[str, nn.Module], stays_split: bool) -> None:
+        names = list(part)
+        for name, block in part.items():
+            evaluation.add_to(
+                block, name, name == names[0], stays_split or name != names[-1], partial(self._inside, block)
+            )
 
     def _refuse_within_chain(self, name: str, block: nn.Module, args: Any) -> None:
         """Raise if a block that is not split runs between blocks that are."""
@@ -106,22 +111,16 @@ class SplitBlocks:
                 " units=[...]."
             )
 
-    def _begin(self, block: nn.Module, length: int, values: Sequence[Any]) -> Tokens | None:
-        """Return this rank's tokens of a sequence; None: the chain runs on the whole sequence.
-
-        An evaluation keeps no activations, and may use hidden states, or caches of keys, that the traced training step
-        did not use. Every rank therefore runs it on the whole sequence.
+    def _begin(self, block: nn.Module, length: int, values: Sequence[Any]) -> Tokens:
+        """Return this rank's tokens of a sequence.
 
         Args:
             block: The first block of a chain.
             length: Number of tokens of the sequence.
             values: The arguments of the block.
         """
-        if not block.training and not torch.is_grad_enabled():
-            return None
         for value in values:
-            cached = getattr(value, "get_seq_length", None)
-            if cached is not None and cached() > 0:
+            if is_cache(value) and value.get_seq_length() > 0:
                 raise SequenceSplitError(
                     f"cp_size={self._group.size()}: a block is given cached keys and values ({type(value).__name__}) in"
                     " training. Pass use_cache=False, and no past keys."
@@ -192,7 +191,7 @@ class SplitBlocks:
         It is called when the forward begins, after the hooks that split the arguments.
         """
         index = self._chain_of.get(block)
-        tokens = None if index is None or self.is_disabled else self._tokens[index]
+        tokens = None if index is None or self.is_disabled or is_evaluated(block) else self._tokens[index]
         return nullcontext if tokens is None else partial(self._inside, block, tokens)
 
     @contextmanager
@@ -242,40 +241,3 @@ def _local_parts(chain: Sequence[str], blocks: Mapping[str, nn.Module]) -> list[
         elif parts[-1]:
             parts.append([])
     return [part for part in parts if part]
-
-
-def _split_arguments(
-    args: tuple[Any, ...], kwargs: dict[str, Any], split: SplitBlock, tokens: Tokens, hidden: Tensor
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments of a block for this rank's tokens."""
-    new_args = [
-        hidden if key == split.hidden else _split_argument(key, value, split, tokens) for key, value in enumerate(args)
-    ]
-    new_kwargs = {
-        key: hidden if key == split.hidden else _split_argument(key, value, split, tokens)
-        for key, value in kwargs.items()
-    }
-    return tuple(new_args), new_kwargs
-
-
-def _split_argument(key: int | str, value: Any, split: SplitBlock, tokens: Tokens) -> Any:
-    """Return the argument ``key`` of a block for this rank's tokens, given the whole one."""
-    leaves, structure = tree_flatten(value)
-    index = 0
-    for place, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            continue
-        dim = split.dims[key, index] if (key, index) in split.dims else dim_of_tokens(leaf, tokens.length)
-        if dim is not None and leaf.size(dim) == tokens.own:
-            which = f"argument {key}" if isinstance(key, str) else f"positional argument {key}"
-            raise SequenceSplitError(
-                f"cp_size={tokens.group.size()}: the {which} of a block has {tokens.own} tokens in this step, as each"
-                f" rank has of the sequence of {tokens.length}, and it was as long as the sequence in the first step."
-                " Pad it, or the sequence, to another length."
-            )
-        if dim is not None and leaf.size(dim) == tokens.length:
-            leaves[place] = tokens.split(leaf, dim) if leaf.requires_grad else tokens.part(leaf, dim)
-        elif leaf.requires_grad:
-            leaves[place] = tokens.copy_to(leaf)
-        index += 1
-    return tree_unflatten(leaves, structure) if index else value

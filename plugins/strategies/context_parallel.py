@@ -27,6 +27,7 @@ class ContextParallelStrategy(MeshStrategy):
         attention: How attention sees the tokens of other ranks. ``"ulysses"``: ranks exchange heads for tokens;
             ``cp_size`` must divide the number of heads. ``"all_gather"``: each rank gathers all keys and values.
             ``"auto"``: ``"ulysses"`` if ``cp_size`` divides the number of heads.
+        split_evaluations: Whether blocks run on parts of the sequence in validation, test and predict steps as well.
         ep_size: Number of processes that the experts of mixtures are distributed over, a divisor of the product of
             ``dp_shard_size`` and ``cp_size`` (expert parallelism). None: 1.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
@@ -40,6 +41,7 @@ class ContextParallelStrategy(MeshStrategy):
         dp_shard_size: int | None = None,
         dp_replicate_size: int | None = None,
         attention: str = "auto",
+        split_evaluations: bool = False,
         ep_size: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -48,7 +50,7 @@ class ContextParallelStrategy(MeshStrategy):
         self._dp_shard_size = dp_shard_size
         self._dp_replicate_size = dp_replicate_size
         self._ep_size = ep_size
-        self._config = replace(self._config, context_parallel=ContextParallelConfig(attention))
+        self._config = replace(self._config, context_parallel=ContextParallelConfig(attention, split_evaluations))
 
     def _requested_sizes(self) -> dict[str, int]:
         cp, shard = self._cp_size, self._dp_shard_size

@@ -42,6 +42,7 @@ class NDParallelStrategy(PipelineParallelStrategy):
         loss_parallel: Whether logits stay split along the vocabulary.
         attention: How attention sees the tokens of other ranks of ``cp``: ``"ulysses"``, ``"all_gather"`` or
             ``"auto"`` (see :class:`~lightning_dist.plugins.strategies.context_parallel.ContextParallelStrategy`).
+        split_evaluations: Whether blocks run on parts of the sequence in validation, test and predict steps as well.
         kwargs: Arguments of :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`.
 
     Raises:
@@ -67,6 +68,7 @@ class NDParallelStrategy(PipelineParallelStrategy):
         sequence_parallel: bool | None = None,
         loss_parallel: bool | None = None,
         attention: str = "auto",
+        split_evaluations: bool = False,
         **kwargs: Any,
     ) -> None:
         super().__init__(
@@ -77,7 +79,9 @@ class NDParallelStrategy(PipelineParallelStrategy):
         self._ep_size = ep_size
         splitting = TensorParallelConfig(plan, strict_plan, sequence_parallel, loss_parallel)
         self._config = replace(
-            self._config, tensor_parallel=splitting, context_parallel=ContextParallelConfig(attention)
+            self._config,
+            tensor_parallel=splitting,
+            context_parallel=ContextParallelConfig(attention, split_evaluations),
         )
 
     def _requested_sizes(self) -> dict[str, int]:

@@ -99,23 +99,30 @@ def test_compiled_blocks_compute_the_same(pool: WorkerPool) -> None:
     assert_same(pool.run(fit_compiled, 4, True)[0], pool.run(fit_compiled, 4, False)[0])
 
 
-def fit_twice(attention: str | None) -> tuple[str, str]:
+def fit_twice(kwargs: dict[str, Any] | None) -> tuple[str, str]:
     """Fit a model by one strategy and then by others, and return the errors of the latter."""
     model = build("gpt")
     fit(model, ContextParallelStrategy(2, attention="all_gather"), max_steps=1)
     again = ContextParallelStrategy(2, attention="all_gather")
-    other = FullShardStrategy() if attention is None else ContextParallelStrategy(2, attention=attention)
+    other = FullShardStrategy() if kwargs is None else ContextParallelStrategy(2, **kwargs)
     return (
         refused(model, strategy=again, precision="64-true", max_steps=2),
         refused(model, strategy=other, precision="64-true", max_steps=3),
     )
 
 
-@pytest.mark.parametrize("attention", [None, "ulysses"])
-def test_a_later_trainer_must_split_sequences_in_the_same_way(pool: WorkerPool, attention: str | None) -> None:
-    for same, other in pool.run(fit_twice, 4, attention):
+@pytest.mark.parametrize(
+    ("kwargs", "error"),
+    [
+        (None, "with (2, 'all_gather') as cp_size and attention, and cannot be with"),
+        ({"attention": "ulysses"}, "with (2, 'all_gather') as cp_size and attention, and cannot be with"),
+        ({"attention": "all_gather", "split_evaluations": True}, "split_evaluations=False, which cannot be changed"),
+    ],
+)
+def test_a_later_trainer_must_split_sequences_in_the_same_way(pool: WorkerPool, kwargs: Any, error: str) -> None:
+    for same, other in pool.run(fit_twice, 4, kwargs):
         assert same == "no error"
-        assert "with (2, 'all_gather') as cp_size and attention, and cannot be with" in other
+        assert error in other
 
 
 class Bytes(pl.Callback):

@@ -195,6 +195,12 @@ def refuse_other_config(existing: ParallelModule, config: ParallelConfig, layout
             f" and attention, and cannot be with {wanted_cp} as well. Make a new one, and load the weights from a"
             " checkpoint."
         )
+    if split is not None and split.splits_evaluations != config.context_parallel.splits_evaluations:
+        raise MisconfigurationException(
+            f"An earlier Trainer has made this {type(existing.module).__name__} parallel with"
+            f" split_evaluations={split.splits_evaluations}, which cannot be changed to {not split.splits_evaluations}."
+            " Make a new one, and load the weights from a checkpoint."
+        )
     tiling = existing.get(Tiling)
     found_tiles = (None, None) if tiling is None else (tiling.config.mlp, tiling.config.loss)
     wanted_tiles = (config.tiling.mlp, config.tiling.loss)

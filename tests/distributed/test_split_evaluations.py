@@ -1,0 +1,277 @@
+"""Test that evaluations on parts of the sequence have the results of one process, whatever of the model they use."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.nn import functional
+
+from lightning_dist import ContextParallelStrategy, NDParallelStrategy
+from tests.distributed.fit import make_trainer
+from tests.models import CONTEXT
+from tests.pool import WorkerPool
+from tests.split_models import SPLIT_MODELS, Example, LanguageModel, Llama
+
+
+class Result(NamedTuple):
+    """Hold what an evaluation returns.
+
+    Args:
+        loss: The logged loss of the validation.
+        predictions: What ``predict_step`` has returned on the first rank of a pipeline or of a sequence.
+        num_tokens: Numbers of tokens that layers in blocks were given in the evaluations.
+        warnings: Warnings about evaluations.
+    """
+
+    loss: float
+    predictions: list[Any]
+    num_tokens: set[int]
+    warnings: list[str]
+
+
+class Validating(pl.LightningModule):
+    """Log the loss of the training step in a validation as well, and return the whole output as a prediction."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        inputs = self.inputs(batch[0]) if isinstance(self, LanguageModel) and not isinstance(self, Example) else None
+        output = self.model(batch[0]) if inputs is None else self.model(**inputs).logits
+        return output, output.argmax(-1)
+
+
+def validating(base: type[pl.LightningModule]) -> type[pl.LightningModule]:
+    return type(f"Validating{base.__name__}", (Validating, base), {})
+
+
+def evaluate(model: pl.LightningModule, strategy: Any, **kwargs: Any) -> Result:
+    """Train ``model`` for a step, validate it, and predict."""
+    num_tokens: set[int] = set()
+
+    def record(layer: nn.Module, args: tuple[Tensor]) -> None:
+        if not layer.training and not isinstance(args[0], FakeTensor):
+            num_tokens.add(args[0].size(-2))
+
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and any(part in name for part in (".layers.", ".layer.", ".blocks.")):
+            module.register_forward_pre_hook(record)
+
+    class AtStart(pl.Callback):
+        def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            num_tokens.clear()  # The trials of blocks have run copies of these layers, with their hooks.
+
+    defaults: dict[str, Any] = {
+        "max_steps": 1,
+        "limit_val_batches": 2,
+        "num_sanity_val_steps": 0,
+        "precision": "64-true",
+    }
+    defaults["callbacks"] = [AtStart()]
+    devices = {"devices": 1} if strategy == "auto" else {}
+    trainer = make_trainer(
+        "auto", strategy=strategy, limit_predict_batches=2, **{**defaults, **devices, **kwargs}, val_check_interval=1
+    )
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.fit(model)
+        loss = float(trainer.callback_metrics["val/loss"])
+        predictions = trainer.predict(model) or []
+    texts = [str(each.message) for each in caught if "split_evaluations" in str(each.message)]
+    return Result(loss, predictions, num_tokens, texts)
+
+
+def evaluate_named(name: str, sizes: dict[str, int] | None, attention: str = "auto") -> Result:
+    torch.manual_seed(0)
+    model = validating(SPLIT_MODELS[name])()
+    if sizes is None:
+        return evaluate(model, "auto")
+    make = ContextParallelStrategy if sizes.keys() == {"cp_size"} else NDParallelStrategy
+    return evaluate(model, make(**sizes, attention=attention, split_evaluations=True))
+
+
+def assert_equal(actual: Any, expected: Any) -> None:
+    if isinstance(expected, list | tuple):
+        assert len(actual) == len(expected)
+        for one, other in zip(actual, expected, strict=True):
+            assert_equal(one, other)
+    else:
+        torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+
+
+CASES = [
+    ("example_gpt", {"cp_size": 4}, "ulysses", CONTEXT // 4),
+    ("example_gpt", {"cp_size": 2}, "all_gather", CONTEXT // 2),
+    ("llama3", {"cp_size": 2}, "ulysses", CONTEXT // 2),
+    ("llama3", {"cp_size": 4}, "all_gather", CONTEXT // 4),
+    ("bart", {"cp_size": 2}, "ulysses", CONTEXT // 2),
+    ("vit", {"cp_size": 4}, "auto", 5),
+    ("encoder", {"cp_size": 2}, "auto", 8),
+    ("llama3", {"cp_size": 2, "tp_size": 2}, "auto", CONTEXT // 2),
+    ("llama3", {"cp_size": 2, "pp_size": 2}, "auto", CONTEXT // 2),
+    ("mixtral", {"cp_size": 4, "ep_size": 2}, "auto", CONTEXT // 4),
+]
+
+
+@pytest.mark.parametrize(("name", "sizes", "attention", "own"), CASES)
+def test_evaluations_on_parts_have_the_results_of_one_process(
+    pool: WorkerPool, reference_pool: WorkerPool, name: str, sizes: dict[str, int], attention: str, own: int
+) -> None:
+    expected = reference_pool.run(evaluate_named, 1, name, None)[0]
+    num_ranks = 4 if len(sizes) > 1 else sizes["cp_size"]
+    results = pool.run(evaluate_named, num_ranks, name, sizes, attention)
+    for result in results:
+        assert result.loss == pytest.approx(expected.loss, rel=1e-10)
+        assert result.num_tokens == {own}
+        assert not result.warnings
+    assert_equal(next(result.predictions for result in results if result.predictions), expected.predictions)
+
+
+class Inspecting(Llama):
+    """Use hidden states of inner blocks, in a prediction, by the model's option and by hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Tensor] = []
+
+    def watch(self) -> None:
+        self.model.model.layers[1].register_forward_hook(lambda m, args, out: self.seen.append((out * 2).detach()))
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        hidden = self.model.model.embed_tokens(batch[0])
+        position = self.model.model.rotary_emb(hidden, torch.arange(hidden.size(1)).unsqueeze(0))
+        out = self.model.model.layers[0](hidden, position_embeddings=position)  # This leaves the chain of blocks.
+        self.log("val/loss", out.pow(2).mean(), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        self.seen.clear()  # The trials of blocks have run copies of these layers, with their hooks.
+        states = self.model(input_ids=batch[0], output_hidden_states=True).hidden_states
+        return states, states[1].mean(1), list(self.seen)
+
+
+def inspect(splits: bool, hooks_first: bool) -> Result:
+    torch.manual_seed(0)
+    model = Inspecting()
+    if hooks_first:
+        model.watch()
+    else:
+        model.setup = lambda stage: model.watch() if stage == "fit" else None
+    return evaluate(model, ContextParallelStrategy(4, split_evaluations=True) if splits else "auto")
+
+
+@pytest.mark.parametrize("hooks_first", [True, False])
+def test_hidden_states_of_inner_blocks_are_whole_in_evaluations(
+    pool: WorkerPool, reference_pool: WorkerPool, hooks_first: bool
+) -> None:
+    expected = reference_pool.run(inspect, 1, False, hooks_first)[0]
+    for result in pool.run(inspect, 4, True, hooks_first):
+        assert result.loss == pytest.approx(expected.loss, rel=1e-10)
+        if result.predictions:
+            assert_equal(result.predictions, expected.predictions)
+
+
+def evaluate_class(kind: type[pl.LightningModule], splits: bool) -> Result:
+    torch.manual_seed(0)
+    return evaluate(kind(), ContextParallelStrategy(4, split_evaluations=True) if splits else "auto")
+
+
+class Generating(Llama):
+    """Generate text in a validation, with a cache of keys, from prompts of another length than in training."""
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        out = self.model.generate(batch[0][:, :5], max_new_tokens=3, do_sample=False, use_cache=True)
+        self.log("val/loss", out.double().mean(), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(input_ids=batch[0][:, :3]).logits, self.model(input_ids=batch[0][:, :7]).logits
+
+
+def test_cached_keys_and_short_sequences_are_whole_in_evaluations(pool: WorkerPool, reference_pool: WorkerPool) -> None:
+    expected = reference_pool.run(evaluate_class, 1, Generating, False)[0]
+    for rank, result in enumerate(pool.run(evaluate_class, 4, Generating, True)):
+        assert result.loss == pytest.approx(expected.loss, rel=1e-10)
+        assert result.num_tokens == {1, 5, 3, 2}  # a generated one, the prompt, a short sequence, and a part of seven
+        if rank == 0:
+            assert_equal(result.predictions, expected.predictions)
+            assert len(result.warnings) == 1
+            assert "model.layers.0 runs on whole sequences" in result.warnings[0]
+            assert "pass use_cache=False" in result.warnings[0]
+
+
+class WithPadding(Llama):
+    """Pass a mask to the model in evaluations only."""
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        mask = torch.ones_like(batch[0])
+        mask[0, :3] = 0
+        return self.model(input_ids=batch[0], attention_mask=mask).logits[:, 3:]
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.model(input_ids=batch[0]).logits.pow(2).mean(), sync_dist=True)
+
+
+class Scaling(nn.Module):
+    """Attend to all tokens, or leave attention out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(24, 72)
+
+    def forward(self, x: Tensor, attends: bool = True) -> Tensor:
+        q, k, v = self.layer(x).unflatten(-1, (3, 4, 6)).permute(2, 0, 3, 1, 4).unbind(0)
+        attended = functional.scaled_dot_product_attention(q, k, v) if attends else v.flip(-2)
+        return x + attended.transpose(1, 2).flatten(2)
+
+
+class WithOption(LanguageModel):
+    """Give blocks another option in evaluations, with which they mix tokens in another way."""
+
+    def make_model(self) -> nn.Module:
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embedding, self.head = nn.Embedding(32, 24), nn.Linear(24, 32)
+                self.blocks = nn.ModuleList([Scaling(), Scaling()])
+
+            def forward(self, tokens: Tensor, attends: bool = True) -> Tensor:
+                x = self.embedding(tokens)
+                for block in self.blocks:
+                    x = block(x, attends=attends)
+                return self.head(x)
+
+        return Model()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return functional.cross_entropy(self.model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(batch[0], attends=False)
+
+
+def test_masks_in_evaluations_alone_are_applied(pool: WorkerPool, reference_pool: WorkerPool) -> None:
+    expected = reference_pool.run(evaluate_class, 1, WithPadding, False)[0]
+    result = pool.run(evaluate_class, 4, WithPadding, True)[0]
+    assert_equal(result.predictions, expected.predictions)
+    assert result.loss == pytest.approx(expected.loss, rel=1e-10)
+    assert result.num_tokens == {CONTEXT // 4}
+
+
+def test_a_block_that_is_given_another_option_runs_on_the_whole_sequence(
+    pool: WorkerPool, reference_pool: WorkerPool
+) -> None:
+    expected = reference_pool.run(evaluate_class, 1, WithOption, False)[0]
+    result = pool.run(evaluate_class, 4, WithOption, True)[0]
+    assert_equal(result.predictions, expected.predictions)
+    assert result.loss == pytest.approx(expected.loss, rel=1e-10)
+    assert result.num_tokens == {CONTEXT // 4, CONTEXT}
+    assert len(result.warnings) == 1
+    assert "is given attends=False, and True in the first training step" in result.warnings[0]
