@@ -105,7 +105,9 @@ class SplitTensor(Tensor):
                 if result is not None:
                     return result
         is_in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        if func is Tensor.backward or is_in_place or "out" in kwargs:
+        out = kwargs.get("out")
+        changed = (*(args[:1] if is_in_place else ()), *(out if isinstance(out, tuple) else (out,)))
+        if func is Tensor.backward or any(isinstance(each, cls) for each in changed):
             raise RuntimeError(
                 f"{name} of {cls.what} would change a copy that the ranks gather, not the tensor itself: compute a new"
                 f" one (torch.where, masked_fill), or {cls.remedy}."
@@ -145,18 +147,33 @@ def whole_values(value: Any) -> Any:
 
     Returns:
         ``value`` with whole tensors; mutable mappings are changed in place.
+
+    Raises:
+        OtherRankError: If another rank has no split tensor there.
     """
     if isinstance(value, SplitTensor):
-        return value.gathered()
+        return value.whole("the return")
     if isinstance(value, MutableMapping):
         for key, item in value.items():
-            if isinstance(item, SplitTensor | MutableMapping | list | tuple):
+            if _has_split_tensor(item):
                 value[key] = whole_values(item)
         return value
     if type(value) in (list, tuple):
         return type(value)(map(whole_values, value))
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(whole_values, value))
     if is_dataclass(value) and not isinstance(value, type):
-        changed = {entry.name: getattr(value, entry.name) for entry in fields(value) if entry.init}
-        changed = {key: item for key, item in changed.items() if isinstance(item, SplitTensor)}
-        return replace(value, **{key: whole_values(item) for key, item in changed.items()}) if changed else value
+        given = {entry.name: getattr(value, entry.name) for entry in fields(value) if entry.init}
+        changed = {key: whole_values(item) for key, item in given.items() if _has_split_tensor(item)}
+        return replace(value, **changed) if changed else value
     return value
+
+
+def _has_split_tensor(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_has_split_tensor, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_has_split_tensor, value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return any(_has_split_tensor(getattr(value, entry.name)) for entry in fields(value) if entry.init)
+    return isinstance(value, SplitTensor)

@@ -105,12 +105,14 @@ class ContextParallel(Technique):
     @contextmanager
     def whole(self) -> Iterator[None]:
         """Let each rank run the blocks on whole sequences in this context, because it may run the model alone."""
+        was_evaluating = self._evaluation is not None and self._evaluation.is_running
         self._blocks.is_disabled = True
         self._splits_evaluation(False)
         try:
             yield
         finally:
             self._blocks.is_disabled = False
+            self._splits_evaluation(was_evaluating)
 
     def metrics(self, num_steps: int) -> dict[str, float]:
         """Return what this rank sends in a step to the ranks that it splits the sequence with."""

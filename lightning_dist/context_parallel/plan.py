@@ -69,4 +69,5 @@ class ContextPlan:
 
     def outline(self) -> str:
         """Return a text that is equal on all ranks that have the same plan."""
-        return repr((self.chains, sorted(self.blocks.items()), self.attention, self.draws, self.after))
+        blocks, options = sorted(self.blocks.items()), sorted(self.options.items())
+        return repr((self.chains, blocks, self.attention, self.draws, self.after, options))

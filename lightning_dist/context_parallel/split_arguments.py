@@ -13,6 +13,9 @@ from lightning_dist.context_parallel.tokens import Tokens
 
 __all__ = ["describe_options", "dim_of_tokens", "is_cache", "split_arguments"]
 
+_WITHOUT_EFFECT = ("use_cache", "output_hidden_states")
+"""Names of Hugging Face's flags that reach blocks, and leave what they compute as it is: a cache is an own argument."""
+
 
 def dim_of_tokens(tensor: Tensor, length: int) -> int | None:
     """Return the negative dimension along which ``tensor`` has one entry for each token; None: there is no such one.
@@ -36,7 +39,7 @@ def describe_options(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mappin
     """Describe the arguments of a call that may choose what a block computes: all but tensors, caches and None.
 
     A plain value is described by itself, and any other one by its class. Tensors may come and go: Hugging Face passes
-    masks only where they are needed. The flag by which Hugging Face asks for a cache is left out.
+    masks only where they are needed. Flags that change nothing in a block are left out.
 
     Args:
         args: The positional arguments.
@@ -46,7 +49,7 @@ def describe_options(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Mappin
     return {
         name: repr(value) if isinstance(value, bool | int | float | str) else type(value).__name__
         for name, value in sorted(named.items())
-        if value is not None and not isinstance(value, Tensor) and not is_cache(value) and name != "use_cache"
+        if value is not None and not isinstance(value, Tensor) and not is_cache(value) and name not in _WITHOUT_EFFECT
     }
 
 

@@ -77,7 +77,12 @@ class SplitBlocks:
         split = self._plan.blocks[name]
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            if self.is_disabled or is_evaluated(module):
+            if self.is_disabled:
+                return None
+            if before is None and is_evaluated(module):
+                self._tokens[index] = None  # The whole chain runs as its first block does.
+                return None
+            if before is not None and self._tokens[index] is None:
                 return None
             hidden = args[split.hidden] if isinstance(split.hidden, int) else kwargs[split.hidden]
             if before is None:
@@ -97,10 +102,16 @@ class SplitBlocks:
 
     def _split_evaluations(self, evaluation: SplitEvaluation, part: Mapping[str, nn.Module], stays_split: bool) -> None:
         names = list(part)
+
+        def is_in_training_chain(block: nn.Module) -> bool:
+            return self._tokens[self._chain_of[block]] is not None
+
         for name, block in part.items():
+            is_last = name == names[-1]
             evaluation.add_to(
-                block, name, name == names[0], stays_split or name != names[-1], partial(self._inside, block)
-            )
+                block, name, name == names[0], stays_split or not is_last, partial(self._inside, block),
+                partial(is_in_training_chain, block),
+            )  # fmt: skip
 
     def _refuse_within_chain(self, name: str, block: nn.Module, args: Any) -> None:
         """Raise if a block that is not split runs between blocks that are."""
@@ -191,7 +202,7 @@ class SplitBlocks:
         It is called when the forward begins, after the hooks that split the arguments.
         """
         index = self._chain_of.get(block)
-        tokens = None if index is None or self.is_disabled or is_evaluated(block) else self._tokens[index]
+        tokens = None if index is None or self.is_disabled else self._tokens[index]
         return nullcontext if tokens is None else partial(self._inside, block, tokens)
 
     @contextmanager

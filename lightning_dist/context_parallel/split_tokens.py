@@ -43,7 +43,7 @@ class SplitTokens(SplitTensor):
     kept: tuple[int, int]
     is_flat: bool
     what = "a tensor that is split over cp"
-    remedy = "compute it in another way, or use cp_size=1"
+    remedy = "use cp_size=1 (in an evaluation: split_evaluations=False)"
 
     @staticmethod
     def __new__(
@@ -92,6 +92,8 @@ class SplitTokens(SplitTensor):
 
 def _reshaped(func: Any, value: SplitTokens, args: Any, kwargs: Any) -> SplitTokens | None:
     """Merge the dimensions up to the tokens, or separate them again."""
+    if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
+        return None
     local, dim = value.local, value.token_dim
     shape = tuple(func(torch.empty(value.shape, device="meta"), *args, **kwargs).shape)
     start, stop = value.kept

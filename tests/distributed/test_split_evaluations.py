@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -12,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional
 
-from lightning_dist import ContextParallelStrategy, NDParallelStrategy
+from lightning_dist import ContextParallelStrategy, NDParallelStrategy, full_parameters, split_tensor
 from tests.distributed.fit import make_trainer
 from tests.models import CONTEXT
 from tests.pool import WorkerPool
@@ -97,6 +100,10 @@ def evaluate_named(name: str, sizes: dict[str, int] | None, attention: str = "au
 
 
 def assert_equal(actual: Any, expected: Any) -> None:
+    if isinstance(expected, Mapping):
+        actual, expected = list(actual.values()), list(expected.values())
+    if isinstance(expected, Record):
+        actual, expected = actual.states, expected.states
     if isinstance(expected, list | tuple):
         assert len(actual) == len(expected)
         for one, other in zip(actual, expected, strict=True):
@@ -172,6 +179,8 @@ def test_hidden_states_of_inner_blocks_are_whole_in_evaluations(
     expected = reference_pool.run(inspect, 1, False, hooks_first)[0]
     for result in pool.run(inspect, 4, True, hooks_first):
         assert result.loss == pytest.approx(expected.loss, rel=1e-10)
+        assert result.num_tokens == {CONTEXT // 4}
+        assert not result.warnings
         if result.predictions:
             assert_equal(result.predictions, expected.predictions)
 
@@ -199,9 +208,10 @@ def test_cached_keys_and_short_sequences_are_whole_in_evaluations(pool: WorkerPo
         assert result.num_tokens == {1, 5, 3, 2}  # a generated one, the prompt, a short sequence, and a part of seven
         if rank == 0:
             assert_equal(result.predictions, expected.predictions)
-            assert len(result.warnings) == 1
-            assert "model.layers.0 runs on whole sequences" in result.warnings[0]
-            assert "pass use_cache=False" in result.warnings[0]
+            cached, short = result.warnings
+            assert "model.layers.0 runs on whole sequences" in cached
+            assert "pass use_cache=False" in cached
+            assert "has 3 tokens as input, which are too few to be split" in short
 
 
 class WithPadding(Llama):
@@ -274,4 +284,177 @@ def test_a_block_that_is_given_another_option_runs_on_the_whole_sequence(
     assert result.loss == pytest.approx(expected.loss, rel=1e-10)
     assert result.num_tokens == {CONTEXT // 4, CONTEXT}
     assert len(result.warnings) == 1
-    assert "is given attends=False, and True in the first training step" in result.warnings[0]
+    assert "is given attends=False, and True in the first step" in result.warnings[0]
+
+
+class Attending(nn.Module):
+    returns_norm = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.dropout = nn.Linear(24, 72), nn.Dropout(0.0)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        q, k, v = self.layer(x).unflatten(-1, (3, 4, 6)).permute(2, 0, 3, 1, 4).unbind(0)
+        x = x + self.dropout(functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+        return x, x.norm(dim=-1) if self.returns_norm else None
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: Tensor
+
+
+@dataclass
+class Record:
+    states: tuple[Tensor, ...]
+    name: str = "record"
+
+
+class Using(LanguageModel):
+    """Evaluate a model whose code is simple enough to be used in any way.
+
+    Args:
+        use: Name of the function of ``USES`` that makes the prediction.
+    """
+
+    def __init__(self, use: str) -> None:
+        super().__init__()
+        self.use = use
+        for block in self.model.blocks:
+            block.returns_norm = use == "other tensors of a block"
+
+    def make_model(self) -> nn.Module:
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embedding, self.head = nn.Embedding(32, 24), nn.Linear(24, 32)
+                self.blocks = nn.ModuleList([Attending(), Attending(), Attending()])
+
+            def states(self, tokens: Tensor) -> tuple[list[Tensor], list[Tensor]]:
+                states, norms = [self.embedding(tokens)], []
+                for block in self.blocks:
+                    state, norm = block(states[-1])
+                    states.append(state)
+                    norms.append(norm)
+                return states, norms
+
+            def forward(self, tokens: Tensor) -> Tensor:
+                return self.head(self.states(tokens)[0][-1])
+
+        return Model()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return functional.cross_entropy(self.model(batch[0]).flatten(0, 1), batch[1].flatten())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val/loss", self.training_step(batch, batch_idx), sync_dist=True)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Any:
+        return USES[self.use](self.model, batch[0])
+
+
+def with_one_block_in_training(model: Any, tokens: Tensor) -> Tensor:
+    model.blocks[0].train()
+    return model(tokens)
+
+
+def with_dropout_in_training(model: Any, tokens: Tensor) -> Tensor:
+    model.blocks[1].dropout.train()
+    return model(tokens)
+
+
+def add_to_another_tensor(model: Any, tokens: Tensor) -> Tensor:
+    logits = model(tokens)
+    sums = torch.zeros(len(tokens) + 1, *logits.shape[1:], dtype=logits.dtype)
+    sums[1:] = logits
+    return sums.add_(logits[:1])
+
+
+def repeat_from_the_middle(model: Any, tokens: Tensor) -> Tensor:
+    return model.blocks[0](model.states(tokens)[0][2][:, 2:])[0]
+
+
+def leave_out_parallelism(model: Any, tokens: Tensor) -> tuple[Tensor, ...]:
+    before = model(tokens) * 1.0
+    with full_parameters(model):
+        inside = model(tokens) * 1.0
+    return before, inside, model(tokens) * 1.0
+
+
+USES: dict[str, Callable[[Any, Tensor], Any]] = {
+    "one block in training mode": with_one_block_in_training,
+    "a layer in training mode": with_dropout_in_training,
+    "other tensors of a block": lambda model, tokens: model.states(tokens)[1],
+    "slices of hidden states": repeat_from_the_middle,
+    "transposed hidden states": lambda model, tokens: model.blocks[1](model.states(tokens)[0][1].transpose(0, 1))[0],
+    "named tuples": lambda model, tokens: Pair(model(tokens), model.states(tokens)[0][1]),
+    "another tensor changed in place": add_to_another_tensor,
+    "another dtype of the same bits": lambda model, tokens: model(tokens).view(torch.int64).bitwise_and(1 << 62),
+    "the whole model within a step": leave_out_parallelism,
+    "dataclasses": lambda model, tokens: {"record": Record(tuple(model.states(tokens)[0]))},
+}
+
+
+def use(name: str, splits: bool | None) -> Result:
+    torch.manual_seed(0)
+    strategy = "auto" if splits is None else ContextParallelStrategy(2, split_evaluations=splits)
+    return evaluate(Using(name), strategy)
+
+
+@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("name", USES)
+def test_evaluations_may_use_a_model_in_any_way(
+    pool: WorkerPool, reference_pool: WorkerPool, name: str, splits: bool
+) -> None:
+    expected = reference_pool.run(use, 1, name, None)[0]
+    for result in pool.run(use, 2, name, splits):
+        if splits:
+            assert CONTEXT // 2 in result.num_tokens
+        assert result.loss == pytest.approx(expected.loss, rel=1e-10)
+        if result.predictions:
+            assert_equal(result.predictions, expected.predictions)
+
+
+def keep_in_dataclass() -> list[str]:
+    """Return the types of the tensors that a callback is given in a dataclass."""
+    seen: list[str] = []
+
+    class Writer(pl.Callback):
+        def on_predict_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *args: Any) -> None:
+            seen.extend(type(each).__name__ for each in outputs["record"].states)
+
+    model = Using("dataclasses")
+    trainer = make_trainer(
+        "auto", strategy=ContextParallelStrategy(2, split_evaluations=True), callbacks=[Writer()],
+        limit_predict_batches=1, max_steps=1,
+    )  # fmt: skip
+    trainer.fit(model)
+    trainer.predict(model)
+    return seen
+
+
+def test_a_callback_is_given_whole_values_in_a_dataclass(pool: WorkerPool) -> None:
+    assert pool.run(keep_in_dataclass, 2)[0] == ["Tensor"] * 4
+
+
+class ReturningOnOneRank(Using):
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        logits = self.model(batch[0])
+        self.log("val/loss", 0.0)
+        return {"logits": logits if self.global_rank == 0 else None}
+
+
+def return_on_one_rank() -> str:
+    timed_barrier = split_tensor.timed_barrier
+    with mock.patch.object(split_tensor, "timed_barrier", lambda what, timeout_s, ranks: timed_barrier(what, 3, ranks)):
+        try:
+            evaluate(ReturningOnOneRank("named tuples"), ContextParallelStrategy(2, split_evaluations=True))
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def test_a_value_that_one_rank_alone_returns_is_an_error(pool: WorkerPool) -> None:
+    error = pool.run(return_on_one_rank, 2)[0]
+    assert error.startswith("OtherRankError: the return of a tensor that is split over cp: rank 1 did not arrive")
