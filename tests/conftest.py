@@ -14,12 +14,21 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from tests.accelerator import VARIABLE
 from tests.launched import Forked
 from tests.pool import WorkerPool, fork_server
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Start the fork server now, since it imports for seconds, during which this process can collect the tests."""
+    if session.config.getoption("accelerator") == "gpu":
+        os.environ[VARIABLE] = "gpu"
+        # Processes are forked from this one, and cannot use CUDA if this one has initialized it to count the GPUs.
+        os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+        import torch
+
+        if not torch.cuda.is_available():
+            raise pytest.UsageError("--accelerator=gpu: this machine has no GPU that torch can use")
     if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
         return  # This process only distributes the tests.
     fork_server("tests.preload_more")
@@ -126,6 +135,9 @@ def mlflow_folder(tmp_path: Path, empty_mlflow_database: Path) -> Path:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--accelerator", choices=["cpu", "gpu"], default="cpu", help="where the ranks of distributed tests run"
+    )
     parser.addoption(
         "--matrix", choices=["pairwise", "full"], default="pairwise", help="which combinations the parity tests run"
     )

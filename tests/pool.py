@@ -30,6 +30,8 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests.accelerator import on_gpu, variables_of_rank
+
 __all__ = ["RankFailed", "WorkerPool", "fork_server", "in_parallel"]
 
 First, Second = TypeVar("First"), TypeVar("Second")
@@ -66,10 +68,16 @@ class RankFailed(AssertionError):  # noqa: N818 - The name reads well in a test 
 
 
 class WorkerPool:
-    """Run a function on several ranks, each in a worker process that has torchrun's environment variables."""
+    """Run a function on several ranks, each in a worker process that has torchrun's environment variables.
 
-    def __init__(self) -> None:
-        self._context = fork_server()
+    Args:
+        forks: Whether workers are forked from the fork server. They cannot use CUDA then, because an import has used it
+            there. None: unless distributed tests run on GPUs.
+    """
+
+    def __init__(self, forks: bool | None = None) -> None:
+        forks = not on_gpu() if forks is None else forks
+        self._context: Any = fork_server() if forks else mp.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
         self._stacks = Path(tempfile.mkdtemp(prefix="stacks-"))
 
@@ -106,18 +114,13 @@ class WorkerPool:
         workers = self._workers[:world_size]
         port = _free_port()
         for rank, (_, connection) in enumerate(workers):
-            local_size = world_size // num_nodes
             env = {
-                "RANK": rank,
-                "LOCAL_RANK": rank % local_size,
-                "GROUP_RANK": rank // local_size,
-                "WORLD_SIZE": world_size,
-                "LOCAL_WORLD_SIZE": local_size,
+                **variables_of_rank(rank, world_size, num_nodes),
                 "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": port,
+                "MASTER_PORT": str(port),
                 "TORCHELASTIC_RUN_ID": "tests",
             }
-            connection.send((function, args, kwargs, {key: str(value) for key, value in env.items()}))
+            connection.send((function, args, kwargs, env))
         results, errors = self._collect(workers, timeout_s, grace_s)
         if errors:
             raise RankFailed(errors)

@@ -40,6 +40,7 @@ __all__ = ["CASES", "Case", "NotMeasuredError", "Result", "Settings", "measure"]
 Kind = Literal[
     "step", "large_step", "wide_step", "half_wide_step", "long_step",
     "startup", "memory", "heap", "stall", "write", "load", "traffic",
+    "gpu_small_step", "gpu_step", "gpu_memory",
 ]  # fmt: skip
 """Kinds of comparisons, which :class:`Case` describes."""
 
@@ -54,6 +55,9 @@ class Case:
     - ``large_step``: the same with a model 17 times as large, where the constant costs of a step weigh less.
     - ``wide_step`` and ``half_wide_step``: the same with a model of width 512, and 2,048 or 1,024 tokens in a step.
     - ``long_step``: the same with two sequences of 1,024 tokens in a step.
+    - ``gpu_small_step``: the same with the model of ``wide_step`` on a GPU, which waits for the host most of the time.
+    - ``gpu_step``: the same with a model of 400 million parameters and 16,384 tokens in a step on a GPU.
+    - ``gpu_memory``: ratio of the peaks of the MiB that the caching allocator of a GPU has given out, in ``gpu_step``.
     - ``startup``: difference of the seconds until the first step.
     - ``memory``: ratio of the peaks of a rank's resident MiB. Freed memory goes back to the system, so that the peak is
       the memory that was in use at the same time.
@@ -89,7 +93,9 @@ class Case:
     @property
     def unit(self) -> str:
         """Return the unit of both sides' figures."""
-        return {"memory": "MiB", "heap": "MiB", "startup": "s", "traffic": "KiB"}.get(self.kind, "ms")
+        return {"memory": "MiB", "gpu_memory": "MiB", "heap": "MiB", "startup": "s", "traffic": "KiB"}.get(
+            self.kind, "ms"
+        )
 
 
 M_MMAP_THRESHOLD = -3  # This is a constant of glibc's malloc.h.
@@ -107,6 +113,10 @@ MEMORY = 1.02
 STALL = 0.02
 OF_RAW_BANDWIDTH = 1.25
 FORMULA = (1.01, 0.99)
+ON_GPU = (
+    "bf16_compiled", "bf16_selective", "bf16_checkpointing", "bf16_tiled", "bf16_step_in_backward",
+    "bf16_offload_optimizer", "bf16_offload_params", "tensorwise", "rowwise",
+)  # fmt: skip
 
 CASES = [
     Case("step", 2, "data_parallel", "by_hand_ddp", SAME_COMMUNICATION),
@@ -151,6 +161,16 @@ CASES = [
     Case("wide_step", 2, "by_hand_bf16", "by_hand_two_shot"),
     Case("half_wide_step", 2, "full_shard_bf16", "full_shard"),
     Case("half_wide_step", 2, "by_hand_bf16", "by_hand_two_shot"),
+    Case("gpu_small_step", 1, "data_parallel", "by_hand_ddp", SAME_COMMUNICATION),
+    Case("gpu_small_step", 1, "data_parallel", "ddp", DDP),
+    Case("gpu_small_step", 1, "full_shard", "by_hand", SAME_COMMUNICATION),
+    Case("gpu_step", 1, "full_shard_bf16", "by_hand_bf16_one_shot", SAME_COMMUNICATION),
+    *(Case(kind, 1, f"full_shard_{name}", "full_shard_bf16") for kind in ("gpu_step", "gpu_memory") for name in ON_GPU),
+    *(
+        Case("gpu_step", 1, f"full_shard_{recipe}_compiled", "full_shard_bf16_compiled")
+        for recipe in ("tensorwise", "rowwise")
+    ),
+    Case("gpu_memory", 1, "full_shard_bf16", "by_hand_bf16_one_shot", MEMORY),
     Case("startup", 2, "hybrid_1x2", "ddp", STARTUP_S),
     Case("startup", 4, "hybrid_2x2", "ddp", STARTUP_S),
     Case("memory", 2, "full_shard", "by_hand_two_shot", MEMORY),
@@ -183,6 +203,7 @@ class Settings:
         wide_model: Model for wide steps, whose matrix products are large enough that a faster dtype pays.
         long_model: Model for long steps, with long sequences.
         saved_model: Model for checkpoints, which have 512 MiB of weights and optimizer state.
+        gpu_model: Model for steps on a GPU, which it keeps busy.
         sent_model: Model for traffic; its number of heads is divisible by the number of ranks that a layer is split
             over.
         step: Pace of the comparisons of step time.
@@ -196,6 +217,7 @@ class Settings:
     wide_model: Workload
     long_model: Workload
     saved_model: Workload
+    gpu_model: Workload
     sent_model: Workload
     step: Pace
     startup: Pace
@@ -211,6 +233,7 @@ class Settings:
             wide_model=Workload(dim=512, num_heads=8),
             long_model=Workload(context=1024, global_batch_size=2),
             saved_model=Workload(dim=576, num_layers=11, num_heads=8, global_batch_size=4),
+            gpu_model=Workload(dim=2048, num_layers=8, num_heads=16, context=2048, global_batch_size=8, device="cuda"),
             sent_model=Workload(num_heads=4),
             step=Pace(min_pairs=40, max_width=0.04, max_seconds=60 * minutes),
             startup=Pace(min_pairs=10, max_width=0.4, max_seconds=60 * minutes),
@@ -230,6 +253,7 @@ class Settings:
             wide_model=tiny,
             long_model=replace(tiny, context=64, global_batch_size=2),
             saved_model=tiny,
+            gpu_model=replace(tiny, device="cuda"),
             sent_model=replace(tiny, num_heads=4),
             step=few,
             startup=one,
@@ -283,12 +307,17 @@ def measure(case: Case, settings: Settings) -> Result:
     """
     if missing := missing_package(case.theirs):
         raise NotMeasuredError(f'{missing} is not installed: pip install "lightning-dist[bench]"')
+    if case.kind.startswith("gpu") and not torch.cuda.is_available():
+        raise NotMeasuredError("there is no GPU")
     by_kind = {
         "step": _measure_steps,
         "large_step": _measure_steps,
         "wide_step": _measure_steps,
         "half_wide_step": _measure_steps,
         "long_step": _measure_steps,
+        "gpu_small_step": _measure_steps,
+        "gpu_step": _measure_steps,
+        "gpu_memory": _measure_memory,
         "startup": _measure_startup,
         "memory": _measure_memory,
         "heap": _measure_memory,
@@ -301,8 +330,12 @@ def _measure_steps(case: Case, settings: Settings) -> Result:
     pace, model = settings.step, settings.model
     if case.kind == "large_step":
         model = replace(settings.large_model, global_batch_size=settings.model.global_batch_size // 2)
-    if case.kind in ("wide_step", "half_wide_step"):
+    if case.kind in ("wide_step", "half_wide_step", "gpu_small_step"):
         model = settings.wide_model
+    if case.kind == "gpu_small_step":
+        model = replace(model, device="cuda")
+    if case.kind == "gpu_step":
+        model = settings.gpu_model
     if case.kind == "long_step":
         model = settings.long_model
     if case.kind == "half_wide_step":
@@ -320,7 +353,7 @@ def _measure_steps(case: Case, settings: Settings) -> Result:
 
 
 def _steps(ours: str, theirs: str, workload: Workload, pace: Pace, is_ours_first: bool) -> Pairs:
-    dist.init_process_group("gloo")
+    _init_process_group(workload)
     tolerance = LOSS_TOLERANCE_BFLOAT16 if "bf16" in ours + theirs else LOSS_TOLERANCE
     trains = partial(SIDES[ours], workload), partial(SIDES[theirs], workload)
     return compare_steps(*trains, pace, is_ours_first, tolerance)
@@ -350,7 +383,8 @@ def _measure_memory(case: Case, settings: Settings) -> Result:
     before: dict[str, list[float]] = {case.ours: [], case.theirs: []}
 
     def peak_mib(side: str) -> float:
-        ranks = _on_new_workers(case.num_ranks, _memory_mib, side, settings.large_model, case.kind == "memory")
+        model = settings.gpu_model if case.kind == "gpu_memory" else settings.large_model
+        ranks = _on_new_workers(case.num_ranks, _memory_mib, side, model, case.kind == "memory")
         peak, at_start = max(ranks)
         before[side].append(at_start)
         return peak
@@ -366,7 +400,9 @@ def _measure_memory(case: Case, settings: Settings) -> Result:
 
 
 def _memory_mib(side: str, workload: Workload, give_back: bool, num_steps: int = 4) -> tuple[float, float]:
-    """Train, and return the peak of this rank's resident memory and its size before the model was built, in MiB.
+    """Train, and return the peak of this rank's memory and its size before the model was built, in MiB.
+
+    The memory is the resident memory of the process, or what the caching allocator of a GPU has given out.
 
     Args:
         side: Key of ``SIDES``.
@@ -376,8 +412,9 @@ def _memory_mib(side: str, workload: Workload, give_back: bool, num_steps: int =
     """
     if give_back and hasattr(libc := ctypes.CDLL(None), "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, 128 * 1024)  # Setting the initial value again keeps glibc from raising it.
-    at_start = psutil.Process().memory_info().rss / 2**20
-    dist.init_process_group("gloo")
+    on_gpu = workload.device == "cuda"
+    at_start = 0.0 if on_gpu else psutil.Process().memory_info().rss / 2**20
+    _init_process_group(workload)
     losses: list[Tensor] = []
 
     def end_step(loss: Tensor) -> bool:
@@ -385,7 +422,12 @@ def _memory_mib(side: str, workload: Workload, give_back: bool, num_steps: int =
         return len(losses) < num_steps
 
     SIDES[side](workload, end_step)
-    return peak_memory_mib(torch.device("cpu")), at_start
+    return peak_memory_mib(torch.device(workload.device)), at_start
+
+
+def _init_process_group(workload: Workload) -> None:
+    """Initialize the default process group, by which tensors on the CPU can be sent as well."""
+    dist.init_process_group("cpu:gloo,cuda:nccl" if workload.device == "cuda" else "gloo")
 
 
 def _measure_traffic(case: Case, settings: Settings) -> Result:
@@ -396,7 +438,8 @@ def _measure_traffic(case: Case, settings: Settings) -> Result:
 
 def _on_new_workers(num_ranks: int, function: Callable[..., Any], *args: Any, timeout_s: float = 300.0) -> list[Any]:
     """Run a function on new workers, because memory and caches of earlier runs would influence the figures."""
-    pool = WorkerPool()
+    on_gpu = any(isinstance(arg, Workload) and arg.device == "cuda" for arg in args)
+    pool = WorkerPool(forks=not on_gpu)
     try:
         return pool.run(_quietly, num_ranks, function, *args, timeout_s=timeout_s)
     finally:

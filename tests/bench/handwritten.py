@@ -44,13 +44,13 @@ def train(
     """
     world_size = dist.get_world_size()
     if dp_replicate_size == 1:
-        mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("dp_shard",))
+        mesh = init_device_mesh(workload.device, (world_size,), mesh_dim_names=("dp_shard",))
     else:
         sizes = (dp_replicate_size, world_size // dp_replicate_size)
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
+        mesh = init_device_mesh(workload.device, sizes, mesh_dim_names=("dp_replicate", "dp_shard"))
 
     torch.manual_seed(workload.seed)
-    model = GPT(**workload.model)
+    model = GPT(**workload.model).to(workload.device)
     shard(model, mesh, two_shot, offloads, in_bfloat16)
 
     optimizer, scheduler = configure_optimizer(model, workload.num_steps)
@@ -68,7 +68,8 @@ def train_ddp(workload: Workload, end_step: EndStep, powersgd_rank: int | None =
     torch.manual_seed(workload.seed)
     # torch's PowerSGD hook sends further messages from callbacks. With several buckets their order differs between
     # ranks, which ends the processes over gloo. One bucket has all gradients.
-    model = DistributedDataParallel(GPT(**workload.model), bucket_cap_mb=None if powersgd_rank is None else 10_000)
+    model = GPT(**workload.model).to(workload.device)
+    model = DistributedDataParallel(model, bucket_cap_mb=None if powersgd_rank is None else 10_000)
     if powersgd_rank is not None:
         state = PowerSGDState(None, matrix_approximation_rank=powersgd_rank, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook)
@@ -86,7 +87,7 @@ def _loop(
 ) -> None:
     for inputs, targets in workload.batches():
         optimizer.zero_grad()
-        with torch.autocast("cpu", torch.bfloat16, enabled=in_bfloat16):
+        with torch.autocast(workload.device, torch.bfloat16, enabled=in_bfloat16):
             loss = functional.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
         loss.backward()
         optimizer.step()

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from torch import Tensor
 from torch.distributed.fsdp import fully_shard
@@ -24,6 +25,7 @@ from examples.gpt.model import GPT, GPTModule
 from lightning_dist import (
     ContextParallelStrategy,
     DataParallelStrategy,
+    Float8Precision,
     FullShardStrategy,
     HybridShardStrategy,
     PipelineParallelStrategy,
@@ -120,7 +122,7 @@ def with_strategy(
     cls: type[GPTModule],
     workload: Workload,
     end_step: EndStep,
-    precision: str = "32-true",
+    precision: Any = "32-true",
 ) -> None:
     """Train a module of the class ``cls`` by Lightning's Trainer, ``strategy`` and ``precision``."""
 
@@ -159,6 +161,14 @@ def deepspeed_zero(stage: int, workload: Workload, end_step: EndStep) -> None:
             return
 
 
+def _in_bfloat16(strategy: Callable[[], Strategy], workload: Workload, end_step: EndStep) -> None:
+    with_strategy(strategy, UnloggedGPT, workload, end_step, "bf16-mixed")
+
+
+def _in_float8(recipe: Any, strategy: Callable[[], Strategy], workload: Workload, end_step: EndStep) -> None:
+    with_strategy(strategy, UnloggedGPT, workload, end_step, Float8Precision(recipe))
+
+
 SIDES: dict[str, Callable[[Workload, EndStep], None]] = {
     **{name: partial(with_trainer, name) for name in STRATEGIES},
     "by_hand": handwritten.train,
@@ -175,7 +185,26 @@ SIDES: dict[str, Callable[[Workload, EndStep], None]] = {
     **{f"deepspeed_{stage}": partial(deepspeed_zero, stage) for stage in (1, 2, 3)},
     "full_shard_bf16": partial(with_trainer, "full_shard", precision="bf16-mixed"),
     "by_hand_bf16": partial(handwritten.train, two_shot=True, in_bfloat16=True),
+    "by_hand_bf16_one_shot": partial(handwritten.train, in_bfloat16=True),
+    **{
+        f"full_shard_bf16_{name}": partial(_in_bfloat16, partial(FullShardStrategy, **options))
+        for name, options in {
+            "compiled": {"compile": True},
+            "checkpointing": {"activation_checkpointing": "full"},
+            "selective": {"activation_checkpointing": "selective"},
+            "tiled": {"activation_checkpointing": "full", "tiled_mlp": 512, "tiled_loss": 512},
+            "offload_optimizer": {"offload": "optimizer"},
+            "offload_params": {"offload": "params"},
+            "step_in_backward": {"step_in_backward": True},
+        }.items()
+    },
+    **{f"full_shard_{recipe}": partial(_in_float8, recipe, FullShardStrategy) for recipe in ("tensorwise", "rowwise")},
+    **{
+        f"full_shard_{recipe}_compiled": partial(_in_float8, recipe, partial(FullShardStrategy, compile=True))
+        for recipe in ("tensorwise", "rowwise")
+    },
 }
+"""All ways of training, by name. ``tensorwise`` and ``rowwise`` are the recipes of float8."""
 
 
 def _compressed(compression: Any, workload: Workload, end_step: EndStep) -> None:
@@ -252,13 +281,18 @@ def make_trainer(
     max_steps: int | None = None,
     precision: Any = "32-true",
 ) -> Trainer:
-    """Make a Trainer with the strategy and ``callback``, and without logger, checkpoints and progress bar."""
+    """Make a Trainer with the strategy and ``callback``, and without logger, checkpoints and progress bar.
+
+    ``precision`` is a value of the Trainer's argument, or a plugin.
+    """
+    plugin = isinstance(precision, Precision)
     return Trainer(
-        accelerator="cpu",
+        accelerator="gpu" if workload.device == "cuda" else "cpu",
         devices=int(os.environ["LOCAL_WORLD_SIZE"]),
         num_nodes=int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
         strategy=strategy,
-        precision=precision,
+        precision=None if plugin else precision,
+        plugins=[precision] if plugin else None,
         max_steps=max_steps or workload.num_steps,
         use_distributed_sampler=False,
         callbacks=[callback],

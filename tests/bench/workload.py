@@ -29,6 +29,7 @@ class Workload:
         num_steps: Length of the learning rate's schedule in steps; more than are ever run.
         seed: Seed of the weights.
         text: Path of the file that is trained on. None: the source of Python's standard library.
+        device: Type of the device to train on: ``"cpu"`` or ``"cuda"``.
     """
 
     dim: int = 192
@@ -39,6 +40,7 @@ class Workload:
     num_steps: int = 10_000
     seed: int = 1
     text: str | None = None
+    device: str = "cpu"
 
     @property
     def model(self) -> dict[str, Any]:
@@ -64,9 +66,10 @@ class Workload:
         return DataLoader(windows, self.global_batch_size // num_replicas, sampler=sampler, drop_last=True)
 
     def batches(self, num_replicas: int | None = None, rank: int | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the batches of the loader, over and over."""
+        """Yield the batches of the loader on the device, over and over."""
         while True:
-            yield from self.loader(num_replicas, rank)
+            for inputs, targets in self.loader(num_replicas, rank):
+                yield inputs.to(self.device), targets.to(self.device)
 
 
 @cache

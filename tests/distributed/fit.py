@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import lightning.pytorch as pl
@@ -13,6 +12,7 @@ from torch import nn
 
 from lightning_dist import FullShardStrategy, HybridShardStrategy, NDParallelStrategy
 from lightning_dist.parity import assert_parity, whole_parameters
+from tests.accelerator import place
 
 __all__ = ["Weights", "assert_same", "make_strategy", "make_trainer", "refused", "weights_of"]
 
@@ -46,9 +46,7 @@ def make_trainer(layout: str, strategy_kwargs: dict[str, Any] | None = None, **k
     """
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": int(os.environ["LOCAL_WORLD_SIZE"]),
-        "num_nodes": int(os.environ["WORLD_SIZE"]) // int(os.environ["LOCAL_WORLD_SIZE"]),
+        **place(),
         "strategy": make_strategy(layout, **(strategy_kwargs or {})),
         "use_distributed_sampler": False,
         "max_epochs": -1,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from typing import Any
 
@@ -16,6 +15,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dist import PipelineParallelStrategy
+from tests.accelerator import place
 from tests.pipeline_models import DeepGPT, Sequential
 from tests.pool import RankFailed, WorkerPool
 
@@ -89,8 +89,7 @@ class Outputs(pl.Callback):
 def trainer(strategy: Any, **kwargs: Any) -> pl.Trainer:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     defaults: dict[str, Any] = {
-        "accelerator": "cpu",
-        "devices": 1 if strategy == "auto" else int(os.environ["WORLD_SIZE"]),
+        **place(in_one_process=strategy == "auto"),
         "strategy": strategy,
         "precision": "64-true",
         "use_distributed_sampler": False,

@@ -82,7 +82,6 @@ def train(model_name: str, name: str, start: Path | None, end: Path, num_steps: 
     trainer = make_trainer(
         "auto",
         strategy=STRATEGIES[name][1](),
-        devices=STRATEGIES[name][0],
         use_distributed_sampler=True,
         precision="64-true",
         max_steps=num_steps,
@@ -185,9 +184,7 @@ class Counting(PIPELINE_MODELS["deep_gpt"]):  # type: ignore[misc]  # The class 
 def remembered(name: str, path: Path, num_steps: int, start: Path | None = None) -> tuple[int, dict[str, Any]]:
     """Train until step ``num_steps`` and save; return the count, and the optimizer's memory by parameter name."""
     model = Counting(global_batch_size=8)
-    trainer = make_trainer(
-        "auto", strategy=STRATEGIES[name][1](), devices=STRATEGIES[name][0], max_steps=num_steps, precision="64-true"
-    )
+    trainer = make_trainer("auto", strategy=STRATEGIES[name][1](), max_steps=num_steps, precision="64-true")
     trainer.fit(model, ckpt_path=start)
     trainer.save_checkpoint(path)
     names = {param: name for name, param in model.named_parameters()}

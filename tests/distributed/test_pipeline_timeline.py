@@ -25,6 +25,7 @@ from lightning_dist.pipeline.simulation import simulate
 from lightning_dist.pipeline.timeline import Order, Timeline
 from lightning_dist.plugins.callbacks import StepTelemetry
 from lightning_dist.plugins.loggers import MLflowLogger
+from tests.accelerator import place
 from tests.pool import WorkerPool
 
 PP_SIZE = 4
@@ -149,8 +150,7 @@ def run(
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     look = Look(until_bubble)
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=PP_SIZE,
+        **place(),
         strategy=PipelineParallelStrategy(PP_SIZE, num_microbatches, schedule),
         max_steps=num_steps,
         use_distributed_sampler=False,
@@ -218,8 +218,7 @@ def run_logged(folder: Path) -> list[list[tuple[int, float]]]:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     logger = MLflowLogger(tracking_uri=f"sqlite:///{folder}/mlflow.db")
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=4,
+        **place(),
         strategy=PipelineParallelStrategy(2, 4, dp_replicate_size=2),
         max_steps=5,
         use_distributed_sampler=False,

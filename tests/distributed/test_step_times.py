@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader
 
 from lightning_dist.plugins.callbacks import StepTelemetry
 from lightning_dist.plugins.callbacks.telemetry import step_telemetry
+from tests.accelerator import place
 from tests.pool import WorkerPool
 
 SLEEP_MS = 40
@@ -51,8 +52,7 @@ def logged(strategy: str) -> tuple[dict[str, float], int]:
     step_telemetry.gather = lambda *args: calls.append(args) or gather(*args)  # type: ignore[func-returns-value]
     logger = Recording()
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
+        **place(),
         strategy=strategy,
         max_steps=NUM_STEPS,
         callbacks=[StepTelemetry(4)],

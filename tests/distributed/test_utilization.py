@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -19,6 +18,7 @@ from lightning_dist import (
 )
 from lightning_dist.plugins.callbacks import StepTelemetry
 from lightning_dist.plugins.callbacks.telemetry import step_telemetry
+from tests.accelerator import place
 from tests.distributed.test_step_times import Recording
 from tests.models import CONTEXT, GPT, VOCAB
 from tests.pool import WorkerPool
@@ -67,8 +67,7 @@ def figures(name: str) -> tuple[list[tuple[float, float]], dict[str, float]]:
     step_telemetry.gather = recorded
     logger = Recording()
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
+        **place(),
         strategy=make_strategy(),
         max_steps=3,
         use_distributed_sampler=False,

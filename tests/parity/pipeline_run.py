@@ -17,6 +17,7 @@ from torch import nn
 from lightning_dist import NDParallelStrategy, PipelineParallelStrategy
 from lightning_dist.parity import whole_parameters
 from lightning_dist.pipeline.replay import MicrobatchSeed
+from tests.accelerator import place
 from tests.models import build
 from tests.parity.run import Outcome, Recorder
 from tests.pipeline_models import PIPELINE_MODELS
@@ -168,8 +169,7 @@ def _fit(case: PipelineCase, model: nn.Module, strategy: Any, accumulate: int, e
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     recorder, losses = Recorder(), Losses()
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1 if strategy == "auto" else case.world_size,
+        **place(in_one_process=strategy == "auto"),
         strategy=strategy,
         precision=case.precision,
         max_steps=case.num_steps,

@@ -19,6 +19,7 @@ from lightning_dist import (
     TensorParallelStrategy,
 )
 from lightning_dist.parity import whole_gradients, whole_parameters
+from tests.accelerator import place
 from tests.expert_models import EXPERT_MODELS
 from tests.models import build
 from tests.sequence_models import SEQUENCE_MODELS
@@ -148,8 +149,7 @@ def _fit(case: Case, chunks: int) -> Outcome:
             vars(module).pop("_tp_plan", None)
     recorder = Recorder()
     trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=1 if case.layout == "auto" else 4,
+        **place(in_one_process=case.layout == "auto"),
         strategy=_strategy(case),
         precision=case.precision,
         max_steps=case.num_steps * (2 if case.model == "gan" else 1),
