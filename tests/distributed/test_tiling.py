@@ -29,9 +29,8 @@ def evaluations(options: dict[str, int]) -> tuple[dict[str, float], list[Tensor]
     """Fit, validate and predict, and return the metrics, the predictions, and the tiled modules."""
     torch.manual_seed(0)
     model = build("gpt")
-    trainer = make_trainer(
-        "auto", strategy=FullShardStrategy(**options), max_steps=2, precision="64-true", limit_val_batches=2
-    )
+    limits = {"max_steps": 2, "limit_val_batches": 2, "limit_predict_batches": 2}
+    trainer = make_trainer("auto", strategy=FullShardStrategy(**options), precision="64-true", **limits)
     trainer.fit(model)
     metrics = dict(trainer.validate(model, model.train_dataloader(), verbose=False)[0])
     predictions = trainer.predict(model, model.train_dataloader()) or []
