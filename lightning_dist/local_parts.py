@@ -117,11 +117,8 @@ def _hand_on_gradient(whole: nn.Parameter, divisor: int, part: Tensor) -> None:
     if plain.is_sparse:  # FSDP2 can reduce only dense gradients.
         plain = plain.to_dense()
     if divisor > 1:
-        plain = plain / divisor
-    dtensor = cast(DTensor, whole)
-    gradient: Tensor = DTensor.from_local(
-        plain, dtensor.device_mesh, dtensor.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-    )
+        plain.div_(divisor)  # Autograd has made the gradient for this parameter alone.
+    gradient: Tensor = _compat.dtensor_like(plain, whole)
     gradient = _compat.call_gradient_hooks(whole, gradient)
     whole.grad = gradient if whole.grad is None else whole.grad + gradient
     _compat.call_post_accumulate_hooks(whole)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
@@ -96,6 +96,15 @@ def local_of(tensor: torch.Tensor) -> torch.Tensor:
     Replaced by: a public accessor of DTensor that does so.
     """
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
+    """Return a DTensor of ``local``, without a gradient of its own, which is distributed as ``like``, a DTensor.
+
+    Unlike ``DTensor.from_local``, this does not describe the distribution anew, which costs more than the update of a
+    small parameter. Replaced by: a public constructor that takes the description of another DTensor.
+    """
+    return DTensor(local, cast(DTensor, like)._spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def replace_local(tensor: DTensor, local: torch.Tensor) -> None:

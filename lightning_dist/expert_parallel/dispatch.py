@@ -9,16 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn import functional
 
 from lightning_dist.autograd_collectives import exchange
 from lightning_dist.traffic import count_sent
 
-__all__ = ["Compute", "Routed", "add_up", "compute_dense", "compute_routed", "count_tokens", "outputs_of"]
+__all__ = [
+    "Compute",
+    "Routed",
+    "add_up_weighted",
+    "compute_dense",
+    "compute_routed",
+    "count_tokens",
+    "outputs_of",
+    "select",
+]
 
 Compute = Callable[..., Tensor]
 """The forward of a module with this rank's experts."""
@@ -57,33 +67,26 @@ def compute_routed(
     """
     ranks = group.size()
     with torch.no_grad():
-        experts = index.reshape(-1)
-        order = experts.argsort(stable=True)
         sent = count_tokens(index, num_experts)
         received = torch.empty_like(sent)
         count_sent(sent.nbytes * (ranks - 1) / ranks, group)
-        dist.all_to_all_single(received, sent, group=group)
-        per_expert, of_others = sent.tolist(), received.view(ranks, -1)
-        to_ranks = [sum(part) for part in _chunks(per_expert, ranks)]
-        from_ranks = of_others.sum(1).tolist()
-        order = order[: sum(to_ranks)]  # Tokens without an expert come last.
-        rows = order // index.size(-1)
-        local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks).repeat_interleave(received)
-
-    def select(tokens: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        return _all_to_all(tokens.index_select(0, rows), group, dim, to_ranks, from_ranks)
-
-    def add_up_gradients(gradients: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        return add_up(_all_to_all(gradients, group, dim, from_ranks, to_ranks), order, index.shape)
-
-    tokens = exchange(hidden, group, 0, select, add_up_gradients)
-    ones = torch.ones((len(tokens), 1), dtype=weights.dtype, device=weights.device)
-    results = outputs_of(compute, params, tokens, local.to(index.dtype)[:, None], ones)
+        counts = dist.all_to_all_single(received, sent, group=group, async_op=True)
+        per_expert = sent.tolist()
+        # Pairs of a token and no expert come last in the order, and are left out.
+        places = index.reshape(-1).argsort(stable=True)[: sum(per_expert)]
+    selected = select(hidden, places, index.shape, group)
+    assert counts is not None
+    counts.wait()
+    to_ranks = [sum(part) for part in _chunks(per_expert, ranks)]
+    from_ranks = received.view(ranks, -1).sum(1).tolist()
     there = partial(_all_to_all, sent=to_ranks, received=from_ranks)
     back = partial(_all_to_all, sent=from_ranks, received=to_ranks)
+    tokens = exchange(selected, group, 0, there, back)
+    local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks).repeat_interleave(received)
+    ones = torch.ones((len(tokens), 1), dtype=weights.dtype, device=weights.device)
+    results = outputs_of(compute, params, tokens, local.to(index.dtype)[:, None], ones)
     results = exchange(results, group, 0, back, there)
-    weighted = (results * weights.reshape(-1)[order][:, None]).to(results.dtype)
-    return Routed(add_up(weighted, order, index.shape), per_expert)
+    return Routed(add_up_weighted(results, weights, places, group), per_expert)
 
 
 def compute_dense(
@@ -136,17 +139,67 @@ def _chunks(values: Sequence[int], number: int) -> list[Sequence[int]]:
     return [values[begin : begin + size] for begin in range(0, len(values), size)]
 
 
-def add_up(values: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
-    """Return for each token the sum of ``values`` of its experts, of shape ``(n, features)``.
+def select(tokens: Tensor, places: Tensor, shape: torch.Size, group: dist.ProcessGroup) -> Tensor:
+    """Return the token of each pair of a token and an expert, of shape ``(m, features)``.
 
-    The order of the sum is always the same, in the backward as well, so that ranks which compute the same tokens get
-    the same bits. ``index_add`` does not promise this on a GPU.
+    The gradient of a token is the sum over its pairs, in the same order on all ranks.
+
+    Args:
+        tokens: Tokens of shape ``(n, features)``.
+        places: The number of each pair, ``token * k + choice``, of shape ``(m,)``; none is there twice.
+        shape: The shape ``(n, k)`` of the experts of each token.
+        group: Process group of the ranks, which exchange nothing here.
+    """
+    rows = places // shape[-1]
+    return exchange(
+        tokens, group, 0, lambda each, *_: each.index_select(0, rows), lambda each, *_: _add_up(each, places, shape)
+    )
+
+
+def add_up_weighted(values: Tensor, weights: Tensor, places: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return for each token the weighted sum of ``values`` of its experts, of shape ``(n, features)``.
+
+    The order of the sum is always the same, so that ranks which compute the same tokens get the same bits.
+    ``index_add`` does not promise this on a GPU.
 
     Args:
         values: A row for each pair of a token and an expert that computes it, of shape ``(m, features)``.
-        places: The number of each pair, ``token * k + choice``, of shape ``(m,)``; none is there twice.
-        shape: The shape ``(n, k)`` of the experts of each token. Pairs without a row add nothing.
+        weights: The weights of the pairs, of shape ``(n, k)``. Pairs without a row add nothing.
+        places: As for :func:`select`.
+        group: As for :func:`select`.
     """
+    result: Tensor = _WeightedSum.apply(values, weights, places, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _WeightedSum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, weights: Tensor, places: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.save_for_backward(values, weights, places)
+        ctx.group = group
+        return _add_up(values, places, weights.shape, weights)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+        values, weights, places = ctx.saved_tensors
+        of_pairs = select(gradient, places, weights.shape, ctx.group)
+        of_values = (of_pairs * weights.reshape(-1)[places][:, None]).to(values.dtype)
+        if not ctx.needs_input_grad[1]:
+            return of_values, None, None, None
+        products = (of_pairs * values).sum(-1).to(weights.dtype)
+        of_weights = products.new_zeros(weights.numel()).index_copy(0, places, products)
+        return of_values, of_weights.view_as(weights), None, None
+
+
+def _add_up(values: Tensor, places: Tensor, shape: torch.Size, weights: Tensor | None = None) -> Tensor:
+    """Return what :func:`add_up_weighted` returns, without a backward; ``weights`` of None are all 1."""
+    if len(places) == shape.numel() and (weights is None or weights.dtype == values.dtype):
+        rows = torch.empty_like(places)
+        rows[places] = torch.arange(len(places), device=places.device)
+        # This reads the values once, where a product and a sum would write them again.
+        return functional.embedding_bag(rows.view(shape), values, mode="sum", per_sample_weights=weights)
+    if weights is not None:
+        values = (values * weights.reshape(-1)[places][:, None]).to(values.dtype)
     every = values.new_zeros((shape.numel(), values.size(-1)))
     return every.index_copy_(0, places, values).view(*shape, -1).sum(1)
 

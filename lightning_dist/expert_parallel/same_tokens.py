@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_dist.autograd_collectives import copy_all_to, copy_to, exchange, gather, split, sum_from
-from lightning_dist.expert_parallel.dispatch import Compute, add_up, outputs_of
+from lightning_dist.autograd_collectives import copy_all_to, copy_to, gather, split, sum_from
+from lightning_dist.expert_parallel.dispatch import Compute, add_up_weighted, outputs_of, select
 
 __all__ = ["compute_own_dense", "compute_own_routed", "gather_tokens", "split_tokens"]
 
@@ -48,17 +48,11 @@ def compute_own_routed(
         hidden = copy_to(hidden, group)
     rows, choices = ((index >= first) & (index < first + number)).nonzero(as_tuple=True)
     places = rows * index.size(-1) + choices
-    tokens = exchange(
-        hidden,
-        group,
-        0,
-        lambda tokens, *_: tokens.index_select(0, rows),
-        lambda gradients, *_: add_up(gradients, places, index.shape),
-    )
-    of_tokens = weights[rows, choices][:, None]
-    results = outputs_of(compute, params, tokens, index[rows, choices][:, None] - first, torch.ones_like(of_tokens))
-    weighted = (results * of_tokens).to(results.dtype)
-    return sum_from(add_up(weighted, places, index.shape), group)
+    tokens = select(hidden, places, index.shape, group)
+    own_index = index[rows, choices][:, None] - first
+    ones = torch.ones(own_index.shape, dtype=weights.dtype, device=weights.device)
+    results = outputs_of(compute, params, tokens, own_index, ones)
+    return sum_from(add_up_weighted(results, weights, places, group), group)
 
 
 def compute_own_dense(hidden: Tensor, compute: Compute, num_experts: int, group: dist.ProcessGroup) -> Tensor:
