@@ -77,11 +77,13 @@ def begin_exchange(
     """
     rank, world_size = group.rank(), group.size()
     others = [(rank + distance) % world_size for distance in range(1, world_size)]
-    messages = [dist.irecv(received[other], group=group, group_src=other, tag=tag) for other in reversed(others)]
-    messages += [dist.isend(sent[other], group=group, group_dst=other, tag=tag) for other in others]
+    # Gloo's own thread works at once on what was begun. After a receive it often takes the core of this thread, which
+    # then sends late: small exchanges on few cores took several times as long.
+    sends = [dist.isend(sent[other], group=group, group_dst=other, tag=tag) for other in others]
+    receives = [dist.irecv(received[other], group=group, group_src=other, tag=tag) for other in reversed(others)]
 
     def finish() -> None:
-        for message in messages:
+        for message in receives + sends:
             assert message is not None
             message.wait()
 
