@@ -9,17 +9,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import xxhash
-from torch import nn
-
-from lightning_dist.own_generators import get_state, own_generators, set_state
 
 __all__ = [
     "RankRng",
     "RngGenerators",
-    "SameRandomNumbers",
-    "agree_on_random_numbers",
+    "digest_of_states",
     "rng_state",
     "set_rng_state",
     "unchanged_random_numbers",
@@ -88,49 +83,7 @@ def unchanged_random_numbers() -> Iterator[None]:
             device.set_rng_state(of_device)
 
 
-def agree_on_random_numbers(group: dist.ProcessGroup, module: nn.Module) -> None:
-    """Set the generators of all ranks of ``group`` to the states of its first rank.
-
-    This is a collective over ``group``.
-
-    Args:
-        group: Process group of the ranks that must draw the same random numbers.
-        module: The user's module; generators that are attributes of it or of its submodules are included.
-    """
-    own = dict(own_generators(module))
-    states = [(rng_state(), {name: get_state(generator) for name, generator in own.items()})]
-    dist.broadcast_object_list(states, group=group, group_src=0)
-    state, of_own = states[0]
-    set_rng_state(state)
-    for name, generator in own.items():
-        if name in of_own:
-            set_state(generator, of_own[name])
-
-
-class SameRandomNumbers:
-    """Keep the states of generators equal on ranks that must draw the same random numbers.
-
-    They become different if code that runs on only one rank draws numbers, for example to plot samples of a model.
-
-    Args:
-        group: Process group of these ranks. Its backend must be gloo, because the compared digests are on the CPU.
-        module: The user's module; generators that are attributes of it or of its submodules are included.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, module: nn.Module) -> None:
-        self._group = group
-        self._module = module
-
-    def restore(self) -> None:
-        """Give all ranks the states of the first rank, if they differ. This is a collective over the group."""
-        digest = _digest_of_states()
-        extremes = torch.tensor([digest, ~digest])
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group)
-        if extremes[0] != ~extremes[1]:
-            agree_on_random_numbers(self._group, self._module)
-
-
-def _digest_of_states() -> int:
+def digest_of_states() -> int:
     """Hash the states of the generators of Python, NumPy and torch into a signed integer of 64 bits."""
     _, numbers, gauss = random.getstate()
     of_numpy: Any = np.random.get_state(legacy=True)

@@ -128,14 +128,16 @@ class Tokens:
             Tensors of shape ``(..., heads / ranks, tokens, features)``.
         """
         size = self.group.size()
-        cut = [tensor.unflatten(-3, (size, tensor.size(-3) // size)) for tensor in tensors]  # type: ignore[no-untyped-call]
+        # The dimension of the ranks comes first, so that the tensors are copied only once before they are sent.
+        cut = [tensor.unflatten(-3, (size, tensor.size(-3) // size)).movedim(-4, 0) for tensor in tensors]  # type: ignore[no-untyped-call]
         if len({(*tensor.shape[:-3], *tensor.shape[-2:]) for tensor in tensors}) > 1:
             return [self._to_heads(tensor) for tensor in cut]
         return list(self._to_heads(torch.cat(cut, -3)).split([tensor.size(-3) for tensor in cut], -3))  # type: ignore[no-untyped-call]
 
     def _to_heads(self, tensor: Tensor) -> Tensor:
         received = exchange(tensor, self.group, 0, _heads_for_tokens, _tokens_for_heads)
-        return received.narrow(-2, 0, self.length)
+        # The backward of narrow copies the gradient into zeros, also if nothing is left out.
+        return received if received.size(-2) == self.length else received.narrow(-2, 0, self.length)
 
     def tokens_for_heads(self, tensor: Tensor) -> Tensor:
         """Give each rank its own tokens of all heads; this is the inverse of :meth:`heads_for_tokens`.
@@ -147,7 +149,7 @@ class Tokens:
             A tensor of shape ``(..., heads, own tokens, features)``.
         """
         filled = _filled(tensor, -2, self.own * self.group.size())
-        return exchange(filled, self.group, 0, _tokens_for_heads, _heads_for_tokens).flatten(-4, -3)
+        return exchange(filled, self.group, 0, _tokens_for_heads, _heads_for_tokens).movedim(0, -4).flatten(-4, -3)
 
 
 def _filled(tensor: Tensor, dim: int, size: int, fill: float = 0.0) -> Tensor:
@@ -161,14 +163,14 @@ def _filled(tensor: Tensor, dim: int, size: int, fill: float = 0.0) -> Tensor:
 
 
 def _heads_for_tokens(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Exchange ``(..., ranks, heads, own tokens, features)`` for ``(..., heads, ranks x own tokens, features)``."""
-    return _all_to_all(tensor.movedim(-4, 0), group).movedim(0, -3).flatten(-3, -2)
+    """Exchange ``(ranks, ..., heads, own tokens, features)`` for ``(..., heads, ranks x own tokens, features)``."""
+    return _all_to_all(tensor, group).movedim(0, -3).flatten(-3, -2)
 
 
 def _tokens_for_heads(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Exchange ``(..., heads, ranks x own tokens, features)`` for ``(..., ranks, heads, own tokens, features)``."""
+    """Exchange ``(..., heads, ranks x own tokens, features)`` for ``(ranks, ..., heads, own tokens, features)``."""
     cut = tensor.unflatten(-2, (group.size(), tensor.size(-2) // group.size()))  # type: ignore[no-untyped-call]
-    return _all_to_all(cut.movedim(-3, 0), group).movedim(0, -4)
+    return _all_to_all(cut.movedim(-3, 0), group)
 
 
 def _all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:

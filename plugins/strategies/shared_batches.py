@@ -21,7 +21,7 @@ from lightning_dist.plugins.global_batch import global_batch, set_global_batch
 from lightning_dist.plugins.strategies.evaluation_batches import EvaluationBatches
 from lightning_dist.plugins.strategies.processes import ProcessStrategy
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
-from lightning_dist.randomness import SameRandomNumbers, agree_on_random_numbers
+from lightning_dist.same_random_numbers import SameRandomNumbers, agree_on_random_numbers
 from lightning_dist.tensor_parallel import SameBatch
 
 __all__ = ["SharedBatchStrategy"]
