@@ -13,7 +13,7 @@ a parameter that is used inside and outside of blocks gets the right gradient as
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -127,17 +127,9 @@ class Tokens:
         Returns:
             Tensors of shape ``(..., heads / ranks, tokens, features)``.
         """
-        size = self.group.size()
-        # The dimension of the ranks comes first, so that the tensors are copied only once before they are sent.
-        cut = [tensor.unflatten(-3, (size, tensor.size(-3) // size)).movedim(-4, 0) for tensor in tensors]  # type: ignore[no-untyped-call]
         if len({(*tensor.shape[:-3], *tensor.shape[-2:]) for tensor in tensors}) > 1:
-            return [self._to_heads(tensor) for tensor in cut]
-        return list(self._to_heads(torch.cat(cut, -3)).split([tensor.size(-3) for tensor in cut], -3))  # type: ignore[no-untyped-call]
-
-    def _to_heads(self, tensor: Tensor) -> Tensor:
-        received = exchange(tensor, self.group, 0, _heads_for_tokens, _tokens_for_heads)
-        # The backward of narrow copies the gradient into zeros, also if nothing is left out.
-        return received if received.size(-2) == self.length else received.narrow(-2, 0, self.length)
+            return [_HeadsForTokens.apply(self, tensor)[0] for tensor in tensors]  # type: ignore[no-untyped-call]
+        return list(_HeadsForTokens.apply(self, *tensors))  # type: ignore[no-untyped-call]
 
     def tokens_for_heads(self, tensor: Tensor) -> Tensor:
         """Give each rank its own tokens of all heads; this is the inverse of :meth:`heads_for_tokens`.
@@ -148,8 +140,39 @@ class Tokens:
         Returns:
             A tensor of shape ``(..., heads, own tokens, features)``.
         """
-        filled = _filled(tensor, -2, self.own * self.group.size())
-        return exchange(filled, self.group, 0, _tokens_for_heads, _heads_for_tokens).movedim(0, -4).flatten(-4, -3)
+        (result,) = _TokensForHeads.apply(self, tensor)  # type: ignore[no-untyped-call]
+        return cast(Tensor, result)
+
+
+class _HeadsForTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tokens, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.tokens = tokens
+        size = tokens.group.size()
+        # The ranks come first before the tensors are joined, so that they are copied only once before they are sent.
+        parts = [tensor.unflatten(-3, (size, tensor.size(-3) // size)).movedim(-4, 0) for tensor in tensors]  # type: ignore[no-untyped-call]
+        received = _all_to_all(torch.cat(parts, -3), tokens.group)
+        split = received.split([part.size(-3) for part in parts], -3)  # type: ignore[no-untyped-call]
+        return tuple(torch.cat(part.unbind(), -2).narrow(-2, 0, tokens.length) for part in split)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_TokensForHeads.apply(ctx.tokens, *gradients)  # type: ignore[no-untyped-call]
+
+
+class _TokensForHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tokens, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.tokens = tokens
+        size, own = tokens.group.size(), tokens.own
+        parts = [_filled(tensor, -2, own * size).unflatten(-2, (size, own)).movedim(-3, 0) for tensor in tensors]  # type: ignore[no-untyped-call]
+        received = _all_to_all(torch.cat(parts, -3), tokens.group)
+        split = received.split([part.size(-3) for part in parts], -3)  # type: ignore[no-untyped-call]
+        return tuple(torch.cat(part.unbind(), -3) for part in split)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *_HeadsForTokens.apply(ctx.tokens, *gradients)  # type: ignore[no-untyped-call]
 
 
 def _filled(tensor: Tensor, dim: int, size: int, fill: float = 0.0) -> Tensor:
@@ -160,17 +183,6 @@ def _filled(tensor: Tensor, dim: int, size: int, fill: float = 0.0) -> Tensor:
     shape = list(tensor.shape)
     shape[dim] = missing
     return torch.cat((tensor, tensor.new_full(shape, fill)), dim)
-
-
-def _heads_for_tokens(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Exchange ``(ranks, ..., heads, own tokens, features)`` for ``(..., heads, ranks x own tokens, features)``."""
-    return _all_to_all(tensor, group).movedim(0, -3).flatten(-3, -2)
-
-
-def _tokens_for_heads(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    """Exchange ``(..., heads, ranks x own tokens, features)`` for ``(ranks, ..., heads, own tokens, features)``."""
-    cut = tensor.unflatten(-2, (group.size(), tensor.size(-2) // group.size()))  # type: ignore[no-untyped-call]
-    return _all_to_all(cut.movedim(-3, 0), group)
 
 
 def _all_to_all(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
