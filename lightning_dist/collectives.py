@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -14,11 +15,12 @@ __all__ = [
     "DirectAllGather",
     "Transfer",
     "TwoShotReduceScatter",
+    "any_of_flags",
     "begin_exchange",
     "direct_all_gather",
     "exchange",
     "gather",
-    "max_of_flags",
+    "is_same_number",
 ]
 
 
@@ -156,27 +158,36 @@ def begin_direct_all_gather(
     return begin(chunks, [mine] * group.size(), group)
 
 
-def max_of_flags(flags: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the largest of the ranks' values of each flag. This is a collective over ``group``.
-
-    Few ranks send their flags to each other directly, in one round, which takes less time than gloo's all-reduce of
-    ``2 (n - 1)`` rounds.
+def any_of_flags(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
+    """Return for each flag whether it is set on any rank. This is a collective over ``group``.
 
     Args:
-        flags: Integers of shape ``(m,)`` in the CPU's memory.
-        group: Process group of the ``n`` ranks, which uses gloo.
+        flags: The flags of this rank, of which all ranks have the same number.
+        group: Process group of the ranks, which uses gloo.
     """
-    if group.size() > _MAX_DIRECT_RANKS:
-        largest = flags.clone()
-        dist.all_reduce(largest, dist.ReduceOp.MAX, group)
-        return largest
-    received = flags.new_empty(group.size(), flags.numel())
-    direct_all_gather(received, flags, group)
-    return received.amax(dim=0)
+    num_words = len(flags) // 64 + 1
+    packed = bytearray(np.packbits(np.array(flags, dtype=bool))).ljust(8 * num_words, b"\0")
+    # Gloo reduces up to one word for each rank in its shortest rounds: this took 0.4 to 0.7 ms where messages between
+    # two ranks that compute in the meantime took 1.0 to 1.7 ms.
+    words = torch.frombuffer(packed, dtype=torch.int64)
+    dist.all_reduce(words, dist.ReduceOp.BOR, group)
+    bits = np.unpackbits(np.frombuffer(packed, dtype=np.uint8), count=len(flags))
+    return [bool(bit) for bit in bits]
 
 
-_MAX_DIRECT_RANKS = 8
-"""The largest number of ranks that send flags to each other directly."""
+def is_same_number(number: int, group: dist.ProcessGroup) -> bool:
+    """Return whether all ranks have the same number. This is a collective over ``group``.
+
+    Args:
+        number: A number from 0 to ``2**32 - 1``.
+        group: Process group of the ranks, which uses gloo.
+    """
+    mask = 2**32 - 1
+    # A bit that differs between ranks is set in both halves of the combined word.
+    halves = torch.tensor([number, ~number & mask]).to(torch.uint32).view(torch.int64)
+    dist.all_reduce(halves, dist.ReduceOp.BOR, group)
+    first, second = halves.view(torch.int32).tolist()
+    return not first & second
 
 
 class TwoShotReduceScatter:

@@ -84,7 +84,7 @@ def unchanged_random_numbers() -> Iterator[None]:
 
 
 def digest_of_states() -> int:
-    """Hash the states of the generators of Python, NumPy and torch into a signed integer of 64 bits."""
+    """Hash the states of the generators of Python, NumPy and torch into an integer of 32 bits."""
     _, numbers, gauss = random.getstate()
     of_numpy: Any = np.random.get_state(legacy=True)
     states = [torch.get_rng_state()]
@@ -94,7 +94,7 @@ def digest_of_states() -> int:
     digest = xxhash.xxh3_64(repr((hash(numbers), gauss, of_numpy[2:])).encode())
     for array in (of_numpy[1], *(state.numpy() for state in states)):
         digest.update(memoryview(array))
-    return digest.intdigest() - 2**63
+    return digest.intdigest() % 2**32
 
 
 class RngGenerators:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist._compat import NORM, own_buffers, version_of
-from lightning_dist.collectives import max_of_flags
+from lightning_dist.collectives import any_of_flags
 from lightning_dist.technique import Parallel, Technique
 from lightning_dist.tensor_state import is_remote
 
@@ -90,20 +90,17 @@ class SameBuffers(Technique):
 
     def _broadcast_changed(self, buffers: Sequence[Tensor | None]) -> None:
         """Overwrite those ``buffers`` that changed on any rank since the last synchronization."""
-        flags = torch.tensor(
-            [
-                (isinstance(module, NORM) and module.training)
-                or buffer is not seen
-                or (buffer is not None and version_of(buffer) != version)
-                for (module, _), buffer, (seen, version) in zip(self._places, buffers, self._seen, strict=True)
-            ],
-            dtype=torch.uint8,
-        )
+        flags = [
+            (isinstance(module, NORM) and module.training)
+            or buffer is not seen
+            or (buffer is not None and version_of(buffer) != version)
+            for (module, _), buffer, (seen, version) in zip(self._places, buffers, self._seen, strict=True)
+        ]
         for flag_group in self._flag_groups:
             alive = flag_group()
             assert alive is not None
-            flags = max_of_flags(flags, alive)
-        changed = [buffer for buffer, flag in zip(buffers, flags.tolist(), strict=True) if flag and buffer is not None]
+            flags = any_of_flags(flags, alive)
+        changed = [buffer for buffer, flag in zip(buffers, flags, strict=True) if flag and buffer is not None]
         for group in self._axes:
             sent = [buffer.resolve_conj().resolve_neg().contiguous() for buffer in changed]
             for work in [dist.broadcast(buffer, group=group, group_src=0, async_op=True) for buffer in sent]:

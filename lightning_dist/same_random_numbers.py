@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dist.collectives import max_of_flags
+from lightning_dist.collectives import is_same_number
 from lightning_dist.own_generators import get_state, own_generators, set_state
 from lightning_dist.randomness import digest_of_states, rng_state, set_rng_state
 
@@ -48,7 +47,5 @@ class SameRandomNumbers:
 
     def restore(self) -> None:
         """Give all ranks the states of the first rank, if they differ. This is a collective over the group."""
-        digest = digest_of_states()
-        largest, inverse_of_smallest = max_of_flags(torch.tensor([digest, ~digest]), self._group).tolist()
-        if largest != ~inverse_of_smallest:
+        if not is_same_number(digest_of_states(), self._group):
             agree_on_random_numbers(self._group, self._module)

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist._compat import local_of
-from lightning_dist.collectives import max_of_flags
+from lightning_dist.collectives import any_of_flags
 from lightning_dist.compression.background import InBackground
 from lightning_dist.compression.compressor import Compressor, CompressorState, Gradient, refuse_if_unused, wide_dtype
 from lightning_dist.compression.saved_states import SavedStates
@@ -246,7 +246,7 @@ class Compression(Technique):
         is_finite = not all_finite or bool(torch.stack(all_finite).all())
         everyone = self._everyone()
         assert everyone is not None
-        if not max_of_flags(torch.tensor([not is_finite], dtype=torch.uint8), everyone)[0]:
+        if not any_of_flags([not is_finite], everyone)[0]:
             return
         self.states.clear()
         if self._scales_losses:

@@ -28,7 +28,7 @@ from lightning_dist._compat import (
     tree_map,
     version_of,
 )
-from lightning_dist.collectives import max_of_flags
+from lightning_dist.collectives import any_of_flags
 from lightning_dist.replication.bucket import STALE, Bucket, as_dtensor, in_buckets
 from lightning_dist.replication.group import ReplicatedGroup
 from lightning_dist.technique import Parallel, Technique, find_gradient_reducer
@@ -302,19 +302,20 @@ class Replication(Technique):
     def _end(self) -> None:
         """Reduce the buckets that some rank has used and that are not reduced yet, and set the mean gradients."""
         self._reduces_now = False
-        states = torch.tensor([bucket.state for bucket in self._buckets], dtype=torch.uint8)
         group = self._usage_group()
         assert group is not None
-        states = max_of_flags(states, group)
+        states = [bucket.state for bucket in self._buckets]
+        flags = any_of_flags([state == STALE for state in states] + [state > 0 for state in states], group)
+        is_stale, is_used = flags[: len(states)], flags[len(states) :]
         # Buckets of frozen parameters come last on all ranks, because a rank whose other buckets were all full has
         # launched the others before.
         for is_frozen in (False, True):
-            for bucket, state in zip(self._buckets, states.tolist(), strict=True):
-                if state and not bucket.is_launched and (bucket.num_expected == 0) == is_frozen:
+            for bucket, used_by_any in zip(self._buckets, is_used, strict=True):
+                if used_by_any and not bucket.is_launched and (bucket.num_expected == 0) == is_frozen:
                     bucket.launch()
         used: list[nn.Parameter] = []
-        for bucket, state in zip(self._buckets, states.tolist(), strict=True):
-            if state == STALE:
+        for bucket, stale_on_any in zip(self._buckets, is_stale, strict=True):
+            if stale_on_any:
                 bucket.launch()
             used += bucket.set_gradients()
         self._call_hooks_of_users(used)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_dist.collectives import max_of_flags
+from lightning_dist.collectives import any_of_flags
 from lightning_dist.sharding._compat import ShardedGroup
 
 __all__ = ["UnusedParameters"]
@@ -85,11 +85,11 @@ class UnusedParameters:
             self._finish_reductions()
 
     def _on_any_rank(self, used: Sequence[bool]) -> list[bool]:
-        flags = torch.tensor(used, dtype=torch.uint8)
+        flags = list(used)
         if self._end is not None:
-            flags = self._end(flags)
+            flags = self._end(torch.tensor(flags, dtype=torch.uint8)).bool().tolist()
         for group in self._agreeing:
             alive = group()
             assert alive is not None
-            flags = max_of_flags(flags, alive)
-        return [bool(flag) for flag in flags.tolist()]
+            flags = any_of_flags(flags, alive)
+        return flags

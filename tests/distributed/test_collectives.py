@@ -6,7 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_dist.collectives import BytesBroadcast, DirectAllGather, TwoShotReduceScatter
+from lightning_dist.collectives import (
+    BytesBroadcast,
+    DirectAllGather,
+    TwoShotReduceScatter,
+    any_of_flags,
+    is_same_number,
+)
 from lightning_dist.parity import whole_parameters
 from tests.distributed.fit import make_trainer
 from tests.models import build
@@ -122,6 +128,34 @@ def test_direct_collectives_and_torchs_train_to_the_same_weights(pool: WorkerPoo
         torch.testing.assert_close(
             weight, torchs[name], rtol=1e-10, atol=1e-12, msg=lambda text, n=name: f"{n}: {text}"
         )
+
+
+def flags_of(rank: int, number: int) -> list[bool]:
+    """Make flags of which about a third are set on a rank."""
+    return torch.rand(number, generator=torch.Generator().manual_seed(rank)).lt(1 / 3).tolist()
+
+
+def any_of_ranks(number: int) -> list[bool]:
+    dist.init_process_group("gloo")
+    return any_of_flags(flags_of(dist.get_rank(), number), dist.group.WORLD)
+
+
+@pytest.mark.parametrize("number", [0, 1, 63, 64, 200])
+def test_a_flag_is_set_if_any_rank_has_set_it(pool: WorkerPool, number: int) -> None:
+    expected = [any(of_ranks) for of_ranks in zip(*(flags_of(rank, number) for rank in range(3)), strict=True)]
+    assert pool.run(any_of_ranks, 3, number) == [expected] * 3
+
+
+def compare_numbers(rows: list[list[int]]) -> list[bool]:
+    dist.init_process_group("gloo")
+    return [is_same_number(row[dist.get_rank()], dist.group.WORLD) for row in rows]
+
+
+def test_a_number_that_differs_in_any_bit_on_any_rank_is_not_the_same(pool: WorkerPool) -> None:
+    largest = 2**32 - 1
+    same = [[number] * 3 for number in (0, 1, 2**31, largest, 1_234_567_890)]
+    different = [[0, 0, largest], [largest, largest - 1, largest], [2**31, 0, 0], [5, 5, 7], [1, 2, 4]]
+    assert pool.run(compare_numbers, 3, same + different) == [[True] * 5 + [False] * 5] * 3
 
 
 CONTENTS = [b"small", b"x" * 5000, b"\0" * 1016, b"y" * 20_000, b""]  # Some are larger than all before them.

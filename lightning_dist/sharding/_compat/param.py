@@ -264,7 +264,9 @@ class ShardedParam:
         shard, own = self._own_part()
         # On other devices, the host would have to wait for a comparison.
         can_compare = shard.device.type == own.device.type == "cpu" and shard.dtype is own.dtype
-        self._compared = _Compared(self.whole, whole, memory, self.shard, shard, own) if can_compare else None
+        self._compared = (
+            _Compared(self.whole, whole, memory, self.shard, shard, *_in_words(shard, own)) if can_compare else None
+        )
         return is_changed
 
     def _is_unchanged(self) -> bool:
@@ -275,15 +277,16 @@ class ShardedParam:
         compared = self._compared
         if compared is None:
             return False
-        gathered, whole, memory, shard, local, own = compared
+        gathered, whole, memory, shard, local, words, own_words = compared
         return (
             gathered is self._param._unsharded_param
             and shard is self._param.sharded_param
             and local is local_of(shard)
+            and local.data_ptr() == words.data_ptr()
             and whole._version == self._version
             and whole.data_ptr() == memory.data_ptr()
             and (shard._version, local._version) == self._shard_version
-            and torch.equal(local, own)
+            and torch.equal(words, own_words)
         )
 
     def is_written(self) -> bool:
@@ -403,8 +406,18 @@ class _Compared(NamedTuple):
     """The sharded parameter."""
     local: torch.Tensor
     """The sharded parameter as a plain tensor."""
-    own: torch.Tensor
-    """The part of ``whole`` that has the elements of ``local``."""
+    words: torch.Tensor
+    """The elements of ``local``, if possible as words of 8 bytes, which are compared in half the time of float32."""
+    own_words: torch.Tensor
+    """The same elements of ``whole``, of the same dtype as :attr:`words`."""
+
+
+def _in_words(shard: torch.Tensor, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return views of two tensors of one dtype and shape as words of 8 bytes, or the tensors if they have none."""
+    for tensor in (shard, own):
+        if not tensor.is_contiguous() or tensor.nbytes % 8 or tensor.storage_offset() * tensor.itemsize % 8:
+            return shard, own
+    return shard.detach().view(-1).view(torch.int64), own.detach().view(-1).view(torch.int64)
 
 
 def _store(shard: torch.Tensor, own: torch.Tensor) -> None:
