@@ -239,7 +239,7 @@ class Sharding(Technique):
                 for module in group.unit.modules:
                     _compat.gather_before_views(module)
         self._unused = UnusedParameters(
-            self._groups, self._mesh, self._end if self._is_direct else None, self._finish_reductions
+            self._groups, self._mesh, self._begin_end if self._is_direct else None, self._finish_reductions
         )
         self._root = _StepRoot(self._module, self._holders)
         fully_shard(self._root, mesh=self._mesh, ignored_params=set(self._module.parameters()))
@@ -293,8 +293,8 @@ class Sharding(Technique):
         if self._config.gather_as is not None:
             yield "gather", f"{len(self._gathered_wrapped)} weights in float8"
 
-    def _end(self, flags: Tensor) -> Tensor:
-        """Check that all ranks that share the parameters have ended the forward or the backward.
+    def _begin_end(self, flags: Tensor) -> Callable[[], Tensor]:
+        """Begin to check that all ranks that share the parameters have ended the forward or the backward.
 
         This is a collective over the last axis of the mesh.
 
@@ -302,14 +302,19 @@ class Sharding(Technique):
             flags: Numbers of dtype uint8, of shape ``(m,)``.
 
         Returns:
-            The largest of each rank's flags.
+            A function that waits for the check, and returns the largest of each rank's flags.
         """
         group = self._mesh.get_group(self._mesh.ndim - 1)
         # The message is long enough to carry the check.
         sent = functional.pad(flags, (0, 16))
         received = sent.repeat(group.size(), 1)
-        self._begin_exchange("end", 0, received, [sent] * group.size(), group).wait()
-        return received.amax(dim=0)[: flags.numel()]
+        exchange = self._begin_exchange("end", 0, received, [sent] * group.size(), group)
+
+        def finish() -> Tensor:
+            exchange.wait()
+            return received.amax(dim=0)[: flags.numel()]
+
+        return finish
 
     def wrap_step(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """Return a function that runs ``step`` as a forward of the FSDP root."""
@@ -340,7 +345,7 @@ class Sharding(Technique):
     def after_step(self, backward_follows: bool) -> None:
         """Check that all ranks have ended the forward, if no backward follows. This is a collective in that case."""
         if self._is_direct and not backward_follows and not self._parallel.stays_gathered:
-            self._end(torch.empty(0, dtype=torch.uint8))
+            self._begin_end(torch.empty(0, dtype=torch.uint8))()
 
     def after_error(self) -> None:
         """Reset FSDP2's state, and drop the gradients of a step that failed in its microbatches."""

@@ -28,8 +28,9 @@ class UnusedParameters:
     Args:
         groups: Groups of the model's parameters, in the same order on all ranks.
         mesh: Device mesh of the ranks that reduce gradients together.
-        end: Function that checks that the ranks of the mesh's last axis have ended the backward; it is given flags, and
-            returns the largest of each rank's. None: nothing is checked.
+        begin_end: Function that begins to check that the ranks of the mesh's last axis have ended the backward. It is
+            given flags, and returns a function that waits and returns the largest of each rank's. None: nothing is
+            checked.
         finish_reductions: Function that waits for the reductions of gradients that are under way.
     """
 
@@ -37,16 +38,16 @@ class UnusedParameters:
         self,
         groups: Sequence[ShardedGroup],
         mesh: DeviceMesh,
-        end: Callable[[Tensor], Tensor] | None,
+        begin_end: Callable[[Tensor], Callable[[], Tensor]] | None,
         finish_reductions: Callable[[], None],
     ) -> None:
         self.has_reduced = False
         """Whether the last agreement has reduced gradients, after FSDP2 has ended the backward."""
         self._all_groups = groups
         self._groups = groups if mesh.size() > 1 else ()
-        self._end = end
+        self._begin_end = begin_end
         self._finish_reductions = finish_reductions
-        num_axes = mesh.ndim if end is None else mesh.ndim - 1
+        num_axes = mesh.ndim if begin_end is None else mesh.ndim - 1
         axes = [mesh.get_group(axis) for axis in range(num_axes) if mesh.size(axis) > 1]
         if mesh.device_type != "cpu" and axes:  # A read from the device would wait for the whole backward.
             ranks = mesh.mesh.flatten().tolist()
@@ -66,30 +67,48 @@ class UnusedParameters:
             group.forget_used()
         if not self._groups or not self._groups[0].syncs_gradients:
             yield
-            if self._end is not None:
-                self._end(torch.empty(0, dtype=torch.uint8))
+            if self._begin_end is not None:
+                self._begin_end(torch.empty(0, dtype=torch.uint8))()
             return
         had_gradient = [group.begin_agreement() for group in self._groups]
         try:
             yield
-            used = [group.used() for group in self._groups]
-            agreed = iter(self._on_any_rank([flag for flags in used for flag in flags]))
+            with torch.no_grad():
+                used = self._agree([group.used() for group in self._groups])
         except BaseException:
             for group in self._groups:
                 group.abandon_agreement()
             raise
-        used = [[next(agreed) for _ in group] for group in used]
         with torch.no_grad():
             for group, of_any, had in zip(self._groups, used, had_gradient, strict=True):
                 self.has_reduced |= group.end_agreement(of_any, had)
             self._finish_reductions()
 
-    def _on_any_rank(self, used: Sequence[bool]) -> list[bool]:
-        flags = list(used)
-        if self._end is not None:
-            flags = self._end(torch.tensor(flags, dtype=torch.uint8)).bool().tolist()
-        for group in self._agreeing:
-            alive = group()
+    def _agree(self, used: Sequence[Sequence[bool]]) -> list[list[bool]]:
+        """Return, for each parameter of each group, whether any rank has a gradient.
+
+        Args:
+            used: For each parameter of each group, whether this rank has a gradient.
+        """
+        flags = [flag for of_group in used for flag in of_group]
+        if self._begin_end is not None:
+            finish = self._begin_end(torch.tensor(flags, dtype=torch.uint8))
+            if not self._agreeing:  # Otherwise ranks would reduce gradients and exchange flags in different orders.
+                self._reduce_where_all_are_used(used)
+            flags = finish().bool().tolist()
+        for axis in self._agreeing:
+            alive = axis()
             assert alive is not None
             flags = any_of_flags(flags, alive)
-        return flags
+        agreed = iter(flags)
+        return [[next(agreed) for _ in of_group] for of_group in used]
+
+    def _reduce_where_all_are_used(self, used: Sequence[Sequence[bool]]) -> None:
+        """Begin the reductions that do not depend on the flags of other ranks, up to the first one that may do so."""
+        for group, of_group in zip(self._groups, used, strict=True):
+            if not of_group or group.is_reduced:
+                continue
+            if not all(of_group):  # Ranks must reduce the groups in the same order.
+                return
+            group.reduce_late()
+            self.has_reduced = True

@@ -39,6 +39,7 @@ FURTHER_CELLS = (
     ("manual_optimization.gan", "data"),
     ("checkpoints.checkpoint_default", "data"),
     ("uneven_ranks.unused_on_some_ranks", "data"),
+    ("uneven_ranks.unused_before_used", "full"),
     ("sharing_and_weights.post_accumulate_hooks", "data"),
 )
 """Cases of other areas, each with a column, whose code paths no other test covers."""

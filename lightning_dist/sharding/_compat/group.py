@@ -455,6 +455,16 @@ class ShardedGroup(ParameterGroup):
         """Return, for each parameter, whether a backward since :meth:`forget_used` gave it a gradient on this rank."""
         return [param.is_used or param.has_unreduced_gradient for param in self._params]
 
+    @property
+    def is_reduced(self) -> bool:
+        """Return whether the gradients have been reduced since :meth:`begin_agreement`."""
+        return self._is_reduced
+
+    def reduce_late(self) -> None:
+        """Reduce the gradients, which the backward has left unreduced."""
+        self._is_kept = False
+        self._reduce()
+
     def end_agreement(self, used: Sequence[bool], had_gradient: Sequence[bool]) -> bool:
         """Reduce the gradients that are still unreduced, and remove those of parameters that no rank has used.
 
@@ -469,8 +479,7 @@ class ShardedGroup(ParameterGroup):
         """
         is_late = any(used) and not self._is_reduced
         if is_late:
-            self._is_kept = False
-            self._reduce()
+            self.reduce_late()
         self._awaits_agreement = self._group.reduce_scatter_unused_params = False
         for param, is_used, had in zip(self._params, used, had_gradient, strict=True):
             if not is_used and not had:

@@ -90,7 +90,7 @@ class _OneRankUses(Classifier):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         x, y = batch
         features = self.net(x)
-        loss = functional.cross_entropy(self.head(features), y, reduction="sum")
+        loss = functional.cross_entropy(self.main(features), y, reduction="sum")
         chosen = (y == 1).nonzero().flatten()
         if len(chosen):
             loss = loss + functional.cross_entropy(self.extra(features[chosen]), y[chosen], reduction="sum")
@@ -98,10 +98,29 @@ class _OneRankUses(Classifier):
         self.log("train/loss", loss, sync_dist=True)
         return loss
 
+    def main(self, features: Tensor) -> Tensor:
+        return self.head(features)
+
 
 @case("a head that is unused on some ranks", tolerance=1e-6)
 def unused_on_some_ranks(run: Run) -> None:
     run.fit(_OneRankUses())
+
+
+class _FirstHeadIsUnused(_OneRankUses):
+    """Have another head after the one that is unused on some ranks, whose gradients are reduced later."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last = nn.Linear(NUM_FEATURES, NUM_CLASSES)
+
+    def main(self, features: Tensor) -> Tensor:
+        return self.head(features) + self.last(features)
+
+
+@case("a head that is unused on some ranks, before one that all use", tolerance=1e-6)
+def unused_before_used(run: Run) -> None:
+    run.fit(_FirstHeadIsUnused())
 
 
 class _SkipsBlocks(Classifier):
