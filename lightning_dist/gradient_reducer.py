@@ -14,7 +14,7 @@ class LocalGradient(NamedTuple):
     """Hold a parameter's gradient on this rank.
 
     Args:
-        name: Full name of the parameter; empty for other numbers that are averaged with the gradients.
+        name: Full name of the parameter.
         value: This rank's gradient, or its shard of it, which is a view of the tensor that is reduced.
     """
 

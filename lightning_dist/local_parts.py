@@ -37,8 +37,9 @@ class LocalParts:
         """Return this rank's part of ``whole``, a DTensor; it requires a gradient if ``whole`` does."""
         part = self._parts.get(whole)
         if part is None:
-            plain = cast(DTensor, whole).to_local().detach()
-            part = nn.Parameter(plain, requires_grad=plain.is_floating_point() or plain.is_complex())
+            with torch.inference_mode(False):  # The part is trained after an evaluation that makes it.
+                plain = cast(DTensor, whole).to_local().detach()
+                part = nn.Parameter(plain, requires_grad=plain.is_floating_point() or plain.is_complex())
             if part.requires_grad:
                 part.register_post_accumulate_grad_hook(partial(_hand_on_gradient, whole, self._divisor))  # type: ignore[no-untyped-call]
             self._parts[whole] = part

@@ -49,7 +49,7 @@ class SameBuffers(Technique):
     def finish(self) -> None:
         """Find the buffers of the module. Those that are registered later are not synchronized.
 
-        This is a collective over the mesh if its devices are accelerators.
+        This is a collective over the mesh unless its backend is gloo.
         """
         found: dict[int, tuple[nn.Module, str]] = {}
         for module in self._module.modules():
@@ -57,7 +57,7 @@ class SameBuffers(Technique):
                 if buffer is not None and not is_remote(buffer):
                     found.setdefault(id(buffer), (module, key))
         self._places = list(found.values())
-        if self._mesh.device_type != "cpu" and self._places and self._axes:
+        if self._places and any(dist.get_backend(group) != "gloo" for group in self._axes):
             # On the device's own groups, the host would wait for all that the device has still to do.
             ranks = self._mesh.mesh.flatten().tolist()
             group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="changed buffers")

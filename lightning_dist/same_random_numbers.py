@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import nn
 
-from lightning_dist.collectives import is_same_number
+from lightning_dist.collectives import begin_is_same_number
 from lightning_dist.own_generators import get_state, own_generators, set_state
 from lightning_dist.randomness import digest_of_states, rng_state, set_rng_state
 
@@ -47,5 +47,5 @@ class SameRandomNumbers:
 
     def restore(self) -> None:
         """Give all ranks the states of the first rank, if they differ. This is a collective over the group."""
-        if not is_same_number(digest_of_states(), self._group):
+        if not begin_is_same_number(digest_of_states(), self._group)():
             agree_on_random_numbers(self._group, self._module)

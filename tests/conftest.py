@@ -14,6 +14,7 @@ import pytest
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from tests import nccl_rules
 from tests.accelerator import VARIABLE
 from tests.launched import Forked
 from tests.pool import WorkerPool, fork_server
@@ -21,6 +22,7 @@ from tests.pool import WorkerPool, fork_server
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Start the fork server now, since it imports for seconds, during which this process can collect the tests."""
+    os.environ[nccl_rules.VARIABLE] = session.config.getoption("backend")
     if session.config.getoption("accelerator") == "gpu":
         os.environ[VARIABLE] = "gpu"
         # Processes are forked from this one, and cannot use CUDA if this one has initialized it to count the GPUs.
@@ -139,8 +141,23 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--accelerator", choices=["cpu", "gpu"], default="cpu", help="where the ranks of distributed tests run"
     )
     parser.addoption(
+        "--backend",
+        choices=["default", "nccl-rules"],
+        default="default",
+        help="how ranks communicate: over the default backend of their device, or over gloo under the rules of NCCL",
+    )
+    parser.addoption(
         "--matrix", choices=["pairwise", "full"], default="pairwise", help="which combinations the parity tests run"
     )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests of what only gloo does if ranks communicate over another backend."""
+    if config.getoption("backend") == "default":
+        return
+    of_gloo = [item for item in items if item.get_closest_marker("gloo")]
+    items[:] = [item for item in items if not item.get_closest_marker("gloo")]
+    config.hook.pytest_deselected(items=of_gloo)
 
 
 def pytest_collection_finish() -> None:

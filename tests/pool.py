@@ -30,7 +30,9 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tests import nccl_rules
 from tests.accelerator import on_gpu, variables_of_rank
+from tests.nccl_rules.log import FOLDER, find_disorder
 
 __all__ = ["RankFailed", "WorkerPool", "fork_server", "in_parallel"]
 
@@ -113,15 +115,22 @@ class WorkerPool:
             self._workers.append(self._start())
         workers = self._workers[:world_size]
         port = _free_port()
+        log = tempfile.mkdtemp(prefix="nccl-rules-") if nccl_rules.is_chosen() else ""
         for rank, (_, connection) in enumerate(workers):
             env = {
                 **variables_of_rank(rank, world_size, num_nodes),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(port),
                 "TORCHELASTIC_RUN_ID": "tests",
+                **({FOLDER: log} if log else {}),
             }
             connection.send((function, args, kwargs, env))
         results, errors = self._collect(workers, timeout_s, grace_s)
+        if log:
+            disorder = find_disorder(Path(log)) if not errors else None
+            shutil.rmtree(log)
+            if disorder:
+                raise RankFailed({0: disorder})
         if errors:
             raise RankFailed(errors)
         return [results[rank] for rank in range(world_size)]
@@ -186,6 +195,10 @@ def _serve(connection: Connection, environment: dict[str, str], stacks: str) -> 
     os.environ.update(environment)
     file = open(os.path.join(stacks, str(os.getpid())), "w")  # noqa: SIM115 - it is open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+    if nccl_rules.is_chosen():
+        from tests.nccl_rules.backend import install
+
+        install()
     while True:
         try:
             function, args, kwargs, env = connection.recv()

@@ -170,7 +170,7 @@ class Compression(Technique):
                 exact.append(value)
             elif self._is_compressed(gradient):
                 compressed.append(gradient)
-            elif self._fallback is not None and name:
+            elif self._fallback is not None:
                 by_fallback.append(gradient)
             else:
                 exact.append(value)

@@ -13,16 +13,13 @@ from torch.distributed.tensor import DTensor, Placement
 from lightning_dist._compat import local_of
 from lightning_dist.gradient_reducer import GradientReducer, LocalGradient, Reduction
 
-__all__ = ["STALE", "Bucket", "as_dtensor", "in_buckets"]
+__all__ = ["Bucket", "as_dtensor", "in_buckets"]
 
 _BUCKET_BYTES = 25 * 2**20
 """The largest size of a bucket, as in DistributedDataParallel."""
 
 _FIRST_BUCKET_BYTES = 2**20
 """The size of the bucket whose gradients come first, which is small so that communication begins soon."""
-
-STALE = 2
-"""State of a bucket that must be reduced again."""
 
 
 def as_dtensor(local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], like: Tensor) -> Tensor:
@@ -91,7 +88,7 @@ class Bucket:
         self._scale = 1.0 if reducer is not None else 1.0 / mesh.size()
         self._dtype = params[0].dtype if dtype is None or params[0].is_complex() else dtype
         self._shapes = [local_of(param).shape for param in params]
-        self._sizes = [*(shape.numel() for shape in self._shapes), len(params)]
+        self._sizes = [shape.numel() for shape in self._shapes]
         self._is_copied = [False] * len(params)
         self._flat: Tensor | None = None
         self._views: list[Tensor] = []
@@ -108,11 +105,6 @@ class Bucket:
         marks = zip(self.params, self.has_gradient, self.has_accumulated, strict=True)
         # Gradients that were added up may have been cleared since.
         return [has or (before and param.grad is not None) for param, has, before in marks]
-
-    @property
-    def state(self) -> int:
-        """Return 0 if this rank has used no parameter of the bucket, 1 if it has, :data:`STALE` if it is stale."""
-        return STALE if self.is_stale else int(any(self.is_used))
 
     def begin(self) -> None:
         """Discard the state of the last backward."""
@@ -156,15 +148,11 @@ class Bucket:
 
     @torch.no_grad()
     def _allocate(self) -> None:
-        """Allocate the bucket's tensor.
-
-        It has one dimension, with the elements of all gradients, followed by one number per parameter. After the
-        all-reduce, this is the number of ranks that have used the parameter, or the mean that a reducer returns.
-        """
+        """Allocate the bucket's tensor, which has the elements of all gradients one after another."""
         self._flat = torch.empty(sum(self._sizes), dtype=self._dtype, device=self.params[0].device)
         parts = torch.split(self._flat, self._sizes)
         # A user may change a gradient in place, which autograd would refuse for a view that no_grad has made.
-        self._views = [part.view(shape).data for part, shape in zip(parts, self._shapes, strict=False)]
+        self._views = [part.view(shape).data for part, shape in zip(parts, self._shapes, strict=True)]
 
     def mark_changed(self, index: int) -> None:
         """Record that a gradient has changed after it may have been copied or reduced.
@@ -187,16 +175,12 @@ class Bucket:
             if not is_copied:
                 self.copy_in(index)
         assert self._flat is not None
-        self._flat[-len(self.params) :] = torch.tensor(self.is_used, dtype=self._dtype)
         if self._reducer is not None:
-            gradients = [*self._gradients(range(len(self.params))), LocalGradient("", self._flat[-len(self.params) :])]
+            gradients = [LocalGradient(*pair) for pair in zip(self._names, self._views, strict=True)]
             self._work = self._reducer.reduce(self._flat, gradients)
         else:
             self.num_bytes_sent += 2 * self._flat.nbytes * (self._mesh.size() - 1) // self._mesh.size()
             self._work = dist.all_reduce(self._flat, group=self._mesh.get_group(0), async_op=True)
-
-    def _gradients(self, indices: Iterable[int]) -> list[LocalGradient]:
-        return [LocalGradient(self._names[index], self._views[index]) for index in indices]
 
     def _discard(self, indices: Iterable[int]) -> None:
         """Tell the reducer that the means of parameters that no rank has used are not used.
@@ -214,8 +198,11 @@ class Bucket:
         self._reducer.discard(unused)
 
     @torch.no_grad()
-    def set_gradients(self) -> list[nn.Parameter]:
+    def set_gradients(self, is_used: Sequence[bool]) -> list[nn.Parameter]:
         """Wait for the all-reduce, if it has begun, and set the mean gradient of each parameter that any rank used.
+
+        Args:
+            is_used: For each parameter, whether any rank has used it.
 
         Returns:
             The parameters that any rank used.
@@ -223,18 +210,13 @@ class Bucket:
         if self._work is None:
             return []
         self._work.wait()
-        assert self._flat is not None
-        is_used = self.is_used
         self.has_accumulated = [False] * len(self.params)
-        # Reading the counts from an accelerator synchronizes with it. If this rank has used all parameters, it is not
-        # necessary to read them.
-        counts = self._flat[-len(self.params) :].tolist() if not all(is_used) else [1.0] * len(self.params)
-        self._discard(index for index, count in enumerate(counts) if not count)
-        used: list[nn.Parameter] = []
-        for param, view, count in zip(self.params, self._views, counts, strict=True):
-            if not count:
+        self._discard(index for index, used in enumerate(is_used) if not used)
+        found: list[nn.Parameter] = []
+        for param, view, used in zip(self.params, self._views, is_used, strict=True):
+            if not used:
                 continue
-            used.append(param)
+            found.append(param)
             if param.grad is not None and param.grad.requires_grad:  # The backward ran with create_graph=True.
                 local_of(param.grad).copy_(view)
                 continue
@@ -243,4 +225,4 @@ class Bucket:
                 gradient = as_dtensor(gradient, param.device_mesh, param.placements, param)
             param.grad = gradient
         self._flat, self._views, self._work = None, [], None
-        return used
+        return found

@@ -28,8 +28,8 @@ from lightning_dist._compat import (
     tree_map,
     version_of,
 )
-from lightning_dist.collectives import any_of_flags
-from lightning_dist.replication.bucket import STALE, Bucket, as_dtensor, in_buckets
+from lightning_dist.flag_agreement import FlagAgreement
+from lightning_dist.replication.bucket import Bucket, as_dtensor, in_buckets
 from lightning_dist.replication.group import ReplicatedGroup
 from lightning_dist.technique import Parallel, Technique, find_gradient_reducer
 from lightning_dist.tensor_state import is_remote
@@ -107,8 +107,7 @@ class Replication(Technique):
         usage_group = dist.new_group(
             ranks, backend="gloo", use_local_synchronization=True, group_desc="used parameters"
         )
-        # torch.distributed keeps the group. A second reference would keep its connections open after an error here.
-        self._usage_group = weakref.ref(usage_group)
+        self._agreement = FlagAgreement(usage_group, self._describe_flag)
         hooks: dict[nn.Parameter, int] = {}
         for bucket_params in in_buckets(list(reversed(params)), self._reduce_dtype):
             names = [self._names[param] for param in bucket_params]
@@ -302,23 +301,31 @@ class Replication(Technique):
     def _end(self) -> None:
         """Reduce the buckets that some rank has used and that are not reduced yet, and set the mean gradients."""
         self._reduces_now = False
-        group = self._usage_group()
-        assert group is not None
-        states = [bucket.state for bucket in self._buckets]
-        flags = any_of_flags([state == STALE for state in states] + [state > 0 for state in states], group)
-        is_stale, is_used = flags[: len(states)], flags[len(states) :]
+        is_used = [used for bucket in self._buckets for used in bucket.is_used]
+        is_expected = [param.requires_grad for bucket in self._buckets for param in bucket.params]
+        is_stale = [bucket.is_stale for bucket in self._buckets]
+        flags = iter(self._agreement.agree([*is_stale, *is_used], [*([False] * len(is_stale)), *is_expected]))
+        is_stale = [next(flags) for _ in self._buckets]
+        is_used_by_any = [[next(flags) for _ in bucket.params] for bucket in self._buckets]
         # Buckets of frozen parameters come last on all ranks, because a rank whose other buckets were all full has
         # launched the others before.
         for is_frozen in (False, True):
-            for bucket, used_by_any in zip(self._buckets, is_used, strict=True):
-                if used_by_any and not bucket.is_launched and (bucket.num_expected == 0) == is_frozen:
+            for bucket, used_by_any in zip(self._buckets, is_used_by_any, strict=True):
+                if any(used_by_any) and not bucket.is_launched and (bucket.num_expected == 0) == is_frozen:
                     bucket.launch()
         used: list[nn.Parameter] = []
-        for bucket, stale_on_any in zip(self._buckets, is_stale, strict=True):
+        for bucket, stale_on_any, used_by_any in zip(self._buckets, is_stale, is_used_by_any, strict=True):
             if stale_on_any:
                 bucket.launch()
-            used += bucket.set_gradients()
+            used += bucket.set_gradients(used_by_any)
         self._call_hooks_of_users(used)
+
+    def _describe_flag(self, index: int) -> str:
+        if index < len(self._buckets):
+            first = self._names[self._buckets[index].params[0]]
+            return f"gradients came after the reduction of those of {first!r} had begun"
+        params = [param for bucket in self._buckets for param in bucket.params]
+        return f"the frozen parameter {self._names[params[index - len(self._buckets)]]!r} got a gradient"
 
     def after_error(self) -> None:
         """Discard the state that a step with an error has left behind."""

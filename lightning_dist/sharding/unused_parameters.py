@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist.collectives import any_of_flags
+from lightning_dist.flag_agreement import FlagAgreement
 from lightning_dist.sharding._compat import ShardedGroup
 
 __all__ = ["UnusedParameters"]
@@ -47,13 +48,17 @@ class UnusedParameters:
         self._groups = groups if mesh.size() > 1 else ()
         self._begin_end = begin_end
         self._finish_reductions = finish_reductions
-        num_axes = mesh.ndim if begin_end is None else mesh.ndim - 1
-        axes = [mesh.get_group(axis) for axis in range(num_axes) if mesh.size(axis) > 1]
-        if mesh.device_type != "cpu" and axes:  # A read from the device would wait for the whole backward.
+        self._replicas: list[weakref.ref[dist.ProcessGroup]] = []
+        """The groups over which flags are exchanged that ``begin_end`` has exchanged over the last axis before."""
+        self._agreement: FlagAgreement | None = None
+        if begin_end is not None:
+            axes = [mesh.get_group(axis) for axis in range(mesh.ndim - 1) if mesh.size(axis) > 1]
+            # These are weak references, because strong ones would keep connections open after an error on this rank.
+            self._replicas = [weakref.ref(group) for group in axes]
+        elif mesh.size() > 1:
             ranks = mesh.mesh.flatten().tolist()
-            axes = [dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="used parameters")]
-        # These are weak references, because strong ones would keep connections open after an error on this rank.
-        self._agreeing = [weakref.ref(group) for group in axes]
+            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="used parameters")
+            self._agreement = FlagAgreement(group, self._describe_flag)
 
     @contextmanager
     def agreed(self) -> Iterator[None]:
@@ -93,15 +98,21 @@ class UnusedParameters:
         flags = [flag for of_group in used for flag in of_group]
         if self._begin_end is not None:
             finish = self._begin_end(torch.tensor(flags, dtype=torch.uint8))
-            if not self._agreeing:  # Otherwise ranks would reduce gradients and exchange flags in different orders.
+            if not self._replicas:  # Otherwise ranks would reduce gradients and exchange flags in different orders.
                 self._reduce_where_all_are_used(used)
             flags = finish().bool().tolist()
-        for axis in self._agreeing:
+        for axis in self._replicas:
             alive = axis()
             assert alive is not None
             flags = any_of_flags(flags, alive)
+        if self._agreement is not None:
+            flags = self._agreement.agree(flags, [p.requires_grad for group in self._groups for p in group.params])
         agreed = iter(flags)
         return [[next(agreed) for _ in of_group] for of_group in used]
+
+    def _describe_flag(self, index: int) -> str:
+        names = [name for group in self._groups for name in group.names]
+        return f"the frozen parameter {names[index]!r} got a gradient"
 
     def _reduce_where_all_are_used(self, used: Sequence[Sequence[bool]]) -> None:
         """Begin the reductions that do not depend on the flags of other ranks, up to the first one that may do so."""

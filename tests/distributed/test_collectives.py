@@ -11,7 +11,7 @@ from lightning_dist.collectives import (
     DirectAllGather,
     TwoShotReduceScatter,
     any_of_flags,
-    is_same_number,
+    begin_is_same_number,
 )
 from lightning_dist.parity import whole_parameters
 from tests.distributed.fit import make_trainer
@@ -148,7 +148,7 @@ def test_a_flag_is_set_if_any_rank_has_set_it(pool: WorkerPool, number: int) -> 
 
 def compare_numbers(rows: list[list[int]]) -> list[bool]:
     dist.init_process_group("gloo")
-    return [is_same_number(row[dist.get_rank()], dist.group.WORLD) for row in rows]
+    return [begin_is_same_number(row[dist.get_rank()], dist.group.WORLD)() for row in rows]
 
 
 def test_a_number_that_differs_in_any_bit_on_any_rank_is_not_the_same(pool: WorkerPool) -> None:
