@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo quick test lint docs parity behaviour zoo bench slow-links faults clean
+.PHONY: help demo quick test lint docs parity nccl-rules behaviour zoo bench slow-links faults clean
 
 help:
 	@echo "make demo    train a small GPT on 2 x 2 processes, sample from it, show it in MLflow"
@@ -12,6 +12,7 @@ help:
 	@echo "make test    lint, types, and the tests that run in minutes"
 	@echo "make docs    the documentation as pages, in docs/_build"
 	@echo "make parity  every combination of the comparison with one process"
+	@echo "make nccl-rules  the parity and distributed tests, over a backend that has the rules of NCCL"
 	@echo "make behaviour  ordinary Lightning code under every strategy, compared with one process"
 	@echo "make zoo     80 families of Hugging Face models under every strategy, compared with one process"
 	@echo "make faults  saves that are killed, damaged and cut off from power, at every point"
@@ -65,6 +66,9 @@ docs: $(VENV)/installed-docs
 
 parity: $(VENV)/installed-dev
 	$(BIN)/python -m pytest tests/parity --matrix=full
+
+nccl-rules: $(VENV)/installed-dev
+	$(BIN)/python -m pytest --backend nccl-rules --numprocesses 2 --dist worksteal tests/parity tests/distributed tests/nccl_rules
 
 behaviour: $(VENV)/installed-dev
 	$(BIN)/python -m tests.behaviour --write docs/compatibility.md

@@ -17,8 +17,8 @@ __all__ = [
     "TwoShotReduceScatter",
     "any_of_flags",
     "begin_any_of_flags",
+    "begin_are_same_numbers",
     "begin_exchange",
-    "begin_is_same_number",
     "direct_all_gather",
     "exchange",
     "gather",
@@ -195,26 +195,26 @@ def any_of_flags(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
     return begin_any_of_flags(flags, group)()
 
 
-def begin_is_same_number(number: int, group: dist.ProcessGroup) -> Callable[[], bool]:
-    """Begin to find out whether all ranks have the same number. This is a collective over ``group``.
+def begin_are_same_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[[], list[bool]]:
+    """Begin to find out for each number whether all ranks have the same one. This is a collective over ``group``.
 
     Args:
-        number: A number from 0 to ``2**32 - 1``.
+        numbers: Numbers from 0 to ``2**32 - 1``.
         group: Process group of the ranks, which uses gloo.
 
     Returns:
-        A function that waits for the other ranks, and returns whether all have the same number.
+        A function that waits for the other ranks, and returns for each number whether all have the same one.
     """
     mask = 2**32 - 1
     # A bit that differs between ranks is set in both halves of the combined word.
-    halves = torch.tensor([number, ~number & mask]).to(torch.uint32).view(torch.int64)
-    work = dist.all_reduce(halves, dist.ReduceOp.BOR, group, async_op=True)
+    pairs = [[number, ~number & mask] for number in numbers]
+    words = torch.tensor(pairs).to(torch.uint32).view(torch.int64)
+    work = dist.all_reduce(words, dist.ReduceOp.BOR, group, async_op=True)
     assert work is not None
 
-    def finish() -> bool:
+    def finish() -> list[bool]:
         work.wait()
-        first, second = halves.view(torch.int32).tolist()
-        return not first & second
+        return [not first & second for first, second in words.view(torch.int32).tolist()]
 
     return finish
 

@@ -61,6 +61,13 @@ class FlagAgreement:
         self._last: _Exchange | None = None
         self._num_usual = 0
 
+    @property
+    def group(self) -> dist.ProcessGroup:
+        """Return the process group of the ranks."""
+        group = self._group()
+        assert group is not None
+        return group
+
     def agree(self, flags: Sequence[bool], expected: Sequence[bool]) -> list[bool]:
         """Return for each flag whether it is set on any rank. This is a collective over the group.
 
@@ -78,12 +85,10 @@ class FlagAgreement:
         return flags if goes_on else self._finish()
 
     def _begin(self, flags: list[bool], expected: list[bool], goes_on: bool) -> _Exchange:
-        group = self._group()
-        assert group is not None
         digest = [bool(zlib.crc32(bytes(flags)) >> bit & 1) for bit in range(_DIGEST_BITS)]
         # A bit of the digest that differs between ranks is set on some rank both itself and in the complement.
         complement = [not bit for bit in digest]
-        finish = begin_any_of_flags([flags != expected, goes_on, *digest, *complement, *flags], group)
+        finish = begin_any_of_flags([flags != expected, goes_on, *digest, *complement, *flags], self.group)
         return _Exchange(finish, expected)
 
     def _finish(self) -> list[bool]:
@@ -100,7 +105,7 @@ class FlagAgreement:
             return flags
         what = self._describe(unexpected[0])
         raise FlagsChangedError(
-            f"In this step or in the one before, {what} on some ranks, but not on all, which had not happened in the"
-            " steps before. The other ranks had gone on by then. Let every rank run the same layers and backwards"
-            " in each step; if a layer is used on some ranks only, use it in the first two steps as well."
+            f"In this step or in the one before, {what} on some ranks but not on all, which had not happened in the"
+            " steps before. The other ranks had gone on by then. Let this happen on all ranks in the same step, or, if"
+            " it cannot, also in the first two steps of the run, so that ranks wait for each other."
         )

@@ -88,11 +88,12 @@ class LocalParts:
         Returns:
             Whether the part was replaced.
         """
-        part, memory = self._parts.get(whole), cast(DTensor, whole.detach()).to_local()
+        part, memory = self._parts.get(whole), _compat.local_of(whole)
         if part is None or part.data_ptr() == memory.data_ptr():
             return False
-        memory.data.copy_(part.detach())  # The graph was computed with these values: the version must not change.
-        part.data = memory
+        with torch.inference_mode(False):
+            memory.data.copy_(part.detach())  # The graph was computed with these values: the version must not change.
+            part.data = memory.detach()
         return True
 
     def follow_memory(self, whole: nn.Parameter) -> None:

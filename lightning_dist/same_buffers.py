@@ -7,16 +7,19 @@ Here large buffers are sent only if they changed on some rank since the last bro
 
 from __future__ import annotations
 
-import weakref
+import zlib
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 
 from lightning_dist._compat import NORM, own_buffers, version_of
-from lightning_dist.collectives import any_of_flags
+from lightning_dist.collectives import begin_are_same_numbers
+from lightning_dist.flag_agreement import FlagAgreement
 from lightning_dist.technique import Parallel, Technique
 from lightning_dist.tensor_state import is_remote
 
@@ -25,6 +28,10 @@ __all__ = ["SameBuffers"]
 
 _SMALL_BYTES = 2**18
 """Size of all buffers up to which they are always sent, which takes less time than to exchange which ones changed."""
+
+
+_ALIGNMENT = 16
+"""Number of bytes to which the parts of a message are padded."""
 
 
 class SameBuffers(Technique):
@@ -37,8 +44,11 @@ class SameBuffers(Technique):
     def __init__(self, mesh: DeviceMesh) -> None:
         self._axes = [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         self._mesh = mesh
-        self._flag_groups = [weakref.ref(group) for group in self._axes]
-        """The process groups over which flags on the host are exchanged."""
+        self._is_on_host = all(dist.get_backend(group) == "gloo" for group in self._axes)
+        self._agreement: FlagAgreement | None = None
+        self._changed: list[bool] = []
+        """For each buffer, whether it had changed on any rank at the last synchronization."""
+        self._sizes: list[tuple[torch.dtype, torch.Size] | None] = []
         self._places: list[tuple[nn.Module, str]] = []
         self._seen: list[tuple[Tensor | None, int]] = []
 
@@ -49,7 +59,7 @@ class SameBuffers(Technique):
     def finish(self) -> None:
         """Find the buffers of the module. Those that are registered later are not synchronized.
 
-        This is a collective over the mesh unless its backend is gloo.
+        This is a collective over the mesh if there are buffers.
         """
         found: dict[int, tuple[nn.Module, str]] = {}
         for module in self._module.modules():
@@ -57,12 +67,15 @@ class SameBuffers(Technique):
                 if buffer is not None and not is_remote(buffer):
                     found.setdefault(id(buffer), (module, key))
         self._places = list(found.values())
-        if self._places and any(dist.get_backend(group) != "gloo" for group in self._axes):
+        if self._places and self._axes:
             # On the device's own groups, the host would wait for all that the device has still to do.
-            ranks = self._mesh.mesh.flatten().tolist()
-            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="changed buffers")
-            self._flag_groups = [weakref.ref(group)]
+            self._ranks = self._mesh.mesh.flatten().tolist()
+            group = dist.new_group(
+                self._ranks, backend="gloo", use_local_synchronization=True, group_desc="changed buffers"
+            )
+            self._agreement = FlagAgreement(group, self._describe_flag)
         self._seen = [(None, -1)] * len(self._places)
+        self._changed = [True] * len(self._places)
 
     def before_training_step(self, begins_accumulation: bool) -> None:
         """Synchronize buffers if a new accumulation begins. This is a collective in that case."""
@@ -81,7 +94,7 @@ class SameBuffers(Technique):
         if not self._places or not self._axes:
             return
         buffers = [own_buffers(module).get(key) for module, key in self._places]
-        if _are_small(buffers):
+        if self._is_on_host and _are_small(buffers):
             for group in self._axes:
                 self._broadcast_small(buffers, group)
         else:
@@ -89,25 +102,43 @@ class SameBuffers(Technique):
         self._seen = [(buffer, -1 if buffer is None else version_of(buffer)) for buffer in buffers]
 
     def _broadcast_changed(self, buffers: Sequence[Tensor | None]) -> None:
-        """Overwrite those ``buffers`` that changed on any rank since the last synchronization."""
-        flags = [
+        """Overwrite those ``buffers`` that changed on any rank since the last synchronization, in one message."""
+        changed = [
             (isinstance(module, NORM) and module.training)
             or buffer is not seen
             or (buffer is not None and version_of(buffer) != version)
             for (module, _), buffer, (seen, version) in zip(self._places, buffers, self._seen, strict=True)
         ]
-        for flag_group in self._flag_groups:
-            alive = flag_group()
-            assert alive is not None
-            flags = any_of_flags(flags, alive)
-        changed = [buffer for buffer, flag in zip(buffers, flags, strict=True) if flag and buffer is not None]
+        sizes = [None if buffer is None else (buffer.dtype, buffer.shape) for buffer in buffers]
+        assert self._agreement is not None
+        has_other_sizes, *self._changed = self._agreement.agree(
+            [sizes != self._sizes, *changed], [False, *self._changed]
+        )
+        if has_other_sizes:
+            (is_same,) = begin_are_same_numbers([zlib.crc32(str(sizes).encode())], self._agreement.group)()
+            if not is_same:
+                self._refuse_other_sizes()
+            self._sizes = sizes
+        sent = [b for b, is_changed in zip(buffers, self._changed, strict=True) if is_changed and b is not None]
+        if not sent:
+            return
+        # Parts of the message begin at addresses that are aligned for every dtype.
+        parts = [functional.pad(_as_bytes(buffer), (0, -buffer.nbytes % _ALIGNMENT)) for buffer in sent]
+        content = torch.cat(parts)
         for group in self._axes:
-            sent = [buffer.resolve_conj().resolve_neg().contiguous() for buffer in changed]
-            for work in [dist.broadcast(buffer, group=group, group_src=0, async_op=True) for buffer in sent]:
-                work.wait()
-            for buffer, received in zip(changed, sent, strict=True):
-                if received.data_ptr() != buffer.data_ptr():
-                    buffer.copy_(received)
+            dist.broadcast(content, group=group, group_src=0)
+        if not any(group.rank() for group in self._axes):
+            return
+        for buffer, received in zip(sent, torch.split(content, [part.numel() for part in parts]), strict=True):
+            # The copy does not count as a change of the buffer, because graphs of earlier steps may have saved it.
+            buffer.data.copy_(received[: buffer.nbytes].view(buffer.dtype).view(buffer.shape))
+
+    def _describe_flag(self, index: int) -> str:
+        if index == 0:
+            return "a buffer got another size"
+        module, key = self._places[index - 1]
+        prefix = next(name for name, other in self._module.named_modules() if other is module)
+        return f"the buffer {'.'.join(filter(None, (prefix, key)))!r} was changed"
 
     def _broadcast_small(self, buffers: Sequence[Tensor | None], group: dist.ProcessGroup) -> None:
         """Overwrite ``buffers`` in one message. Those that are equal are not written to."""
@@ -122,18 +153,21 @@ class SameBuffers(Technique):
         if group.rank() == 0:
             return
         if not torch.equal(received[0], digest):
-            shapes = ", ".join(
-                f"{name!r} {[*buffer.shape]}" for name, buffer in self._module.named_buffers() if not is_remote(buffer)
-            )
-            raise RuntimeError(
-                "Every step begins with the buffers of the first rank, and buffers have other sizes on this rank:"
-                f" {shapes}. Give them the same sizes on all ranks, or keep the tensor in a plain attribute."
-            )
+            self._refuse_other_sizes()
         for buffer, own in zip(present, received[1:], strict=True):
             if not torch.equal(own, _as_bytes(buffer)):
                 # The message's parts are not aligned to elements. The copy does not count as a change of the buffer,
                 # because graphs of earlier steps may have saved it.
                 buffer.data.copy_(own.clone().view(buffer.dtype).view(buffer.shape))
+
+    def _refuse_other_sizes(self) -> NoReturn:
+        shapes = ", ".join(
+            f"{name!r} {[*buffer.shape]}" for name, buffer in self._module.named_buffers() if not is_remote(buffer)
+        )
+        raise RuntimeError(
+            "Every step begins with the buffers of the first rank, and buffers have other sizes on this rank:"
+            f" {shapes}. Give them the same sizes on all ranks, or keep the tensor in a plain attribute."
+        )
 
 
 def _are_small(buffers: Sequence[Tensor | None]) -> bool:

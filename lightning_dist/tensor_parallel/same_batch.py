@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 import torch.distributed as dist
 import xxhash
 
+from lightning_dist.deferred_read import DeferredRead
+
 __all__ = ["DifferentBatchError", "SameBatch", "digest", "hash_of_elements"]
 
 
@@ -18,8 +21,12 @@ class DifferentBatchError(RuntimeError):
     """Report that ranks of one tensor-parallel group were given different batches."""
 
 
+_MAX_PENDING = 8
+"""Number of comparisons that may be under way before the host waits for the first of them."""
+
+
 class SameBatch:
-    """Compare batches between ranks in the background, and raise on all ranks at the next batch if they differ.
+    """Compare batches between ranks in the background, and raise on all ranks at a later batch if they differ.
 
     Args:
         group: Process group of the ranks of ``tp``.
@@ -29,39 +36,51 @@ class SameBatch:
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
         self._group = group
         self._device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
-        self._pending: tuple[dist.Work, torch.Tensor, str] | None = None
+        self._begun: tuple[dist.Work, torch.Tensor, str] | None = None
+        self._read: deque[tuple[DeferredRead, str]] = deque()
 
     def check(self, batch: Any, what: str) -> None:
-        """Begin to compare ``batch`` over the group, and finish the last comparison.
+        """Begin to compare ``batch`` over the group, and look at the comparisons that have ended.
 
-        This is a collective over the group.
+        This is a collective over the group. On an accelerator, the host does not wait for the device.
 
         Args:
             batch: Tensors, NumPy arrays, strings and numbers, in nested mappings, lists, tuples and other objects.
             what: Description of the batch for the error text, such as ``"the batch of a training_step"``.
 
         Raises:
-            DifferentBatchError: If the batch of the previous call differed between the ranks.
+            DifferentBatchError: If the batch of an earlier call differed between the ranks. This is the previous call
+                if the ranks exchange tensors of the CPU.
         """
-        self.finish()
+        self._begin_to_read()
+        while self._read and (self._read[0][0].is_ready or len(self._read) >= _MAX_PENDING):
+            self._judge(*self._read.popleft())
         number = digest(batch).to(self._device, non_blocking=True)
         extremes = torch.stack((number, ~number))  # The MAX of ~number is ~ of the smallest digest.
         work = dist.all_reduce(extremes, dist.ReduceOp.MAX, self._group, async_op=True)
         assert work is not None
-        self._pending = work, extremes, what
+        self._begun = work, extremes, what
 
     def finish(self) -> None:
-        """Wait for the last comparison, if there is one.
+        """Wait for all comparisons.
 
         Raises:
-            DifferentBatchError: If the batch of the last :meth:`check` differed between the ranks.
+            DifferentBatchError: If the batch of an earlier :meth:`check` differed between the ranks.
         """
-        if self._pending is None:
-            return
-        (work, extremes, what), self._pending = self._pending, None
-        work.wait()
-        greatest, complement = extremes.tolist()
+        self._begin_to_read()
+        while self._read:
+            self._judge(*self._read.popleft())
+
+    def _begin_to_read(self) -> None:
+        if self._begun is not None:
+            (work, extremes, what), self._begun = self._begun, None
+            work.wait()
+            self._read.append((DeferredRead(extremes), what))
+
+    def _judge(self, read: DeferredRead, what: str) -> None:
+        greatest, complement = read.result().tolist()
         if greatest != ~complement:
+            self._read.clear()
             ranks = ", ".join(map(str, dist.get_process_group_ranks(self._group)))
             raise DifferentBatchError(
                 f"The ranks {ranks} split layers between them, and were given different data as {what}. Shard the data"

@@ -13,11 +13,13 @@ from torch.optim.swa_utils import AveragedModel
 
 __all__ = [
     "agree_on_decisions",
+    "around_every_batch",
     "average_model",
-    "before_every_batch",
     "before_reducing_evaluation",
     "before_validation",
     "changes_accumulation",
+    "evaluate_without_inference_mode",
+    "is_first_batch",
     "leave_signals_alone",
     "logging_step",
     "observe_fetching",
@@ -57,28 +59,54 @@ def observe_fetching(trainer: Trainer, before: Callable[[], None], after: Callab
     loop._on_before_fetch, loop._on_after_fetch = observed_before, observed_after  # type: ignore[method-assign]
 
 
-def before_every_batch(trainer: Trainer, name: str, function: Callable[[], None]) -> None:
-    """Call ``function`` before every training batch is fetched.
+def around_every_batch(
+    trainer: Trainer, name: str, before: Callable[[], None], after: Callable[[], None] | None = None
+) -> None:
+    """Call ``before`` before every training batch is fetched, and ``after`` after the last hook of the batch.
 
-    This could be replaced by a hook at this place: ``on_train_batch_start`` runs after the batch has been created,
-    which may have drawn random numbers.
+    This could be replaced by hooks at these places: ``on_train_batch_start`` runs after the batch has been created,
+    which may have drawn random numbers, and ``on_train_batch_end`` of a strategy does not exist.
 
     Args:
         trainer: The Trainer of the fit.
-        name: Name of the function; a later call for ``trainer`` with the same name replaces it.
-        function: A function without arguments, which is called before each batch.
+        name: Name of the functions; a later call for ``trainer`` with the same name replaces them.
+        before: A function without arguments, which is called before each batch.
+        after: A function without arguments, which is called after each batch, before a validation; None: nothing is.
     """
     loop = trainer.fit_loop.epoch_loop
-    functions: dict[str, Callable[[], None]] = getattr(vars(loop).get("advance"), "functions", {})
-    functions[name] = function
+    functions: dict[str, tuple[Callable[[], None], Callable[[], None] | None]]
+    functions = getattr(vars(loop).get("advance"), "functions", {})
+    functions[name] = before, after
 
     def advance(data_fetcher: Any) -> None:
-        for before in functions.values():
-            before()
+        for call, _ in functions.values():
+            call()
         type(loop).advance(loop, data_fetcher)
+        for _, call_after in functions.values():
+            if call_after is not None:
+                call_after()
 
     advance.functions = functions  # type: ignore[attr-defined]
     vars(loop)["advance"] = advance
+
+
+def is_first_batch(trainer: Trainer) -> bool:
+    """Return whether no batch of the epoch has been fetched.
+
+    This could be replaced by a public property of the loop.
+    """
+    return bool(trainer.fit_loop.epoch_loop.batch_progress.current.ready == 0)
+
+
+def evaluate_without_inference_mode(trainer: Trainer) -> None:
+    """Run evaluations under ``torch.no_grad`` in place of inference mode.
+
+    In inference mode, torch cannot detach a DTensor, as ``state_dict()`` does, and tensors that are made then, such as
+    gathered parameters, cannot be trained later. Lightning does the same for its own FSDP strategy, and for gloo.
+    This could be replaced by an attribute of strategies that the loops ask for, or by a torch that can detach DTensors.
+    """
+    for loop in (trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        loop.inference_mode = False
 
 
 def before_validation(trainer: Trainer, function: Callable[[], None]) -> None:

@@ -84,7 +84,7 @@ class FaultTolerance(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        _compat.before_every_batch(trainer, "stop request", lambda: self._between_batches(trainer))
+        _compat.around_every_batch(trainer, "stop request", lambda: self._between_batches(trainer))
         if self.hang_timeout is not None:
             self._watch(trainer, self.hang_timeout)
         self._beat()

@@ -64,7 +64,7 @@ class ExactResume:
 
         Call this at the start of a fit, after all functions that set random states before a batch.
         """
-        _compat.before_every_batch(trainer, "start of accumulation", lambda: self._before_batch(trainer))
+        _compat.around_every_batch(trainer, "start of accumulation", lambda: self._before_batch(trainer))
 
     def _before_batch(self, trainer: Trainer) -> None:
         if trainer.accumulate_grad_batches == 1 or progress.training_progress(trainer).in_window:

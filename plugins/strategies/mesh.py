@@ -208,6 +208,8 @@ class MeshStrategy(SteppingStrategy):
         refuse_what_cannot_work(self, trainer)
         refuse_manual_optimization(self._config, module)
         refuse_step_in_backward(self._config, self.layout, trainer)
+        if self.layout.world_size > self.layout.dp_replicate:
+            _compat.evaluate_without_inference_mode(trainer)
         is_new = parallelized(module) is None
         self._give_metrics_their_group(module)
         if is_new:

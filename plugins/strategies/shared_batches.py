@@ -178,6 +178,8 @@ class SharedBatchStrategy(ProcessStrategy):
     def _finish_comparing(self) -> None:
         if self._same_batch is not None:
             self._same_batch.finish()
+        if self._same_numbers is not None:
+            self._same_numbers.expect_changes()
 
     def _agree_on_random_numbers(self) -> None:
         """Give ranks with the same part of the batch the same random states, so that they draw the same numbers."""
@@ -193,7 +195,15 @@ class SharedBatchStrategy(ProcessStrategy):
             rank_zero_info(f"{'  batch':<14}{batch.describe()}")
         self._agree_on_random_numbers()
         if self._same_numbers is not None:
-            _compat.before_every_batch(self._trainer, "random numbers", self._same_numbers.restore)
+            _compat.around_every_batch(
+                self._trainer, "random numbers", self._before_batch, self._same_numbers.begin_comparing
+            )
+
+    def _before_batch(self) -> None:
+        assert self._same_numbers is not None
+        if _compat.is_first_batch(self._trainer):
+            self._same_numbers.expect_changes()
+        self._same_numbers.restore()
 
     @override
     def on_train_end(self) -> None:

@@ -75,33 +75,27 @@ def test_a_model_on_the_meta_device_is_initialised_alike_in_any_layout(pool: Wor
 
 
 class Inferring(GPT):
-    """Check that validation runs in inference mode, as with NCCL; with gloo, Lightning uses ``no_grad`` instead."""
+    """Call the model in inference mode, in which Lightning runs the evaluations of other strategies with NCCL."""
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        assert torch.is_inference_mode_enabled()
-        super().validation_step(batch, batch_idx)
+        with torch.inference_mode():
+            loss = self.loss(batch)
+        self.log("val/loss", loss.clone(), sync_dist=True)
 
 
-def validate_then_fit(inference: bool) -> Weights:
-    import lightning.pytorch.loops.utilities as loop_utilities
-
+def validate_then_fit(layout: str, inference: bool) -> Weights:
     torch.manual_seed(0)
     model = Inferring() if inference else GPT()
-    trainer = make_trainer("2x2", max_steps=3, limit_val_batches=1, precision="64-true")
-    is_initialized = loop_utilities._distributed_is_initialized
-    if inference:
-        loop_utilities._distributed_is_initialized = lambda: False
-    try:
-        trainer.validate(model, verbose=False)
-    finally:
-        loop_utilities._distributed_is_initialized = is_initialized
+    trainer = make_trainer(layout, max_steps=3, limit_val_batches=1, precision="64-true")
+    trainer.validate(model, verbose=False)
     trainer.limit_val_batches = 0
     trainer.fit(model)
     return weights_of(model)
 
 
-def test_a_validation_in_inference_mode_does_not_change_the_training_after_it(pool: WorkerPool) -> None:
-    assert_same(pool.run(validate_then_fit, 4, True)[0], pool.run(validate_then_fit, 4, False)[0])
+@pytest.mark.parametrize("layout", ["2x2", "4x1", "tp2-2"])
+def test_a_validation_in_inference_mode_does_not_change_the_training_after_it(pool: WorkerPool, layout: str) -> None:
+    assert_same(pool.run(validate_then_fit, 4, layout, True)[0], pool.run(validate_then_fit, 4, layout, False)[0])
 
 
 def class_and_hyperparameters() -> tuple[str, bool, str]:

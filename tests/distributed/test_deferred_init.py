@@ -183,6 +183,7 @@ def build_within(limit_mib: int) -> None:
         Steep(DIM, num_layers=NUM_LAYERS).configure_model()
 
 
+@pytest.mark.gloo
 def test_a_model_larger_than_the_limit_of_memory_is_built_and_trained(own_pool: WorkerPool) -> None:
     assert params_mib(DIM, NUM_LAYERS) > 1.2 * LIMIT_MIB
     model = partial(Steep, DIM, num_layers=NUM_LAYERS)

@@ -17,7 +17,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist.parity import whole_parameters
-from lightning_dist.plugins._compat import before_every_batch
+from lightning_dist.plugins._compat import around_every_batch
 from tests.distributed.fit import make_trainer
 from tests.pool import RankFailed, WorkerPool
 
@@ -184,7 +184,7 @@ class BeforeEpoch(pl.Callback):
         self.has_saved = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        before_every_batch(trainer, "save", lambda: self.save(trainer))
+        around_every_batch(trainer, "save", lambda: self.save(trainer))
 
     def save(self, trainer: pl.Trainer) -> None:
         if trainer.current_epoch == 1 and not self.has_saved:

@@ -132,6 +132,7 @@ def fit_within(
 LIMIT_MIB = 190
 
 
+@pytest.mark.gloo
 def test_a_model_whose_state_exceeds_the_limit_trains_with_offloading(own_pool: WorkerPool, tmp_path: Path) -> None:
     model = partial(Deep, 512, 500)
     assert 4 * params_mib(512) > LIMIT_MIB  # These are parameters, gradients and the states of AdamW.

@@ -164,6 +164,7 @@ def run(
     return look.seen
 
 
+@pytest.mark.gloo
 @pytest.mark.alone
 @pytest.mark.parametrize(("schedule", "virtual_stages"), [("gpipe", 1), ("1f1b", 1), ("interleaved_1f1b", 2)])
 def test_measured_bubbles_equal_the_formulas(pool: WorkerPool, schedule: str, virtual_stages: int) -> None:

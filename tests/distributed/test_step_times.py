@@ -68,6 +68,7 @@ def logged(strategy: str) -> tuple[dict[str, float], int]:
     return [metrics for metrics in logger.logged if "perf/step_ms" in metrics][1], len(calls)
 
 
+@pytest.mark.gloo
 @pytest.mark.alone
 @pytest.mark.parametrize("strategy", ["data_parallel", "full_shard", "ddp"])
 def test_the_rank_that_holds_up_the_others_is_found(pool: WorkerPool, strategy: str) -> None:

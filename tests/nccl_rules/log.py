@@ -6,7 +6,7 @@ import os
 import sys
 import threading
 from collections.abc import Sequence
-from itertools import combinations, zip_longest
+from itertools import combinations
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,8 +111,8 @@ def thread_name() -> str:
 def find_disorder(folder: Path) -> str | None:
     """Return a sentence on two ranks that have begun the operations of their common groups in different orders.
 
-    NCCL hangs if two ranks begin the same operations of two groups in different orders, or if one begins an operation
-    that the other never begins. Messages are not compared; the groups themselves run them in order.
+    NCCL may hang if two ranks begin the same operations of two groups in different orders. Messages are not compared,
+    since the groups themselves run them in order. Operations that only one rank begins are found by its wait.
 
     Args:
         folder: The folder of the ranks' files.
@@ -128,9 +128,9 @@ def find_disorder(folder: Path) -> str | None:
         threads = {entry.thread for rank in (first, second) for entry in logs[rank]}
         for thread in sorted(threads):
             pair = [_common(logs[rank], first, second, thread) for rank in (first, second)]
-            for one, other in zip_longest(*pair):
-                if one is None or other is None or (one.group, one.what) != (other.group, other.what):
-                    begun = [f"{e.what} of {e.group} at {e.site}" if e else "nothing more" for e in (one, other)]
+            for one, other in zip(*pair, strict=False):
+                if (one.group, one.what) != (other.group, other.what):
+                    begun = [f"{e.what} of {e.group} at {e.site}" for e in (one, other)]
                     return (
                         "Two ranks have begun the operations of their groups in different orders:"
                         f" rank {first} has begun {begun[0]} when rank {second} has begun {begun[1]}."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import queue
 import threading
@@ -101,6 +102,8 @@ class Operation(dist.Work):
             error = self._late(self._item, time.monotonic() - begin)
             if error is not None:
                 raise error
+        if isinstance(self._item.error, RuntimeError) and not isinstance(self._item.error, RuleError):
+            raise self._late(self._item, math.inf) or self._item.error from self._item.error  # Gloo lost a connection.
         if self._item.error is not None:
             raise self._item.error
         with self._lock:
