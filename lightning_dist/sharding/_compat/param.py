@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from lightning_dist._compat import local_of, replace_local
 from lightning_dist.shard_memory import ShardMemory
 from lightning_dist.sharding._compat.wrapped import WrappedParam
+from lightning_dist.sharding.data_writes import DataWrites
 
 __all__ = ["MakeStandIn", "ShardedParam"]
 
@@ -43,6 +44,7 @@ class ShardedParam:
         self._shard_version: tuple[int, int] | None = None
         """The version of the shard when it was gathered; if it differs now, the shard is newer than the copy."""
         self._compared: _Compared | None = None
+        self._data_writes: DataWrites | None = None
         """The tensors that :meth:`write_back` compares, which are the same ones in nearly all steps; None: unknown."""
         self._requires_grad: bool | None = None
         """The last value of ``requires_grad`` that the shard and the gathered copy had in common."""
@@ -257,11 +259,15 @@ class ShardedParam:
             gathered.data.copy_(whole)  # The graph was computed with these values: the version must not change.
             whole.data = gathered
         is_offloaded = self._param.offload_to_cpu and whole.device.type != "cpu"
-        if is_changed or (not is_offloaded and self._shard_version in (None, self._version_of_shard())):
-            shard, own = self._own_part()
+        shard, own = self._own_part()
+        is_current = not is_offloaded and self._shard_version in (None, self._version_of_shard())
+        if is_current and not is_changed and whole.device.type != "cpu":
+            self._data_writes = self._data_writes or DataWrites(self.name)
+            is_current = self._data_writes.is_written_back(shard, own, self.place[0].training)
+        if is_changed or is_current:
             _store(shard, own)
             self._shard_version = self._version_of_shard()
-        shard, own = self._own_part()
+            shard, own = self._own_part()
         # On other devices, the host would have to wait for a comparison.
         can_compare = shard.device.type == own.device.type == "cpu" and shard.dtype is own.dtype
         self._compared = (
