@@ -70,7 +70,9 @@ def _options() -> list[Check]:
     section = "One rank: options of full_shard, parity with one process"
     checks = [
         _parity(
-            f"options-1/{name}", section, Case("full_shard", "gpt", 1, None, "64-true", "sgd", STEPS, _items(given))
+            f"options-1/{name}",
+            section,
+            Case("full_shard", "gpt", 1, None, num_steps=STEPS, options=tuple(given.items())),
         )
         for name, given in OPTIONS.items()
     ]
