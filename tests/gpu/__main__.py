@@ -14,6 +14,9 @@ from pathlib import Path
 
 __all__ = ["main"]
 
+LOG_NAME = "ranks.log"
+"""Name of the file beside the results to which ranks print."""
+
 NEEDED = ("torch", "lightning", "torchmetrics")
 
 
@@ -44,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for check in checks:
             print(f"{check.name:<50}{check.section}")
         return 0
-    processes = Processes(options.device)
+    processes = Processes(options.device, options.out / LOG_NAME)
     try:
         machine = processes.pool(False).run(describe, 1, options.device)[0]
         results = Results(options.out, machine, begins=options.again == "all" and options.only == "*")
@@ -58,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         processes.close()
     if late:
         print(f"\nThe time was used up: {len(late)} checks were not started. The same command continues with them.")
-    print(f"\nThe page is {results.page}.")
+    print(f"\nThe page is {results.page}; what ranks have printed is in {options.out / LOG_NAME}.")
     return int(any(row["state"] in FAILED for row in results.checks.values()))
 
 

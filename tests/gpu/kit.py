@@ -6,6 +6,7 @@ import re
 import time
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
 
 from tests.gpu.check import Check, Found
 from tests.gpu.machine import Machine
@@ -16,6 +17,7 @@ from tests.pool import RankFailed
 
 __all__ = ["run_checks", "shorten"]
 
+ROOT = Path(__file__).parents[2]
 LINES_OF_TRACEBACK = 16
 TIMED_OUT = "hung for"
 STOPPED = "was still running when another rank had failed"
@@ -57,7 +59,7 @@ def run_checks(
             run_check(check, machine, processes, results)
             results.content["backend"] = processes.backend
             row = results.checks[check.name]
-            print(f"{row['state']:<12}{row['seconds']:>7.1f} s  {check.name:<46}{row['figure']}", flush=True)
+            print(f"{row['state']:<12}{row['seconds']:>7.1f} s  {check.name:<58}{row['figure']}", flush=True)
         results.save()
         write_page(results, checks)
     return not_started
@@ -98,6 +100,7 @@ def shorten(failure: RankFailed) -> str:
 
 
 def _last_lines(text: str) -> str:
+    text = re.sub(r'File "[^"]*/site-packages/', 'File "', text).replace(f"{ROOT}/", "")
     lines = [line for line in text.rstrip().splitlines() if not re.fullmatch(r"\s*[\^~]+\s*", line)]
     cut = ["  ..."] if len(lines) > LINES_OF_TRACEBACK else []
     return "\n".join(cut + lines[-LINES_OF_TRACEBACK:])

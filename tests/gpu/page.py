@@ -76,15 +76,16 @@ def _table(rows: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def _failures(rows: dict[str, dict[str, Any]]) -> list[str]:
-    failed = {name: row["error"] for name, row in rows.items() if row.get("error")}
+    failed = {name: row for name, row in rows.items() if row["state"] in FAILED}
     lines = ["## Failures", ""] if failed else []
-    for name, error in failed.items():
-        lines += [f"### `{name}`", "", "```", error, "```", ""]
+    for name, row in failed.items():
+        text = row.get("error") or "\n".join([row["figure"], *row["details"]])
+        lines += [f"### `{name}`", "", f"{row['state'].capitalize()}:", "", "```", text, "```", ""]
     return lines
 
 
 def _details(rows: dict[str, dict[str, Any]]) -> list[str]:
-    detailed = {name: row["details"] for name, row in rows.items() if row.get("details")}
+    detailed = {name: row["details"] for name, row in rows.items() if row.get("details") and row["state"] == "passed"}
     lines = ["## Details", ""] if detailed else []
     for name, details in detailed.items():
         lines += [f"### `{name}`", "", "```", *details, "```", ""]
@@ -100,8 +101,18 @@ def _not_run(rows: dict[str, dict[str, Any]], others: list[str]) -> list[str]:
         reasons["not selected"] = others
     lines = ["## Not run", ""] if reasons else []
     for reason, names in reasons.items():
-        lines += [f"- {reason}: {', '.join(f'`{name}`' for name in names)}"]
+        lines.append(f"- {reason}: {', '.join(_in_groups(names, [*rows, *others]))}")
     return lines
+
+
+def _in_groups(names: list[str], every: list[str]) -> list[str]:
+    """Return names in code font; one pattern for all checks with the same beginning, if none of them was run."""
+    texts = []
+    for group, members in groupby(names, key=lambda name: name.partition("/")[0]):
+        listed = list(members)
+        is_whole = len(listed) > 2 and len(listed) == sum(name.partition("/")[0] == group for name in every)
+        texts += [f"`{group}/*` ({len(listed)})"] if is_whole else [f"`{name}`" for name in listed]
+    return texts
 
 
 def _cell(text: str) -> str:

@@ -9,6 +9,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -23,16 +24,25 @@ KINDS = {"cuda": "gpu", "simulated": "simulated", "cpu": "cpu"}
 
 DEVICES = "CUDA_VISIBLE_DEVICES"
 
+LOG = "LIGHTNING_DIST_GPU_LOG"
+"""Environment variable with the path of the file to which ranks print."""
+
 
 class Processes:
     """Keep the processes of two placements: all ranks on the first device, and each rank on its own.
 
     Args:
         kind: ``"cuda"``, ``"simulated"`` or ``"cpu"``.
+        log: Path of a file to which what ranks print is added; None: it is printed.
     """
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, log: Path | None = None) -> None:
         os.environ[VARIABLE] = KINDS[kind]
+        if log is not None:
+            log.parent.mkdir(parents=True, exist_ok=True)
+            os.environ[LOG] = str(log.absolute())
+        # Small models are compiled in the rank itself, since a pool of compilers would outlive it.
+        os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
         # More threads than cores would slow ranks down.
         os.environ.setdefault("OMP_NUM_THREADS", "1" if kind == "cpu" else "4")
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -151,6 +161,10 @@ def _on_rank(backend: str | None, function: Callable[..., Any], args: tuple[Any,
 
     from lightning_dist.plugins._compat import processes
 
+    if log := os.environ.get(LOG):
+        with open(log, "a") as file:
+            for stream in (1, 2):
+                os.dup2(file.fileno(), stream)
     warnings.simplefilter("ignore")
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)

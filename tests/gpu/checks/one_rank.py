@@ -33,7 +33,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "zero-1": {"zero_stage": 1},
     "zero-2": {"zero_stage": 2},
     "tiling": {"tiled_mlp": 3, "tiled_loss": 3},
-    "step-in-backward": {"step_in_backward": True},
 }
 """Arguments of ``full_shard`` with which gradients and weights must be those of one process."""
 

@@ -8,7 +8,7 @@ from tests.gpu.checks.evaluation import evaluation
 from tests.gpu.checks.one_rank import memory_checks
 from tests.gpu.checks.parity import case_parity, pipeline_parity
 from tests.gpu.checks.precision import low_precision
-from tests.gpu.checks.replicas import COMPRESSION_BOUNDS, SYNC_METHODS, compression, local_training
+from tests.gpu.checks.replicas import COMPRESSORS, SYNC_METHODS, compression, local_training
 from tests.gpu.checks.resuming import save_and_resume
 from tests.gpu.checks.speed import step_time
 from tests.gpu.checks.synchronizations import STRATEGIES, synchronizations
@@ -36,6 +36,7 @@ PARITY = {
         "full_shard-gan": Case("full_shard", "gan", 1, None),
         "full_shard-offload-params": Case("full_shard", "gpt", 1, None, options=(("offload", "params"),)),
         "full_shard-offload-both": Case("full_shard", "gpt", 1, None, options=(("offload", "both"),)),
+        "full_shard-step-in-backward": Case("full_shard", "gpt", 1, None, options=(("step_in_backward", True),)),
         "full_shard-accumulating-clipping": Case("full_shard", "gpt", 3, 0.1),
         "full_shard-llama": Case("full_shard", "llama", 1, None),
         "tensor_parallel-llama": Case("tp2", "llama3", 1, None),
@@ -126,7 +127,7 @@ def _correctness(num_ranks: int, spreads: bool, suffix: str) -> list[Check]:
         name = layout.replace(" ", "")
         checks.append(check("evaluation", name, "evaluation", evaluation, (num_ranks, case)))
     layout = {2: "2x1", 4: "2x2"}[num_ranks]
-    for name in COMPRESSION_BOUNDS:
+    for name in COMPRESSORS:
         checks.append(check("compression", name, rest, compression, (num_ranks, layout, name)))
     for name in SYNC_METHODS:
         checks.append(check("local", name, rest, local_training, (num_ranks, layout, name)))
