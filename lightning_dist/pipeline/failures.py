@@ -85,9 +85,7 @@ class PathAgreement:
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
-        ranks = dist.get_process_group_ranks(group)
-        own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="paths of steps")
-        self._agreement = FlagAgreement(own, _describe_flag)
+        self._agreement = FlagAgreement(dist.get_process_group_ranks(group), "paths of steps", _describe_flag)
 
     def agree(self, path: int, is_same: bool, failure: Failure | None, group: dist.ProcessGroup) -> int:
         """Return the number of a step's path if all ranks have the same one, else -1. This is a collective.
