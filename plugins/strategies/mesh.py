@@ -57,6 +57,7 @@ from lightning_dist.plugins.strategies.unknown_arguments import refuse_unknown_a
 from lightning_dist.plugins.strategies.wrapped_hooks import OUTSIDE_OF_STEPS, WrappedHooks
 from lightning_dist.sharding import ShardingConfig
 from lightning_dist.units import MIN_NUM_PARAMS
+from lightning_dist.watchdog import record_collectives
 
 __all__ = ["MeshStrategy"]
 
@@ -189,8 +190,10 @@ class MeshStrategy(SteppingStrategy):
         self._process_group_backend = backend_for_offload(
             self._config.offload, self._process_group_backend, self.root_device
         )
-        super().setup_environment()
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, FaultTolerance) and callback.hang_timeout for callback in callbacks):
+            record_collectives()
+        super().setup_environment()
         if not any(isinstance(callback, FaultTolerance) for callback in callbacks):
             # Lightning keeps checkpoint callbacks last, so that they save the states that all others have updated.
             first_checkpoint = next((i for i, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
