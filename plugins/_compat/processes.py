@@ -16,10 +16,8 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _set_num_threads_if_needed,
-    _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
@@ -39,20 +37,9 @@ __all__ = [
     "is_interactive",
     "let_children_exit",
     "let_groups_be_copied",
-    "reduce_across_processes",
     "set_rank_zero",
     "set_timeout",
 ]
-
-
-def reduce_across_processes(
-    value: torch.Tensor, group: torch.distributed.ProcessGroup | None, reduce_op: ReduceOp | str | None
-) -> torch.Tensor:
-    """Reduce ``value`` over ``group`` as Lightning's own strategies do.
-
-    This could be replaced by a public ``reduce`` in Fabric.
-    """
-    return _sync_ddp_if_available(value, group, reduce_op=reduce_op)
 
 
 def init_process_group(
