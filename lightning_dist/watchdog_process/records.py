@@ -19,7 +19,7 @@ __all__ = ["Entry", "Record", "Records", "list_ranks", "name_of"]
 Entry: TypeAlias = dict[str, Any]
 """One collective, send or receive that a rank has recorded."""
 
-_SAME_SIZES = ("all_reduce", "_all_gather_base", "_reduce_scatter_base", "broadcast", ":reduce")
+_SAME_SIZES = ("all_reduce", "all_gather_base", "reduce_scatter_base", "broadcast", ":reduce")
 """Ends of the names of collectives whose inputs have the same number of elements on all ranks."""
 _PEER = re.compile(r":(send|recv) \d+(?:->|<-)(\d+)$")
 _COALESCED = "nccl:coalesced"
@@ -111,9 +111,8 @@ class Record:
         if not self._is_whole:
             return None
         end = len(self.entries) if until is None else self.entries.index(until) + 1
-        return sum(
-            entry["process_group"][0] == group and self.peer_of(entry) == (kind, peer) for entry in self.entries[:end]
-        )
+        found = [each for each in self.entries[:end] if each["process_group"][0] == group]
+        return sum(self.peer_of(each) == (kind, peer) for each in found)
 
     def describe(self, entry: Entry) -> str:
         """Return the name, number and group of a collective, as "all_reduce #6 of group default_pg (ranks 0, 1)"."""

@@ -58,6 +58,11 @@ class ProcessStrategy(_compat.LightningStrategy):
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
 
     @property
+    def timeout(self) -> timedelta | None:
+        """Return the time for which ranks wait for each other in a collective; None: torch's default."""
+        return self._timeout
+
+    @property
     def process_group_backend(self) -> str | None:
         """Return the backend in use; before the process group exists, the one that the user has set, or None."""
         return self._process_group_backend
