@@ -113,3 +113,13 @@ def test_a_step_for_cuda_graphs_is_refused_on_the_cpu(pool: WorkerPool) -> None:
     for error in pool.run(capture, 4):
         assert error.startswith("MisconfigurationException: Optimizer 0 is AdamW(capturable=True) on the CPU")
         assert error.endswith("Leave capturable out.")
+
+
+def clip() -> str:
+    precision = MeshPrecision(param_dtype="float16")
+    return refused(ScaledLosses(is_fused=True), strategy=FullShardStrategy(), plugins=[precision], gradient_clip_val=1)
+
+
+def test_clipping_with_a_fused_optimizer_is_refused_where_losses_are_scaled(pool: WorkerPool) -> None:
+    for error in pool.run(clip, 2):
+        assert "does not allow for gradient clipping because it performs unscaling of gradients" in error
