@@ -27,7 +27,9 @@ def explain(dumps: Mapping[int, Mapping[str, Any]]) -> str:
     Args:
         dumps: By global rank, a dump of torch's flight recorder (``_dump_nccl_trace``), or a file of the watchdog.
     """
-    return Records({rank: Record.from_dump(dumps[rank]) for rank in sorted(dumps)}).explain() + "."
+    # The watchdog's file of a rank that did not answer is empty, and tells nothing.
+    told = [rank for rank in sorted(dumps) if any(dumps[rank].get(key) for key in ("entries", "groups", "pg_config"))]
+    return Records({rank: Record.from_dump(dumps[rank]) for rank in told}).explain() + "."
 
 
 class _PlainUnpickler(pickle.Unpickler):

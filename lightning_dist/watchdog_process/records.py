@@ -44,8 +44,11 @@ class Record:
         for entry in entries:
             *where, number = _key(entry)
             self._highest[*where] = max(number, self._highest.get((*where,), -1))
-        # The recorder keeps a limited number of entries, and numbers them from 0.
-        self._is_whole = not entries or entries[0].get("record_id", 0) == 0
+        # Each backend's recorder keeps a limited number of entries, and numbers them from 0.
+        first: dict[str, int] = {}
+        for entry in entries:
+            first.setdefault(_backend(entry), entry.get("record_id", 0))
+        self._overwritten = {backend for backend, number in first.items() if number > 0}
 
     @classmethod
     def from_dump(cls, dump: Mapping[str, Any]) -> Record:
@@ -99,19 +102,19 @@ class Record:
             return None
         return found[1], members[int(found[2])]
 
-    def exchanges(self, kind: str, peer: int, group: str, until: Entry | None = None) -> int | None:
+    def exchanges(self, kind: str, peer: int, like: Entry, until: Entry | None = None) -> int | None:
         """Return how many sends to, or receives from, ``peer`` this rank has begun; None if some were overwritten.
 
         Args:
             kind: "send" or "recv".
             peer: Global rank at the other end.
-            group: Name of the process group.
+            like: Entry of the same process group and backend.
             until: Entry after which none is counted; None: all are counted.
         """
-        if not self._is_whole:
+        if _backend(like) in self._overwritten:
             return None
         end = len(self.entries) if until is None else self.entries.index(until) + 1
-        found = [each for each in self.entries[:end] if each["process_group"][0] == group]
+        found = [each for each in self.entries[:end] if _where(each) == _where(like)]
         return sum(self.peer_of(each) == (kind, peer) for each in found)
 
     def describe(self, entry: Entry) -> str:
@@ -162,13 +165,13 @@ class Records:
 
     def _missing_peer(self, number: int, entry: Entry) -> list[int]:
         """Return the rank at the other end of a send or receive of rank ``number``, if it has not called its part."""
-        record, group = self._records[number], entry["process_group"][0]
+        record = self._records[number]
         peer = record.peer_of(entry)
         if peer is None or peer[1] not in self._records:
             return []
         kind, other = peer
-        own = record.exchanges(kind, other, group, entry)
-        others = self._records[other].exchanges("recv" if kind == "send" else "send", number, group)
+        own = record.exchanges(kind, other, entry, entry)
+        others = self._records[other].exchanges("recv" if kind == "send" else "send", number, entry)
         return [other] if own is not None and others is not None and others < own else []
 
     def find_conflict(self) -> tuple[list[int], str] | None:
@@ -246,8 +249,8 @@ class Records:
             return "no rank waits in a collective"
         number, entry = next(iter(self.waits.items()))
         return (
-            f"rank {number} waits in {self._records[number].describe(entry)}, which all ranks with a record have"
-            " entered: the cause is a rank without a record, a device, or the network"
+            f"rank {number} waits in {self._records[number].describe(entry)}, and no record shows a rank that has not"
+            " entered it: the cause is a rank without a record, a device, or the network"
         )
 
     def _minority(self, entry: Entry) -> list[int]:
@@ -285,9 +288,18 @@ def list_ranks(ranks: Sequence[int]) -> str:
 
 def _key(entry: Entry) -> tuple[str, str, bool, int]:
     """Return what identifies a collective on all ranks: group, backend, whether it is a send, and sequence number."""
-    backend = entry["profiling_name"].partition(":")[0]
     number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-    return entry["process_group"][0], backend, entry["is_p2p"], number
+    return *_where(entry), entry["is_p2p"], number
+
+
+def _where(entry: Entry) -> tuple[str, str]:
+    """Return the name of the process group and the backend."""
+    return entry["process_group"][0], _backend(entry)
+
+
+def _backend(entry: Entry) -> str:
+    name: str = entry["profiling_name"]
+    return name.partition(":")[0]
 
 
 def _must_agree(entry: Entry) -> tuple[Any, ...]:

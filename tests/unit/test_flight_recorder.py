@@ -59,6 +59,12 @@ def dump(*entries: dict[str, Any], members: dict[str, list[int]] = MEMBERS, firs
     }
 
 
+def merged(of_nccl: dict[str, Any], members: dict[str, list[int]]) -> dict[str, Any]:
+    """Return a dump of NCCL with that of gloo before it, as the watchdog writes them."""
+    of_gloo = dump(entry(1, profiling_name="gloo:barrier"), members=members)
+    return {**of_nccl, "entries": of_gloo["entries"] + of_nccl["entries"]}
+
+
 DONE = entry(1)
 WAITS = entry(2, "_reduce_scatter_base", "scheduled")
 PAIR = {"0": [4, 6]}
@@ -104,8 +110,8 @@ CASES: list[tuple[str, dict[int, dict[str, Any]], str]] = [
             number: dump(entry(1, state="scheduled", input_sizes=sizes))
             for number, sizes in {0: [[4, 2]], 1: [[8]], 2: [[2, 4]], 3: [[8, 1]]}.items()
         },
-        "rank 0 waits in all_reduce #1 of group default_pg (ranks 0, 1, 2, 3), which all ranks with a record have"
-        " entered: the cause is a rank without a record, a device, or the network.",
+        "rank 0 waits in all_reduce #1 of group default_pg (ranks 0, 1, 2, 3), and no record shows a rank that has"
+        " not entered it: the cause is a rank without a record, a device, or the network.",
     ),
     (
         "all_gather of uneven parts is no error",
@@ -148,8 +154,8 @@ CASES: list[tuple[str, dict[int, dict[str, Any]], str]] = [
     (
         "an overwritten entry was entered",
         {0: dump(DONE, WAITS), 1: dump(entry(2001), first=2000)},
-        "rank 0 waits in _reduce_scatter_base #2 of group default_pg (ranks 0, 1, 2, 3), which all ranks with a record"
-        " have entered: the cause is a rank without a record, a device, or the network.",
+        "rank 0 waits in _reduce_scatter_base #2 of group default_pg (ranks 0, 1, 2, 3), and no record shows a rank"
+        " that has not entered it: the cause is a rank without a record, a device, or the network.",
     ),
     (
         "a background group is not what a step waits for",
@@ -165,10 +171,16 @@ CASES: list[tuple[str, dict[int, dict[str, Any]], str]] = [
         "rank 6 has not entered send #1 to rank 6 of group default_pg (ranks 4, 6), in which rank 4 waits.",
     ),
     (
+        "receives that were overwritten may have been begun",
+        {4: dump(SEND, members=PAIR), 6: merged(dump(entry(2), members=PAIR, first=2000), members=PAIR)},
+        "rank 4 waits in send #1 to rank 6 of group default_pg (ranks 4, 6), and no record shows a rank that has"
+        " not entered it: the cause is a rank without a record, a device, or the network.",
+    ),
+    (
         "a receive whose send is begun",
         {4: dump(SEND, members=PAIR), 6: dump(RECV, members=PAIR)},
-        "rank 4 waits in send #1 to rank 6 of group default_pg (ranks 4, 6), which all ranks with a record have"
-        " entered: the cause is a rank without a record, a device, or the network.",
+        "rank 4 waits in send #1 to rank 6 of group default_pg (ranks 4, 6), and no record shows a rank that has"
+        " not entered it: the cause is a rank without a record, a device, or the network.",
     ),
     (
         "coalesced sends, which have no state of their own",
