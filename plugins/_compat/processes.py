@@ -47,12 +47,18 @@ def init_process_group(
 ) -> str:
     """Start torch.distributed as Lightning's own strategies do, and return the backend.
 
+    The group is bound to an accelerator, so that NCCL connects at once, and barriers need not guess the device.
+
     This could be replaced by a base class in Lightning for strategies that run one process per device.
     """
     reset_seed()
     backend = backend or _get_default_process_group_backend_for_device(device)
     rank, world_size = environment.global_rank(), environment.world_size()
-    how: dict[str, Any] = {"timeout": timeout, "device_id": device if device.type != "cpu" else None}
+    # torch 2.13 cannot create groups of some ranks from a group of gloo that is bound to a device.
+    backends = dict(part.rpartition(":")[::2] for part in backend.split(","))
+    is_gloo = backends.get(device.type, backends.get("")) == "gloo"
+    device_id = None if device.type == "cpu" or is_gloo else device
+    how: dict[str, Any] = {"timeout": timeout, "device_id": device_id}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         patience = timeout or default_pg_timeout
         shared = dist.TCPStore(

@@ -21,16 +21,28 @@ from tests.pool import WorkerPool
 CUDA = torch.device("cuda", 3)
 
 
-@pytest.mark.parametrize(("device", "expected"), [(CUDA, CUDA), (torch.device("cpu"), None)])
+@pytest.mark.parametrize(
+    ("device", "asked", "backend", "expected"),
+    [
+        (CUDA, None, "nccl", CUDA),
+        (CUDA, "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:nccl", CUDA),
+        (CUDA, "gloo", "gloo", None),
+        (CUDA, "cpu:gloo,cuda:gloo", "cpu:gloo,cuda:gloo", None),
+        (torch.device("cpu"), None, "gloo", None),
+    ],
+)
 def test_the_process_group_is_bound_to_the_device(
-    device: torch.device, expected: torch.device | None, monkeypatch: pytest.MonkeyPatch
+    device: torch.device,
+    asked: str | None,
+    backend: str,
+    expected: torch.device | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(processes, "_init_dist_connection", lambda *args, **kwargs: calls.append(kwargs))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     environment: Any = SimpleNamespace(global_rank=lambda: 3, world_size=lambda: 8)
-    backend = _compat.init_process_group(environment, device, None, timedelta(seconds=5))
-    assert backend == ("gloo" if expected is None else "nccl")
+    assert _compat.init_process_group(environment, device, asked, timedelta(seconds=5)) == backend
     assert calls == [{"timeout": timedelta(seconds=5), "device_id": expected}]
 
 
