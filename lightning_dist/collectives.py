@@ -22,6 +22,7 @@ __all__ = [
     "direct_all_gather",
     "exchange",
     "gather",
+    "group_on_host",
 ]
 
 
@@ -193,6 +194,25 @@ def any_of_flags(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
         group: Process group of the ranks, which uses gloo.
     """
     return begin_any_of_flags(flags, group)()
+
+
+def group_on_host(group: dist.ProcessGroup | None, description: str) -> dist.ProcessGroup:
+    """Return a process group of the same ranks whose collectives do not wait for the device.
+
+    This is a collective over ``group``, unless its backend is gloo: then ``group`` itself is returned.
+
+    Args:
+        group: Process group of the ranks; None: all processes.
+        description: Description of a new group, for logs and reports of hangs.
+    """
+    existing = dist.group.WORLD if group is None else group
+    assert existing is not None
+    if dist.get_backend(existing) == "gloo":
+        return existing
+    ranks = dist.get_process_group_ranks(existing)
+    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc=description)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
 
 
 def begin_are_same_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[[], list[bool]]:

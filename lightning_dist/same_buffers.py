@@ -69,11 +69,8 @@ class SameBuffers(Technique):
         self._places = list(found.values())
         if self._places and self._axes:
             # On the device's own groups, the host would wait for all that the device has still to do.
-            self._ranks = self._mesh.mesh.flatten().tolist()
-            group = dist.new_group(
-                self._ranks, backend="gloo", use_local_synchronization=True, group_desc="changed buffers"
-            )
-            self._agreement = FlagAgreement(group, self._describe_flag)
+            ranks = self._mesh.mesh.flatten().tolist()
+            self._agreement = FlagAgreement(ranks, "changed buffers", self._describe_flag)
         self._seen = [(None, -1)] * len(self._places)
         self._changed = [True] * len(self._places)
 

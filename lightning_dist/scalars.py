@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_dist._compat import call_post_accumulate_hooks, local_of, move_hooks, own_parameters, share_hooks
 from lightning_dist.accumulated_gradients import AccumulatedGradients
+from lightning_dist.flag_agreement import FlagAgreement
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.technique import Parallel, Technique
 from lightning_dist.units import Unit
@@ -63,6 +64,8 @@ class Scalars(Technique):
 class ScalarGroup(ParameterGroup):
     """Manage the 0-dimensional parameters of a module.
 
+    Creating an instance is a collective over ``mesh``.
+
     Args:
         module: The model; each of its submodules that holds one of the parameters gets the replicated one instead.
         params: The parameters by full name.
@@ -98,6 +101,12 @@ class ScalarGroup(ParameterGroup):
         self._requires_grad: list[bool] = []
         """The last values of ``requires_grad`` that both forms had in common; empty outside of steps."""
         self._put(self._replicated)
+        self._agreement: FlagAgreement | None = None
+        if mesh.size() > 1:
+            self._agreement = FlagAgreement(mesh.mesh.flatten().tolist(), "used scalars", self._describe_flag)
+
+    def _describe_flag(self, index: int) -> str:
+        return f"the frozen parameter {self._names[index]!r} got a gradient"
 
     @property
     def is_gathered(self) -> bool:
@@ -199,16 +208,19 @@ class ScalarGroup(ParameterGroup):
         """
         if not self.syncs_gradients or not any(param.requires_grad for param in self._whole):
             return
-        first = self._whole[0]
         # A parameter may have a gradient on only some ranks. If no rank has one, it stays None.
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._whole]
-        sent = torch.stack([*grads, *(torch.ones_like(first) * (p.grad is not None) for p in self._whole)])
+        is_used = [p.grad is not None for p in self._whole]
+        if self._agreement is not None:
+            is_used = self._agreement.agree(is_used, [p.requires_grad for p in self._whole])
+        sent = torch.stack(grads)
         for axis in range(self._mesh.ndim):
             dist.all_reduce(sent, group=self._mesh.get_group(axis))
-        means, counts = sent.div_(self._mesh.size()).chunk(2)
-        for whole, replicated, mean, count in zip(self._whole, self._replicated, means, counts.tolist(), strict=True):
+        for whole, replicated, mean, used in zip(
+            self._whole, self._replicated, sent.div_(self._mesh.size()), is_used, strict=True
+        ):
             whole.grad = None
-            if count == 0:
+            if not used:
                 continue
             if replicated.grad is None:
                 local = mean.to(replicated.dtype, copy=True)
