@@ -84,8 +84,9 @@ bench: $(VENV)/installed-dev
 	$(BIN)/python -m tests.bench
 
 # A machine with GPUs may have no network: nothing is installed, and the python that has torch and Lightning is used.
+gpu: export OMP_NUM_THREADS = 4
 gpu:
-	PYTHONPATH=. $(PYTHON) -m tests.gpu $(ARGUMENTS)
+	@PYTHONPATH=. $(PYTHON) -m tests.gpu $(ARGUMENTS)
 
 slow-links: $(VENV)/installed-dev
 	$(BIN)/python -m tests.bench.slow_links

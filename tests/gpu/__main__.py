@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(f"--only {options.only}: no check has such a name; --list shows all names")
     if options.list:
         for check in checks:
-            print(f"{check.name:<50}{check.section}")
+            print(f"{check.name:<60}{check.section}")
         return 0
     processes = Processes(options.device, options.out / LOG_NAME)
     try:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for name in machine.missing:
             print(f"not installed: {name} (left out: {OPTIONAL_PACKAGES[name]})")
         print(f"the page is {results.page}\n", flush=True)
-        late = run_checks(checks, machine, processes, results, 60 * options.minutes, options.again)
+        late = run_checks(checks, machine, processes, results, 60 * options.minutes, options.again, CHECKS)
     finally:
         processes.close()
     if late:

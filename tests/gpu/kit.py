@@ -30,6 +30,7 @@ def run_checks(
     results: Results,
     seconds: float,
     again: str | None = None,
+    every: Sequence[Check] | None = None,
 ) -> list[str]:
     """Run the checks that are due, in order, and write file and page after each.
 
@@ -40,6 +41,7 @@ def run_checks(
         results: Where results are kept.
         seconds: Time after which no further check is started.
         again: What to repeat (:meth:`Results.is_due`).
+        every: All checks, of which the page names those that were not selected. None: ``checks``.
 
     Returns:
         Names of the checks that were not started, because the time was used up.
@@ -61,7 +63,7 @@ def run_checks(
             row = results.checks[check.name]
             print(f"{row['state']:<12}{row['seconds']:>7.1f} s  {check.name:<58}{row['figure']}", flush=True)
         results.save()
-        write_page(results, checks)
+        write_page(results, every or checks)
     return not_started
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from tests import nccl_rules
 from tests.accelerator import VARIABLE
 from tests.gpu.machine import Machine
 from tests.pool import RankFailed, WorkerPool
@@ -38,6 +39,11 @@ class Processes:
 
     def __init__(self, kind: str, log: Path | None = None) -> None:
         os.environ[VARIABLE] = KINDS[kind]
+        if kind == "simulated":
+            from tests.accelerator_rules.build import compiled
+
+            os.environ[nccl_rules.VARIABLE] = "nccl-rules"
+            compiled()
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
             os.environ[LOG] = str(log.absolute())

@@ -91,10 +91,10 @@ def _precisions() -> list[Check]:
     return checks
 
 
-def memory_checks(num_ranks: int, names: tuple[str, ...], section: str, **kwargs: Any) -> list[Check]:
-    """Make the checks of the predicted memory."""
+def memory_checks(place: str, num_ranks: int, names: tuple[str, ...], section: str, **kwargs: Any) -> list[Check]:
+    """Make the checks of the predicted memory, whose names begin with ``memory-<place>``."""
     return [
-        Check(f"memory-{num_ranks}/{name}", section, predicted_memory, (num_ranks, name), is_alone=True, **kwargs)
+        Check(f"memory-{place}/{name}", section, predicted_memory, (num_ranks, name), is_alone=True, **kwargs)
         for name in names
     ]
 
@@ -126,6 +126,7 @@ ONE_RANK = (
     *_precisions(),
     *_options(),
     *memory_checks(
+        "1",
         1,
         tuple(name for name in CONFIGURATIONS if name != "full_shard-offload-both"),
         "One rank: predicted memory",

@@ -150,7 +150,12 @@ def _on_several_devices() -> list[Check]:
     checks = [Check("collectives-devices-2", f"{section}: NCCL", collectives, (2,), needs, spreads=True)]
     checks += _correctness(2, True, "devices-2")
     checks += memory_checks(
-        2, ("full_shard", "full_shard-offload-both"), f"{section}: predicted memory", needs=needs, spreads=True
+        "devices-2",
+        2,
+        ("full_shard", "full_shard-offload-both"),
+        f"{section}: predicted memory",
+        needs=needs,
+        spreads=True,
     )
     for size, needed in (("124M", 30), ("1B", 60)):
         for name in ("full_shard", "data_parallel-ddp"):
