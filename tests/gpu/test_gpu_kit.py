@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import time
 import warnings
@@ -31,8 +32,6 @@ H100 = Machine("cuda", (Device("NVIDIA H100 80GB HBM3", 79.0, (9, 0)),), {"torch
 
 
 def raise_on_rank_one() -> None:
-    import os
-
     if os.environ["RANK"] == "1":
         raise LookupError("only rank 1")
 
