@@ -75,9 +75,12 @@ class WorkerPool:
     Args:
         forks: Whether workers are forked from the fork server. They cannot use CUDA then, because an import has used it
             there. None: unless distributed tests run on GPUs.
+        has_nccl_rules: Whether workers communicate under the rules of NCCL (see :mod:`tests.nccl_rules`). None: if
+            ``--backend`` says so.
     """
 
-    def __init__(self, forks: bool | None = None) -> None:
+    def __init__(self, forks: bool | None = None, has_nccl_rules: bool | None = None) -> None:
+        self._has_nccl_rules = nccl_rules.is_chosen() if has_nccl_rules is None else has_nccl_rules
         forks = not on_gpu() if forks is None else forks
         self._context: Any = fork_server() if forks else mp.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
@@ -115,7 +118,7 @@ class WorkerPool:
             self._workers.append(self._start())
         workers = self._workers[:world_size]
         port = _free_port()
-        log = tempfile.mkdtemp(prefix="nccl-rules-") if nccl_rules.is_chosen() else ""
+        log = tempfile.mkdtemp(prefix="nccl-rules-") if self._has_nccl_rules else ""
         for rank, (_, connection) in enumerate(workers):
             env = {
                 **variables_of_rank(rank, world_size, num_nodes),
@@ -174,7 +177,8 @@ class WorkerPool:
 
     def _start(self) -> tuple[Any, Connection]:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, dict(os.environ), str(self._stacks)), daemon=True)
+        environment = {**os.environ, nccl_rules.VARIABLE: "nccl-rules" if self._has_nccl_rules else "default"}
+        process = self._context.Process(target=_serve, args=(theirs, environment, str(self._stacks)), daemon=True)
         process.start()
         theirs.close()
         return process, ours
