@@ -147,7 +147,10 @@ def mlflow_folder(tmp_path: Path, empty_mlflow_database: Path) -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--accelerator", choices=["cpu", "gpu", "simulated"], default="cpu", help="where the ranks of distributed tests run"
+        "--accelerator",
+        choices=["cpu", "gpu", "simulated"],
+        default="cpu",
+        help="where the ranks of distributed tests run",
     )
     parser.addoption(
         "--backend",

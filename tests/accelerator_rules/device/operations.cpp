@@ -194,6 +194,35 @@ static void run_on_host(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   if (synchronizes(name, arguments)) synchronize_stream(current_stream(), what->c_str());
 }
 
+static at::Tensor convolution(const at::Tensor& input, const at::Tensor& weight, const std::optional<at::Tensor>& bias,
+                              c10::IntArrayRef stride, c10::IntArrayRef padding, c10::IntArrayRef dilation,
+                              bool transposed, c10::IntArrayRef output_padding, int64_t groups) {
+  std::optional<at::Tensor> of_host = bias ? std::optional<at::Tensor>(host(*bias)) : std::nullopt;
+  at::Tensor result = device_tensor(at::convolution(host(input), host(weight), of_host, stride, padding, dilation,
+                                                    transposed, output_padding, groups));
+  std::vector<Range> reads{range(input), range(weight)};
+  if (bias && bias->defined()) reads.push_back(range(*bias));
+  kernel(current_stream(), interned("convolution"), reads, {range(result)});
+  return result;
+}
+static std::tuple<at::Tensor, at::Tensor, at::Tensor> convolution_backward(
+    const at::Tensor& gradient, const at::Tensor& input, const at::Tensor& weight, c10::IntArrayRef stride,
+    c10::IntArrayRef padding, c10::IntArrayRef dilation, bool transposed, c10::IntArrayRef output_padding,
+    int64_t groups, std::array<bool, 3> mask) {
+  std::vector<int64_t> bias_size{gradient.size(1)};
+  auto [a, b, c] =
+      at::convolution_backward(host(gradient), host(input), host(weight), c10::OptionalIntArrayRef(bias_size), stride,
+                               padding, dilation, transposed, output_padding, groups, mask);
+  std::vector<Range> writes;
+  for (at::Tensor* result : {&a, &b, &c})
+    if (result->defined()) {
+      *result = device_tensor(*result);
+      writes.push_back(range(*result));
+    }
+  kernel(current_stream(), interned("convolution_backward"), {range(gradient), range(input), range(weight)}, writes);
+  return {a, b, c};
+}
+
 TORCH_LIBRARY_IMPL(_, PrivateUse1, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
 TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("empty.memory_format", &empty);
@@ -202,6 +231,8 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &scalar);
   m.impl("record_stream", &mark_stream);
+  m.impl("convolution_overrideable", &convolution);
+  m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
   m.impl("view", TORCH_FN(at::native::view));
   m.impl("unfold", TORCH_FN(at::native::unfold));
