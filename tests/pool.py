@@ -30,7 +30,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests import nccl_rules
+from tests import accelerator_rules, nccl_rules
 from tests.accelerator import on_gpu, variables_of_rank
 from tests.nccl_rules.log import FOLDER, find_disorder
 
@@ -199,7 +199,13 @@ def _serve(connection: Connection, environment: dict[str, str], stacks: str) -> 
     os.environ.update(environment)
     file = open(os.path.join(stacks, str(os.getpid())), "w")  # noqa: SIM115 - it is open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-    if nccl_rules.is_chosen():
+    watched: Callable[..., Any] = _called
+    if accelerator_rules.is_chosen():
+        from tests.accelerator_rules import install as simulated
+
+        simulated.install()
+        watched = simulated.watched
+    elif nccl_rules.is_chosen():
         from tests.nccl_rules.backend import install
 
         install()
@@ -211,7 +217,7 @@ def _serve(connection: Connection, environment: dict[str, str], stacks: str) -> 
         before = dict(os.environ)
         os.environ.update(env)
         try:
-            answer = (True, function(*args, **kwargs))
+            answer = (True, watched(function, *args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())
         os.environ.clear()  # Otherwise a seed that Lightning keeps there would be that of later tests.
@@ -222,6 +228,10 @@ def _serve(connection: Connection, environment: dict[str, str], stacks: str) -> 
             connection.send(answer)
         except Exception:
             connection.send((False, f"the result cannot be sent: {traceback.format_exc()}"))
+
+
+def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 def _leave_process_group(destroy: bool) -> None:
