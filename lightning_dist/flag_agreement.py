@@ -49,7 +49,8 @@ class FlagAgreement:
 
     The ranks exchange bits over gloo on the host. On the device, the host would have to wait for the whole backward.
 
-    Creating an instance is a collective over the ranks, which get a process group for this purpose alone.
+    Creating an instance is a collective over the ranks, which get a process group for this purpose alone. torch names
+    the group by the number of groups that a rank has created before, which must therefore be the same on all of them.
 
     Args:
         ranks: Global ranks that agree, in increasing order.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
-__all__ = ["VARIABLE", "on_gpu", "place", "variables_of_rank"]
+__all__ = ["VARIABLE", "device_type", "on_gpu", "place", "variables_of_rank"]
 
 VARIABLE = "LIGHTNING_DIST_TESTS_ACCELERATOR"
 """Environment variable with the accelerator, which the workers inherit; ``"cpu"`` if it is not set."""
@@ -16,15 +16,22 @@ def on_gpu() -> bool:
     return os.environ.get(VARIABLE) == "gpu"
 
 
+def device_type() -> str:
+    """Return the type of the device on which the ranks of distributed tests run."""
+    return {"gpu": "cuda", "simulated": "simulated"}.get(os.environ.get(VARIABLE, ""), "cpu")
+
+
 def place(in_one_process: bool = False) -> dict[str, Any]:
     """Return the arguments of the Trainer that say where it trains: ``accelerator``, ``devices`` and ``num_nodes``.
 
     Args:
-        in_one_process: Whether to train in this process alone, instead of on all ranks of the test.
+        in_one_process: Whether to train in this process alone, instead of on all ranks of the test. Then it trains on
+            the CPU if the accelerator is simulated.
     """
     local_size = int(os.environ["LOCAL_WORLD_SIZE"])
+    accelerator = os.environ.get(VARIABLE, "cpu")
     return {
-        "accelerator": "gpu" if on_gpu() else "cpu",
+        "accelerator": "cpu" if in_one_process and accelerator == "simulated" else accelerator,
         "devices": 1 if in_one_process else local_size,
         "num_nodes": 1 if in_one_process else int(os.environ["WORLD_SIZE"]) // local_size,
     }

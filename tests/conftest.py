@@ -22,6 +22,8 @@ from tests.pool import WorkerPool, fork_server
 
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Start the fork server now, since it imports for seconds, during which this process can collect the tests."""
+    if session.config.getoption("accelerator") == "simulated":
+        session.config.option.backend = "nccl-rules"  # The device has no other backend.
     os.environ[nccl_rules.VARIABLE] = session.config.getoption("backend")
     if session.config.getoption("accelerator") == "gpu":
         os.environ[VARIABLE] = "gpu"
@@ -31,6 +33,13 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
         if not torch.cuda.is_available():
             raise pytest.UsageError("--accelerator=gpu: this machine has no GPU that torch can use")
+    if session.config.getoption("accelerator") == "simulated":
+        from tests.accelerator_rules.build import compiled, reason_not_to_compile
+
+        if reason := reason_not_to_compile():
+            pytest.exit(reason, returncode=0)
+        os.environ[VARIABLE] = "simulated"
+        compiled()
     if session.config.getoption("numprocesses", None) and not hasattr(session.config, "workerinput"):
         return  # This process only distributes the tests.
     fork_server("tests.preload_more")
@@ -138,7 +147,10 @@ def mlflow_folder(tmp_path: Path, empty_mlflow_database: Path) -> Path:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--accelerator", choices=["cpu", "gpu"], default="cpu", help="where the ranks of distributed tests run"
+        "--accelerator",
+        choices=["cpu", "gpu", "simulated"],
+        default="cpu",
+        help="where the ranks of distributed tests run",
     )
     parser.addoption(
         "--backend",

@@ -30,7 +30,7 @@ from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tests import nccl_rules
+from tests import accelerator_rules, nccl_rules
 from tests.accelerator import on_gpu, variables_of_rank
 from tests.nccl_rules.log import FOLDER, find_disorder
 
@@ -75,9 +75,12 @@ class WorkerPool:
     Args:
         forks: Whether workers are forked from the fork server. They cannot use CUDA then, because an import has used it
             there. None: unless distributed tests run on GPUs.
+        has_nccl_rules: Whether workers communicate under the rules of NCCL (see :mod:`tests.nccl_rules`). None: if
+            ``--backend`` says so.
     """
 
-    def __init__(self, forks: bool | None = None) -> None:
+    def __init__(self, forks: bool | None = None, has_nccl_rules: bool | None = None) -> None:
+        self._has_nccl_rules = nccl_rules.is_chosen() if has_nccl_rules is None else has_nccl_rules
         forks = not on_gpu() if forks is None else forks
         self._context: Any = fork_server() if forks else mp.get_context("spawn")
         self._workers: list[tuple[Any, Connection]] = []
@@ -115,7 +118,7 @@ class WorkerPool:
             self._workers.append(self._start())
         workers = self._workers[:world_size]
         port = _free_port()
-        log = tempfile.mkdtemp(prefix="nccl-rules-") if nccl_rules.is_chosen() else ""
+        log = tempfile.mkdtemp(prefix="nccl-rules-") if self._has_nccl_rules else ""
         for rank, (_, connection) in enumerate(workers):
             env = {
                 **variables_of_rank(rank, world_size, num_nodes),
@@ -174,7 +177,8 @@ class WorkerPool:
 
     def _start(self) -> tuple[Any, Connection]:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, dict(os.environ), str(self._stacks)), daemon=True)
+        environment = {**os.environ, nccl_rules.VARIABLE: "nccl-rules" if self._has_nccl_rules else "default"}
+        process = self._context.Process(target=_serve, args=(theirs, environment, str(self._stacks)), daemon=True)
         process.start()
         theirs.close()
         return process, ours
@@ -195,7 +199,13 @@ def _serve(connection: Connection, environment: dict[str, str], stacks: str) -> 
     os.environ.update(environment)
     file = open(os.path.join(stacks, str(os.getpid())), "w")  # noqa: SIM115 - it is open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
-    if nccl_rules.is_chosen():
+    watched: Callable[..., Any] = _called
+    if accelerator_rules.is_chosen():
+        from tests.accelerator_rules import install as simulated
+
+        simulated.install()
+        watched = simulated.watched
+    elif nccl_rules.is_chosen():
         from tests.nccl_rules.backend import install
 
         install()
@@ -207,7 +217,7 @@ def _serve(connection: Connection, environment: dict[str, str], stacks: str) -> 
         before = dict(os.environ)
         os.environ.update(env)
         try:
-            answer = (True, function(*args, **kwargs))
+            answer = (True, watched(function, *args, **kwargs))
         except BaseException:
             answer = (False, traceback.format_exc())
         os.environ.clear()  # Otherwise a seed that Lightning keeps there would be that of later tests.
@@ -218,6 +228,10 @@ def _serve(connection: Connection, environment: dict[str, str], stacks: str) -> 
             connection.send(answer)
         except Exception:
             connection.send((False, f"the result cannot be sent: {traceback.format_exc()}"))
+
+
+def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
 
 
 def _leave_process_group(destroy: bool) -> None:

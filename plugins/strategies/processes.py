@@ -160,7 +160,8 @@ class ProcessStrategy(_compat.LightningStrategy):
             name: Ignored; Lightning passes it.
         """
         if dist.is_initialized():
-            on_device = "nccl" in dist.get_backend()  # With offload="params", it is "cpu:gloo,cuda:nccl".
+            # With offload="params", the backend is "cpu:gloo,cuda:nccl".
+            on_device = self.root_device.type == "cuda" and "nccl" in dist.get_backend()
             dist.barrier(device_ids=[self.root_device.index] if on_device else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:

@@ -138,7 +138,7 @@ class OrderedGroup(dist.ProcessGroup):
             return run()
 
         item = Item(f"{number} of {self._name} ({self.group_desc}) at {site}", compared)
-        operation = Operation(item, inputs, outputs, self._late)
+        operation = Operation(self._name, item, inputs, outputs, self._late)
         self._items.put(item)
         return operation
 

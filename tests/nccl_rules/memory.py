@@ -22,8 +22,8 @@ class Device:
         """Return a tensor of the CPU that has the same memory as ``tensor``."""
         return tensor
 
-    def begin(self, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
-        """Record that an operation on a stream of the backend begins, and return what :meth:`wait` is given."""
+    def begin(self, group: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
+        """Record that an operation on the stream of a group begins, and return what :meth:`wait` is given."""
 
     def wait(self, token: Any) -> None:
         """Let the current stream wait for an operation."""

@@ -62,6 +62,7 @@ class Operation(dist.Work):
     """Represent an operation that has begun. Its outputs get their values when the caller waits for it.
 
     Args:
+        group: Name of the group.
         item: What the group's thread runs.
         inputs: The tensors that are sent. Their values have already been copied; they must not change before the wait,
             unless they share their memory with an output.
@@ -71,6 +72,7 @@ class Operation(dist.Work):
 
     def __init__(
         self,
+        group: str,
         item: Item,
         inputs: Sequence[Tensor],
         outputs: Sequence[Tensor],
@@ -85,7 +87,7 @@ class Operation(dist.Work):
             written = {output.untyped_storage().data_ptr() for output in outputs}
             kept = [i for i in inputs if i.numel() and i.untyped_storage().data_ptr() not in written]
             self._sent = [(tensor, bytes_of(tensor).clone()) for tensor in kept]
-            self._token = device().begin(inputs, outputs)
+            self._token = device().begin(group, inputs, outputs)
             for output in outputs:
                 if output.numel():
                     poison(output)

@@ -86,7 +86,9 @@ class PipelinedSteps(Steps):
         self._has_tried_loss = False
         # Errors and what the last stage leaves are exchanged on the host, which does not wait for the device then.
         self._on_host = group_on_host(pipeline.group, "ends of steps")
-        self._all_on_host = group_on_host(None, "errors in steps")
+        self._all_on_host = self._on_host
+        if dist.get_world_size() > pipeline.group.size():
+            self._all_on_host = group_on_host(None, "errors in steps")
         self._path_agreement = PathAgreement(pipeline.group)
         self._broadcast = ResultsBroadcast(pipeline, self._on_host, module.device)
 
@@ -310,12 +312,13 @@ class PipelinedSteps(Steps):
                     with changes:
                         self._parallel.write_back()
             failure = ran.failure or end.failure or changes.failure
-            has_failed = begin_any_of_flags([failure is not None], group)
             left = partial(result.left, partial(merge, ran.results), ran.buffers)
-            told = self._broadcast(left, failure is None)
-            if has_failed()[0]:
+            # The replicas of the pipeline tell each other of errors at the same time.
+            has_failed = None if group is self._on_host else begin_any_of_flags([failure is not None], group)
+            told = self._broadcast(left, failure is not None)
+            others_failed = has_failed is not None and has_failed()[0]
+            if told is None or others_failed:
                 raise_first(failure, group)
-        assert told is not None
         return result, ran, told
 
     def _prepare(

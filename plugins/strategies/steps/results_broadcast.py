@@ -12,7 +12,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_dist.collectives import BytesBroadcast
+from lightning_dist.collectives import FlaggedBroadcast
 from lightning_dist.consensus import OtherRankError
 from lightning_dist.pipeline import Pipeline
 
@@ -46,17 +46,17 @@ class ResultsBroadcast:
     def __init__(self, pipeline: Pipeline, on_host: dist.ProcessGroup, device: torch.device) -> None:
         self._pipeline = pipeline
         self._device = device
-        self._objects = BytesBroadcast(on_host, pipeline.last_rank, torch.device("cpu"))
+        self._objects = FlaggedBroadcast(on_host, pipeline.last_rank)
 
-    def __call__(self, left: Callable[[], Results], is_wanted: bool) -> Results | None:
+    def __call__(self, left: Callable[[], Results], has_failed: bool) -> Results | None:
         """Return the results of the last stage on all ranks. This is a collective over the pipeline.
 
         Args:
             left: Function that returns the results; it is called on the last stage only.
-            is_wanted: Whether the step has succeeded on this rank. If not, the last stage sends nothing.
+            has_failed: Whether the step has failed on this rank.
 
         Returns:
-            The results; None if the step has failed on the last stage.
+            The results; None if the step has failed on any rank of the pipeline.
 
         Raises:
             OtherRankError: If the last stage could not merge or pickle the results; its rank raises the original error.
@@ -66,16 +66,17 @@ class ResultsBroadcast:
         message = _Message(self._device)
         if self._pipeline.is_last:
             try:
-                sent = apply_to_collection(left(), Tensor, message.add) if is_wanted else None
+                sent = None if has_failed else apply_to_collection(left(), Tensor, message.add)
                 content = pickle.dumps((None, sent, message.num_bytes))
             except Exception as raised:  # The other ranks wait for the broadcast, so they are told of the error.
                 error = raised
                 content = pickle.dumps((f"{type(raised).__name__}: {raised}", None, 0))
-        failed, told, num_bytes = pickle.loads(self._objects(content))
-        if failed is not None:
-            raise error or OtherRankError(f"The last stage could not send what the step returned or changed: {failed}")
-        if told is None:
+        received_bytes, any_failed = self._objects(content, has_failed)
+        if any_failed:
             return None
+        why_not, told, num_bytes = pickle.loads(received_bytes)
+        if why_not is not None:
+            raise error or OtherRankError(f"The last stage could not send what the step returned or changed: {why_not}")
         received = message.broadcast(num_bytes, self._pipeline)
         results = apply_to_collection(told, _Sent, lambda tensor: tensor.taken(received, self._device))
         assert isinstance(results, Results)
