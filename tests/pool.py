@@ -75,11 +75,13 @@ class WorkerPool:
     Args:
         forks: Whether workers are forked from the fork server. They cannot use CUDA then, because an import has used it
             there. None: unless distributed tests run on GPUs.
+        environment: Further environment variables of the workers.
     """
 
-    def __init__(self, forks: bool | None = None) -> None:
+    def __init__(self, forks: bool | None = None, environment: dict[str, str] | None = None) -> None:
         forks = not on_gpu() if forks is None else forks
         self._context: Any = fork_server() if forks else mp.get_context("spawn")
+        self._environment = environment or {}
         self._workers: list[tuple[Any, Connection]] = []
         self._stacks = Path(tempfile.mkdtemp(prefix="stacks-"))
 
@@ -174,7 +176,8 @@ class WorkerPool:
 
     def _start(self) -> tuple[Any, Connection]:
         ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs, dict(os.environ), str(self._stacks)), daemon=True)
+        environment = {**os.environ, **self._environment}
+        process = self._context.Process(target=_serve, args=(theirs, environment, str(self._stacks)), daemon=True)
         process.start()
         theirs.close()
         return process, ours
