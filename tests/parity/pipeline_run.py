@@ -188,7 +188,7 @@ def _fit(case: PipelineCase, model: nn.Module, strategy: Any, accumulate: int, e
     return PipelineOutcome(
         recorder.gradients,
         {name: weight.numpy() for name, weight in whole_parameters(model).items()},
-        {name: buffer.double().numpy() for name, buffer in model.named_buffers() if not buffer.is_meta},
+        {name: buffer.double().cpu().numpy() for name, buffer in model.named_buffers() if not buffer.is_meta},
         losses.losses,
         losses.logged,
     )

@@ -169,7 +169,7 @@ def _fit(case: Case, chunks: int) -> Outcome:
         recorder.gradients,
         {name: weight.numpy() for name, weight in whole_parameters(model).items()},
         # Buffers of other stages are on the meta device.
-        {name: buffer.double().numpy() for name, buffer in model.named_buffers() if not buffer.is_meta},
+        {name: buffer.double().cpu().numpy() for name, buffer in model.named_buffers() if not buffer.is_meta},
     )
 
 
