@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 __all__ = [
-    "BytesBroadcast",
     "DirectAllGather",
+    "FlaggedBroadcast",
     "Transfer",
     "TwoShotReduceScatter",
     "any_of_flags",
@@ -22,6 +22,7 @@ __all__ = [
     "direct_all_gather",
     "exchange",
     "gather",
+    "group_on_host",
 ]
 
 
@@ -195,6 +196,25 @@ def any_of_flags(flags: Sequence[bool], group: dist.ProcessGroup) -> list[bool]:
     return begin_any_of_flags(flags, group)()
 
 
+def group_on_host(group: dist.ProcessGroup | None, description: str) -> dist.ProcessGroup:
+    """Return a process group of the same ranks whose collectives do not wait for the device.
+
+    This is a collective over ``group``, unless its backend is gloo: then ``group`` itself is returned.
+
+    Args:
+        group: Process group of the ranks; None: all processes.
+        description: Description of a new group, for logs and reports of hangs.
+    """
+    existing = dist.group.WORLD if group is None else group
+    assert existing is not None
+    if dist.get_backend(existing) == "gloo":
+        return existing
+    ranks = dist.get_process_group_ranks(existing)
+    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc=description)
+    assert isinstance(made, dist.ProcessGroup)
+    return made
+
+
 def begin_are_same_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[[], list[bool]]:
     """Begin to find out for each number whether all ranks have the same one. This is a collective over ``group``.
 
@@ -292,49 +312,44 @@ class TwoShotReduceScatter:
         return None
 
 
-class BytesBroadcast:
-    """Broadcast one rank's bytes to all ranks of a group, in one message unless they exceed the size of its buffer.
+class FlaggedBroadcast:
+    """Broadcast one rank's bytes, and find out whether any rank has set a flag, in one all-reduce on the host.
 
-    The buffer has 1024 bytes at first and grows with the longest content. ``dist.broadcast_object_list`` always sends
-    two messages, the first one for the size.
+    Bytes beyond the size of a buffer are sent by a second message. The buffer has 1024 bytes at first and grows with
+    the longest content. ``dist.broadcast_object_list`` always sends two messages, the first one for the size.
 
     Args:
-        group: Process group of the ranks.
+        group: Process group of the ranks, which uses gloo.
         source: Rank in ``group`` that sends its bytes.
-        device: Device of the tensors that the group's backend sends; gloo always uses the CPU.
     """
 
-    def __init__(self, group: dist.ProcessGroup, source: int, device: torch.device) -> None:
+    def __init__(self, group: dist.ProcessGroup, source: int) -> None:
         self._group = group
         self._source = source
-        self._device = torch.device("cpu") if dist.get_backend(group) == "gloo" else device
-        self._room = 1024
+        self._num_words = 128
 
-    def __call__(self, content: bytes = b"") -> bytes:
-        """Return the ``content`` of the source on all ranks. This is a collective over the group.
+    def __call__(self, content: bytes, flag: bool) -> tuple[bytes, bool]:
+        """Return the ``content`` of the source, and whether any rank has set the flag. This is a collective.
 
         Args:
             content: Bytes to send; ignored on ranks other than the source.
+            flag: The flag of this rank.
         """
         if dist.get_rank(self._group) != self._source:
             content = b""
-        message = self._sent((len(content).to_bytes(_HEADER, "little") + content)[: self._room], self._room)
-        size = int.from_bytes(message[:_HEADER], "little")
-        missing = _HEADER + size - self._room
-        if missing > 0:
-            message += self._sent(content[-missing:], missing)
-            self._room = 2 * (_HEADER + size)
-        return message[_HEADER : _HEADER + size]
-
-    def _sent(self, content: bytes, size: int) -> bytes:
-        """Broadcast the source's ``content``, padded with zeros to ``size`` bytes, and return the ``size`` bytes."""
-        buffer = torch.frombuffer(bytearray(content.ljust(size, b"\0")), dtype=torch.uint8).to(self._device)
-        dist.broadcast(buffer, group=self._group, group_src=self._source)
-        return buffer.cpu().numpy().tobytes()
-
-
-_HEADER = 8
-"""Number of bytes at the start of a message that encode the length of the content."""
+        room = 8 * (self._num_words - 2)
+        # The other ranks' words are zero, so that the bitwise OR of all ranks' has the bytes of the source.
+        begin = flag.to_bytes(8, "little") + len(content).to_bytes(8, "little") + content[:room]
+        words = torch.frombuffer(bytearray(begin.ljust(8 * self._num_words, b"\0")), dtype=torch.int64)
+        dist.all_reduce(words, dist.ReduceOp.BOR, self._group)
+        is_set, size = words[:2].tolist()
+        received = words[2:].numpy().tobytes()[:size]
+        if size > room:
+            rest = torch.frombuffer(bytearray(content[room:].ljust(size - room, b"\0")), dtype=torch.uint8)
+            dist.broadcast(rest, group=self._group, group_src=self._source)
+            received += rest.numpy().tobytes()
+            self._num_words = 2 + 2 * size // 8
+        return received, bool(is_set)
 
 
 def gather(tensor: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:

@@ -49,12 +49,17 @@ class FlagAgreement:
 
     The ranks exchange bits over gloo on the host. On the device, the host would have to wait for the whole backward.
 
+    Creating an instance is a collective over the ranks, which get a process group for this purpose alone. torch names
+    the group by the number of groups that a rank has created before, which must therefore be the same on all of them.
+
     Args:
-        group: Process group of the ranks, which uses gloo and is used for nothing else.
+        ranks: Global ranks that agree, in increasing order.
+        description: Description of what the flags say, for logs and reports of hangs.
         describe: Function that returns what a flag says, given its index, for the error text.
     """
 
-    def __init__(self, group: dist.ProcessGroup, describe: Callable[[int], str]) -> None:
+    def __init__(self, ranks: Sequence[int], description: str, describe: Callable[[int], str]) -> None:
+        group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True, group_desc=description)
         # torch.distributed keeps the group. A second reference would keep its connections open after an error here.
         self._group = weakref.ref(group)
         self._describe = describe
@@ -64,7 +69,7 @@ class FlagAgreement:
     @property
     def group(self) -> dist.ProcessGroup:
         """Return the process group of the ranks."""
-        group = self._group()
+        group: dist.ProcessGroup | None = self._group()
         assert group is not None
         return group
 

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist.activation_checkpointing import ActivationCheckpointing, CheckpointingMode
 from lightning_dist.audit import FirstStepAudit
-from lightning_dist.compilation import Compilation
+from lightning_dist.compilation import Compilation, CompileConfig
 from lightning_dist.compression import Compression, CompressionConfig, LocalUpdates, SyncConfig
 from lightning_dist.context_parallel import ContextParallel, ContextParallelConfig, find_context_plan
 from lightning_dist.deferred_init import deferred_init
@@ -49,7 +49,7 @@ class ParallelConfig:
         sharding: Dtypes of the sharded parameters and gradients, and when gathered units are freed.
         keep_fp32: Patterns of names or classes of modules that run in float32 while the others run under autocast.
         activation_checkpointing: Which activations of blocks are kept for the backward, and where.
-        compile_backend: The backend of torch.compile for each block, such as ``"inductor"``; None: none is compiled.
+        compilation: How each block is compiled by torch.compile; None: none is compiled.
         check_replicas_every_n_steps: Number of optimizer steps after which replicas are compared; None: never.
         tensor_parallel: Options of the splitting of layers over ``tp``.
         context_parallel: Options of the splitting of sequences over ``cp``.
@@ -66,7 +66,7 @@ class ParallelConfig:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     keep_fp32: Sequence[str] = ()
     activation_checkpointing: CheckpointingMode = field(default_factory=CheckpointingMode)
-    compile_backend: str | None = None
+    compilation: CompileConfig | None = None
     check_replicas_every_n_steps: int | None = None
     tensor_parallel: TensorParallelConfig = field(default_factory=TensorParallelConfig)
     context_parallel: ContextParallelConfig = field(default_factory=ContextParallelConfig)
@@ -198,8 +198,8 @@ def _techniques(
         techniques.append(TensorParallel(module, plan, mesh_tp, layout.num_shards))
     elif config.tensor_parallel.plan is not None:
         resolve_plan(module, config.tensor_parallel.plan)  # It raises if a name in the plan matches no module.
-    if config.compile_backend is not None:
-        techniques.append(Compilation(config.compile_backend))
+    if config.compilation is not None:
+        techniques.append(Compilation(config.compilation))
     return techniques
 
 
@@ -224,13 +224,13 @@ def _refuse_dtensors(module: nn.Module) -> None:
 
 
 def _refuse_without_blocks(module: nn.Module, units: Sequence[Unit], config: ParallelConfig) -> None:
-    asked = "activation_checkpointing" if config.activation_checkpointing else config.compile_backend and "compile"
+    asked = "activation_checkpointing" if config.activation_checkpointing else config.compilation and "compile"
     if asked and all(unit.kind != "block" for unit in units):
         raise ValueError(
             f"{asked} works on the model's repeated blocks, and {type(module).__name__} has none that could be found:"
             " name their classes as units=[...]."
         )
-    if config.compile_backend is not None and config.activation_checkpointing.kind == "selective":
+    if config.compilation is not None and config.activation_checkpointing.kind == "selective":
         raise ValueError(
             "activation_checkpointing='selective' with compile: a compiled block is one operation, so that none of its"
             " results could be kept. Use activation_checkpointing='full', {'every': k} or {'budget': b}, or leave"

@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from collections.abc import Collection
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -34,10 +35,15 @@ class StopRequest:
 
     Args:
         signals: Numbers of the signals that ask to stop.
+        timeout: The time for which a rank waits for the others' flags, longer than a step or a save between two steps;
+            None: torch's default.
     """
 
-    def __init__(self, signals: Collection[int] = (signal.SIGTERM, signal.SIGUSR1)) -> None:
+    def __init__(
+        self, signals: Collection[int] = (signal.SIGTERM, signal.SIGUSR1), timeout: timedelta | None = None
+    ) -> None:
         self._signals = signals
+        self._timeout = timeout
         self._before: dict[int, Any] = {}
         self._signal_number = 0
         self._signal_time = 0.0
@@ -74,7 +80,7 @@ class StopRequest:
             return self._signal_number
         if self._group is None:
             # A separate gloo group does not wait for the collectives of the training, on any device.
-            self._group = dist.new_group(backend="gloo", group_desc="background: stop requests")
+            self._group = dist.new_group(timeout=self._timeout, backend="gloo", group_desc="background: stop requests")
         heard = 0
         if self._pending is not None:
             work, answer = self._pending

@@ -37,6 +37,8 @@ _ALIGNMENT = 16
 class SameBuffers(Technique):
     """Give all ranks of ``mesh`` the buffers of the first rank.
 
+    Creating an instance is a collective over ``mesh``.
+
     Args:
         mesh: Device mesh of the ranks that have different parts of a batch.
     """
@@ -46,6 +48,8 @@ class SameBuffers(Technique):
         self._mesh = mesh
         self._is_on_host = all(dist.get_backend(group) == "gloo" for group in self._axes)
         self._agreement: FlagAgreement | None = None
+        if self._axes:
+            self._agreement = FlagAgreement(mesh.mesh.flatten().tolist(), "changed buffers", self._describe_flag)
         self._changed: list[bool] = []
         """For each buffer, whether it had changed on any rank at the last synchronization."""
         self._sizes: list[tuple[torch.dtype, torch.Size] | None] = []
@@ -57,10 +61,7 @@ class SameBuffers(Technique):
         self._module = parallel.module
 
     def finish(self) -> None:
-        """Find the buffers of the module. Those that are registered later are not synchronized.
-
-        This is a collective over the mesh if there are buffers.
-        """
+        """Find the buffers of the module. Those that are registered later are not synchronized."""
         found: dict[int, tuple[nn.Module, str]] = {}
         for module in self._module.modules():
             for key, buffer in own_buffers(module).items():
@@ -69,11 +70,8 @@ class SameBuffers(Technique):
         self._places = list(found.values())
         if self._places and self._axes:
             # On the device's own groups, the host would wait for all that the device has still to do.
-            self._ranks = self._mesh.mesh.flatten().tolist()
-            group = dist.new_group(
-                self._ranks, backend="gloo", use_local_synchronization=True, group_desc="changed buffers"
-            )
-            self._agreement = FlagAgreement(group, self._describe_flag)
+            ranks = self._mesh.mesh.flatten().tolist()
+            self._agreement = FlagAgreement(ranks, "changed buffers", self._describe_flag)
         self._seen = [(None, -1)] * len(self._places)
         self._changed = [True] * len(self._places)
 

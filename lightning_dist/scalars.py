@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_dist._compat import call_post_accumulate_hooks, local_of, move_hooks, own_parameters, share_hooks
 from lightning_dist.accumulated_gradients import AccumulatedGradients
+from lightning_dist.flag_agreement import FlagAgreement
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.technique import Parallel, Technique
 from lightning_dist.units import Unit
@@ -26,6 +27,8 @@ __all__ = ["Scalars"]
 class Scalars(Technique):
     """Replicate the 0-dimensional parameters on every rank.
 
+    Creating an instance is a collective over ``mesh``.
+
     Args:
         mesh: The mesh over which gradients are averaged.
         parameter_mesh: The mesh over which the parameters are DTensors, as the module's other parameters are.
@@ -35,6 +38,13 @@ class Scalars(Technique):
         self._mesh = mesh
         self._parameter_mesh = parameter_mesh
         self._groups: list[ScalarGroup] = []
+        # It is created here, as torch's names of groups count those of this rank, and only one stage may have scalars.
+        self._agreement: FlagAgreement | None = None
+        if mesh.size() > 1:
+            self._agreement = FlagAgreement(mesh.mesh.flatten().tolist(), "used scalars", self._describe_flag)
+
+    def _describe_flag(self, index: int) -> str:
+        return f"the frozen parameter {self._groups[0].names[index]!r} got a gradient"
 
     def attach(self, parallel: Parallel) -> None:
         """Keep the module, in which parameters are replaced."""
@@ -55,7 +65,7 @@ class Scalars(Technique):
     def after_backward(self, reduces: bool) -> None:
         """Reduce the gradients unless they are accumulated. This is a collective over the mesh if they are reduced."""
         for group in self._groups:
-            group.reduce()
+            group.reduce(self._agreement)
 
     after_microbatches = after_backward
 
@@ -192,23 +202,29 @@ class ScalarGroup(ParameterGroup):
         params = zip(self._names, self._whole, self._replicated, strict=True)
         self._accumulated.watch({name: param for name, whole, param in params if whole.grad is not None})
 
-    def reduce(self) -> None:
+    def reduce(self, agreement: FlagAgreement | None) -> None:
         """Average the accumulated gradients over the mesh, and add them to those of the DTensors. This is a collective.
 
         If gradients are not reduced now, they stay on the plain tensors.
+
+        Args:
+            agreement: The object by which the ranks agree on which parameters have gradients; None: there is one rank.
         """
         if not self.syncs_gradients or not any(param.requires_grad for param in self._whole):
             return
-        first = self._whole[0]
         # A parameter may have a gradient on only some ranks. If no rank has one, it stays None.
         grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in self._whole]
-        sent = torch.stack([*grads, *(torch.ones_like(first) * (p.grad is not None) for p in self._whole)])
+        is_used = [p.grad is not None for p in self._whole]
+        if agreement is not None:
+            is_used = agreement.agree(is_used, [p.requires_grad for p in self._whole])
+        sent = torch.stack(grads)
         for axis in range(self._mesh.ndim):
             dist.all_reduce(sent, group=self._mesh.get_group(axis))
-        means, counts = sent.div_(self._mesh.size()).chunk(2)
-        for whole, replicated, mean, count in zip(self._whole, self._replicated, means, counts.tolist(), strict=True):
+        for whole, replicated, mean, used in zip(
+            self._whole, self._replicated, sent.div_(self._mesh.size()), is_used, strict=True
+        ):
             whole.grad = None
-            if count == 0:
+            if not used:
                 continue
             if replicated.grad is None:
                 local = mean.to(replicated.dtype, copy=True)

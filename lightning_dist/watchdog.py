@@ -31,15 +31,28 @@ import torch.distributed as dist
 from lightning_dist import _compat, watchdog_process
 from lightning_dist.layout import STAGE_TO_STAGE
 
-__all__ = ["EXIT_HANG", "Watchdog"]
+__all__ = ["EXIT_HANG", "Watchdog", "record_collectives"]
 
 EXIT_HANG = 76
 """Exit code of ranks that were ended because a rank hangs. Ranks that cannot answer are killed instead."""
+
+NUM_RECORDED = 2000
+"""Number of collectives that :func:`record_collectives` lets each rank keep; torch's own default in 2.11 to 2.13."""
 
 _RUN_PACKAGE = (  # It is `python -m` without an import of the parent package, which imports torch.
     "import runpy, sys; folder, name = sys.argv[1:3]; del sys.argv[1:3]; sys.path.append(folder);"
     " runpy.run_module(name, run_name='__main__')"
 )
+
+
+def record_collectives() -> None:
+    """Let torch's flight recorder record the last collectives of this process, unless the user has set a number.
+
+    This must be called before the first process group is created, when torch reads ``TORCH_FR_BUFFER_SIZE``, or else
+    ``TORCH_NCCL_TRACE_BUFFER_SIZE``.
+    """
+    if "TORCH_NCCL_TRACE_BUFFER_SIZE" not in os.environ:
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", str(NUM_RECORDED))
 
 
 class Watchdog:
@@ -50,8 +63,9 @@ class Watchdog:
     rank 0), and for each rank ``stacks-rank<rank>.txt`` and ``flight_recorder-rank<rank>.json``. Time in which all
     ranks of the node are stopped (Ctrl-Z, a suspended job) does not count.
 
-    torch's flight recorder records collectives unless ``TORCH_FR_BUFFER_SIZE`` is 0. Without it, the report has only
-    the stacks and the number of collectives that each rank has entered.
+    torch's flight recorder records the collectives of gloo and NCCL unless ``TORCH_FR_BUFFER_SIZE`` is 0, see
+    :func:`record_collectives`. Without it, the report has only the stacks and the number of collectives that each rank
+    has entered. ``python -m lightning_dist.watchdog_process.explain`` compares the files of several nodes.
 
     Args:
         folder: Folder for the reports, created with the first report; the same on all ranks of a node.
@@ -206,7 +220,7 @@ class Watchdog:
             for line in lines:
                 message = json.loads(line)
                 if message["do"] == "look":
-                    # The groups are sent first, because the flight recorder queries the device, which may hang too.
+                    # The groups are sent first, because NCCL's flight recorder queries the device, which may hang too.
                     _send(connection, groups=_groups())
                     _send(connection, entries=_entries())
                 elif message["do"] == "report":

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests import accelerator_rules, nccl_rules
+from tests.accelerator import VARIABLE as ACCELERATOR
 from tests.accelerator import on_gpu, variables_of_rank
 from tests.nccl_rules.log import FOLDER, find_disorder
 
@@ -75,13 +76,18 @@ class WorkerPool:
     Args:
         forks: Whether workers are forked from the fork server. They cannot use CUDA then, because an import has used it
             there. None: unless distributed tests run on GPUs.
-        environment: Further environment variables of the workers.
+        has_nccl_rules: Whether workers communicate under the rules of NCCL (see :mod:`tests.nccl_rules`). None: if
+            ``--backend`` says so.
+        accelerator: Name of the accelerator on which workers train. None: that of ``--accelerator``.
     """
 
-    def __init__(self, forks: bool | None = None, environment: dict[str, str] | None = None) -> None:
+    def __init__(
+        self, forks: bool | None = None, has_nccl_rules: bool | None = None, accelerator: str | None = None
+    ) -> None:
+        self._accelerator = accelerator or os.environ.get(ACCELERATOR, "cpu")
+        self._has_nccl_rules = nccl_rules.is_chosen() if has_nccl_rules is None else has_nccl_rules
         forks = not on_gpu() if forks is None else forks
         self._context: Any = fork_server() if forks else mp.get_context("spawn")
-        self._environment = environment or {}
         self._workers: list[tuple[Any, Connection]] = []
         self._stacks = Path(tempfile.mkdtemp(prefix="stacks-"))
 
@@ -117,7 +123,7 @@ class WorkerPool:
             self._workers.append(self._start())
         workers = self._workers[:world_size]
         port = _free_port()
-        log = tempfile.mkdtemp(prefix="nccl-rules-") if nccl_rules.is_chosen() else ""
+        log = tempfile.mkdtemp(prefix="nccl-rules-") if self._has_nccl_rules else ""
         for rank, (_, connection) in enumerate(workers):
             env = {
                 **variables_of_rank(rank, world_size, num_nodes),
@@ -176,7 +182,8 @@ class WorkerPool:
 
     def _start(self) -> tuple[Any, Connection]:
         ours, theirs = self._context.Pipe()
-        environment = {**os.environ, **self._environment}
+        backend = "nccl-rules" if self._has_nccl_rules else "default"
+        environment = {**os.environ, nccl_rules.VARIABLE: backend, ACCELERATOR: self._accelerator}
         process = self._context.Process(target=_serve, args=(theirs, environment, str(self._stacks)), daemon=True)
         process.start()
         theirs.close()

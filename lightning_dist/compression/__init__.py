@@ -6,6 +6,7 @@
 - ``blockwise``: Implements the encoding of those that send 8-bit numbers.
 - ``wire``: Runs their collectives and counts the bytes.
 - ``background``: Runs them beside the backward.
+- ``non_finite``: Lets steps be skipped in which a gradient is not finite.
 - ``compression``: Implements the technique.
 - ``saved_states``: Writes their tensors into checkpoints, and reads them in a run with any layout.
 - ``local_updates``: Implements a second technique: replicas train on their own, and synchronize their weights.

@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import time
 import warnings
-import weakref
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,11 +16,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from lightning_dist._compat import local_of
-from lightning_dist.collectives import any_of_flags
 from lightning_dist.compression.background import InBackground
 from lightning_dist.compression.compressor import Compressor, CompressorState, Gradient, refuse_if_unused, wide_dtype
+from lightning_dist.compression.non_finite import NonFiniteGradients
 from lightning_dist.compression.saved_states import SavedStates
 from lightning_dist.compression.wire import Wire
 from lightning_dist.gradient_reducer import GradientReducer, LocalGradient, Reduction
@@ -51,7 +51,8 @@ class Compression(Technique):
     does not take are reduced exactly, or by its fallback.
 
     If a gradient is not finite, no rank changes its weights in that step, and the compressor forgets its state, which
-    the gradient may have made non-finite as well.
+    the gradient may have made non-finite as well. On an accelerator with fused optimizers it forgets it two steps
+    later, so that up to two further steps are skipped.
 
     Args:
         config: The compressor and its surroundings.
@@ -75,7 +76,6 @@ class Compression(Technique):
         self._defers = False
         self._deferred: list[Reduction] = []
         self._of_failed_step: list[Reduction] = []
-        self._all_finite: list[Tensor] = []
         self._figures = _Figures()
 
     def attach(self, parallel: Parallel) -> None:
@@ -87,8 +87,7 @@ class Compression(Technique):
         backend = dist.get_backend(self._mesh.get_group("dp_replicate"))
         group = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc="compression")
         self.wire = Wire(group)
-        everyone = dist.new_group(backend="gloo", group_desc="non-finite gradients")
-        self._everyone = weakref.ref(everyone)
+        self._non_finite = NonFiniteGradients(torch.device(self._mesh.device_type), self._scales_losses)
 
     def gradient_reducer(self) -> GradientReducer:
         """Return this object, which reduces gradients between replicas."""
@@ -185,7 +184,7 @@ class Compression(Technique):
             self._figures.add_norms(gradient)
         # A sum is not finite if an element is not. Other reductions, such as the largest magnitude, take much longer.
         total = flat.sum() if flat.is_complex() else flat.sum(dtype=wide_dtype(flat))
-        self._all_finite.append(torch.isfinite(total))
+        self._non_finite.add(total)
         self._figures.num_bytes_exact += 2 * (self.wire.size - 1) * flat.numel() * flat.itemsize // self.wire.size
         self._figures.seconds += time.perf_counter() - start - (self.wire.seconds - seconds_before)
 
@@ -210,7 +209,7 @@ class Compression(Technique):
                 with suppress(Exception):
                     reduction.wait()
             self._of_failed_step = []
-            self._all_finite = []
+            self._non_finite.clear()
         self._defers = True
         try:
             yield
@@ -234,7 +233,11 @@ class Compression(Technique):
         """
         self._of_failed_step += self._deferred
         self._deferred = []
-        self._all_finite = []
+        self._non_finite.clear()
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Let a fused ``optimizer`` skip steps on the device."""
+        return self._non_finite.prepare_optimizer(optimizer)
 
     def before_optimizer_step(self) -> None:
         """Skip the optimizer step on all ranks if a gradient is not finite on any. This is a collective.
@@ -242,19 +245,16 @@ class Compression(Technique):
         The compressor forgets its state then.
         """
         self.after_backward(True)
-        all_finite, self._all_finite = self._all_finite, []
-        is_finite = not all_finite or bool(torch.stack(all_finite).all())
-        everyone = self._everyone()
-        assert everyone is not None
-        if not any_of_flags([not is_finite], everyone)[0]:
+        if not self._non_finite.found():
             return
         self.states.clear()
         if self._scales_losses:
             return
         self.num_skipped_steps += 1
-        for group in self._parallel.groups:
-            for param in group.params:
-                param.grad = None
+        if not self._non_finite.is_skipped_on_device:
+            for group in self._parallel.groups:
+                for param in group.params:
+                    param.grad = None
         _warn(
             "A gradient is not finite: no rank changes its weights in this optimizer step, and the state of"
             f" compression={self.compressor} begins anew."

@@ -5,7 +5,8 @@ part of the sequence, a call of it is replaced by one of these:
 
 - ``ulysses``: the ranks exchange heads for tokens, so that each rank has all tokens of some heads. The original
   function is called for them, with the original mask, causality and dropout, and the results are exchanged back.
-- ``all_gather``: each rank gathers all keys and values, and attends to them from its own tokens.
+- ``all_gather``: each rank gathers all keys and values, and attends to them from its own tokens. Causal attention
+  leaves out the keys after these tokens.
 
 Queries of this rank's tokens with keys that each rank has whole, as in cross-attention to an encoder, need no exchange.
 Which of them are split is seen from their numbers of tokens. These may be equal by chance, so a step splits no more
@@ -20,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.attention.bias import causal_lower_right
 
 from lightning_dist.context_parallel.plan import AttentionKind, SequenceSplitError
 from lightning_dist.context_parallel.tokens import Tokens
@@ -149,10 +151,23 @@ class SplitAttention:
             return _attend(query, key, value, mask, **options)
         pieces = []
         for index, number in enumerate(tokens.pieces):
-            start = number * tokens.piece
-            end = min(start + tokens.piece, tokens.length)
             own = query.narrow(-2, index * tokens.piece, tokens.piece)
-            position = torch.arange(start, start + tokens.piece, device=query.device)
-            allowed = position.unsqueeze(-1) >= torch.arange(max(end, 1), device=query.device)
-            pieces.append(_attend(own, key[..., : max(end, 1), :], value[..., : max(end, 1), :], allowed, **options))
+            num_keys = min((number + 1) * tokens.piece, tokens.length)
+            num_own = num_keys - number * tokens.piece
+            if num_own <= 0:  # All tokens are added ones. Their results are dropped, but the ranks reduce gradients.
+                pieces.append(_attend(own, key[..., :1, :], value[..., :1, :], **options))
+                continue
+            out = _attend_causally(own[..., :num_own, :], key[..., :num_keys, :], value[..., :num_keys, :], options)
+            pieces.append(functional.pad(out, (0, 0, 0, tokens.piece - num_own)))
         return torch.cat(pieces, -2)
+
+
+def _attend_causally(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> Tensor:
+    """Attend from the last of the keys' tokens to the keys up to each, with a kernel for causal attention if possible.
+
+    A mask as a tensor would exclude FlashAttention and take memory for each pair of a query and a key.
+    """
+    num_queries, num_keys = query.size(-2), key.size(-2)
+    if num_queries == num_keys:
+        return _attend(query, key, value, is_causal=True, **options)
+    return _attend(query, key, value, causal_lower_right(num_queries, num_keys), **options)

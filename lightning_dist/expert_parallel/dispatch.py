@@ -39,8 +39,8 @@ class Routed(NamedTuple):
 
     output: Tensor
     """The output of the module, on the rank of each token."""
-    num_tokens: list[int]
-    """For each expert of the whole module, the number of this rank's tokens that it got."""
+    num_tokens: Tensor
+    """For each expert of the whole module, the number of this rank's tokens that it got, on the device."""
 
 
 def compute_routed(
@@ -71,22 +71,29 @@ def compute_routed(
         received = torch.empty_like(sent)
         count_sent(sent.nbytes * (ranks - 1) / ranks, group)
         counts = dist.all_to_all_single(received, sent, group=group, async_op=True)
-        per_expert = sent.tolist()
-        # Pairs of a token and no expert come last in the order, and are left out.
-        places = index.reshape(-1).argsort(stable=True)[: sum(per_expert)]
-    selected = select(hidden, places, index.shape, group)
+        places = index.reshape(-1).argsort(stable=True)
     assert counts is not None
-    counts.wait()
+    if hidden.device.type == "cpu":  # Tokens are selected while the counts are under way.
+        per_expert = sent.tolist()
+        selected = select(hidden, places[: sum(per_expert)], index.shape, group)
+        counts.wait()
+        from_experts = received.tolist()
+    else:  # The host waits for the device once.
+        counts.wait()
+        per_expert, from_experts = torch.stack((sent, received)).tolist()
+        selected = select(hidden, places[: sum(per_expert)], index.shape, group)
+    places = places[: sum(per_expert)]  # Pairs of a token and no expert come last in the order, and are left out.
     to_ranks = [sum(part) for part in _chunks(per_expert, ranks)]
-    from_ranks = received.view(ranks, -1).sum(1).tolist()
+    from_ranks = [sum(part) for part in _chunks(from_experts, ranks)]
     there = partial(_all_to_all, sent=to_ranks, received=from_ranks)
     back = partial(_all_to_all, sent=from_ranks, received=to_ranks)
     tokens = exchange(selected, group, 0, there, back)
-    local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks).repeat_interleave(received)
+    local = torch.arange(num_experts // ranks, device=index.device).repeat(ranks)
+    local = local.repeat_interleave(received, output_size=sum(from_ranks))
     ones = torch.ones((len(tokens), 1), dtype=weights.dtype, device=weights.device)
     results = outputs_of(compute, params, tokens, local.to(index.dtype)[:, None], ones)
     results = exchange(results, group, 0, back, there)
-    return Routed(add_up_weighted(results, weights, places, group), per_expert)
+    return Routed(add_up_weighted(results, weights, places, group), sent)
 
 
 def compute_dense(
@@ -102,6 +109,7 @@ def compute_dense(
         group: As for :func:`compute_routed`.
     """
     ranks, per_expert = group.size(), len(hidden) // num_experts
+    of_each = torch.full((num_experts,), per_expert, device=hidden.device)
     own = num_experts // ranks
     with torch.no_grad():
         sent = torch.full((ranks,), per_expert, device=hidden.device)
@@ -115,13 +123,13 @@ def compute_dense(
     tokens = exchange(hidden, group, 0, there, back)
     if not len(tokens):
         results = outputs_of(compute, params, tokens)
-        return Routed(exchange(results, group, 0, back, there), [per_expert] * num_experts)
+        return Routed(exchange(results, group, 0, back, there), of_each)
     parts = [
         part.reshape(own, length, -1) for part, length in zip(torch.split(tokens, from_ranks), lengths, strict=True)
     ]
     results = compute(torch.cat(parts, 1).flatten(0, 1)).view(own, sum(lengths), -1)
     returned = torch.cat([part.flatten(0, 1) for part in torch.split(results, lengths, 1)])
-    return Routed(exchange(returned, group, 0, back, there), [per_expert] * num_experts)
+    return Routed(exchange(returned, group, 0, back, there), of_each)
 
 
 def count_tokens(index: Tensor, num_experts: int) -> Tensor:
@@ -131,7 +139,10 @@ def count_tokens(index: Tensor, num_experts: int) -> Tensor:
         index: The experts of each token, of any shape. An index of ``num_experts`` or more stands for no expert.
         num_experts: Number of experts.
     """
-    return index.reshape(-1).bincount(minlength=num_experts)[:num_experts]
+    # torch.bincount would wait for an accelerator, to find the largest index.
+    flat = index.reshape(-1).clamp(max=num_experts).to(torch.int64)
+    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=index.device)
+    return counts.scatter_add_(0, flat, torch.ones_like(flat))[:num_experts]
 
 
 def _chunks(values: Sequence[int], number: int) -> list[Sequence[int]]:

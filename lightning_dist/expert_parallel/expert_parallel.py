@@ -61,8 +61,9 @@ class _Experts:
     """What the module holds in place of ``gathered`` outside of its forward."""
     whole: dict[str, nn.Parameter] = field(default_factory=dict)
     """The parameters of all experts, if every rank holds them now; empty: it does not."""
-    num_tokens: list[int] = field(default_factory=list)
-    """The number of this rank's tokens that each expert has got in training steps since the last log."""
+    num_tokens: Tensor | None = None
+    """The number of this rank's tokens that each expert has got in training steps since the last log, on the device;
+    None: there was no step."""
 
 
 class ExpertParallel(Technique):
@@ -190,8 +191,8 @@ class ExpertParallel(Technique):
             shape = given[0].shape
             routed = self._compute(experts, [tensor.flatten(0, -2) for tensor in given])
         if self._root.training and not _compat.is_in_backward():
-            before = experts.num_tokens or [0] * experts.num_experts
-            experts.num_tokens = [a + b for a, b in zip(before, routed.num_tokens, strict=True)]
+            before = experts.num_tokens
+            experts.num_tokens = routed.num_tokens if before is None else before + routed.num_tokens
         return routed.output.view(shape)
 
     def _compute(self, experts: _Experts, given: Sequence[Tensor]) -> Routed:
@@ -228,11 +229,12 @@ class ExpertParallel(Technique):
         if experts.form == "dense":
             if sent_over is not None:
                 return compute_dense(given[0], compute, params, total, sent_over)
-            return Routed(compute(given[0]), [len(given[0]) // total] * total)
+            of_each = torch.full((total,), len(given[0]) // total, device=given[0].device)
+            return Routed(compute(given[0]), of_each)
         hidden, index, weights = given
         if sent_over is not None:
             return compute_routed(hidden, index, weights, compute, params, total, sent_over)
-        return Routed(compute(hidden, index, weights), count_tokens(index, total).tolist())
+        return Routed(compute(hidden, index, weights), count_tokens(index, total))
 
     def _compute_own(self, experts: _Experts, compute: Compute, params: Sequence[Tensor], *given: Tensor) -> Tensor:
         """Compute the outputs of the experts that the ranks of ``tp``, which have the same tokens, have together."""
@@ -372,10 +374,10 @@ class ExpertParallel(Technique):
         The latter is the largest number of this rank's tokens that an expert of a layer got, divided by the mean over
         the layer's experts, and averaged over layers: 1 if all experts get equally many.
         """
-        counts = [experts.num_tokens for experts in self._experts.values() if sum(experts.num_tokens)]
+        counts = [experts.num_tokens.tolist() for experts in self._experts.values() if experts.num_tokens is not None]
         for experts in self._experts.values():
-            experts.num_tokens = []
-        loads = [max(numbers) * len(numbers) / sum(numbers) for numbers in counts]
+            experts.num_tokens = None
+        loads = [max(numbers) * len(numbers) / sum(numbers) for numbers in counts if sum(numbers)]
         sent = sum(traffic.take() for traffic in self._traffic) / num_steps / 2**20
         of_ep = {} if self._ep is None else {"comm/ep_mib_per_step": sent}
         return {**of_ep, "experts/max_over_mean": sum(loads) / max(len(loads), 1)}

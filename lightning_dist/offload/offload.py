@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from lightning_dist.offload.mapped_file import MappedFile
@@ -121,6 +121,10 @@ class _HostMemory:
         """Do nothing, because memory of the CPU stays in use."""
 
 
+_FUSED_ON_HOST = frozenset({optim.Adagrad, optim.Adam, optim.AdamW, optim.SGD})
+"""torch's optimizers whose fused step has an implementation for the CPU."""
+
+
 def refuse_for_accelerators_only(optimizer: Optimizer, what: What) -> None:
     """Refuse an optimizer with an option for accelerators only.
 
@@ -131,10 +135,11 @@ def refuse_for_accelerators_only(optimizer: Optimizer, what: What) -> None:
     Raises:
         ValueError: If an option of the optimizer does not fit; the text names it and the fix.
     """
+    options = ("capturable",) if type(optimizer) in _FUSED_ON_HOST else ("fused", "capturable")
     for group in optimizer.param_groups:
-        for option in ("fused", "capturable"):
+        for option in options:
             if group.get(option):
                 raise ValueError(
                     f"offload={what!r} with {type(optimizer).__name__}({option}=True): the optimizer steps on the CPU,"
-                    f" and {option}=True was chosen for the accelerator. Leave {option} out."
+                    f" which has no such step. Leave {option} out."
                 )

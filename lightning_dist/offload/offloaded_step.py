@@ -73,6 +73,10 @@ class OffloadedStep:
         if closure is not None:
             with torch.enable_grad():
                 output = closure()
+        # A fused step divides by the scale of the loss itself, and copies it between devices without waiting for it.
+        for name in ("grad_scale", "found_inf"):
+            if isinstance(value := getattr(self._optimizer, name, None), Tensor):
+                setattr(self._optimizer, name, value.to(self._device))
         for part in self._parts():
             with self._moved(part):
                 self._original(**kwargs)
@@ -127,6 +131,13 @@ class OffloadedStep:
     def _move(self, params: Sequence[nn.Parameter]) -> list[_Moved]:
         """Return the parameters with copies on the device of the step, which have their gradients and states."""
         state = self._optimizer.state
+        # Otherwise, the number of steps stays on the CPU, where an update reads it.
+        moves_scalars = {
+            param
+            for group in self._optimizer.param_groups
+            if group.get("fused") or group.get("capturable")
+            for param in group["params"]
+        }
         moved: list[_Moved] = []
         for param in params:
             if local_of(param).device == self._device:
@@ -138,7 +149,9 @@ class OffloadedStep:
             values = state.pop(param, None)
             if values:  # After a checkpoint was loaded, they are on the device of the parameters.
                 state[stand_in] = {
-                    key: _to(value, self._device) if isinstance(value, Tensor) and value.ndim else value
+                    key: _to(value, self._device)
+                    if isinstance(value, Tensor) and (value.ndim or param in moves_scalars)
+                    else value
                     for key, value in values.items()
                 }
             moved.append(_Moved(param, stand_in))

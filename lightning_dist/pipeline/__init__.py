@@ -20,7 +20,7 @@ The modules, in the order in which they build on each other:
 """
 
 from lightning_dist.pipeline.buffers import BuffersOfStep
-from lightning_dist.pipeline.failures import Attempt, Failure, agreed_path, raise_together
+from lightning_dist.pipeline.failures import Attempt, Failure, PathAgreement, raise_first, raise_together
 from lightning_dist.pipeline.microbatches import (
     batch_size_of,
     check_divides,
@@ -46,6 +46,7 @@ __all__ = [
     "BuffersOfStep",
     "Failure",
     "OriginalModule",
+    "PathAgreement",
     "Pipeline",
     "PipelineConfig",
     "PreparedStep",
@@ -54,7 +55,6 @@ __all__ = [
     "Stages",
     "StepOutcome",
     "Timeline",
-    "agreed_path",
     "batch_size_of",
     "check_divides",
     "drop_remote",
@@ -62,6 +62,7 @@ __all__ = [
     "map_leaves",
     "num_microbatches_for",
     "own_units",
+    "raise_first",
     "raise_together",
     "refuse_stand_ins",
     "signature",

@@ -8,14 +8,15 @@ from __future__ import annotations
 import pickle
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-import torch
 import torch.distributed as dist
 
+from lightning_dist.collectives import any_of_flags
 from lightning_dist.consensus import OtherRankError
+from lightning_dist.flag_agreement import FlagAgreement, FlagsChangedError
 
-__all__ = ["Attempt", "Failure", "agreed_path", "raise_together"]
+__all__ = ["Attempt", "Failure", "PathAgreement", "raise_first", "raise_together"]
 
 
 @dataclass(frozen=True)
@@ -66,48 +67,90 @@ class Attempt:
         return False
 
 
-def agreed_path(path: int, failure: Failure | None, group: dist.ProcessGroup, device: torch.device) -> int:
-    """Return the number of a step's path if all ranks have the same one, else -1. This is a collective over ``group``.
+_PATH_BITS = 20
+"""Number of bits in which the number of a path is exchanged."""
 
-    If the result is -1, all ranks must trace the step. A single rank may find that its step takes another path, because
-    the path depends on an attribute that only its own part of the model changes.
+
+class PathAgreement:
+    """Let the ranks of a pipeline agree on the path that a step takes, if they may differ.
+
+    A single rank may find that its step takes another path if the path depends on an attribute that only its own part
+    of the model changes. All ranks must then trace the step. While paths do not depend on such attributes, no rank
+    waits for the others (see :class:`~lightning_dist.flag_agreement.FlagAgreement`).
+
+    Creating an instance is a collective over the pipeline.
 
     Args:
-        path: The number of the known path that the step takes on this rank; -1: none of the known paths.
-        failure: The error that this rank has raised so far, or None.
         group: Process group of the pipeline's ranks.
-        device: The device on which the backend of the group takes tensors.
-
-    Raises:
-        Exception: On all ranks, if one of them has failed.
     """
-    known = torch.tensor([int(failure is not None), path, -path], device=device)
-    dist.all_reduce(known, dist.ReduceOp.MAX, group=group)
-    has_failed, highest, lowest = known.tolist()
-    if has_failed:
-        raise_together(failure, group, device)
-    return path if highest == -lowest else -1
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._agreement = FlagAgreement(dist.get_process_group_ranks(group), "paths of steps", _describe_flag)
+
+    def agree(self, path: int, is_same: bool, failure: Failure | None, group: dist.ProcessGroup) -> int:
+        """Return the number of a step's path if all ranks have the same one, else -1. This is a collective.
+
+        If the result is -1, all ranks must trace the step.
+
+        Args:
+            path: The number of the known path that the step takes on this rank; -1: none of the known paths.
+            is_same: Whether the path depends on nothing that may differ between ranks.
+            failure: The error that this rank has raised so far, or None.
+            group: Process group of the pipeline's ranks, which uses gloo.
+
+        Raises:
+            Exception: On all ranks, if one of them has failed.
+            FlagsChangedError: If the paths differ, when other ranks have gone on without waiting.
+        """
+        bits = [bool(path >> bit & 1) for bit in range(_PATH_BITS)]
+        flags = [failure is not None, *bits, *(not bit for bit in bits)]
+        is_usual = is_same and failure is None and path >= 0
+        try:
+            agreed = self._agreement.agree(flags, flags if is_usual else [False] * len(flags))
+        except FlagsChangedError:
+            if failure is not None:
+                raise failure.error from None
+            raise
+        if agreed[0]:
+            raise_first(failure, group)
+        ones, zeros = agreed[1 : 1 + _PATH_BITS], agreed[1 + _PATH_BITS :]
+        differs = any(one and zero for one, zero in zip(ones, zeros, strict=True))
+        return -1 if differs else path
 
 
-def raise_together(failure: Failure | None, group: dist.ProcessGroup | None, device: torch.device) -> None:
+def _describe_flag(index: int) -> str:
+    return "a step failed before its first microbatch" if index == 0 else "a step took another path through the model"
+
+
+def raise_together(failure: Failure | None, group: dist.ProcessGroup | None) -> None:
     """Raise an error on all ranks if any rank has failed. This is a collective over ``group``.
 
-    If no rank has failed, only one number is all-reduced. Otherwise, the rank that has failed first raises its error
-    and all other ranks raise a copy of it, so that an ``except`` around a fit catches it on every rank.
+    If no rank has failed, only one word is all-reduced. Otherwise :func:`raise_first` is called.
 
     Args:
         failure: The error of this rank; None if it has not failed.
-        group: Process group of the ranks; None: all processes.
-        device: The device on which the backend of the group takes tensors.
+        group: Process group of the ranks, which uses gloo; None: there is no other rank.
+    """
+    if group is None:
+        if failure is not None:
+            raise failure.error
+    elif any_of_flags([failure is not None], group)[0]:
+        raise_first(failure, group)
+
+
+def raise_first(failure: Failure | None, group: dist.ProcessGroup) -> NoReturn:
+    """Raise the first error on all ranks, given that some rank has failed. This is a collective over ``group``.
+
+    The rank that has failed first raises its error, and all other ranks raise a copy of it, so that an ``except``
+    around a fit catches it on every rank.
+
+    Args:
+        failure: The error of this rank; None if it has not failed.
+        group: Process group of the ranks, which uses gloo.
 
     Raises:
         OtherRankError: On the other ranks, if the first error cannot be pickled or unpickled.
     """
-    failed = torch.tensor([failure is not None], dtype=torch.int32, device=device)
-    if dist.is_initialized():
-        dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
-    if not bool(failed.item()):
-        return
     told: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(told, _packed(failure), group=group)
     moment, rank, where, text, content = min(found for found in told if found is not None)

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dist import _compat
+from lightning_dist.collectives import group_on_host
 from lightning_dist.consensus import timed_barrier
 from lightning_dist.pipeline.failures import Failure, raise_together
 
@@ -89,6 +90,7 @@ class AllStages(TorchFunctionMode):
         self._root = root
         self._holders = holders
         self._group = group
+        self._on_host = group_on_host(group, "errors in hooks")
         self._rank = dist.get_rank(group)
         self._device = device
         self._ranks = dist.get_process_group_ranks(group)
@@ -276,7 +278,7 @@ class AllStages(TorchFunctionMode):
             yield
         except Exception as error:
             failure = Failure.now(error, self._what)
-        raise_together(failure, self._group, self._device)
+        raise_together(failure, self._on_host)
 
     def _one_by_one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function of tensor lists separately on each item, because the items may be on different stages."""

@@ -158,6 +158,15 @@ class Pipeline(Technique):
         """
         return self._paths.setdefault(key, KnownPaths(self._root, self.readable)).taken(arguments)
 
+    def is_same_on_all_ranks(self, key: object, path: int) -> bool:
+        """Return whether a known path depends on no attributes that only one rank may have changed.
+
+        Args:
+            key: The key for which :meth:`known_path` was called before.
+            path: The number that it returned; False for -1.
+        """
+        return path >= 0 and not self._paths[key].known(path).changed_in_parts
+
     def trace(self, key: object, trace: Callable[[Sequence[Any]], StepGraph], arguments: Sequence[Any] = ()) -> int:
         """Trace a step, and return the number of a known path that is equal to its path, or -1 if there is none.
 

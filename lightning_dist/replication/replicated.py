@@ -104,10 +104,7 @@ class Replication(Technique):
         # The ranks tell each other which buckets they have used over a group of its own. On the buckets' group, ranks
         # that have launched different numbers of buckets so far would match different collectives with each other.
         ranks = dist.get_process_group_ranks(self._mesh.get_group(0))
-        usage_group = dist.new_group(
-            ranks, backend="gloo", use_local_synchronization=True, group_desc="used parameters"
-        )
-        self._agreement = FlagAgreement(usage_group, self._describe_flag)
+        self._agreement = FlagAgreement(ranks, "used parameters", self._describe_flag)
         hooks: dict[nn.Parameter, int] = {}
         for bucket_params in in_buckets(list(reversed(params)), self._reduce_dtype):
             names = [self._names[param] for param in bucket_params]

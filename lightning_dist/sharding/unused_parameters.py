@@ -56,9 +56,7 @@ class UnusedParameters:
             # These are weak references, because strong ones would keep connections open after an error on this rank.
             self._replicas = [weakref.ref(group) for group in axes]
         elif mesh.size() > 1:
-            ranks = mesh.mesh.flatten().tolist()
-            group = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc="used parameters")
-            self._agreement = FlagAgreement(group, self._describe_flag)
+            self._agreement = FlagAgreement(mesh.mesh.flatten().tolist(), "used parameters", self._describe_flag)
 
     @contextmanager
     def agreed(self) -> Iterator[None]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-from typing import Any
-
-from .rank import STOPPED, Rank, key_of
+from .rank import STOPPED, Rank
+from .records import Records, list_ranks
 
 __all__ = ["Diagnosis"]
 
@@ -17,7 +15,8 @@ class Diagnosis:
 
     - ranks that are stopped, have died or do not answer;
     - ranks that wait in no collective and have not entered one that others wait in, or else whose last beat is too old;
-    - ranks that call different collectives as a group's next one, or call the same ones in another order.
+    - ranks that call different collectives as a group's next one, or call the same ones in another order;
+    - ranks whose device has not started a collective that it was given.
 
     Args:
         ranks: Ranks of this node, after they had time to answer.
@@ -28,7 +27,9 @@ class Diagnosis:
         self.ranks = ranks
         self._timeout_s = timeout_s
         self._states = {rank: rank.state for rank in ranks}
-        self._waits = {rank: rank.pending[0] for rank in ranks if rank.pending}
+        self._known = {rank: record for rank in ranks if (record := rank.record) is not None}
+        self._records = Records({rank.number: record for rank, record in self._known.items()})
+        self._waits = {rank: self._records.waits[rank.number] for rank in ranks if rank.number in self._records.waits}
         self.culprits, self.cause = self._find()
 
     def _find(self) -> tuple[list[Rank], str]:
@@ -44,19 +45,10 @@ class Diagnosis:
         ]
         if late:
             return late, self._whats(late)
-        for (first, entry), (second, other) in combinations(self._waits.items(), 2):
-            if key_of(entry) == key_of(other) and _shape(entry) != _shape(other):
-                return self._minority(entry), (
-                    f"rank {first.number} is in {self._name(entry)} {entry['input_sizes']} of"
-                    f" {self._group(first, entry)}, and rank {second.number} in {self._name(other)}"
-                    f" {other['input_sizes']}: the ranks call different collectives"
-                )
-            if first in self._missing(second) and second in self._missing(first):
-                return [first, second], (
-                    f"rank {first.number} is in {self._name(entry)} of {self._group(first, entry)}, and rank"
-                    f" {second.number} in {self._name(other)} of {self._group(second, other)}: each waits for the"
-                    " other, as they call these collectives in different orders"
-                )
+        conflict = self._records.find_conflict() or self._records.find_not_started()
+        if conflict is not None:
+            numbers, cause = conflict
+            return [rank for rank in self.ranks if rank.number in numbers], cause
         return [], "no rank of this node is the cause, so it is a rank of another node, or the network between them"
 
     def _whats(self, ranks: list[Rank]) -> str:
@@ -70,7 +62,7 @@ class Diagnosis:
         return STOPPED.get(self._states[rank], "")
 
     def _is_behind(self, rank: Rank) -> bool:
-        if any(rank in self._missing(other) for other in self._waits):
+        if any(rank.number in self._missing(other) for other in self._waits):
             return True
         counts = {name: group["entered"] for name, group in (rank.groups or {}).items() if not group["is_p2p"]}
         return not self._waits and any(
@@ -79,37 +71,12 @@ class Diagnosis:
             for name, group in (other.groups or {}).items()
         )
 
-    def _missing(self, rank: Rank) -> list[Rank]:
+    def _missing(self, rank: Rank) -> list[int]:
         """Return the ranks of this node that are known not to have entered the collective that ``rank`` waits in."""
-        entry = self._waits[rank]
-        if entry["is_p2p"]:
-            return []
-        members = (rank.groups or {}).get(entry["process_group"][0], {}).get("ranks", [])
-        return [
-            other
-            for other in self.ranks
-            if other.number in members
-            and other.entry(entry) is None
-            and (other.entries is not None or (other.is_closed and not other.has_ended))
-        ]
+        return self._records.missing(rank.number)
 
-    def _minority(self, entry: dict[str, Any]) -> list[Rank]:
-        shapes: dict[str, list[Rank]] = {}
-        for rank in self.ranks:
-            if found := rank.entry(entry):
-                shapes.setdefault(str(_shape(found)), []).append(rank)
-        fewest = min(map(len, shapes.values()))
-        return [rank for ranks in shapes.values() if len(ranks) == fewest for rank in ranks]
-
-    def _name(self, entry: dict[str, Any]) -> str:
-        number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-        return f"{entry['profiling_name'].partition(':')[2]} #{number}"
-
-    def _group(self, rank: Rank, entry: dict[str, Any]) -> str:
-        name, description = entry["process_group"]
-        members = (rank.groups or {}).get(name, {}).get("ranks", [])
-        label = description if description and description != "undefined" else name
-        return f"group {label} ({_listed(members)})"
+    def _described(self, rank: Rank) -> str:
+        return self._known[rank].describe(self._waits[rank])
 
     def what(self, rank: Rank) -> str:
         """Return what ``rank`` does, as a clause to follow its name."""
@@ -119,10 +86,9 @@ class Diagnosis:
         if rank.is_closed:
             return "has left the loop"
         if rank in self._waits:
-            entry = self._waits[rank]
-            missing = [other.number for other in self._missing(rank)]
-            has_not = f", which {_listed(missing)} {'has' if len(missing) == 1 else 'have'} not entered" * bool(missing)
-            return f"waits in {self._name(entry)} of {self._group(rank, entry)}{has_not}; it is in {place}"
+            missing = self._missing(rank)
+            has_not = f", which {list_ranks(missing)} {'has' if len(missing) == 1 else 'have'} not entered"
+            return f"waits in {self._described(rank)}{has_not * bool(missing)}; it is in {place}"
         if rank.exchange:
             return f"waits in {rank.exchange}; it is in {place}"
         if rank.groups is None:
@@ -133,17 +99,17 @@ class Diagnosis:
     def headline(self) -> str:
         """Return one sentence that names the hanging ranks, the cause, and what the other ranks wait in."""
         numbers = [rank.number for rank in self.culprits]
-        who = f"{_listed(numbers)} {'hangs' if len(numbers) == 1 else 'hang'}" if numbers else "the training hangs"
+        who = f"{list_ranks(numbers)} {'hangs' if len(numbers) == 1 else 'hang'}" if numbers else "the training hangs"
         text = f"{who}: {self.cause}"
         waits: dict[str, list[int]] = {}
-        for rank, entry in self._waits.items():
+        for rank in self._waits:
             if rank not in self.culprits:
-                waits.setdefault(f"{self._name(entry)} of {self._group(rank, entry)}", []).append(rank.number)
+                waits.setdefault(self._described(rank), []).append(rank.number)
         for rank in self.ranks:
             if rank not in self.culprits and rank not in self._waits and rank.exchange:
                 waits.setdefault(rank.exchange, []).append(rank.number)
         for entry_text, waiting in waits.items():
-            text += f"; {_listed(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in {entry_text}"
+            text += f"; {list_ranks(waiting)} {'waits' if len(waiting) == 1 else 'wait'} in {entry_text}"
         return text
 
     def lines(self) -> list[str]:
@@ -151,7 +117,7 @@ class Diagnosis:
         shown: dict[str, list[int]] = {}
         for rank in self.ranks:
             shown.setdefault(self.what(rank), []).append(rank.number)
-        return [f"{_listed(numbers)}: {what}" for what, numbers in shown.items()]
+        return [f"{list_ranks(numbers)}: {what}" for what, numbers in shown.items()]
 
     def details(self) -> list[str]:
         """Return the lines on each rank's last beat, process groups and pending collectives."""
@@ -160,19 +126,9 @@ class Diagnosis:
             lines.append(f"rank {rank.number} (process {rank.pid}): {rank.last_beat}")
             for group in (rank.groups or {}).values():
                 entered = f"{group['entered']} {'operations' if group['is_p2p'] else 'collectives'} entered"
-                lines.append(f"  group {group['name']} {group['description']}, {_listed(group['ranks'])}: {entered}")
-            lines += [f"  not completed: {self._name(entry)} of {self._group(rank, entry)}" for entry in rank.pending]
+                lines.append(f"  group {group['name']} {group['description']}, {list_ranks(group['ranks'])}: {entered}")
+            if record := self._known.get(rank):
+                lines += [f"  not completed: {record.describe(entry)}" for entry in record.pending]
             if rank.entries == [] and any(group["entered"] for group in (rank.groups or {}).values()):
                 lines.append("  the flight recorder is off: unset TORCH_FR_BUFFER_SIZE to see the collectives")
         return lines
-
-
-def _shape(entry: dict[str, Any]) -> tuple[str, Any]:
-    """Return the properties of a collective that must be the same on all ranks that enter it."""
-    name = entry["profiling_name"]
-    return name, entry["input_sizes"] if name.endswith("all_reduce") else None
-
-
-def _listed(ranks: list[int]) -> str:
-    word = "rank" if len(ranks) == 1 else "ranks"
-    return f"{word} {', '.join(map(str, sorted(ranks)))}"

@@ -14,7 +14,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ANSWER_S", "STOPPED", "Rank", "key_of"]
+from .records import Record
+
+__all__ = ["ANSWER_S", "STOPPED", "Rank"]
 
 ANSWER_S = 5.0
 """Seconds that ranks have to report their stacks and collectives, and to exit."""
@@ -166,23 +168,15 @@ class Rank:
         return ""
 
     @property
-    def pending(self) -> list[dict[str, Any]]:
-        """Return the flight recorder's entries of collectives that are not completed, oldest first.
+    def record(self) -> Record | None:
+        """Return the record of the rank's collectives; None: it is not known.
 
-        Entries of groups whose description begins with "background" come last, as no step waits for them.
+        A rank that has left the loop and answers no more has entered no collective that others wait in.
         """
-        entries = [entry for entry in self.entries or [] if not entry["retired"] and entry["state"] != "completed"]
-        return sorted(entries, key=lambda entry: entry["process_group"][1].startswith("background"))
-
-    def entry(self, like: dict[str, Any]) -> dict[str, Any] | None:
-        """Return this rank's entry of the same collective as another rank's entry ``like``, if it has one."""
-        return next((entry for entry in self.entries or [] if key_of(entry) == key_of(like)), None)
-
-
-def key_of(entry: dict[str, Any]) -> tuple[str, str, int, bool]:
-    """Return what identifies a collective on all ranks: group, backend, sequence number, and whether it is a send."""
-    backend = entry["profiling_name"].partition(":")[0]
-    return entry["process_group"][0], backend, entry["collective_seq_id"], entry["is_p2p"]
+        if self.entries is None and (not self.is_closed or self.has_ended):
+            return None
+        members = {name: group["ranks"] for name, group in (self.groups or {}).items()}
+        return Record(self.entries or [], members)
 
 
 def _at(frame: tuple[str, str, str]) -> str:

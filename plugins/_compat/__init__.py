@@ -80,7 +80,6 @@ from lightning_dist.plugins._compat.processes import (
     is_interactive,
     let_children_exit,
     let_groups_be_copied,
-    reduce_across_processes,
     set_rank_zero,
     set_timeout,
 )
@@ -129,7 +128,6 @@ __all__ = [
     "path_after_requeue",
     "put_training_weights_back",
     "read_checkpoint_directories",
-    "reduce_across_processes",
     "requeue_signal",
     "run_examples_by",
     "scheduled_accumulation",

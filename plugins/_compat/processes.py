@@ -16,10 +16,8 @@ from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
     _set_num_threads_if_needed,
-    _sync_ddp_if_available,
 )
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers.multiprocessing import _MultiProcessingLauncher
@@ -39,20 +37,9 @@ __all__ = [
     "is_interactive",
     "let_children_exit",
     "let_groups_be_copied",
-    "reduce_across_processes",
     "set_rank_zero",
     "set_timeout",
 ]
-
-
-def reduce_across_processes(
-    value: torch.Tensor, group: torch.distributed.ProcessGroup | None, reduce_op: ReduceOp | str | None
-) -> torch.Tensor:
-    """Reduce ``value`` over ``group`` as Lightning's own strategies do.
-
-    This could be replaced by a public ``reduce`` in Fabric.
-    """
-    return _sync_ddp_if_available(value, group, reduce_op=reduce_op)
 
 
 def init_process_group(
@@ -60,12 +47,18 @@ def init_process_group(
 ) -> str:
     """Start torch.distributed as Lightning's own strategies do, and return the backend.
 
+    The group is bound to an accelerator, so that NCCL connects at once, and barriers need not guess the device.
+
     This could be replaced by a base class in Lightning for strategies that run one process per device.
     """
     reset_seed()
     backend = backend or _get_default_process_group_backend_for_device(device)
     rank, world_size = environment.global_rank(), environment.world_size()
-    how: dict[str, Any] = {"timeout": timeout, "device_id": device if device.type != "cpu" else None}
+    # torch 2.13 cannot create groups of some ranks from a group of gloo that is bound to a device.
+    backends = dict(part.rpartition(":")[::2] for part in backend.split(","))
+    is_gloo = backends.get(device.type, backends.get("")) == "gloo"
+    device_id = None if device.type == "cpu" or is_gloo else device
+    how: dict[str, Any] = {"timeout": timeout, "device_id": device_id}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         patience = timeout or default_pg_timeout
         shared = dist.TCPStore(

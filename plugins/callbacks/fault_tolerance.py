@@ -9,9 +9,11 @@ import subprocess
 import sys
 import threading
 import uuid
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.trainer.states import TrainerFn
@@ -79,7 +81,9 @@ class FaultTolerance(Callback):
             given = [callback.dirpath for callback in _model_checkpoints(trainer) if callback.dirpath]
             self._folder = str(given[0]) if given else None
             requeue = _compat.requeue_signal(trainer)
-            self._stop = StopRequest({signal.SIGTERM, signal.SIGUSR1} | ({requeue} if requeue else set()))
+            signals = {signal.SIGTERM, signal.SIGUSR1} | ({requeue} if requeue else set())
+            # Between two exchanges of flags, a rank may save for longer than a collective of a step may take.
+            self._stop = StopRequest(signals, max(_timeout(trainer), default_pg_timeout))
             self._stop.listen()
 
     @override
@@ -179,6 +183,13 @@ class FaultTolerance(Callback):
             self._watchdog.beat(self._num_beats)
 
     def _watch(self, trainer: Trainer, timeout_s: float) -> None:
+        limit_s = _timeout(trainer).total_seconds()
+        if timeout_s >= limit_s and trainer.world_size > 1:
+            rank_zero_warn(
+                f"FaultTolerance(hang_timeout={timeout_s:g}) with the strategy's timeout of {limit_s:g} s: a collective"
+                " fails, and with NCCL ends its process, before the watchdog reports why. Set hang_timeout below"
+                " timeout."
+            )
         name = trainer.strategy.broadcast(uuid.uuid4().hex)
         folder = Path(trainer.default_root_dir) / "watchdog" / name[:8]
         num_processes: int = getattr(trainer.strategy, "num_processes", 1)
@@ -200,6 +211,11 @@ class FaultTolerance(Callback):
         if self._watchdog is not None:
             self._watchdog.close()
             self._watchdog = None
+
+
+def _timeout(trainer: Trainer) -> timedelta:
+    """Return the time for which the strategy lets ranks wait for each other in a collective."""
+    return getattr(trainer.strategy, "timeout", None) or default_pg_timeout
 
 
 def shown_path(path: str) -> str:

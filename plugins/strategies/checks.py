@@ -196,16 +196,19 @@ def explaining_optimizer_errors(strategy_name: str) -> Iterator[None]:
         raise
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, strategy_name: str) -> None:
+def check_optimizers(
+    optimizers: Sequence[Optimizer], module: LightningModule, strategy_name: str, device: torch.device
+) -> None:
     """Check that the optimizers support sharded parameters, and that they hold those of ``module``.
 
     Args:
         optimizers: The optimizers of the run, in the order in which ``configure_optimizers`` returned them.
         module: The LightningModule, whose parameters are sharded already.
         strategy_name: Name of the strategy, for the messages.
+        device: Device on which the module's steps run.
 
     Raises:
-        MisconfigurationException: If an optimizer does not support sharded parameters.
+        MisconfigurationException: If an optimizer does not support sharded parameters, or the device.
         ValueError: If an optimizer holds parameters that are not the module's, and so would train nothing; or if its
             ``eps`` is zero in the parameters' dtype.
     """
@@ -232,6 +235,11 @@ def check_optimizers(optimizers: Sequence[Optimizer], module: LightningModule, s
             )
         is_of_torch = type(optimizer).__module__.startswith("torch.optim")
         for group in optimizer.param_groups if is_of_torch else ():
+            if group.get("capturable") and device.type == "cpu":
+                raise MisconfigurationException(
+                    f"Optimizer {index} is {name}(capturable=True) on the CPU: torch makes such steps, which a CUDA"
+                    " graph can capture, on accelerators only. Leave capturable out."
+                )
             if group.get("eps", 1.0) < _SMALLEST_FLOAT16 and any(
                 param.dtype == torch.float16 for param in group["params"]
             ):

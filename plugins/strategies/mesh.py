@@ -32,6 +32,12 @@ from lightning_dist.plugins.strategies.checks import (
     refuse_what_cannot_work,
     warn_of_idle_arguments,
 )
+from lightning_dist.plugins.strategies.compiling import (
+    CompileArgument,
+    compile_config,
+    refuse_accumulation_in_graphs,
+    refuse_cuda_graphs,
+)
 from lightning_dist.plugins.strategies.example_input import run_example
 from lightning_dist.plugins.strategies.gradient_compression import (
     CompressionArgument,
@@ -57,6 +63,7 @@ from lightning_dist.plugins.strategies.unknown_arguments import refuse_unknown_a
 from lightning_dist.plugins.strategies.wrapped_hooks import OUTSIDE_OF_STEPS, WrappedHooks
 from lightning_dist.sharding import ShardingConfig
 from lightning_dist.units import MIN_NUM_PARAMS
+from lightning_dist.watchdog import record_collectives
 
 __all__ = ["MeshStrategy"]
 
@@ -88,7 +95,9 @@ class MeshStrategy(SteppingStrategy):
             so that long sequences take less memory. None: all tokens at once.
         tiled_loss: Number of tokens of a sequence for which logits and ``F.cross_entropy`` are computed at a time, and
             again in the backward, so that logits are never whole. None: all tokens at once.
-        compile: Whether each block is compiled by ``torch.compile``; a string names the backend.
+        compile: Whether each block is compiled by ``torch.compile``; a string names the backend, and a mapping such as
+            ``{"mode": "max-autotune-no-cudagraphs"}`` the mode. The modes ``"reduce-overhead"`` and ``"max-autotune"``
+            run blocks as CUDA graphs, if nothing is sharded, split, in stages or accumulated.
         direct_collectives: Whether to all-gather and reduce-scatter in one round, in which each rank exchanges data
             with every other one. None: if the backend is gloo, whose own collectives take more rounds or more bytes.
         check_replicas_every_n_steps: Number of optimizer steps after which the replicas' weights are compared bit by
@@ -131,7 +140,7 @@ class MeshStrategy(SteppingStrategy):
         activation_checkpointing: CheckpointingArgument = False,
         tiled_mlp: int | None = None,
         tiled_loss: int | None = None,
-        compile: bool | str = False,
+        compile: CompileArgument = False,
         direct_collectives: bool | None = None,
         check_replicas_every_n_steps: int | None = None,
         compression: CompressionArgument = None,
@@ -154,7 +163,7 @@ class MeshStrategy(SteppingStrategy):
             sharding=ShardingConfig(reshard_after_forward=reshard_after_forward, direct_collectives=direct_collectives),
             activation_checkpointing=checkpointing_mode(activation_checkpointing),
             tiling=tiling_config(tiled_mlp, tiled_loss),
-            compile_backend="inductor" if compile is True else compile or None,
+            compilation=compile_config(compile),
             check_replicas_every_n_steps=check_replicas_every_n_steps,
             compression=compression_config(compression),
             sync=sync_config(sync),
@@ -180,6 +189,7 @@ class MeshStrategy(SteppingStrategy):
             self.precision_plugin.use_device(self.root_device.type)
         refuse_compression(self._config, self.layout, self.precision_plugin, self.strategy_name)
         refuse_tiling(self._config.tiling, self.layout, self.strategy_name)
+        refuse_cuda_graphs(self._config, self.layout, self.root_device.type)
         refuse_offload(self._config.offload, self.layout, self.precision_plugin, self.strategy_name)
 
     @override
@@ -189,8 +199,10 @@ class MeshStrategy(SteppingStrategy):
         self._process_group_backend = backend_for_offload(
             self._config.offload, self._process_group_backend, self.root_device
         )
-        super().setup_environment()
         callbacks: list[Callback] = self._trainer.callbacks  # type: ignore[attr-defined]
+        if any(isinstance(callback, FaultTolerance) and callback.hang_timeout for callback in callbacks):
+            record_collectives()
+        super().setup_environment()
         if not any(isinstance(callback, FaultTolerance) for callback in callbacks):
             # Lightning keeps checkpoint callbacks last, so that they save the states that all others have updated.
             first_checkpoint = next((i for i, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
@@ -208,6 +220,7 @@ class MeshStrategy(SteppingStrategy):
         refuse_what_cannot_work(self, trainer)
         refuse_manual_optimization(self._config, module)
         refuse_step_in_backward(self._config, self.layout, trainer)
+        refuse_accumulation_in_graphs(self._config, trainer)
         if self.layout.world_size > self.layout.dp_replicate:
             _compat.evaluate_without_inference_mode(trainer)
         is_new = parallelized(module) is None

@@ -19,6 +19,7 @@ from typing_extensions import override
 from lightning_dist.collectives import gather
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.launcher import RankLauncher, starts_ranks
+from lightning_dist.plugins.strategies.metric_reduction import reduce_metric
 
 __all__ = ["ProcessStrategy"]
 
@@ -55,6 +56,11 @@ class ProcessStrategy(_compat.LightningStrategy):
     def num_processes(self) -> int:
         """Return the number of processes on this node."""
         return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def timeout(self) -> timedelta | None:
+        """Return the time for which ranks wait for each other in a collective; None: torch's default."""
+        return self._timeout
 
     @property
     def process_group_backend(self) -> str | None:
@@ -145,7 +151,8 @@ class ProcessStrategy(_compat.LightningStrategy):
             name: Ignored; Lightning passes it.
         """
         if dist.is_initialized():
-            on_device = dist.get_backend() == "nccl"
+            # With offload="params", the backend is "cpu:gloo,cuda:nccl".
+            on_device = self.root_device.type == "cuda" and "nccl" in dist.get_backend()
             dist.barrier(device_ids=[self.root_device.index] if on_device else None)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
@@ -195,8 +202,11 @@ class ProcessStrategy(_compat.LightningStrategy):
         Args:
             tensor: This rank's tensor, such as a logged metric. Any other value is returned unchanged.
             group: Process group of the ranks; None: all processes.
-            reduce_op: The reduction: a name such as ``"mean"``, or a ``ReduceOp``.
+            reduce_op: The reduction: ``"mean"`` or another name of a ``ReduceOp``, or a ``ReduceOp``; None: the sum.
+
+        Raises:
+            ValueError: If there is no reduction of this name.
         """
         if isinstance(tensor, DTensor):  # A hook may reduce what it has computed from shards.
             tensor = tensor.full_tensor()
-        return _compat.reduce_across_processes(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor
+        return reduce_metric(tensor, group, reduce_op) if isinstance(tensor, Tensor) else tensor

@@ -31,7 +31,7 @@ def run_settings(config: ParallelConfig, parallel: ParallelModule) -> dict[str, 
         "activation_checkpointing": _mode(checkpointing),
         "tiled_mlp": config.tiling.mlp,
         "tiled_loss": config.tiling.loss,
-        "compile": config.compile_backend,
+        "compile": None if config.compilation is None else str(config.compilation),
         "reshard_after_forward": config.sharding.reshard_after_forward,
         "offload": None if offload is None else offload.what,
     }

@@ -55,7 +55,7 @@ class SteppingStrategy(ParallelizingStrategy):
         with explaining_optimizer_errors(type(self).__name__):
             super().setup_optimizers(trainer)
         assert self.lightning_module is not None
-        check_optimizers(self.optimizers, self.lightning_module, type(self).__name__)
+        check_optimizers(self.optimizers, self.lightning_module, type(self).__name__, self.root_device)
         self._local_steps = [LocalStep(optimizer) for optimizer in self.optimizers]
         self._undo_optimizers = self.parallel.prepare_optimizers(self.optimizers)
 

@@ -2,12 +2,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.accelerator import VARIABLE
 from tests.accelerator_rules import NAME
-from tests.nccl_rules import VARIABLE as BACKEND
 from tests.pool import WorkerPool
-
-ENVIRONMENT = {VARIABLE: NAME, BACKEND: "nccl-rules"}
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +14,6 @@ def simulated() -> Iterator[WorkerPool]:
     if reason := reason_not_to_compile():
         pytest.skip(reason)
     compiled()
-    workers = WorkerPool(environment=ENVIRONMENT)
+    workers = WorkerPool(has_nccl_rules=True, accelerator=NAME)
     yield workers
     workers.close()

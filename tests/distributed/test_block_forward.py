@@ -176,6 +176,7 @@ def refusal(kwargs: dict[str, Any]) -> str:
     ("kwargs", "text"),
     [
         ({"activation_checkpointing": "selective", "compile": "aot_eager"}, "'selective' with compile"),
+        ({"compile": {"mode": "reduce-overhead"}}, "compile={'mode': 'reduce-overhead'} "),
         ({"activation_checkpointing": {"every": 3}}, "{'every': 3} chooses none of the model's 2 blocks"),
     ],
 )

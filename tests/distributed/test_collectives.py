@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist.collectives import (
-    BytesBroadcast,
     DirectAllGather,
+    FlaggedBroadcast,
     TwoShotReduceScatter,
     any_of_flags,
     begin_are_same_numbers,
@@ -162,13 +162,17 @@ def test_a_number_that_differs_in_any_bit_on_any_rank_is_not_the_same(pool: Work
 CONTENTS = [b"small", b"x" * 5000, b"\0" * 1016, b"y" * 20_000, b""]  # Some are larger than all before them.
 
 
-def broadcast_bytes(source: int) -> list[bytes]:
+def broadcast_bytes(source: int, flags: list[list[int]]) -> list[tuple[bytes, bool]]:
     dist.init_process_group("gloo")
-    broadcast = BytesBroadcast(dist.group.WORLD, source, torch.device("cpu"))
-    return [broadcast(content if dist.get_rank() == source else b"of nobody") for content in CONTENTS]
+    broadcast, rank = FlaggedBroadcast(dist.group.WORLD, source), dist.get_rank()
+    return [
+        broadcast(content if rank == source else b"of nobody", rank in set_on)
+        for content, set_on in zip(CONTENTS, flags, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("source", [0, 2])
-def test_broadcast_bytes_reach_all_ranks(pool: WorkerPool, source: int) -> None:
-    for received in pool.run(broadcast_bytes, 3, source):
-        assert received == CONTENTS
+def test_broadcast_bytes_and_flags_reach_all_ranks(pool: WorkerPool, source: int) -> None:
+    flags = [[], [0], [1, 2], [2], []]
+    for received in pool.run(broadcast_bytes, 3, source, flags):
+        assert received == [(content, bool(set_on)) for content, set_on in zip(CONTENTS, flags, strict=True)]

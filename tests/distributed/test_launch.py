@@ -246,8 +246,8 @@ def test_the_numbers_of_devices_and_nodes_are_those_of_torchrun(pool: WorkerPool
     assert pool.run(more_nodes, 2, num_nodes=2) == [2, 2]
 
 
-def timeouts_of_groups() -> dict[str, timedelta]:
-    strategy = NDParallelStrategy(2, tp_size=2, timeout=timedelta(seconds=77))
+def timeouts_of_groups(seconds: float = 77) -> dict[str, timedelta]:
+    strategy = NDParallelStrategy(2, tp_size=2, timeout=timedelta(seconds=seconds))
     make_trainer("auto", strategy=strategy, max_steps=1).fit(build("gpt"))
     cpu = torch.device("cpu")
     return {group.group_desc: group._get_backend(cpu).options._timeout for group in process_groups()}
@@ -258,3 +258,7 @@ def test_the_timeout_of_the_strategy_applies_to_all_process_groups(pool: WorkerP
     assert {"default_pg", "mesh_pp", "mesh_tp", "same batch", "stage to stage"} <= dict(timeouts).keys()
     waiting = {name: of_group for name, of_group in timeouts if not name.startswith("background")}
     assert set(waiting.values()) == {timedelta(seconds=77)}, waiting
+    # Ranks may exchange requests to stop more slowly, because checkpoints are saved between two of these exchanges.
+    assert dict(timeouts)["background: stop requests"] == timedelta(minutes=30)
+    longer = pool.run(timeouts_of_groups, 4, 7200)[0]
+    assert set(longer.values()) == {timedelta(hours=2)}, longer

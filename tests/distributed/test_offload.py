@@ -211,10 +211,27 @@ def test_parameters_that_are_not_sharded_are_refused(pool: WorkerPool) -> None:
         pool.run(replicated, 2)
 
 
-def test_optimizers_for_accelerators_only_are_refused() -> None:
-    optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(2))], fused=True)
-    with pytest.raises(ValueError, match=r"offload='both' with AdamW\(fused=True\).*Leave fused out"):
+class OtherAdamW(torch.optim.AdamW):
+    """Stand for an optimizer of another library."""
+
+
+@pytest.mark.parametrize(("cls", "option"), [(torch.optim.AdamW, "capturable"), (OtherAdamW, "fused")])
+def test_optimizers_for_accelerators_only_are_refused(cls: type[torch.optim.Optimizer], option: str) -> None:
+    optimizer = cls([nn.Parameter(torch.zeros(2))], **{option: True})
+    with pytest.raises(ValueError, match=rf"offload='both' with \w+\({option}=True\).*Leave {option} out"):
         refuse_for_accelerators_only(optimizer, "both")
+    refuse_for_accelerators_only(torch.optim.AdamW([nn.Parameter(torch.zeros(2))], fused=True), "both")
+
+
+@pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}])
+def test_only_a_fused_step_takes_the_number_of_steps_to_its_device(options: dict[str, Any]) -> None:
+    param = nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    optimizer = torch.optim.AdamW([param], **options)
+    optimizer.step()
+    ((_, stand_in),) = OffloadedStep(optimizer, torch.device("meta"), None, None)._move([param])
+    assert optimizer.state[stand_in]["exp_avg"].device.type == "meta"
+    assert optimizer.state[stand_in]["step"].device.type == ("meta" if "fused" in options else "cpu")
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from lightning_dist.watchdog import EXIT_HANG, Watchdog
+from lightning_dist.watchdog_process.explain import main
 from tests.faults import hanging_rank
 from tests.faults.hanging_rank import TIMEOUT_S
 
@@ -25,6 +26,18 @@ WAITS = "rank 0 waits in all_reduce #6 of group default_pg (ranks 0, 1)"
 NOT_ENTERED = (
     "  rank 0: waits in all_reduce #6 of group default_pg (ranks 0, 1), which rank 1 has not entered; it is in "
 )
+EXPLAINED = {
+    **dict.fromkeys(
+        ("sleep", "busy"),
+        "rank 1 has not entered all_reduce #6 of group default_pg (ranks 0, 1), in which rank 0 waits",
+    ),
+    **dict.fromkeys(
+        ("stop", "gil"),
+        f"{WAITS}, and no record shows a rank that has not entered it: the cause is a rank without a record, a device,"
+        " or the network",
+    ),
+}
+"""What the files of the ranks tell, where it is not the sentence of the watchdog."""
 
 
 class Ranks:
@@ -111,7 +124,7 @@ def _place(fault: str) -> str:
             "order",
             [EXIT_HANG, EXIT_HANG],
             "ranks 0, 1 hang: rank 0 is in all_reduce #1 of group 1 (ranks 0, 1), and rank 1 in all_reduce #1 of group"
-            " 2 (ranks 0, 1): each waits for the other",
+            " 2 (ranks 0, 1): each waits for the other, as they call these collectives in different orders",
             "  rank 1: waits in all_reduce #1 of group 2 (ranks 0, 1), which rank 0 has not entered",
             3,
         ),
@@ -126,7 +139,13 @@ def _place(fault: str) -> str:
     ],
 )
 def test_a_hang_is_explained_and_ended(
-    fault: str, exits: list[int], headline: str, line: str, grace_s: float, tmp_path: Path
+    fault: str,
+    exits: list[int],
+    headline: str,
+    line: str,
+    grace_s: float,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     ranks = Ranks(fault, tmp_path)
     ranks.wait_trained()
@@ -140,6 +159,8 @@ def test_a_hang_is_explained_and_ended(
     assert any(text.startswith(line) for text in lines), lines
     report = (reports / "watchdog.txt").read_text()
     assert report.startswith(head)
+    main([str(reports)])
+    assert capsys.readouterr().out == EXPLAINED.get(fault, headline) + ".\n"
     assert ", at step 4" in report
     for rank, code in enumerate(exits):
         assert (tmp_path / f"uploaded-{rank}").exists() == (code == EXIT_HANG)

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests import nccl_rules
-from tests.nccl_rules.operations import TIMEOUT_VARIABLE
 from tests.pool import RankFailed, WorkerPool
-
-
-@pytest.fixture
-def pool() -> Iterator[WorkerPool]:
-    """Provide workers that communicate over the backend, whatever ``--backend`` says."""
-    os.environ[nccl_rules.VARIABLE] = "nccl-rules"
-    os.environ[TIMEOUT_VARIABLE] = "4"
-    workers = WorkerPool()
-    yield workers
-    workers.close()
 
 
 def bitwise_or() -> None:
@@ -149,9 +136,9 @@ def in_group(function: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
-def test_defect_is_found(pool: WorkerPool, defect: Callable[[], None]) -> None:
+def test_defect_is_found(impatient_pool: WorkerPool, defect: Callable[[], None]) -> None:
     with pytest.raises(RankFailed, match=f"(?s){DEFECTS[defect]}"):
-        pool.run(in_group, 2, defect, grace_s=8)
+        impatient_pool.run(in_group, 2, defect, grace_s=8)
 
 
 def in_order() -> list[float]:
@@ -168,8 +155,8 @@ def in_order() -> list[float]:
     return [*tensor.tolist(), *other.tolist(), *received.tolist()]
 
 
-def test_nothing_is_found_where_nothing_is_wrong(pool: WorkerPool) -> None:
-    assert pool.run(run_in_group, 2) == [[2.0, 2.0, 1.0, 1.0, 2.0]] * 2
+def test_nothing_is_found_where_nothing_is_wrong(ruled_pool: WorkerPool) -> None:
+    assert ruled_pool.run(run_in_group, 2) == [[2.0, 2.0, 1.0, 1.0, 2.0]] * 2
 
 
 def run_in_group() -> list[float]:

@@ -21,15 +21,16 @@ from torchmetrics import Metric, MetricCollection
 from typing_extensions import override
 
 from lightning_dist._compat import tree_leaves
-from lightning_dist.collectives import BytesBroadcast
+from lightning_dist.collectives import begin_any_of_flags, group_on_host
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.pipeline import (
     AllStages,
     Attempt,
+    PathAgreement,
     Pipeline,
     PreparedStep,
     StepOutcome,
-    agreed_path,
+    raise_first,
     raise_together,
     signature,
 )
@@ -42,6 +43,7 @@ from lightning_dist.plugins.strategies.steps.loss_of_microbatches import warn_of
 from lightning_dist.plugins.strategies.steps.metrics import SharedMetrics
 from lightning_dist.plugins.strategies.steps.microbatching import BatchSplitter
 from lightning_dist.plugins.strategies.steps.result import StepResult, merge_values, merged_outputs
+from lightning_dist.plugins.strategies.steps.results_broadcast import Results, ResultsBroadcast
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
 from lightning_dist.step_graph import StepGraph, TraceError, trace_step
 
@@ -82,7 +84,13 @@ class PipelinedSteps(Steps):
         }
         self._metrics = SharedMetrics(module, pipeline)
         self._has_tried_loss = False
-        self._broadcast = BytesBroadcast(pipeline.group, pipeline.last_rank, module.device)
+        # Errors and what the last stage leaves are exchanged on the host, which does not wait for the device then.
+        self._on_host = group_on_host(pipeline.group, "ends of steps")
+        self._all_on_host = self._on_host
+        if dist.get_world_size() > pipeline.group.size():
+            self._all_on_host = group_on_host(None, "errors in steps")
+        self._path_agreement = PathAgreement(pipeline.group)
+        self._broadcast = ResultsBroadcast(pipeline, self._on_host, module.device)
 
     @classmethod
     @override
@@ -115,10 +123,12 @@ class PipelinedSteps(Steps):
                 return self._scale(weights.scale(loss) / accumulate)
             return self._scale(loss / (num_microbatches * accumulate))
 
-        result, ran = self._run("training_step", args, kwargs, None, loss_of)
+        def merge(results: list[Any]) -> Any:
+            return merged_outputs(results, losses)
+
+        result, ran, told = self._run("training_step", args, kwargs, self._all_on_host, merge, loss_of)
         self._parallel.after_microbatches()
-        merge = partial(merged_outputs, ran.results, losses)
-        output = result.broadcast_results(merge, self._pipeline, self._broadcast, ran.buffers)
+        output = result.apply(told, ran.buffers)
         if not self._pipeline.is_last and isinstance(output, Mapping) and output.get("weight") is not None:
             weights.add(torch.as_tensor(output["weight"], dtype=torch.float64, device=self._module.device))
         # Lightning clears gradients next, before it calls backward(). They are set aside here, and put back there.
@@ -168,11 +178,9 @@ class PipelinedSteps(Steps):
         """
         # Replicas of the model may run different numbers of batches, but ranks that gather parameters together may not.
         gathers = not self._parallel.holds_whole_model and not self._parallel.stays_gathered
-        group = None if gathers else self._pipeline.group
-        result, ran = self._run(name, args, kwargs, group)
-        return result.broadcast_results(
-            partial(merge_values, ran.results), self._pipeline, self._broadcast, ran.buffers
-        )
+        group = self._all_on_host if gathers else self._on_host
+        result, ran, told = self._run(name, args, kwargs, group, merge_values)
+        return result.apply(told, ran.buffers)
 
     def _key(self, name: str, batch: Any, kwargs: dict[str, Any], number: int) -> object:
         """Return a hashable key of everything that always influences the path of the step ``name`` and its gradients.
@@ -259,30 +267,32 @@ class PipelinedSteps(Steps):
         name: str,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        group: dist.ProcessGroup | None,
+        group: dist.ProcessGroup,
+        merge: Callable[[list[Any]], Any],
         loss_of: Callable[[int, Any], Tensor] | None = None,
-    ) -> tuple[StepResult, StepOutcome]:
+    ) -> tuple[StepResult, StepOutcome, Results]:
         """Run the step ``name`` on all microbatches. This is a collective over the pipeline and over ``group``.
 
-        An error on any rank is raised on all ranks of ``group``, which wait for each other after the step.
+        An error on any rank is raised on all ranks of ``group``, whose hosts wait for each other after the step.
 
         Args:
             name: Name of the step's method, such as ``training_step``.
             args: Positional arguments of the step, the batch first.
             kwargs: Keyword arguments of the step.
-            group: Process group of the ranks that run a step now; None: all processes.
+            group: Process group of the ranks that run a step now, which uses gloo.
+            merge: Function that merges the results of the microbatches; it is called on the last stage only.
             loss_of: Function that returns a microbatch's part of the loss, given the number of microbatches and the
                 result of the step on it; None: there is no backward.
 
         Returns:
-            The object that has recorded the side effects of the step, and the outcome of its microbatches.
+            The object that has recorded the side effects of the step, the outcome of its microbatches, and what the
+            last stage has sent.
         """
         prepared, result, microbatches = self._prepare(name, args, kwargs, loss_of is not None)
         steps = [
             partial(self._run_step, result, name, microbatch, index, (args[1:], kwargs))
             for index, microbatch in enumerate(microbatches)
         ]
-        device = self._module.device
         with self._parallel.microbatches(with_backward=loss_of is not None) as run_root:
             if loss_of is not None and not self._has_tried_loss:
                 self._has_tried_loss = True
@@ -301,8 +311,15 @@ class PipelinedSteps(Steps):
                 if ran.failure is None and end.failure is None:
                     with changes:
                         self._parallel.write_back()
-            raise_together(ran.failure or end.failure or changes.failure, group, device)
-        return result, ran
+            failure = ran.failure or end.failure or changes.failure
+            left = partial(result.left, partial(merge, ran.results), ran.buffers)
+            # The replicas of the pipeline tell each other of errors at the same time.
+            has_failed = None if group is self._on_host else begin_any_of_flags([failure is not None], group)
+            told = self._broadcast(left, failure is not None)
+            others_failed = has_failed is not None and has_failed()[0]
+            if told is None or others_failed:
+                raise_first(failure, group)
+        return result, ran, told
 
     def _prepare(
         self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], has_backward: bool
@@ -320,7 +337,7 @@ class PipelinedSteps(Steps):
         Returns:
             The plan of the step, the object that records the step's side effects, and the microbatches.
         """
-        pipeline, device = self._pipeline, self._module.device
+        pipeline = self._pipeline
         begin = Attempt("before the first microbatch")
         microbatches: list[Any] = []
         sizes: list[int] = []
@@ -332,19 +349,20 @@ class PipelinedSteps(Steps):
             sizes = self._splitter.sizes(microbatches)
             key = self._key(name, microbatches[0], kwargs, len(microbatches))
             path = pipeline.known_path(key, args[1:])
-        path = agreed_path(path, begin.failure, pipeline.group, device)
+        is_same = begin.failure is None and pipeline.is_same_on_all_ranks(key, path)
+        path = self._path_agreement.agree(path, is_same, begin.failure, self._on_host)
         is_known = path >= 0
         if not is_known:  # The step is traced before parameters are gathered, which may change their dtype.
             with begin:
                 trace = partial(self._trace_both, name, microbatches, args[0], kwargs, has_backward)
                 path = pipeline.trace(key, trace, args[1:])
-            path = agreed_path(path, begin.failure, pipeline.group, device)
+            path = self._path_agreement.agree(path, False, begin.failure, self._on_host)
         result: StepResult | None = None
         with begin:
             prepared = pipeline.prepare(key, path, not is_known, len(microbatches), has_backward)
             result = StepResult(self._module, prepared.graph, sizes, self._metrics)
         if not is_known:
-            raise_together(begin.failure, pipeline.group, device)
+            raise_together(begin.failure, self._on_host)
         if result is None:
             assert begin.failure is not None
             raise begin.failure.error

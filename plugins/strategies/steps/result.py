@@ -6,7 +6,6 @@ Only the last stage has these results. They are merged so that they equal those 
 from __future__ import annotations
 
 import operator
-import pickle
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,13 +22,12 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
-from lightning_dist.collectives import BytesBroadcast
-from lightning_dist.consensus import OtherRankError
 from lightning_dist.pipeline import BuffersOfStep, Pipeline, StepOutcome, refuse_stand_ins
 from lightning_dist.pipeline.attributes import restore, save_attributes
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.strategies.steps.example_step import without_updates
 from lightning_dist.plugins.strategies.steps.metrics import SharedMetrics
+from lightning_dist.plugins.strategies.steps.results_broadcast import Results
 from lightning_dist.step_graph import Leaf, StepGraph, is_object, packages_of
 
 __all__ = ["StepResult", "merge_values", "merged_outputs"]
@@ -162,53 +160,38 @@ class StepResult:
             return {**whole, **{key: merged[key] for key in ("loss", "weight") if key in merged}}
         return merged if isinstance(merged, Tensor) else whole
 
-    def broadcast_results(
-        self, merge: Callable[[], Any], pipeline: Pipeline, broadcast: BytesBroadcast, buffers: BuffersOfStep
-    ) -> Any:
-        """Set attributes and buffers on every rank to those of the last stage, and log its values on every rank.
-
-        This is a collective over the pipeline.
+    def left(self, merge: Callable[[], Any], buffers: BuffersOfStep) -> Results:
+        """Return what the step leaves. Only the rank with the last stage may call this.
 
         Args:
-            merge: Function without arguments that merges the outputs of the microbatches; it is called on the last
-                stage only.
-            pipeline: The pipeline, whose ranks all call this.
-            broadcast: Broadcast of bytes from the rank of the last stage to all ranks of the pipeline.
+            merge: Function without arguments that merges the outputs of the microbatches.
+            buffers: The buffers that the step changes, from the step's outcome.
+        """
+        logged = {call: self._merged(call, list(calls.values())) for call, calls in self._logged.items()}
+        between = {name: value for name, value in buffers.current().items() if name in self.graph.buffers_between}
+        return Results(self.output(merge), logged, self._attributes(), between)
+
+    def apply(self, results: Results, buffers: BuffersOfStep) -> Any:
+        """Set attributes and buffers to those of the last stage, and log its values.
+
+        Args:
+            results: What the last stage has sent.
             buffers: The buffers that the step changes, from the step's outcome.
 
         Returns:
             The step's output for the whole batch.
-
-        Raises:
-            OtherRankError: If the last stage could not merge or pickle the results; its rank raises the original error.
         """
-        content = b""
-        error: Exception | None = None
-        if pipeline.is_last:
-            try:
-                logged = {call: self._merged(call, list(calls.values())) for call, calls in self._logged.items()}
-                between = {
-                    name: value for name, value in buffers.current().items() if name in self.graph.buffers_between
-                }
-                left = (self.output(merge), logged, self._attributes(), between)
-                content = pickle.dumps((None, apply_to_collection(left, Tensor, _Packed.of)))
-            except Exception as raised:  # The other ranks wait for the broadcast, so they are told of the error.
-                error = raised
-                content = pickle.dumps((f"{type(raised).__name__}: {raised}", None))
-        failed, told = pickle.loads(broadcast(content))
-        if failed is not None:
-            raise error or OtherRankError(f"The last stage could not send what the step returned or changed: {failed}")
-        output, logged, attributes, between = apply_to_collection(told, _Packed, _Packed.on, self._module.device)
+        output, logged, attributes, between = results
         restore(self._module, self.graph.changed, self._before)
         for (owner, key), (how, value) in zip(self.graph.changed, attributes, strict=True):
             if how == "append":
                 vars(self._module.get_submodule(owner))[key].extend(value)
             elif how == "update":
                 changed, removed = value
-                attributes = vars(vars(self._module.get_submodule(owner))[key])
-                attributes.update(changed)
+                own = vars(vars(self._module.get_submodule(owner))[key])
+                own.update(changed)
                 for name in removed:
-                    attributes.pop(name)
+                    own.pop(name)
             else:
                 setattr(self._module.get_submodule(owner), key, value)
         buffers.set(between)
@@ -337,35 +320,6 @@ def _merge_part_output(of_one: Leaf, of_all: Leaf, parts: Sequence[Tensor]) -> T
     if of_one.shape == of_all.shape and not of_one.shape and of_one.dtype.is_floating_point:
         return torch.stack(list(parts)).mean()
     return parts[-1]
-
-
-class _Packed:
-    """Hold the content of a tensor as bytes for a pickle, because torch would pickle each tensor as a whole file.
-
-    Args:
-        content: The elements in contiguous order, as bytes.
-        dtype: The dtype of the elements.
-        shape: The shape of the tensor.
-    """
-
-    def __init__(self, content: bytes, dtype: torch.dtype, shape: torch.Size) -> None:
-        self._content, self._dtype, self._shape = content, dtype, shape
-
-    @classmethod
-    def of(cls, tensor: Tensor) -> _Packed | Tensor:
-        """Pack ``tensor``. A sparse tensor is not packed, but returned detached and on the CPU."""
-        tensor = tensor.detach().cpu()
-        if tensor.layout != torch.strided:
-            return tensor
-        tensor = tensor.resolve_conj().resolve_neg()
-        content = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
-        return cls(content, tensor.dtype, tensor.shape)
-
-    def on(self, device: torch.device) -> Tensor:
-        """Return the tensor on ``device``."""
-        if not self._content:
-            return torch.empty(self._shape, dtype=self._dtype, device=device)
-        return torch.frombuffer(bytearray(self._content), dtype=self._dtype).view(self._shape).to(device)
 
 
 _LOG_ARGUMENTS = tuple(signature_of(LightningModule.log).parameters)[3:]
