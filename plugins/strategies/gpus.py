@@ -80,7 +80,7 @@ def refuse_bfloat16(policy: PrecisionPolicy, precision: str, backend: str) -> No
 
 
 def _nccl_version() -> tuple[int, ...]:
-    return tuple(torch.cuda.nccl.version()[:2])  # type: ignore[no-untyped-call]
+    return tuple(torch.cuda.nccl.version()[:2])
 
 
 def _text(version: tuple[int, ...]) -> str:
