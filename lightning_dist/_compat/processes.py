@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import GroupName
 
 __all__ = [
     "around_collectives",
@@ -60,7 +61,7 @@ def new_group_of(ranks: Sequence[int], backend: str, description: str) -> dist.P
     name = f"{description} of {', '.join(map(str, ranks))}"
     made[name] += 1
     own = distributed_c10d._process_group_name
-    distributed_c10d._process_group_name = lambda *args, **kwargs: f"{name}, {made[name]}"
+    distributed_c10d._process_group_name = lambda *args, **kwargs: GroupName(f"{name}, {made[name]}")
     try:
         group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, group_desc=description)
     finally:
