@@ -83,6 +83,8 @@ def run_check(check: Check, machine: Machine, processes: Processes, results: Res
         state, error = "failed", _last_lines("".join(traceback.format_exception(failure)))
     finally:
         ranks.close()
+    if state == "out of time":  # The stacks of ranks end with the outermost line, which says nothing.
+        found = Found(f"not finished after {check.limit_s:g} s")
     figure = found.figure or (error.splitlines()[-1][:160] if error else "")
     results.record(
         check, state, seconds=time.monotonic() - start, figure=figure, details=list(found.details), error=error

@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -110,7 +110,7 @@ class Ranks:
         pool = self._own or self.processes.pool(self._spreads)
         with self._visible_devices():
             return pool.run(
-                _on_rank, num_ranks, backend, function, args, timeout_s=max(self._deadline - time.monotonic(), 1.0)
+                _on_rank, num_ranks, backend, function, args, timeout_s=max(round(self._deadline - time.monotonic(), 1), 1.0)
             )
 
     def backend(self, num_ranks: int) -> str | None:
@@ -182,4 +182,5 @@ def _on_rank(backend: str | None, function: Callable[..., Any], args: tuple[Any,
     finally:
         gc.collect()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # After an error in a kernel, each call fails, and would hide that error.
+                torch.cuda.empty_cache()

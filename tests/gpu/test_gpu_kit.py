@@ -17,13 +17,13 @@ import torch
 from examples.gpt.model import GPT
 from tests.gpu.__main__ import main
 from tests.gpu.check import CUDA, Check, Found, capability, devices, memory_gib, package
-from tests.gpu.checks import CHECKS
+from tests.gpu.checks import CHECKS, speed
 from tests.gpu.checks.parity import case_parity
 from tests.gpu.checks.sizes import SIZES, flops_per_token, num_parameters
 from tests.gpu.checks.synchronizations import SynchronizingLines
 from tests.gpu.kit import run_checks
 from tests.gpu.machine import Device, Machine
-from tests.gpu.ranks import Processes, Ranks
+from tests.gpu.ranks import LOG, Processes, Ranks, _on_rank
 from tests.gpu.results import Results
 from tests.parity.run import Case
 
@@ -217,3 +217,28 @@ def test_lines_that_wait_for_the_device_are_counted() -> None:
     ((line, number),) = lines.lines.items()
     assert number == 3
     assert line.startswith("tests/gpu/test_gpu_kit.py:") and "called a synchronizing" in line
+
+
+def test_every_way_of_training_runs_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device of a thread that a comparison starts would otherwise be the first one on every rank."""
+    calls: list[object] = []
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setitem(speed.WAYS, "plain", lambda size, end_step: calls.append("trains"))
+    speed.train("plain", SIZES["1B"], lambda loss: False)
+    assert calls == [3, "trains"]
+
+
+def test_an_error_in_a_kernel_is_not_hidden_by_the_errors_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing_kernel() -> None:
+        raise ArithmeticError("device-side assert")
+
+    def fail_again() -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", fail_again)
+    monkeypatch.delenv(LOG, raising=False)
+    with pytest.raises(ArithmeticError, match="device-side assert"):
+        _on_rank(None, failing_kernel, ())

@@ -103,7 +103,7 @@ def _speed() -> list[Check]:
     section = "One rank: speed and memory against loops written by hand"
     return [
         Check(f"speed-1/{name}-{size}", section, step_time, (1, name, size, 30.0), (memory_gib(needed),), 300.0, True)
-        for size, needed in (("124M", 30), ("1B", 75))
+        for size, needed in (("124M", 30), ("1B", 60))
         for name in ("full_shard", "data_parallel")
     ]
 
@@ -130,7 +130,7 @@ ONE_RANK = (
         1,
         tuple(name for name in CONFIGURATIONS if name != "full_shard-offload-both"),
         "One rank: predicted memory",
-        needs=(memory_gib(20),),
+        needs=(memory_gib(30),),
     ),
     *_speed(),
     *_synchronizations(),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from statistics import median
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from lightning_dist.telemetry import peak_memory_mib
 from lightning_dist.telemetry.peak import peak_of
 from tests.bench import handwritten
-from tests.bench.harness import LOSS_TOLERANCE_BFLOAT16, Pace, Pairs, average_orders, compare_steps
+from tests.bench.harness import LOSS_TOLERANCE_BFLOAT16, EndStep, Pace, Pairs, average_orders, compare_steps
 from tests.bench.sides import SIDES, with_trainer
 from tests.bench.workload import Workload
 from tests.gpu.check import Found
@@ -39,13 +40,23 @@ WAYS: dict[str, Any] = {
     "plain": partial(handwritten.train_alone, in_bfloat16=True),
     "ddp": partial(handwritten.train_ddp, in_bfloat16=True),
 }
-"""Ways of training in bfloat16 under autocast; the last three are written by hand."""
+"""Ways of training in bfloat16 under autocast, of which all but ``full_shard`` and ``data_parallel`` are by hand."""
+
+
+def train(way: str, size: Workload, end_step: EndStep) -> None:
+    """Train in a way of :data:`WAYS` on the device of this rank.
+
+    The current device belongs to a thread and is the first one in a new thread, on which all loops by hand would train.
+    """
+    if size.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    WAYS[way](size, end_step)
 
 
 def compare(name: str, size: Workload, pace: Pace, is_ours_first: bool) -> Pairs:
     """Return pairs of seconds per step."""
     _connect(size)
-    ours, theirs = (partial(WAYS[way], size) for way in COMPARISONS[name])
+    ours, theirs = (partial(train, way, size) for way in COMPARISONS[name])
     return compare_steps(ours, theirs, pace, is_ours_first, LOSS_TOLERANCE_BFLOAT16)
 
 
@@ -53,6 +64,7 @@ def peak_mib(way: str, size: Workload, num_steps: int = 4) -> float:
     """Return the peak of the memory of some steps, in MiB."""
     _connect(size)
     if size.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.cuda.reset_peak_memory_stats()
     losses: list[Tensor] = []
 
@@ -60,7 +72,7 @@ def peak_mib(way: str, size: Workload, num_steps: int = 4) -> float:
         losses.append(loss)
         return len(losses) < num_steps
 
-    WAYS[way](size, end_step)
+    train(way, size, end_step)
     return peak_memory_mib(torch.device(size.device))
 
 
