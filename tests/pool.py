@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests import accelerator_rules, nccl_rules
+from tests.accelerator import VARIABLE as ACCELERATOR
 from tests.accelerator import on_gpu, variables_of_rank
 from tests.nccl_rules.log import FOLDER, find_disorder
 
@@ -77,9 +78,13 @@ class WorkerPool:
             there. None: unless distributed tests run on GPUs.
         has_nccl_rules: Whether workers communicate under the rules of NCCL (see :mod:`tests.nccl_rules`). None: if
             ``--backend`` says so.
+        accelerator: Name of the accelerator on which workers train. None: that of ``--accelerator``.
     """
 
-    def __init__(self, forks: bool | None = None, has_nccl_rules: bool | None = None) -> None:
+    def __init__(
+        self, forks: bool | None = None, has_nccl_rules: bool | None = None, accelerator: str | None = None
+    ) -> None:
+        self._accelerator = accelerator or os.environ.get(ACCELERATOR, "cpu")
         self._has_nccl_rules = nccl_rules.is_chosen() if has_nccl_rules is None else has_nccl_rules
         forks = not on_gpu() if forks is None else forks
         self._context: Any = fork_server() if forks else mp.get_context("spawn")
@@ -177,7 +182,8 @@ class WorkerPool:
 
     def _start(self) -> tuple[Any, Connection]:
         ours, theirs = self._context.Pipe()
-        environment = {**os.environ, nccl_rules.VARIABLE: "nccl-rules" if self._has_nccl_rules else "default"}
+        backend = "nccl-rules" if self._has_nccl_rules else "default"
+        environment = {**os.environ, nccl_rules.VARIABLE: backend, ACCELERATOR: self._accelerator}
         process = self._context.Process(target=_serve, args=(theirs, environment, str(self._stacks)), daemon=True)
         process.start()
         theirs.close()
