@@ -108,10 +108,9 @@ class Ranks:
     def run_over(self, backend: str | None, function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
         """Do the same over a backend; None: the default of the device."""
         pool = self._own or self.processes.pool(self._spreads)
+        seconds = max(round(self._deadline - time.monotonic(), 1), 1.0)
         with self._visible_devices():
-            return pool.run(
-                _on_rank, num_ranks, backend, function, args, timeout_s=max(round(self._deadline - time.monotonic(), 1), 1.0)
-            )
+            return pool.run(_on_rank, num_ranks, backend, function, args, timeout_s=seconds)
 
     def backend(self, num_ranks: int) -> str | None:
         """Return the backend of ranks that share a device, and try once whether it can be NCCL; else None."""
@@ -165,8 +164,6 @@ def _on_rank(backend: str | None, function: Callable[..., Any], args: tuple[Any,
     """Call ``function`` without messages and without TF32, and give cached memory back afterwards."""
     import torch
 
-    from lightning_dist.plugins._compat import processes
-
     if log := os.environ.get(LOG):
         with open(log, "a") as file:
             for stream in (1, 2):
@@ -175,12 +172,25 @@ def _on_rank(backend: str | None, function: Callable[..., Any], args: tuple[Any,
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    default = "_get_default_process_group_backend_for_device"
     try:
-        with mock.patch.object(processes, default, lambda device: backend) if backend else nullcontext():
+        with _default_backend(backend) if backend else nullcontext():
             return function(*args)
     finally:
         gc.collect()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             with suppress(RuntimeError):  # After an error in a kernel, each call fails, and would hide that error.
                 torch.cuda.empty_cache()
+
+
+@contextmanager
+def _default_backend(backend: str) -> Iterator[None]:
+    """Let strategies in this context use a backend unless one is given to them, also as one of several backends."""
+    import torch.distributed as dist
+
+    from lightning_dist.plugins._compat import processes
+
+    with (
+        mock.patch.object(processes, "_get_default_process_group_backend_for_device", lambda device: backend),
+        mock.patch.object(dist, "get_default_backend_for_device", lambda device: backend),
+    ):
+        yield

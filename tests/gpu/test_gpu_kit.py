@@ -15,6 +15,8 @@ import pytest
 import torch
 
 from examples.gpt.model import GPT
+from lightning_dist.offload import OffloadConfig
+from lightning_dist.plugins.strategies.offloading import backend_for_offload
 from tests.gpu.__main__ import main
 from tests.gpu.check import CUDA, Check, Found, capability, devices, memory_gib, package
 from tests.gpu.checks import CHECKS, speed
@@ -25,7 +27,8 @@ from tests.gpu.kit import run_checks
 from tests.gpu.machine import Device, Machine
 from tests.gpu.ranks import LOG, Processes, Ranks, _on_rank
 from tests.gpu.results import Results
-from tests.parity.run import Case
+from tests.parity.run import Case, run
+from tests.pool import RankFailed
 
 CPU = Machine("cpu", (), {"torch": "2.0"}, ("torchao",))
 H100 = Machine("cuda", (Device("NVIDIA H100 80GB HBM3", 79.0, (9, 0)),), {"torch": "2.0"}, ())
@@ -242,3 +245,15 @@ def test_an_error_in_a_kernel_is_not_hidden_by_the_errors_that_follow(monkeypatc
     monkeypatch.delenv(LOG, raising=False)
     with pytest.raises(ArithmeticError, match="device-side assert"):
         _on_rank(None, failing_kernel, ())
+
+
+def backend_with_offloaded_params() -> str | None:
+    return backend_for_offload(OffloadConfig("params"), None, torch.device("cuda"))
+
+
+def test_ranks_that_share_a_device_use_the_backend_of_the_kit(processes: Processes) -> None:
+    """Strategies must call the functions that the kit replaces, whose names belong to Lightning and torch."""
+    ranks = Ranks(CPU, processes, 60)
+    assert ranks.run_over("imagined", backend_with_offloaded_params, 1) == ["cpu:gloo,cuda:imagined"]
+    with pytest.raises(RankFailed, match=r"(?i)imagined"):
+        ranks.run_over("imagined", run, 1, Case("full_shard", "gpt", 1, None, num_steps=1))
