@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.gpu.check import CUDA, Check, capability, memory_gib, package
+from tests.gpu.check import CUDA, NO_SIMULATION, Check, capability, memory_gib, package
 from tests.gpu.checks.evaluation import evaluation
 from tests.gpu.checks.memory import CONFIGURATIONS, predicted_memory
 from tests.gpu.checks.parity import case_parity
@@ -78,7 +78,9 @@ def _options() -> list[Check]:
     compiled = (("compile", True),)
     for name in ("data_parallel", "full_shard"):
         case = Case(name, "gpt", 1, None, num_steps=STEPS, options=compiled)
-        checks.append(_parity(f"options-1/compile-{name}", section, case, limit_s=300, is_alone=True))
+        checks.append(
+            _parity(f"options-1/compile-{name}", section, case, needs=(NO_SIMULATION,), limit_s=300, is_alone=True)
+        )
     return checks
 
 
@@ -102,7 +104,15 @@ def memory_checks(place: str, num_ranks: int, names: tuple[str, ...], section: s
 def _speed() -> list[Check]:
     section = "One rank: speed and memory against loops written by hand"
     return [
-        Check(f"speed-1/{name}-{size}", section, step_time, (1, name, size, 30.0), (memory_gib(needed),), 300.0, True)
+        Check(
+            f"speed-1/{name}-{size}",
+            section,
+            step_time,
+            (1, name, size, 30.0),
+            (memory_gib(needed), NO_SIMULATION),
+            300.0,
+            True,
+        )
         for size, needed in (("124M", 30), ("1B", 75))
         for name in ("full_shard", "data_parallel")
     ]
@@ -130,7 +140,7 @@ ONE_RANK = (
         1,
         tuple(name for name in CONFIGURATIONS if name != "full_shard-offload-both"),
         "One rank: predicted memory",
-        needs=(memory_gib(20),),
+        needs=(memory_gib(20), NO_SIMULATION),
     ),
     *_speed(),
     *_synchronizations(),
