@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -164,6 +164,7 @@ def sum_of_ranks() -> float:
 def _on_rank(backend: str | None, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call ``function`` without messages and without TF32, and give cached memory back afterwards."""
     import torch
+    import torch.distributed as dist
 
     from lightning_dist.plugins._compat import processes
 
@@ -175,9 +176,14 @@ def _on_rank(backend: str | None, function: Callable[..., Any], args: tuple[Any,
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    default = "_get_default_process_group_backend_for_device"
     try:
-        with mock.patch.object(processes, default, lambda device: backend) if backend else nullcontext():
+        with ExitStack() as patches:
+            for module, name in (
+                (processes, "_get_default_process_group_backend_for_device"),
+                (dist, "get_default_backend_for_device"),
+            ):
+                if backend is not None:
+                    patches.enter_context(mock.patch.object(module, name, lambda device: backend))
             return function(*args)
     finally:
         gc.collect()

@@ -8,7 +8,7 @@ from tests.gpu.check import CUDA, NO_SIMULATION, Check, capability, memory_gib, 
 from tests.gpu.checks.evaluation import evaluation
 from tests.gpu.checks.memory import CONFIGURATIONS, predicted_memory
 from tests.gpu.checks.parity import case_parity
-from tests.gpu.checks.precision import PRECISIONS, low_precision
+from tests.gpu.checks.precision import OF_LIGHTNING, PRECISIONS, low_precision
 from tests.gpu.checks.resuming import save_and_resume
 from tests.gpu.checks.speed import step_time
 from tests.gpu.checks.synchronizations import synchronizations
@@ -88,6 +88,7 @@ def _precisions() -> list[Check]:
     checks = []
     for name in PRECISIONS:
         needs = (package("torchao"), capability(8, 9)) if name.startswith("float8") else ()
+        needs += (NO_SIMULATION,) if name in OF_LIGHTNING else ()
         section = "One rank: low precision against float32"
         checks.append(Check(f"precision-1/{name}", section, low_precision, (1, "full_shard", name), needs))
     return checks
