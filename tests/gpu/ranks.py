@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -163,6 +163,9 @@ def sum_of_ranks() -> float:
 def _on_rank(backend: str | None, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call ``function`` without messages and without TF32, and give cached memory back afterwards."""
     import torch
+    import torch.distributed as dist
+
+    from lightning_dist.plugins._compat import processes
 
     if log := os.environ.get(LOG):
         with open(log, "a") as file:
@@ -173,24 +176,16 @@ def _on_rank(backend: str | None, function: Callable[..., Any], args: tuple[Any,
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     try:
-        with _default_backend(backend) if backend else nullcontext():
+        with ExitStack() as patches:
+            for module, name in (
+                (processes, "_get_default_process_group_backend_for_device"),
+                (dist, "get_default_backend_for_device"),
+            ):
+                if backend is not None:
+                    patches.enter_context(mock.patch.object(module, name, lambda device: backend))
             return function(*args)
     finally:
         gc.collect()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             with suppress(RuntimeError):  # After an error in a kernel, each call fails, and would hide that error.
                 torch.cuda.empty_cache()
-
-
-@contextmanager
-def _default_backend(backend: str) -> Iterator[None]:
-    """Let strategies in this context use a backend unless one is given to them, also as one of several backends."""
-    import torch.distributed as dist
-
-    from lightning_dist.plugins._compat import processes
-
-    with (
-        mock.patch.object(processes, "_get_default_process_group_backend_for_device", lambda device: backend),
-        mock.patch.object(dist, "get_default_backend_for_device", lambda device: backend),
-    ):
-        yield

@@ -228,7 +228,7 @@ def test_every_way_of_training_runs_on_the_device_of_its_rank(monkeypatch: pytes
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "set_device", calls.append)
     monkeypatch.setitem(speed.WAYS, "plain", lambda size, end_step: calls.append("trains"))
-    speed.train("plain", SIZES["1B"], lambda loss: False)
+    speed._train("plain", SIZES["1B"], lambda loss: False)
     assert calls == [3, "trains"]
 
 

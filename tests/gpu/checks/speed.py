@@ -40,23 +40,13 @@ WAYS: dict[str, Any] = {
     "plain": partial(handwritten.train_alone, in_bfloat16=True),
     "ddp": partial(handwritten.train_ddp, in_bfloat16=True),
 }
-"""Ways of training in bfloat16 under autocast, of which all but ``full_shard`` and ``data_parallel`` are by hand."""
-
-
-def train(way: str, size: Workload, end_step: EndStep) -> None:
-    """Train in a way of :data:`WAYS` on the device of this rank.
-
-    The current device belongs to a thread and is the first one in a new thread, on which all loops by hand would train.
-    """
-    if size.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    WAYS[way](size, end_step)
+"""Ways of training in bfloat16 under autocast; the last three are written by hand."""
 
 
 def compare(name: str, size: Workload, pace: Pace, is_ours_first: bool) -> Pairs:
     """Return pairs of seconds per step."""
     _connect(size)
-    ours, theirs = (partial(train, way, size) for way in COMPARISONS[name])
+    ours, theirs = (partial(_train, way, size) for way in COMPARISONS[name])
     return compare_steps(ours, theirs, pace, is_ours_first, LOSS_TOLERANCE_BFLOAT16)
 
 
@@ -64,7 +54,6 @@ def peak_mib(way: str, size: Workload, num_steps: int = 4) -> float:
     """Return the peak of the memory of some steps, in MiB."""
     _connect(size)
     if size.device == "cuda":
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         torch.cuda.reset_peak_memory_stats()
     losses: list[Tensor] = []
 
@@ -72,12 +61,24 @@ def peak_mib(way: str, size: Workload, num_steps: int = 4) -> float:
         losses.append(loss)
         return len(losses) < num_steps
 
-    train(way, size, end_step)
+    WAYS[way](size, end_step)
     return peak_memory_mib(torch.device(size.device))
+
+
+def _train(way: str, size: Workload, end_step: EndStep) -> None:
+    """Train in a thread, which has a current device of its own."""
+    _choose_device(size)
+    WAYS[way](size, end_step)
+
+
+def _choose_device(size: Workload) -> None:
+    if size.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 
 
 def _connect(size: Workload) -> None:
     """Initialize the default process group, by which tensors on the CPU can be sent as well."""
+    _choose_device(size)
     dist.init_process_group("cpu:gloo,cuda:nccl" if size.device == "cuda" else "gloo")
 
 
