@@ -97,7 +97,7 @@ class WorkerPool:
         world_size: int,
         *args: Any,
         num_nodes: int = 1,
-        timeout_s: float = 120.0,
+        timeout_s: float | None = None,
         grace_s: float = 5.0,
         **kwargs: Any,
     ) -> list[Any]:
@@ -108,7 +108,7 @@ class WorkerPool:
             world_size: Number of ranks.
             args: Positional arguments of the function.
             num_nodes: Number of nodes that the ranks' environment variables pretend to be on.
-            timeout_s: Time in seconds that the function may take.
+            timeout_s: Time in seconds that the function may take. None: 120, or 600 on GPUs, which ranks may share.
             grace_s: Time in seconds that the other ranks have to fail or finish by themselves after one rank failed.
             kwargs: Keyword arguments of the function.
 
@@ -133,7 +133,7 @@ class WorkerPool:
                 **({FOLDER: log} if log else {}),
             }
             connection.send((function, args, kwargs, env))
-        results, errors = self._collect(workers, timeout_s, grace_s)
+        results, errors = self._collect(workers, timeout_s or (600.0 if on_gpu() else 120.0), grace_s)
         if log:
             disorder = find_disorder(Path(log)) if not errors else None
             shutil.rmtree(log)
