@@ -93,6 +93,7 @@ from lightning_dist._compat.tensors import (
     replace_local,
     shifted,
     version_of,
+    with_local,
     without_memory,
 )
 from lightning_dist._compat.trees import (
@@ -176,6 +177,7 @@ __all__ = [
     "tree_unflatten",
     "use_eager_experts",
     "version_of",
+    "with_local",
     "with_parameters",
     "without_memory",
     "without_process_group",

@@ -8,6 +8,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_dist._compat.operations import READ_NUMBER
@@ -27,6 +28,7 @@ __all__ = [
     "replace_local",
     "shifted",
     "version_of",
+    "with_local",
     "without_memory",
 ]
 
@@ -113,6 +115,16 @@ def replace_local(tensor: DTensor, local: torch.Tensor) -> None:
     Replaced by: an assignment to ``tensor.data``, which DTensor ignores today.
     """
     tensor._local_tensor = local
+
+
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor like ``tensor`` whose local tensor is ``local``, which may be on another device than its mesh.
+
+    Replaced by: ``DTensor.from_local``, if it does not move the local tensor to the device of the mesh any more.
+    """
+    meta = TensorMeta(tensor.shape, tensor.stride(), local.dtype)
+    spec = DTensorSpec(tensor.device_mesh, tuple(tensor.placements), meta)
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
 
 
 def packed_shard(dim: int, num_packed: int) -> Placement:
