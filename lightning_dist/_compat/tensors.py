@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from lightning_dist._compat.operations import READ_NUMBER
@@ -122,9 +122,9 @@ def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
 
     Replaced by: ``DTensor.from_local``, if it does not move the local tensor to the device of the mesh any more.
     """
-    meta = TensorMeta(tensor.shape, tensor.stride(), local.dtype)
-    spec = DTensorSpec(tensor.device_mesh, tuple(tensor.placements), meta)
-    return DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg,arg-type]
+    spec = tensor._spec
+    meta = type(spec.tensor_meta)(tensor.shape, tensor.stride(), local.dtype)  # type: ignore[misc]
+    return DTensor(local, replace(spec, tensor_meta=meta), requires_grad=False)  # type: ignore[call-arg,arg-type]
 
 
 def packed_shard(dim: int, num_packed: int) -> Placement:
