@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -27,6 +28,7 @@ __all__ = [
     "replace_local",
     "shifted",
     "version_of",
+    "with_local",
     "without_memory",
 ]
 
@@ -113,6 +115,16 @@ def replace_local(tensor: DTensor, local: torch.Tensor) -> None:
     Replaced by: an assignment to ``tensor.data``, which DTensor ignores today.
     """
     tensor._local_tensor = local
+
+
+def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
+    """Return a DTensor like ``tensor`` whose local tensor is ``local``, which may be on another device than its mesh.
+
+    Replaced by: ``DTensor.from_local``, if it does not move the local tensor to the device of the mesh any more.
+    """
+    spec = tensor._spec
+    meta = type(spec.tensor_meta)(tensor.shape, tensor.stride(), local.dtype)  # type: ignore[misc]
+    return DTensor(local, replace(spec, tensor_meta=meta), requires_grad=False)  # type: ignore[call-arg,arg-type]
 
 
 def packed_shard(dim: int, num_packed: int) -> Placement:

@@ -287,8 +287,12 @@ void after_copy(const void* data, size_t size, bool to_host, int stream, bool is
   Site site = here();
   std::lock_guard<std::mutex> guard(mutex);
   auto hide = [&](char* begin, size_t length) {
-    std::vector<char> hidden(length, 0x5A);
-    if (is_float && itemsize > 1) std::memset(hidden.data(), 0xFF, length);  // This is NaN in all floating dtypes.
+    std::vector<char> hidden(length, char(is_float ? 0xA5 : 0x5A));
+    if (is_float && itemsize > 1)  // This is a signaling NaN, which arithmetic changes into another one.
+      for (size_t i = 0; i + itemsize <= length; i += itemsize) {
+        hidden[i + itemsize - 1] = 0x7F;
+        if (itemsize == 8) hidden[i + 6] = char(0xF5);
+      }
     std::memcpy(begin, hidden.data(), length);
     return hidden;
   };
