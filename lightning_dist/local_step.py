@@ -168,6 +168,4 @@ def _wrap(key: str, value: Any, param: DTensor, before: DTensor | None) -> Any:
         return before
     if not isinstance(value, Tensor) or key in _COUNTERS:
         return value
-    return DTensor.from_local(
-        value, param.device_mesh, param.placements, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    return _compat.dtensor_like(value, param)

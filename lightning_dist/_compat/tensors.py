@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar, cast
 
 import torch
@@ -102,9 +103,13 @@ def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
     """Return a DTensor of ``local``, without a gradient of its own, which is distributed as ``like``, a DTensor.
 
     Unlike ``DTensor.from_local``, this does not describe the distribution anew, which costs more than the update of a
-    small parameter. Replaced by: a public constructor that takes the description of another DTensor.
+    small parameter, and does not move ``local`` to the device of the mesh. Replaced by: a public constructor that takes
+    the description of another DTensor.
     """
-    return DTensor(local, cast(DTensor, like)._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    spec = cast(DTensor, like)._spec
+    if spec.tensor_meta is not None and spec.tensor_meta.dtype is not local.dtype:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def replace_local(tensor: DTensor, local: torch.Tensor) -> None:
