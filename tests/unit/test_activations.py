@@ -171,13 +171,13 @@ def offloaded(function: Any, x: Tensor) -> None:
     """Run a backward through a block that computes ``function`` and offloads its activations."""
     block = nn.Module()
     block.forward = function
-    offload.offload(block)
+    offload.offload(block, offload.Mover())
     block(x).sum().backward()
 
 
 def test_large_activations_are_copied_and_parameters_are_not() -> None:
     layer = nn.Linear(64, 64)
-    pack = offload._packer(layer)
+    pack = offload._packer(layer, offload.Mover())
     assert isinstance(pack(torch.ones(64, 64)), offload._Moved)
     assert pack(torch.ones(64, 64).t()).copy.stride() == (1, 64)
     for tensor in (layer.weight, layer.weight.detach().t(), torch.ones(3), torch.eye(64).to_sparse()):

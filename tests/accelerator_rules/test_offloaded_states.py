@@ -8,7 +8,7 @@ import pytest
 from torch.distributed.tensor import DTensor
 
 from lightning_dist import FullShardStrategy
-from tests.accelerator_rules.device_module import NAME
+from tests.accelerator_rules import NAME
 from tests.distributed.fit import make_trainer
 from tests.models import build
 from tests.pool import WorkerPool
