@@ -17,6 +17,7 @@ help:
 	@echo "make zoo     80 families of Hugging Face models under every strategy, compared with one process"
 	@echo "make faults  saves that are killed, damaged and cut off from power, at every point"
 	@echo "make bench   step time, start-up and memory against other ways of training"
+	@echo "make gpu     what this machine's GPUs can show in ten minutes, with the system's python3; installs nothing"
 	@echo "make slow-links  gradients over slow links between emulated nodes, and what compression does to the loss"
 
 $(VENV)/bin/python:
@@ -81,6 +82,11 @@ zoo: $(VENV)/installed-dev
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python -m tests.bench
+
+# A machine with GPUs may have no network: nothing is installed, and the python that has torch and Lightning is used.
+gpu: export OMP_NUM_THREADS = 4
+gpu:
+	@PYTHONPATH=. $(PYTHON) -m tests.gpu $(ARGUMENTS)
 
 slow-links: $(VENV)/installed-dev
 	$(BIN)/python -m tests.bench.slow_links

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tests import accelerator_rules, nccl_rules
+from tests.accelerator import VARIABLE as ACCELERATOR
 from tests.accelerator import on_gpu, variables_of_rank
 from tests.nccl_rules.log import FOLDER, find_disorder
 
@@ -77,9 +78,13 @@ class WorkerPool:
             there. None: unless distributed tests run on GPUs.
         has_nccl_rules: Whether workers communicate under the rules of NCCL (see :mod:`tests.nccl_rules`). None: if
             ``--backend`` says so.
+        accelerator: Name of the accelerator on which workers train. None: that of ``--accelerator``.
     """
 
-    def __init__(self, forks: bool | None = None, has_nccl_rules: bool | None = None) -> None:
+    def __init__(
+        self, forks: bool | None = None, has_nccl_rules: bool | None = None, accelerator: str | None = None
+    ) -> None:
+        self._accelerator = accelerator or os.environ.get(ACCELERATOR, "cpu")
         self._has_nccl_rules = nccl_rules.is_chosen() if has_nccl_rules is None else has_nccl_rules
         forks = not on_gpu() if forks is None else forks
         self._context: Any = fork_server() if forks else mp.get_context("spawn")
@@ -92,7 +97,7 @@ class WorkerPool:
         world_size: int,
         *args: Any,
         num_nodes: int = 1,
-        timeout_s: float = 120.0,
+        timeout_s: float | None = None,
         grace_s: float = 5.0,
         **kwargs: Any,
     ) -> list[Any]:
@@ -103,7 +108,7 @@ class WorkerPool:
             world_size: Number of ranks.
             args: Positional arguments of the function.
             num_nodes: Number of nodes that the ranks' environment variables pretend to be on.
-            timeout_s: Time in seconds that the function may take.
+            timeout_s: Time in seconds that the function may take. None: 120, or 600 on GPUs, which ranks may share.
             grace_s: Time in seconds that the other ranks have to fail or finish by themselves after one rank failed.
             kwargs: Keyword arguments of the function.
 
@@ -128,7 +133,7 @@ class WorkerPool:
                 **({FOLDER: log} if log else {}),
             }
             connection.send((function, args, kwargs, env))
-        results, errors = self._collect(workers, timeout_s, grace_s)
+        results, errors = self._collect(workers, timeout_s or (600.0 if on_gpu() else 120.0), grace_s)
         if log:
             disorder = find_disorder(Path(log)) if not errors else None
             shutil.rmtree(log)
@@ -177,7 +182,8 @@ class WorkerPool:
 
     def _start(self) -> tuple[Any, Connection]:
         ours, theirs = self._context.Pipe()
-        environment = {**os.environ, nccl_rules.VARIABLE: "nccl-rules" if self._has_nccl_rules else "default"}
+        backend = "nccl-rules" if self._has_nccl_rules else "default"
+        environment = {**os.environ, nccl_rules.VARIABLE: backend, ACCELERATOR: self._accelerator}
         process = self._context.Process(target=_serve, args=(theirs, environment, str(self._stacks)), daemon=True)
         process.start()
         theirs.close()

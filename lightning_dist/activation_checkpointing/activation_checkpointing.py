@@ -16,8 +16,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint, noop_context_fn, set_checkpoint_early_stop
 
 from lightning_dist.activation_checkpointing.block_state import BlockState
+from lightning_dist.activation_checkpointing.copies import Copies
 from lightning_dist.activation_checkpointing.mode import CheckpointingMode
-from lightning_dist.activation_checkpointing.offload import Mover, offload
+from lightning_dist.activation_checkpointing.offload import offload
 from lightning_dist.activation_checkpointing.saved_operations import selective_contexts
 from lightning_dist.technique import Parallel, Rows, Technique, bound
 from lightning_dist.units import Unit
@@ -38,10 +39,10 @@ class ActivationCheckpointing(Technique):
 
     def __init__(self, mode: CheckpointingMode, units: Sequence[Unit]) -> None:
         self._mode = mode
+        self._copies = Copies()
         blocks = [module for unit in units if unit.kind == "block" for module in unit.modules]
         self._chosen = {block for index, block in enumerate(blocks) if mode.chooses(index)}
         self._num_blocks = len(blocks)
-        self._mover = Mover()
         if blocks and not self._chosen:
             raise ValueError(
                 f"activation_checkpointing={{'every': {mode.every}}} chooses none of the model's {len(blocks)} blocks:"
@@ -58,7 +59,7 @@ class ActivationCheckpointing(Technique):
             if block not in self._chosen:
                 continue
             if self._mode.kind == "offload":
-                offload(block, self._mover)
+                offload(block, self._copies)
                 continue
             around = [around_rerun(unit, block) for around_rerun in self._around_rerun]
             contexts = selective_contexts if self._mode.kind == "selective" else noop_context_fn

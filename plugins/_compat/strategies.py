@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from typing import Any
 
@@ -48,13 +48,13 @@ class LightningStrategy(ParallelStrategy):
         return self._layer_sync
 
 
-def explain_strategy_errors(hint: Callable[[str], str]) -> None:
-    """Append a hint to the errors that the Trainer raises about a strategy's name; calling this again is safe.
+def explain_strategy_errors(hint: Callable[[Mapping[str, Any], Exception], str]) -> None:
+    """Append a hint to the errors that the Trainer raises about its strategy or devices; calling this again is safe.
 
-    This could be replaced by a list of names in Lightning's own message.
+    This could be replaced by a list of names, and by the name of the argument, in Lightning's own messages.
 
     Args:
-        hint: Function that returns a sentence about a name of a strategy, or an empty string.
+        hint: Function of the Trainer's arguments and the error that returns a sentence, or an empty string.
     """
     init = _AcceleratorConnector.__init__
     if hasattr(init, "__wrapped__"):
@@ -65,8 +65,7 @@ def explain_strategy_errors(hint: Callable[[str], str]) -> None:
         try:
             init(self, *args, **kwargs)
         except Exception as error:
-            name = kwargs.get("strategy")
-            meant = hint(name) if isinstance(name, str) else ""
+            meant = hint(kwargs, error)
             if meant and len(error.args) == 1:
                 error.args = (f"{error} {meant}",)
             raise

@@ -1,6 +1,6 @@
 """Provide the strategies, and register them under the names that ``Trainer(strategy=...)`` takes."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lightning.pytorch import Trainer
@@ -12,6 +12,7 @@ from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions
 from lightning_dist.plugins.strategies.context_parallel import ContextParallelStrategy
 from lightning_dist.plugins.strategies.data_parallel import DataParallelStrategy
 from lightning_dist.plugins.strategies.full_shard import FullShardStrategy
+from lightning_dist.plugins.strategies.gpus import hint_about_devices
 from lightning_dist.plugins.strategies.hybrid_shard import HybridShardStrategy
 from lightning_dist.plugins.strategies.mesh import MeshStrategy
 from lightning_dist.plugins.strategies.nd_parallel import NDParallelStrategy
@@ -52,7 +53,13 @@ def register() -> None:
     _compat.intercept_checkpoint_paths(MeshStrategy, _resolve_ckpt_path, resume_path.resume, _restore_when_sharded)
     _compat.read_checkpoint_directories()
     _compat.compute_gradient_norms_of_shards()
-    _compat.explain_strategy_errors(other_names.hint)
+    _compat.explain_strategy_errors(_hint)
+
+
+def _hint(arguments: Mapping[str, Any], error: Exception) -> str:
+    name = arguments.get("strategy")
+    about_devices = hint_about_devices(arguments.get("devices"), error)
+    return about_devices or (other_names.hint(name) if isinstance(name, str) else "")
 
 
 def _resolve_ckpt_path(trainer: Trainer, asked: Any, found: Callable[[], Any]) -> Any:

@@ -27,6 +27,7 @@ from lightning_dist.plugins.precision import (
     use_precision_again,
 )
 from lightning_dist.plugins.strategies.checkpointed import CheckpointedStrategy
+from lightning_dist.plugins.strategies.gpus import refuse_bfloat16
 from lightning_dist.plugins.strategies.gradient_compression import with_loss_scaling
 from lightning_dist.plugins.strategies.steps.choice import complete_config, refuse_other_config
 from lightning_dist.tensor_state import is_uninitialized
@@ -119,6 +120,7 @@ class ParallelizingStrategy(CheckpointedStrategy):
             self.precision_plugin.prepare(self.root_device, self.layout)
         policy = self.precision_policy
         refuse_uncomputable(policy, str(self.precision_plugin.precision), self.root_device)
+        refuse_bfloat16(policy, str(self.precision_plugin.precision), str(self.process_group_backend))
         is_deferred = any(is_uninitialized(param) for param in module.parameters())
         with deferred_init(self.root_device) if is_deferred else nullcontext():
             self.precision_plugin.convert_module(module)

@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_dist.collectives import gather
 from lightning_dist.plugins import _compat
+from lightning_dist.plugins.strategies.gpus import refuse_shared_gpu
 from lightning_dist.plugins.strategies.launcher import RankLauncher, starts_ranks
 from lightning_dist.plugins.strategies.metric_reduction import reduce_metric
 
@@ -136,13 +137,21 @@ class ProcessStrategy(_compat.LightningStrategy):
         _compat.set_rank_zero(self.global_rank)
 
     def setup_environment(self) -> None:
-        """Set up the accelerator, and initialize the default process group."""
+        """Set up the accelerator, and initialize the default process group.
+
+        Raises:
+            MisconfigurationException: If another process uses the same GPU, which NCCL does not support.
+        """
         super().setup_environment()
         self.set_world_ranks()
         assert self.cluster_environment is not None
-        self._process_group_backend = _compat.init_process_group(
-            self.cluster_environment, self.root_device, self._process_group_backend, self._timeout
-        )
+        try:
+            self._process_group_backend = _compat.init_process_group(
+                self.cluster_environment, self.root_device, self._process_group_backend, self._timeout
+            )
+        except dist.DistBackendError as error:
+            refuse_shared_gpu(error, self.num_processes, self.num_nodes)
+            raise
 
     def barrier(self, name: str | None = None) -> None:
         """Wait for all processes; do nothing without a process group. This is a collective over all processes.

@@ -17,6 +17,8 @@ __all__ = ["compiled", "reason_not_to_compile"]
 
 _SOURCES = Path(__file__).parent / "device"
 _NAME = "simulated_device"
+_VARIABLE = "LIGHTNING_DIST_TESTS_DEVICE"
+"""Environment variable with the library, so that all workers of a session use the one that was compiled first."""
 
 
 def reason_not_to_compile() -> str | None:
@@ -54,6 +56,7 @@ def compiled() -> ModuleType:
         )
     spec = importlib.util.spec_from_file_location(_NAME, library)
     assert spec is not None and spec.loader is not None
+    os.environ[_VARIABLE] = str(library)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -61,6 +64,8 @@ def compiled() -> ModuleType:
 
 @cache
 def _library() -> Path:
+    if path := os.environ.get(_VARIABLE):
+        return Path(path)
     digest = hashlib.sha256(f"{torch.__version__} {sys.version}".encode())
     for path in sorted(_SOURCES.iterdir()):
         digest.update(path.read_bytes())

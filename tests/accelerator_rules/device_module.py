@@ -15,7 +15,10 @@ __all__ = ["Event", "Stream", "device_module"]
 
 
 class Stream(torch.Stream):
-    """Order operations of the device, as ``torch.cuda.Stream`` does. The methods are in Python, so that tests can replace them."""
+    """Order operations of the device, as ``torch.cuda.Stream`` does.
+
+    Its methods are in Python, so that tests can replace them.
+    """
 
     def __new__(cls, device: Any = None, priority: int = 0, **known: int) -> Stream:
         if known:

@@ -28,10 +28,10 @@ from tests.accelerator_rules.rows import ROWS, Row
 
 __all__ = ["KINDS", "Wait", "counted", "measure", "waits_per_step"]
 
-KINDS = ("device to host", "host to device", "pageable", "operations", "synchronize", "gloo")
+KINDS = ("device to host", "host to device", "pageable", "operations", "synchronize", "gloo", "model")
 """Columns: blocking copies in each direction, copies from pageable memory that the program does not wait for,
-operations whose result has a size that the host must know, waits for events, streams and the device, and exchanges
-over gloo for which the host waits in the step in which they began."""
+operations whose result has a size that the host must know, waits for events, streams and the device, exchanges over
+gloo for which the host waits in the step in which they began, and all waits that the code of the model causes."""
 
 _FIRST, _LAST = 5, 8
 _ROOT = Path(__file__).parents[2]
@@ -74,11 +74,13 @@ class counted:  # noqa: N801 - It is used as a function that returns a context.
             kind = what.partition(",")[0]
             if "pageable" in what:
                 kind = "pageable"
+            if "/transformers/" in inner:
+                kind = "model"
             elif what.startswith("synchronize"):
                 kind = "synchronize"
             elif kind not in KINDS:
                 kind = "gloo" if what.startswith("gloo") else "operations"
-            site = own if own.endswith(inner) or inner == "" else f"{own} < {inner}"
+            site = own if inner.startswith(own) or not inner else f"{own} < {inner}"
             self.waits[Wait(kind, what, _SITE_PACKAGES.sub("", site.replace(f"{_ROOT}/", "")))] += number
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from lightning.pytorch.accelerators import Accelerator, AcceleratorRegistry
 from torch import Tensor
+from torch.utils import _contextlib
 
 from tests.accelerator_rules import NAME
 from tests.accelerator_rules.build import compiled
@@ -91,8 +92,8 @@ def install() -> None:
     torch.utils.rename_privateuse1_backend(NAME)
     extension.start()
     packages = [str(_ROOT / "lightning_dist") + "/", str(_ROOT / "plugins") + "/"]
-    hidden = [str(_ROOT / "tests" / folder) + "/" for folder in ("accelerator_rules", "nccl_rules")]
-    extension.set_roots(packages, [*hidden, *_hidden_files()])
+    own = [str(Path(__file__).with_name(f"{name}.py")) for name in ("install", "device_module", "host_waits")]
+    extension.set_roots(packages, [str(_ROOT / "tests" / "nccl_rules") + "/", _contextlib.__file__, *own])
     torch._register_device_module(NAME, device_module())
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True, unsupported_dtype=[])
     # Module.to replaces the tensors of parameters on this kind of device, and breaks ties, unless it swaps them.
@@ -102,12 +103,6 @@ def install() -> None:
     from tests.nccl_rules.backend import install as install_backend
 
     install_backend()
-
-
-def _hidden_files() -> list[str]:
-    import torch.utils._contextlib
-
-    return [torch.utils._contextlib.__file__]
 
 
 def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

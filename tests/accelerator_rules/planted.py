@@ -95,14 +95,15 @@ DEFECTS = {
         Event, "synchronize", ("_fsdp_param_group.py",), lambda: FullShardStrategy(offload="both"), _HOST, "llama"
     ),
     "activations are copied before they are computed": Defect(
-        Stream, "wait_stream", ("activation_checkpointing/offload.py:to_host",),
+        Stream, "wait_stream", ("activation_checkpointing/copies.py",),
         lambda: FullShardStrategy(activation_checkpointing="offload"), _TWO_KERNELS,
     ),
     "activations are freed before they are copied": Defect(
-        offload.Mover, "_release", (), lambda: FullShardStrategy(activation_checkpointing="offload"), _REUSE
+        torch.Tensor, "record_stream", ("activation_checkpointing/copies.py",),
+        lambda: FullShardStrategy(activation_checkpointing="offload"), _REUSE,
     ),
     "the backward does not wait for activations": Defect(
-        Stream, "wait_event", ("activation_checkpointing/offload.py:to_device",),
+        Stream, "wait_event", ("activation_checkpointing/copies.py:get",),
         lambda: FullShardStrategy(activation_checkpointing="offload"), _TWO_KERNELS,
     ),
     "a checkpoint is copied while weights are updated": Defect(

@@ -19,7 +19,7 @@ from lightning_dist.collectives import TwoShotReduceScatter
 from tests.bench.harness import EndStep
 from tests.bench.workload import Workload
 
-__all__ = ["configure_optimizer", "shard", "train", "train_ddp"]
+__all__ = ["configure_optimizer", "shard", "train", "train_alone", "train_ddp"]
 
 
 def train(
@@ -57,13 +57,30 @@ def train(
     _loop(model, optimizer, scheduler, workload, end_step, in_bfloat16)
 
 
-def train_ddp(workload: Workload, end_step: EndStep, powersgd_rank: int | None = None) -> None:
+def train_alone(workload: Workload, end_step: EndStep, in_bfloat16: bool = False) -> None:
+    """Train in one process, without anything around the model, until ``end_step`` returns False.
+
+    Args:
+        workload: Size of the model, and the data.
+        end_step: Function that is called with the loss after every step.
+        in_bfloat16: Whether steps run under autocast, as with ``precision="bf16-mixed"``.
+    """
+    torch.manual_seed(workload.seed)
+    model = GPT(**workload.model).to(workload.device)
+    optimizer, scheduler = configure_optimizer(model, workload.num_steps)
+    _loop(model, optimizer, scheduler, workload, end_step, in_bfloat16)
+
+
+def train_ddp(
+    workload: Workload, end_step: EndStep, powersgd_rank: int | None = None, in_bfloat16: bool = False
+) -> None:
     """Train by DistributedDataParallel, with its default arguments, until ``end_step`` returns False.
 
     Args:
         workload: Size of the model, and the data.
         end_step: Function that is called with the loss after every step.
         powersgd_rank: Rank of torch's own PowerSGD hook; None: gradients are not compressed.
+        in_bfloat16: Whether steps run under autocast, as with ``precision="bf16-mixed"``.
     """
     torch.manual_seed(workload.seed)
     # torch's PowerSGD hook sends further messages from callbacks. With several buckets their order differs between
@@ -74,7 +91,7 @@ def train_ddp(workload: Workload, end_step: EndStep, powersgd_rank: int | None =
         state = PowerSGDState(None, matrix_approximation_rank=powersgd_rank, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook)
     optimizer, scheduler = configure_optimizer(model, workload.num_steps)
-    _loop(model, optimizer, scheduler, workload, end_step)
+    _loop(model, optimizer, scheduler, workload, end_step, in_bfloat16)
 
 
 def _loop(

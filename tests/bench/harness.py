@@ -163,7 +163,7 @@ class PausableTraining:
     """
 
     def __init__(self, train: Train) -> None:
-        self.losses: list[float] = []
+        self.losses: list[Tensor] = []
         self._train = train
         self._steps_left = 0
         self._is_over = False
@@ -199,9 +199,10 @@ class PausableTraining:
         self._turn_over.release()
 
     def _end_step(self, loss: Tensor) -> bool:
-        self.losses.append(loss.item())
+        self.losses.append(loss.detach())
         self._steps_left -= 1
         if self._steps_left == 0:
+            loss.item()  # This waits for the device, as the time of a turn includes all of its steps.
             self._turn_over.release()
             self._my_turn.acquire()
         return not self._is_over
@@ -255,7 +256,7 @@ def compare_steps(
     for training in trainings:
         training.finish()
     for step, tolerance in loss_tolerance.items():
-        losses = torch.tensor([training.losses[min(step, len(training.losses) - 1)] for training in trainings])
+        losses = torch.tensor([float(training.losses[min(step, len(training.losses) - 1)]) for training in trainings])
         dist.all_reduce(losses)  # Ranks may have other parts of the batch on one side than on the other.
         our_loss, their_loss = (losses / dist.get_world_size()).tolist()
         assert abs(our_loss - their_loss) <= tolerance, (

@@ -20,6 +20,7 @@ import lightning_dist
 from lightning_dist import DataParallelStrategy, FullShardStrategy, HybridShardStrategy
 from lightning_dist.cli import main
 from lightning_dist.compression import LocalSGD
+from tests.accelerator import place
 from tests.distributed.fit import make_strategy
 from tests.launched import Forked, run_script
 from tests.models import GAN, GPT, ResNet, TestModule
@@ -253,9 +254,8 @@ def checked(model: str, strategy: Any, **options: Any) -> tuple[str, dict[str, A
         torch.manual_seed(next(seeds))  # One process must get the weights of the run, whatever it draws.
         return MODELS[model](optimizer="adamw")
 
-    defaults = {"use_distributed_sampler": False, "max_epochs": -1, "accelerator": "cpu"}
-    devices = int(os.environ["LOCAL_WORLD_SIZE"])
-    report = lightning_dist.check(make_module, strategy=made, devices=devices, **{**defaults, **options})
+    defaults = {"use_distributed_sampler": False, "max_epochs": -1, **place()}
+    report = lightning_dist.check(make_module, strategy=made, **{**defaults, **options})
     return str(report), report.to_dict()
 
 

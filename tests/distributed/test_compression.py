@@ -214,7 +214,7 @@ def missing_sums(layout: str, compressor: Compressor | None, accumulate: int) ->
                 dist.all_reduce(residual, group=trainer.strategy.mesh["dp_replicate"].get_group())
                 sums[name] += residual / trainer.strategy.layout.dp_replicate
         assert num_compressed >= 4
-    return {name: value.numpy() for name, value in sums.items()}
+    return {name: value.cpu().numpy() for name, value in sums.items()}
 
 
 def each_missing_sums(layout: str, compressors: list[Compressor | None], accumulate: int) -> list[dict[str, Any]]:
@@ -360,7 +360,7 @@ def means_of_residuals(layout: str) -> list[Any]:
     compressor = Int8(block_size=64, min_numel=1, fallback="bf16")
     model = TwoHeads()
     make_trainer(layout, {"compression": compressor}, max_steps=6, use_distributed_sampler=True).fit(model)
-    return [mean.numpy() for mean in model.means]
+    return [mean.cpu().numpy() for mean in model.means]
 
 
 @pytest.mark.parametrize("layout", ["2x2", "4x1"])
@@ -463,13 +463,14 @@ def fit(
                 if "residual" in state:
                     residual = state["residual"].clone()
                     dist.all_reduce(residual, group=mesh.get_group())
-                    held[name] = (residual / mesh.size()).numpy()
+                    mean = residual / mesh.size()
+                    held[name] = mean.cpu().numpy()
                     if isinstance(params[name], DTensor) and "-" not in layout:
                         like = DTensor.from_local(
-                            torch.from_numpy(held[name]), params[name].device_mesh, params[name].placements,
+                            mean, params[name].device_mesh, params[name].placements,
                             shape=params[name].shape, stride=params[name].stride(),
                         )  # fmt: skip
-                        held[name] = like.full_tensor().numpy()
+                        held[name] = like.full_tensor().cpu().numpy()
                     counts[name] = compression.num_reductions[name]
 
     with warnings.catch_warnings(record=True) as caught:

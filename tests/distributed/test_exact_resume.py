@@ -129,7 +129,7 @@ def fit(callbacks: list[Any], ckpt_path: Any = None, seed: int = 0, model: Any =
     )  # fmt: skip
     trainer.fit(model, ckpt_path=ckpt_path)
     weights = {name: weight.numpy() for name, weight in whole_parameters(model).items()}
-    buffers = {name: buffer.numpy().copy() for name, buffer in model.named_buffers()}
+    buffers = {name: buffer.cpu().numpy().copy() for name, buffer in model.named_buffers()}
     return model.record, weights, buffers, model.ends, [group["lr"] for group in trainer.optimizers[0].param_groups]
 
 
@@ -274,7 +274,7 @@ def whole_state(module: pl.LightningModule) -> dict[str, np.ndarray]:
     for name, param in module.named_parameters():
         for key, value in optimizer.state[param].items():
             whole = value.full_tensor() if hasattr(value, "full_tensor") else value
-            state[f"{name}.{key}"] = whole.detach().numpy().copy()
+            state[f"{name}.{key}"] = whole.detach().cpu().numpy().copy()
     return state
 
 

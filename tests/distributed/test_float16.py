@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_dist import FullShardStrategy, MeshPrecision, PipelineParallelStrategy, TensorParallelStrategy
 from lightning_dist.parity import whole_parameters
+from tests.accelerator import on_gpu
 from tests.distributed.fit import make_trainer
 from tests.models import GPT, VOCAB, Transformer
 from tests.pool import WorkerPool, in_parallel
@@ -99,12 +100,13 @@ def train(strategy: str, is_mesh: bool = False, **kwargs: Any) -> tuple[dict[str
     torch.manual_seed(0)
     model, watch = Overflowing(), Watch()
     start = copies(model)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    device = "cuda" if on_gpu() else "cpu"
+    scaler = torch.amp.GradScaler(device, init_scale=1024.0, growth_interval=2)
     own = MeshPrecision(param_dtype="float16")
     trainer = make_trainer(
         "auto",
         strategy=STRATEGIES[strategy]() if strategy in STRATEGIES else strategy,
-        plugins=[own if is_mesh else MixedPrecision("16-mixed", "cpu", scaler)],
+        plugins=[own if is_mesh else MixedPrecision("16-mixed", device, scaler)],
         callbacks=[watch],
         max_steps=NUM_STEPS,
         **kwargs,

@@ -15,6 +15,7 @@ from lightning_dist import MeshPrecision
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.parity import whole_parameters
 from lightning_dist.plugins.strategies.startup_table import startup_table
+from tests.accelerator import on_gpu
 from tests.distributed.fit import Weights, make_strategy, make_trainer
 from tests.distributed.float32_masters import LowPrecision, TwoRates, progress, train_with_masters
 from tests.pool import WorkerPool
@@ -59,7 +60,7 @@ def fit(
     if isinstance(precision, dict):
         precise = {"plugins": [MeshPrecision(**precision)]}  # Its scaler is created with the Trainer.
     elif precision == "16-mixed":  # By its name, Lightning's Trainer would use bf16-mixed on a CPU.
-        precise = {"plugins": [MixedPrecision("16-mixed", "cpu")]}
+        precise = {"plugins": [MixedPrecision("16-mixed", "cuda" if on_gpu() else "cpu")]}
     elif precision in KINDS:
         precise = {"plugins": [MeshPrecision(precision)]}  # type: ignore[arg-type]
     trainer = make_trainer(

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning.pytorch as pl
 import pytest
@@ -17,6 +18,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_dist.plugins.strategies.memory_report import MemoryReport
 from tests.distributed.fit import make_strategy, make_trainer
 from tests.pool import RankFailed, WorkerPool
 
@@ -141,6 +143,43 @@ def test_a_model_whose_state_exceeds_the_limit_trains_with_offloading(own_pool: 
     assert any("activation_checkpointing='full': about" in text for text in caught.value.errors.values())
     kwargs = {"activation_checkpointing": "full", "offload": "both", "offload_folder": str(tmp_path)}
     own_pool.run(fit_within, 2, LIMIT_MIB, model, **kwargs)
+
+
+class Exhausting(Deep):
+    """Raise the error of a GPU's allocator in the second step, when sizes are known."""
+
+    def training_step(self, batch: list[torch.Tensor], batch_idx: int) -> torch.Tensor:
+        if batch_idx == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return super().training_step(batch)
+
+
+def fit_on_gpu_without_memory() -> str:
+    """Return the error of a run whose device is said to be a GPU, of whose allocator only the numbers are read."""
+    construct = MemoryReport.__init__
+
+    def on_gpu(self: MemoryReport, *args: Any) -> None:
+        construct(self, *args[:-1], torch.device("cuda", 0))
+
+    in_use = iter(range(2**28, 2**40, 2**28))
+    with (
+        mock.patch.object(MemoryReport, "__init__", on_gpu),
+        mock.patch.object(torch.cuda, "memory_allocated", lambda device: next(in_use)),
+        mock.patch.object(torch.cuda, "max_memory_allocated", lambda device: 2**33),
+    ):
+        try:
+            make_trainer("auto", strategy=make_strategy("full_shard"), max_steps=2).fit(Exhausting())
+        except torch.OutOfMemoryError as error:
+            return str(error)
+    return "no error"
+
+
+def test_an_error_of_the_allocator_of_a_gpu_ends_with_settings_that_help(pool: WorkerPool) -> None:
+    text = pool.run(fit_on_gpu_without_memory, 2)[0]
+    assert text.startswith("CUDA out of memory.")
+    assert "This rank's peak is predicted to be" in text
+    assert "offload='both': about" in text and "offload_folder" not in text
+    assert "activation_checkpointing='full': about" in text
 
 
 def test_an_error_about_memory_ends_with_settings_that_help(pool: WorkerPool) -> None:

@@ -55,7 +55,7 @@ class Talkative(Sequential):
 
     def on_validation_epoch_end(self) -> None:
         self.at_epoch_end = {
-            "logits": torch.cat(self.kept).double().numpy(),
+            "logits": torch.cat(self.kept).double().cpu().numpy(),
             "losses": [float(loss) for loss in self.losses],
             "accuracy": float(self.val_accuracy.compute()),
         }

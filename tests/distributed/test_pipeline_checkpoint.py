@@ -63,7 +63,7 @@ def state_of(trainer: pl.Trainer, module: pl.LightningModule) -> tuple[dict[str,
     for optimizer in trainer.optimizers:
         for param, state in optimizer.state.items():
             for key, value in state.items():
-                moments[f"{names[param]}/{key}"] = whole(value).detach().clone().numpy()
+                moments[f"{names[param]}/{key}"] = whole(value).detach().clone().cpu().numpy()
     return {name: weight.numpy() for name, weight in whole_parameters(module).items()}, moments
 
 
@@ -138,10 +138,10 @@ def statistics(folder: Path) -> list[dict[str, np.ndarray]]:
     trainer = make_trainer("auto", strategy=PipelineParallelStrategy(num_microbatches=4), max_steps=2)
     trainer.fit(model)
     trainer.save_checkpoint(path)
-    own = {name: buffer.numpy() for name, buffer in model.named_buffers() if not buffer.is_meta}
+    own = {name: buffer.cpu().numpy() for name, buffer in model.named_buffers() if not buffer.is_meta}
     read = build("deep_batch_norm", seed=1)
     make_trainer("auto", strategy=HybridShardStrategy(1, 2), max_steps=2).fit(read, ckpt_path=path)
-    return [own, {name: buffer.numpy() for name, buffer in read.named_buffers()}]
+    return [own, {name: buffer.cpu().numpy() for name, buffer in read.named_buffers()}]
 
 
 def test_each_stage_saves_its_buffers(pool: WorkerPool, tmp_path: Path) -> None:

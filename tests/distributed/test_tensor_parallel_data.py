@@ -63,7 +63,7 @@ def dropped(sequence_parallel: bool) -> tuple[dict[str, np.ndarray], dict[str, n
             module.register_forward_hook(keep)
     strategy = TensorParallelStrategy(2, sequence_parallel=sequence_parallel)
     make_trainer("2x2", strategy=strategy, max_steps=3).fit(model)
-    return {name: mask.numpy() for name, mask in masks.items()}, weights_of(model)
+    return {name: mask.cpu().numpy() for name, mask in masks.items()}, weights_of(model)
 
 
 def test_dropout_agrees_on_ranks_with_the_same_activations_and_differs_on_others(pool: WorkerPool) -> None:
@@ -117,7 +117,7 @@ def augmented() -> tuple[np.ndarray, int]:
     for name, value in seeds.items():
         os.environ.pop(name)
         os.environ.update({name: value} if value else {})
-    return torch.cat(model.seen).numpy(), loader.worker_init_fn.keywords["rank"]
+    return torch.cat(model.seen).cpu().numpy(), loader.worker_init_fn.keywords["rank"]
 
 
 def test_ranks_that_split_layers_get_the_same_augmented_data(pool: WorkerPool) -> None:

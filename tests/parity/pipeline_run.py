@@ -167,6 +167,7 @@ def _seeded(seed: int) -> Iterator[None]:
 
 def _fit(case: PipelineCase, model: nn.Module, strategy: Any, accumulate: int, every: int) -> PipelineOutcome:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False  # It has errors of 1e-3.
     recorder, losses = Recorder(), Losses()
     trainer = pl.Trainer(
         **place(in_one_process=strategy == "auto"),
@@ -188,7 +189,7 @@ def _fit(case: PipelineCase, model: nn.Module, strategy: Any, accumulate: int, e
     return PipelineOutcome(
         recorder.gradients,
         {name: weight.numpy() for name, weight in whole_parameters(model).items()},
-        {name: buffer.double().numpy() for name, buffer in model.named_buffers() if not buffer.is_meta},
+        {name: buffer.double().cpu().numpy() for name, buffer in model.named_buffers() if not buffer.is_meta},
         losses.losses,
         losses.logged,
     )

@@ -13,9 +13,11 @@ import torch
 
 from lightning_dist import (
     ContextParallelStrategy,
+    DataParallelStrategy,
     FullShardStrategy,
     HybridShardStrategy,
     NDParallelStrategy,
+    PipelineParallelStrategy,
     TensorParallelStrategy,
 )
 from lightning_dist.parity import whole_gradients, whole_parameters
@@ -26,8 +28,8 @@ from tests.sequence_models import SEQUENCE_MODELS
 from tests.split_models import SPLIT_MODELS
 
 __all__ = [
-    "CP_LAYOUTS", "EP_LAYOUTS", "EXPERT_MODELS", "LAYOUTS", "PLANS", "SEQUENCE_MODELS", "SPLIT_MODELS", "TP_LAYOUTS",
-    "Case", "Outcome", "briefly", "reference", "run", "tensors",
+    "CP_LAYOUTS", "EP_LAYOUTS", "EXPERT_MODELS", "FEW_RANKS", "LAYOUTS", "PLANS", "SEQUENCE_MODELS", "SPLIT_MODELS",
+    "TP_LAYOUTS", "Case", "Outcome", "briefly", "make_strategy", "reference", "run", "tensors",
 ]  # fmt: skip
 
 LAYOUTS = {
@@ -56,6 +58,18 @@ EP_LAYOUTS = {
     "ep2 x pp2": lambda **kwargs: NDParallelStrategy(ep_size=2, pp_size=2, **kwargs),
     "ep2 x cp2": lambda **kwargs: NDParallelStrategy(ep_size=2, cp_size=2, **kwargs),
     "tp2 x pp2": lambda **kwargs: NDParallelStrategy(tp_size=2, pp_size=2, **kwargs),
+}
+FEW_RANKS = {
+    "data_parallel": lambda **kwargs: DataParallelStrategy(**kwargs),
+    "1x1": lambda **kwargs: HybridShardStrategy(1, 1, **kwargs),
+    "2x1": lambda **kwargs: HybridShardStrategy(2, 1, **kwargs),
+    "1x2": lambda **kwargs: HybridShardStrategy(1, 2, **kwargs),
+    "tp1": lambda **kwargs: TensorParallelStrategy(1, **kwargs),
+    "cp1": lambda **kwargs: ContextParallelStrategy(1, **kwargs),
+    "pp1": lambda **kwargs: PipelineParallelStrategy(1, **kwargs),
+    "pp2": lambda **kwargs: PipelineParallelStrategy(2, **kwargs),
+    "pp4": lambda **kwargs: PipelineParallelStrategy(4, **kwargs),
+    "nd": lambda **kwargs: NDParallelStrategy(**kwargs),
 }
 PLANS = {
     "gpt": {
@@ -119,9 +133,14 @@ class Recorder(pl.Callback):
             self.gradients.append({name: grad.numpy() for name, grad in whole_gradients(pl_module).items()})
 
 
-def reference(case: Case) -> Outcome:
-    """Train the case in one process by Lightning's own single-device strategy, on the whole batch at once."""
-    return _fit(replace(case, layout="auto"), chunks=4)
+def reference(case: Case, chunks: int = 4) -> Outcome:
+    """Train the case in one process by Lightning's own single-device strategy, on the whole batch at once.
+
+    Args:
+        case: The case, whose layout is ignored.
+        chunks: Number of ranks that share a batch of the compared run, each of which has its own BatchNorm.
+    """
+    return _fit(replace(case, layout="auto"), chunks)
 
 
 def run(case: Case) -> Outcome:
@@ -129,17 +148,19 @@ def run(case: Case) -> Outcome:
     return _fit(case, chunks=1)
 
 
-def _strategy(case: Case) -> Any:
+def make_strategy(case: Case) -> Any:
+    """Make the strategy of the case's layout, with its options."""
     if case.layout in TP_LAYOUTS:
         options = {name: value for name, value in case.options if value != "withheld"}
         return TP_LAYOUTS[case.layout](**{"plan": PLANS.get(case.model), **options})
-    return (
-        "auto" if case.layout == "auto" else {**LAYOUTS, **CP_LAYOUTS, **EP_LAYOUTS}[case.layout](**dict(case.options))
-    )
+    if case.layout == "auto":
+        return "auto"
+    return {**LAYOUTS, **CP_LAYOUTS, **EP_LAYOUTS, **FEW_RANKS}[case.layout](**dict(case.options))
 
 
 def _fit(case: Case, chunks: int) -> Outcome:
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False  # It has errors of 1e-3.
     rank = int(os.environ["RANK"])
     by_hand = {"accumulate": case.accumulate, "clip": case.clip} if case.model == "gan" else {}
     # Every rank draws different weights, since the strategy must broadcast those of rank 0.
@@ -150,7 +171,7 @@ def _fit(case: Case, chunks: int) -> Outcome:
     recorder = Recorder()
     trainer = pl.Trainer(
         **place(in_one_process=case.layout == "auto"),
-        strategy=_strategy(case),
+        strategy=make_strategy(case),
         precision=case.precision,
         max_steps=case.num_steps * (2 if case.model == "gan" else 1),
         max_epochs=-1,
@@ -169,7 +190,7 @@ def _fit(case: Case, chunks: int) -> Outcome:
         recorder.gradients,
         {name: weight.numpy() for name, weight in whole_parameters(model).items()},
         # Buffers of other stages are on the meta device.
-        {name: buffer.double().numpy() for name, buffer in model.named_buffers() if not buffer.is_meta},
+        {name: buffer.double().cpu().numpy() for name, buffer in model.named_buffers() if not buffer.is_meta},
     )
 
 

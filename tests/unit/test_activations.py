@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dist.activation_checkpointing import offload
+from lightning_dist.activation_checkpointing.copies import Copies, MovedTensor
 from lightning_dist.activation_checkpointing.saved_operations import selective_contexts
 from lightning_dist.plugins.strategies.activations import checkpointing_mode
 
@@ -171,15 +172,16 @@ def offloaded(function: Any, x: Tensor) -> None:
     """Run a backward through a block that computes ``function`` and offloads its activations."""
     block = nn.Module()
     block.forward = function
-    offload.offload(block, offload.Mover())
+    offload.offload(block)
     block(x).sum().backward()
 
 
 def test_large_activations_are_copied_and_parameters_are_not() -> None:
     layer = nn.Linear(64, 64)
-    pack = offload._packer(layer, offload.Mover())
-    assert isinstance(pack(torch.ones(64, 64)), offload._Moved)
-    assert pack(torch.ones(64, 64).t()).copy.stride() == (1, 64)
+    pack = offload._packer(layer, Copies().begin_call())
+    moved = pack(torch.ones(64, 64).t())
+    assert isinstance(moved, MovedTensor)
+    assert moved.get().stride() == (1, 64)
     for tensor in (layer.weight, layer.weight.detach().t(), torch.ones(3), torch.eye(64).to_sparse()):
         assert isinstance(pack(tensor), offload._Unmoved)
 

@@ -305,16 +305,20 @@ void after_copy(const void* data, size_t size, bool to_host, int stream, bool is
     return hidden;
   };
   char* begin = (char*)data;
-  if (to_host) {
-    auto is_inside = [&](auto& c) { return c.host >= begin && c.host + c.values.size() <= begin + size; };
-    copies.erase(std::remove_if(copies.begin(), copies.end(), is_inside), copies.end());
+  std::vector<char> values(begin, begin + size);
+  if (to_host) {  // Older copies have been checked before this one.
+    auto is_replaced = [&](auto& c) {
+      bool is_inside = c.host >= begin && c.host + c.values.size() <= begin + size;
+      return is_inside || (!c.to_host && c.host < begin + size && begin < c.host + c.values.size());
+    };
+    copies.erase(std::remove_if(copies.begin(), copies.end(), is_replaced), copies.end());
   }
   for (auto& copy : copies)
     if (copy.to_host && copy.host < begin + size && begin < copy.host + copy.values.size() && copy.hidden == copy.values)
       copy.hidden = hide(copy.host, copy.values.size());
   if (!is_hidden) return;
   Clock& clock = clock_of(stream);
-  HostCopy copy{begin, to_host, std::vector<char>(begin, begin + size), {}, stream, clock[stream], site};
+  HostCopy copy{begin, to_host, std::move(values), {}, stream, clock[stream], site};
   if (to_host) copy.hidden = hide(begin, size);
   copies.push_back(std::move(copy));
 }

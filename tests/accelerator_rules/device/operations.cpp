@@ -93,6 +93,13 @@ static at::Scalar scalar(const at::Tensor& tensor) {
   synchronize_stream(current_stream(), "device to host");
   return host(tensor).item();
 }
+static at::Tensor histogram(const at::Tensor& self, int64_t bins, const at::Scalar& low, const at::Scalar& high) {
+  at::Tensor values = host(self);  // The CPU has no histograms of integers, other than GPUs.
+  if (!values.is_floating_point()) values = values.to(at::kDouble);
+  at::Tensor result = device_tensor(at::histc(values, bins, low, high).to(self.scalar_type()));
+  kernel(current_stream(), interned("histc"), {range(self)}, {range(result)});
+  return result;
+}
 static void mark_stream(at::Tensor& tensor, c10::Stream stream) {
   if (tensor.storage().nbytes()) record_stream(tensor.storage().data(), stream.id());
 }
@@ -110,8 +117,8 @@ static bool is_mask(const at::Tensor& tensor) {
 static bool synchronizes(const std::string& name, const std::vector<c10::IValue>& arguments) {
   if (synchronizing.count(name)) return true;
   if (name == "aten::repeat_interleave") return arguments.back().isNone();
-  if (!indexing.count(name)) return false;
-  if (name != "aten::index" && arguments[2].isTensor() && arguments[2].toTensor().numel() == 1) return false;
+  if (name != "aten::_index_put_impl_" && name != "aten::index_put") return false;  // Indexing calls nonzero itself.
+  if (arguments[2].isTensor() && arguments[2].toTensor().numel() == 1) return false;
   for (const auto& index : arguments[1].toOptionalTensorVector())
     if (index && is_mask(*index)) return true;
   return false;
@@ -231,6 +238,9 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("_copy_from_and_resize", &copy_from_and_resize);
   m.impl("_local_scalar_dense", &scalar);
   m.impl("record_stream", &mark_stream);
+  // Where this has no kernel, torch reads the sizes of the groups on the host.
+  m.impl("_grouped_mm", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
+  m.impl("histc", &histogram);
   m.impl("convolution_overrideable", &convolution);
   m.impl("convolution_backward_overrideable", &convolution_backward);
   m.impl("as_strided", TORCH_FN(at::native::as_strided_tensorimpl));
