@@ -92,7 +92,9 @@ class _Works(dist.Work):
         self._works = works
 
     def wait(self, timeout: Any = None) -> bool:
-        return all([work.wait() for work in self._works])
+        for work in self._works:
+            work.wait()
+        return True
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
