@@ -168,4 +168,4 @@ def _wrap(key: str, value: Any, param: DTensor, before: DTensor | None) -> Any:
         return before
     if not isinstance(value, Tensor) or key in _COUNTERS:
         return value
-    return _compat.with_local(param, value)
+    return _compat.dtensor_like(value, param)

@@ -94,7 +94,6 @@ from lightning_dist._compat.tensors import (
     replace_local,
     shifted,
     version_of,
-    with_local,
     without_memory,
 )
 from lightning_dist._compat.trees import (
@@ -179,7 +178,6 @@ __all__ = [
     "tree_unflatten",
     "use_eager_experts",
     "version_of",
-    "with_local",
     "with_parameters",
     "without_memory",
     "without_process_group",

@@ -28,7 +28,6 @@ __all__ = [
     "replace_local",
     "shifted",
     "version_of",
-    "with_local",
     "without_memory",
 ]
 
@@ -104,9 +103,13 @@ def dtensor_like(local: torch.Tensor, like: torch.Tensor) -> DTensor:
     """Return a DTensor of ``local``, without a gradient of its own, which is distributed as ``like``, a DTensor.
 
     Unlike ``DTensor.from_local``, this does not describe the distribution anew, which costs more than the update of a
-    small parameter. Replaced by: a public constructor that takes the description of another DTensor.
+    small parameter, and does not move ``local`` to the device of the mesh. Replaced by: a public constructor that takes
+    the description of another DTensor.
     """
-    return DTensor(local, cast(DTensor, like)._spec, requires_grad=False)  # type: ignore[no-untyped-call]
+    spec = cast(DTensor, like)._spec
+    if spec.tensor_meta is not None and spec.tensor_meta.dtype is not local.dtype:
+        spec = replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=local.dtype))
+    return DTensor(local, spec, requires_grad=False)  # type: ignore[no-untyped-call]
 
 
 def replace_local(tensor: DTensor, local: torch.Tensor) -> None:
@@ -115,16 +118,6 @@ def replace_local(tensor: DTensor, local: torch.Tensor) -> None:
     Replaced by: an assignment to ``tensor.data``, which DTensor ignores today.
     """
     tensor._local_tensor = local
-
-
-def with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:
-    """Return a DTensor like ``tensor`` whose local tensor is ``local``, which may be on another device than its mesh.
-
-    Replaced by: ``DTensor.from_local``, if it does not move the local tensor to the device of the mesh any more.
-    """
-    spec = tensor._spec
-    meta = type(spec.tensor_meta)(tensor.shape, tensor.stride(), local.dtype)  # type: ignore[misc]
-    return DTensor(local, replace(spec, tensor_meta=meta), requires_grad=False)  # type: ignore[call-arg,arg-type]
 
 
 def packed_shard(dim: int, num_packed: int) -> Placement:

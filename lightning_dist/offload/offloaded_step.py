@@ -17,7 +17,7 @@ from torch import Tensor, nn, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_dist._compat import local_of, replace_local, step_hooks, with_local
+from lightning_dist._compat import dtensor_like, local_of, replace_local, step_hooks
 from lightning_dist.local_step import ELEMENTWISE, LocalStep
 from lightning_dist.memory_use import PART_BYTES
 from lightning_dist.offload.mapped_file import MappedFile
@@ -189,4 +189,4 @@ def _to(tensor: Tensor, device: torch.device) -> Tensor:
         return tensor
     copy = torch.empty_like(local, device=device, pin_memory=device.type == "cpu")
     copy.copy_(local, non_blocking=True)
-    return with_local(tensor, copy) if isinstance(tensor, DTensor) else copy
+    return dtensor_like(copy, tensor) if isinstance(tensor, DTensor) else copy

@@ -15,6 +15,7 @@ from torch.utils import _contextlib
 from tests.accelerator_rules import NAME
 from tests.accelerator_rules.build import compiled
 from tests.accelerator_rules.device_module import device_module
+from tests.accelerator_rules.mixed_group import with_gloo
 from tests.nccl_rules import memory
 
 __all__ = ["RaceError", "SimulatedAccelerator", "install", "watched"]
@@ -73,6 +74,9 @@ class _CollectiveDevice(memory.Device):
     def host(self, tensor: Tensor) -> Tensor:
         return compiled().host(tensor)
 
+    def group_class(self, default: type[Any]) -> type[Any]:
+        return with_gloo(default)
+
     def begin(self, group: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> Any:
         return compiled().begin_collective(group, list(inputs), list(outputs))
 
@@ -114,9 +118,19 @@ def watched(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     extension.enable_races(True)
     try:
         result = function(*args, **kwargs)
-    finally:
-        extension.enable_races(False)
-        reports = extension.take_reports()
-    if reports:
-        raise RaceError(f"{len(reports)} races:\n" + "\n".join(reports))
+    except BaseException as error:
+        if reports := _end_watching():
+            raise _error_of(reports) from error  # Races may be why the values are wrong that raised the error.
+        raise
+    if reports := _end_watching():
+        raise _error_of(reports)
     return result
+
+
+def _end_watching() -> list[str]:
+    compiled().enable_races(False)
+    return list(compiled().take_reports())
+
+
+def _error_of(reports: list[str]) -> RaceError:
+    return RaceError(f"{len(reports)} races:\n" + "\n".join(reports))

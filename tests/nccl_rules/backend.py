@@ -45,7 +45,7 @@ def install() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> GroupWithMessages:
-    return GroupWithMessages(
+    return device().group_class(GroupWithMessages)(
         options.store,
         options.group_rank,
         options.group_size,

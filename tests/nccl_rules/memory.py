@@ -18,6 +18,10 @@ class Device:
 
     type = "cpu"
 
+    def group_class(self, default: type[Any]) -> type[Any]:
+        """Return the class of process groups, which is ``default`` or a subclass of it."""
+        return default
+
     def host(self, tensor: Tensor) -> Tensor:
         """Return a tensor of the CPU that has the same memory as ``tensor``."""
         return tensor

@@ -283,16 +283,24 @@ void before_copy(const void* data, size_t size) {
       if (copy.to_host) copy.hidden = copy.values;  // It is hidden again after the copy.
     }
 }
+// Fills with signaling NaN where the size alone says which bytes these are. Every operation of the host turns them into
+// others, so that its writing is seen; other NaN would stay the same.
+static void fill_with_nan(std::vector<char>& values, int itemsize) {
+  const uint64_t in_float64 = 0x7FF0000000000001;
+  const uint32_t in_float32 = 0x7F800001;
+  const void* pattern = itemsize == 8 ? (const void*)&in_float64 : &in_float32;
+  if (itemsize != 8 && itemsize != 4) {
+    std::memset(values.data(), 0xFF, values.size());  // This is NaN in all floating dtypes.
+    return;
+  }
+  for (size_t at = 0; at + itemsize <= values.size(); at += itemsize) std::memcpy(&values[at], pattern, itemsize);
+}
 void after_copy(const void* data, size_t size, bool to_host, int stream, bool is_hidden, int itemsize, bool is_float) {
   Site site = here();
   std::lock_guard<std::mutex> guard(mutex);
   auto hide = [&](char* begin, size_t length) {
-    std::vector<char> hidden(length, char(is_float ? 0xA5 : 0x5A));
-    if (is_float && itemsize > 1)  // This is a signaling NaN, which arithmetic changes into another one.
-      for (size_t i = 0; i + itemsize <= length; i += itemsize) {
-        hidden[i + itemsize - 1] = 0x7F;
-        if (itemsize == 8) hidden[i + 6] = char(0xF5);
-      }
+    std::vector<char> hidden(length, 0x5A);
+    if (is_float && itemsize > 1) fill_with_nan(hidden, itemsize);
     std::memcpy(begin, hidden.data(), length);
     return hidden;
   };
