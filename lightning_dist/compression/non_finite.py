@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from lightning_dist.collectives import any_of_flags
@@ -93,7 +93,10 @@ class NonFiniteGradients:
         return len(self._late) > _NUM_LATE and bool(self._late.popleft().result())
 
 
+_WITH_FOUND_INF = (optim.Adagrad, optim.Adam, optim.AdamW, optim.SGD)
+"""Optimizers whose fused kernels read ``found_inf``."""
+
+
 def _is_fused(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer reads ``found_inf``: torch marks those whose kernels do."""
-    groups = [group.get("fused") for group in optimizer.param_groups]
-    return all(groups) and bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+    """Return whether an optimizer reads ``found_inf``."""
+    return isinstance(optimizer, _WITH_FOUND_INF) and all(group.get("fused") for group in optimizer.param_groups)

@@ -244,11 +244,8 @@ class Sharding(Technique):
         self._root = _StepRoot(self._module, self._holders)
         fully_shard(self._root, mesh=self._mesh, ignored_params=set(self._module.parameters()))
         _compat.initialize_root(self._root)
-        if self._mesh.device_type != "cpu":
-            call_after_writes(self._let_gathers_follow_writes)
-
-    def _let_gathers_follow_writes(self) -> None:
-        _compat.let_gathers_follow_writes(self._root, torch.device(self._mesh.device_type))
+        if self._groups and self._mesh.device_type != "cpu":
+            call_after_writes(self._groups[0].let_gathers_follow_writes)
 
     def _begin_exchange(
         self, action: Action, unit: int, received: Tensor, sent: Sequence[Tensor], group: dist.ProcessGroup

@@ -230,7 +230,6 @@ class MeshStrategy(SteppingStrategy):
             self._move_to_device(module)
         self._restore_loggers = _compat.log_graph_before_sharding(trainer, is_sharded=not is_new)
         self._parallel = self._parallelize(module)
-        _compat.set_timeout(self._timeout)  # Techniques have created groups with torch's default timeout.
         is_fitting = trainer.state.fn == TrainerFn.FITTING
         if is_fitting:
             self._parallelize_averages(trainer)
@@ -244,6 +243,7 @@ class MeshStrategy(SteppingStrategy):
         self._checkpoints.start(trainer)
         assert self._tracing is not None
         self._steps = make_steps(module, self._parallel, self.precision_plugin, self._tracing)
+        _compat.set_timeout(self._timeout)  # Techniques and steps have created groups with torch's default timeout.
         self._steps.wait_before_changes(self._checkpoints.before_update)  # Weights may be copied into a checkpoint.
         self._hooks = WrappedHooks(module, OUTSIDE_OF_STEPS, self._steps.around_hook)
         self._hooks.install(trainer)

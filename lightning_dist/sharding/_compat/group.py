@@ -20,7 +20,7 @@ from lightning_dist.accumulated_gradients import AccumulatedGradients
 from lightning_dist.gradient_reducer import GradientReducer, LocalGradient
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.shard_memory import ShardMemory
-from lightning_dist.sharding._compat.param import MakeStandIn, ShardedParam
+from lightning_dist.sharding._compat.param import MakeStandIn, ShardedParam, let_gathers_wait
 from lightning_dist.sharding._compat.wrapped import MaxOverRanks, WrapShard, gather_wrapped
 
 __all__ = ["ShardedGroup", "fsdp_state", "sharded_group"]
@@ -186,6 +186,10 @@ class ShardedGroup(ParameterGroup):
         changed = [param.name for param in self._params if param.write_back(self.write_back_data(param.whole))]
         if changed:
             self.on_change(self, changed)
+
+    def let_gathers_follow_writes(self) -> None:
+        """Let later gathers of all groups wait for writes of the current stream to a shard."""
+        let_gathers_wait(getattr(self._group, "comm_ctx", None), self._group.device)
 
     @property
     def params(self) -> list[nn.Parameter]:
