@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo quick test lint docs parity nccl-rules behaviour zoo bench slow-links faults clean
+.PHONY: help demo quick test lint docs parity nccl-rules accelerator-rules behaviour zoo bench slow-links faults clean
 
 help:
 	@echo "make demo    train a small GPT on 2 x 2 processes, sample from it, show it in MLflow"
@@ -13,6 +13,7 @@ help:
 	@echo "make docs    the documentation as pages, in docs/_build"
 	@echo "make parity  every combination of the comparison with one process"
 	@echo "make nccl-rules  the parity and distributed tests, over a backend that has the rules of NCCL"
+	@echo "make accelerator-rules  training on a simulated accelerator: races between streams, and what the host waits for"
 	@echo "make behaviour  ordinary Lightning code under every strategy, compared with one process"
 	@echo "make zoo     80 families of Hugging Face models under every strategy, compared with one process"
 	@echo "make faults  saves that are killed, damaged and cut off from power, at every point"
@@ -70,6 +71,12 @@ parity: $(VENV)/installed-dev
 
 nccl-rules: $(VENV)/installed-dev
 	$(BIN)/python -m pytest --backend nccl-rules --numprocesses 2 --dist worksteal tests/parity tests/distributed tests/nccl_rules
+
+accelerator-rules: $(VENV)/installed-dev
+	$(BIN)/python -m pytest --matrix full --numprocesses 2 --dist worksteal tests/accelerator_rules
+	$(BIN)/python -m pytest --accelerator simulated --numprocesses 2 --dist worksteal \
+	  $(addprefix tests/distributed/,test_local_updates.py test_compression.py test_checkpoint.py test_float16.py test_mesh_precision.py)
+	$(BIN)/python -m tests.accelerator_rules.host_waits -v
 
 behaviour: $(VENV)/installed-dev
 	$(BIN)/python -m tests.behaviour --write docs/compatibility.md

@@ -10,6 +10,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from lightning_dist._compat import new_group_of
+
 __all__ = [
     "DirectAllGather",
     "FlaggedBroadcast",
@@ -209,10 +211,7 @@ def group_on_host(group: dist.ProcessGroup | None, description: str) -> dist.Pro
     assert existing is not None
     if dist.get_backend(existing) == "gloo":
         return existing
-    ranks = dist.get_process_group_ranks(existing)
-    made = dist.new_group(ranks, backend="gloo", use_local_synchronization=True, group_desc=description)
-    assert isinstance(made, dist.ProcessGroup)
-    return made
+    return new_group_of(dist.get_process_group_ranks(existing), "gloo", description)
 
 
 def begin_are_same_numbers(numbers: Sequence[int], group: dist.ProcessGroup) -> Callable[[], list[bool]]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from lightning_dist._compat import new_group_of
 from lightning_dist.collectives import begin_any_of_flags
 
 __all__ = ["FlagAgreement", "FlagsChangedError"]
@@ -49,8 +50,7 @@ class FlagAgreement:
 
     The ranks exchange bits over gloo on the host. On the device, the host would have to wait for the whole backward.
 
-    Creating an instance is a collective over the ranks, which get a process group for this purpose alone. torch names
-    the group by the number of groups that a rank has created before, which must therefore be the same on all of them.
+    Creating an instance is a collective over the ranks, which get a process group for this purpose alone.
 
     Args:
         ranks: Global ranks that agree, in increasing order.
@@ -59,7 +59,7 @@ class FlagAgreement:
     """
 
     def __init__(self, ranks: Sequence[int], description: str, describe: Callable[[int], str]) -> None:
-        group = dist.new_group(list(ranks), backend="gloo", use_local_synchronization=True, group_desc=description)
+        group = new_group_of(ranks, "gloo", description)
         # torch.distributed keeps the group. A second reference would keep its connections open after an error here.
         self._group = weakref.ref(group)
         self._describe = describe

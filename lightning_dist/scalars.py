@@ -38,7 +38,6 @@ class Scalars(Technique):
         self._mesh = mesh
         self._parameter_mesh = parameter_mesh
         self._groups: list[ScalarGroup] = []
-        # It is created here, as torch's names of groups count those of this rank, and only one stage may have scalars.
         self._agreement: FlagAgreement | None = None
         if mesh.size() > 1:
             self._agreement = FlagAgreement(mesh.mesh.flatten().tolist(), "used scalars", self._describe_flag)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
+from torch.distributed.distributed_c10d import GroupName
 
 __all__ = [
     "around_collectives",
     "default_group",
     "default_store",
+    "new_group_of",
     "num_collectives",
     "process_groups",
     "recorded_collectives",
@@ -33,6 +38,36 @@ def default_store() -> dist.Store:
     """Return the store with which the default process group was created."""
     store: dist.Store = default_group().get_group_store()
     return store
+
+
+_num_made: WeakKeyDictionary[dist.ProcessGroup, Counter[str]] = WeakKeyDictionary()
+"""Number of groups of each name that this process has made, for each default process group."""
+
+
+def new_group_of(ranks: Sequence[int], backend: str, description: str) -> dist.ProcessGroup:
+    """Create a process group of some ranks, which is a collective over these ranks only.
+
+    With ``use_local_synchronization``, torch names a group by the number of groups that a rank has made before. Ranks
+    of different stages have made different numbers, and would then wait for groups of different names for ever. This
+    name counts only groups of the same ranks with the same description. Replaced by: a ``new_group`` that is given the
+    name.
+
+    Args:
+        ranks: Global ranks of the group, in increasing order, with this rank.
+        backend: Backend of the group.
+        description: Description of the group, for logs and reports of hangs.
+    """
+    made = _num_made.setdefault(default_group(), Counter())
+    name = f"{description} of {', '.join(map(str, ranks))}"
+    made[name] += 1
+    own = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda *args, **kwargs: GroupName(f"{name}, {made[name]}")
+    try:
+        group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, group_desc=description)
+    finally:
+        distributed_c10d._process_group_name = own
+    assert isinstance(group, dist.ProcessGroup)
+    return group
 
 
 def process_groups() -> list[dist.ProcessGroup]:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from lightning_dist._compat import local_of
+from lightning_dist._compat import local_of, new_group_of
 from lightning_dist.compression.background import InBackground
 from lightning_dist.compression.compressor import Compressor, CompressorState, Gradient, refuse_if_unused, wide_dtype
 from lightning_dist.compression.non_finite import NonFiniteGradients
@@ -85,8 +85,7 @@ class Compression(Technique):
         # A thread communicates over this group while the main thread uses the others.
         ranks = dist.get_process_group_ranks(self._mesh.get_group("dp_replicate"))
         backend = dist.get_backend(self._mesh.get_group("dp_replicate"))
-        group = dist.new_group(ranks, backend=backend, use_local_synchronization=True, group_desc="compression")
-        self.wire = Wire(group)
+        self.wire = Wire(new_group_of(ranks, backend, "compression"))
         self._non_finite = NonFiniteGradients(torch.device(self._mesh.device_type), self._scales_losses)
 
     def gradient_reducer(self) -> GradientReducer:

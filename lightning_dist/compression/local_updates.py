@@ -136,7 +136,10 @@ class LocalUpdates(Technique):
         keys: list[list[tuple[str, str]]] = [[] for _ in range(self.wire.size)]
         dist.all_gather_object(keys, list(tensors), self.wire.group)
         for key in sorted(set(keys[0]).intersection(*keys)):
-            self.wire.average([tensors[key]])
+            # NCCL sends no tensors of the CPU, such as the number of steps of a scalar parameter.
+            on_device = tensors[key].to(self._mesh.device_type)
+            self.wire.average([on_device])
+            tensors[key].copy_(on_device)
         return {**state, "state": tree_map(self._replicated, state["state"])}
 
     def _replicated(self, value: Any) -> Any:

@@ -66,9 +66,9 @@ def refuse_bfloat16(policy: PrecisionPolicy, precision: str, backend: str) -> No
         MisconfigurationException: If the run would send bfloat16, and NCCL does not have it.
     """
     sends = torch.bfloat16 in (policy.param_dtype, policy.reduce_dtype) or precision == "bf16-true"
-    if not sends or "nccl" not in backend:
+    if not sends or "nccl" not in (part.rpartition(":")[2] for part in backend.split(",")):
         return
-    version = _nccl_version()
+    version = tuple(torch.cuda.nccl.version()[:2])
     if version >= _SINCE:
         return
     asked = "reduce_dtype='bfloat16'" if policy.reduce_dtype == torch.bfloat16 else f"precision={precision!r}"
@@ -77,10 +77,6 @@ def refuse_bfloat16(policy: PrecisionPolicy, precision: str, backend: str) -> No
         f" {_text(version)}. Use precision='32-true' or '16-mixed' and reduce_dtype='float32', or a torch that is built"
         " with a newer NCCL."
     )
-
-
-def _nccl_version() -> tuple[int, ...]:
-    return tuple(torch.cuda.nccl.version()[:2])  # type: ignore[no-untyped-call]
 
 
 def _text(version: tuple[int, ...]) -> str:

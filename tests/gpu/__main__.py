@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _refuse(f"--only {options.only}: no check has such a name; --list shows all names")
     if options.list:
         for check in checks:
-            print(f"{check.name:<60}{check.section}")
+            print(f"{check.name:<70}{check.section}")
         return 0
     processes = Processes(options.device, options.out / LOG_NAME)
     try:

@@ -83,7 +83,9 @@ def run_check(check: Check, machine: Machine, processes: Processes, results: Res
         state, error = "failed", _last_lines("".join(traceback.format_exception(failure)))
     finally:
         ranks.close()
-    figure = found.figure or (error.splitlines()[-1][:160] if error else "")
+    # The stacks of ranks that are still running end with the outermost line, which says nothing.
+    is_late = state == "out of time"
+    figure = f"not finished after {check.limit_s:g} s" if is_late else found.figure or _message(error)
     results.record(
         check, state, seconds=time.monotonic() - start, figure=figure, details=list(found.details), error=error
     )
@@ -99,6 +101,13 @@ def shorten(failure: RankFailed) -> str:
         if STOPPED not in text or len(failure.errors) == 1:
             ranks_of.setdefault(_last_lines(text), []).append(rank)
     return "\n\n".join(f"rank {', '.join(map(str, ranks))}:\n{text}" for text, ranks in reversed(ranks_of.items()))
+
+
+def _message(error: str) -> str:
+    """Return the last line that names an exception, or else the last line."""
+    lines = error.splitlines() or [""]
+    named = [line for line in lines if re.match(r"[A-Za-z_][\w.]*(Error|Exception|Failed|Interrupt)\b", line)]
+    return (named or lines)[-1][:160]
 
 
 def _last_lines(text: str) -> str:

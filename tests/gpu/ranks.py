@@ -8,7 +8,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -108,10 +108,9 @@ class Ranks:
     def run_over(self, backend: str | None, function: Callable[..., Any], num_ranks: int, *args: Any) -> list[Any]:
         """Do the same over a backend; None: the default of the device."""
         pool = self._own or self.processes.pool(self._spreads)
+        seconds = max(round(self._deadline - time.monotonic(), 1), 1.0)
         with self._visible_devices():
-            return pool.run(
-                _on_rank, num_ranks, backend, function, args, timeout_s=max(self._deadline - time.monotonic(), 1.0)
-            )
+            return pool.run(_on_rank, num_ranks, backend, function, args, timeout_s=seconds)
 
     def backend(self, num_ranks: int) -> str | None:
         """Return the backend of ranks that share a device, and try once whether it can be NCCL; else None."""
@@ -164,6 +163,7 @@ def sum_of_ranks() -> float:
 def _on_rank(backend: str | None, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Call ``function`` without messages and without TF32, and give cached memory back afterwards."""
     import torch
+    import torch.distributed as dist
 
     from lightning_dist.plugins._compat import processes
 
@@ -175,11 +175,17 @@ def _on_rank(backend: str | None, function: Callable[..., Any], args: tuple[Any,
     for name in ("lightning.pytorch", "lightning.fabric"):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    default = "_get_default_process_group_backend_for_device"
     try:
-        with mock.patch.object(processes, default, lambda device: backend) if backend else nullcontext():
+        with ExitStack() as patches:
+            for module, name in (
+                (processes, "_get_default_process_group_backend_for_device"),
+                (dist, "get_default_backend_for_device"),
+            ):
+                if backend is not None:
+                    patches.enter_context(mock.patch.object(module, name, lambda device: backend))
             return function(*args)
     finally:
         gc.collect()
         if torch.cuda.is_available() and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()
+            with suppress(RuntimeError):  # After an error in a kernel, each call fails, and would hide that error.
+                torch.cuda.empty_cache()

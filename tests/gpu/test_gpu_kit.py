@@ -15,17 +15,20 @@ import pytest
 import torch
 
 from examples.gpt.model import GPT
+from lightning_dist.offload import OffloadConfig
+from lightning_dist.plugins.strategies.offloading import backend_for_offload
 from tests.gpu.__main__ import main
 from tests.gpu.check import CUDA, Check, Found, capability, devices, memory_gib, package
-from tests.gpu.checks import CHECKS
+from tests.gpu.checks import CHECKS, speed
 from tests.gpu.checks.parity import case_parity
 from tests.gpu.checks.sizes import SIZES, flops_per_token, num_parameters
 from tests.gpu.checks.synchronizations import SynchronizingLines
 from tests.gpu.kit import run_checks
 from tests.gpu.machine import Device, Machine
-from tests.gpu.ranks import Processes, Ranks
+from tests.gpu.ranks import LOG, Processes, Ranks, _on_rank
 from tests.gpu.results import Results
-from tests.parity.run import Case
+from tests.parity.run import Case, run
+from tests.pool import RankFailed
 
 CPU = Machine("cpu", (), {"torch": "2.0"}, ("torchao",))
 H100 = Machine("cuda", (Device("NVIDIA H100 80GB HBM3", 79.0, (9, 0)),), {"torch": "2.0"}, ())
@@ -217,3 +220,40 @@ def test_lines_that_wait_for_the_device_are_counted() -> None:
     ((line, number),) = lines.lines.items()
     assert number == 3
     assert line.startswith("tests/gpu/test_gpu_kit.py:") and "called a synchronizing" in line
+
+
+def test_every_way_of_training_runs_on_the_device_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device of a thread that a comparison starts would otherwise be the first one on every rank."""
+    calls: list[object] = []
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setattr(torch.cuda, "set_device", calls.append)
+    monkeypatch.setitem(speed.WAYS, "plain", lambda size, end_step: calls.append("trains"))
+    speed._train("plain", SIZES["1B"], lambda loss: False)
+    assert calls == [3, "trains"]
+
+
+def test_an_error_in_a_kernel_is_not_hidden_by_the_errors_that_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing_kernel() -> None:
+        raise ArithmeticError("device-side assert")
+
+    def fail_again() -> None:
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", fail_again)
+    monkeypatch.delenv(LOG, raising=False)
+    with pytest.raises(ArithmeticError, match="device-side assert"):
+        _on_rank(None, failing_kernel, ())
+
+
+def backend_with_offloaded_params() -> str | None:
+    return backend_for_offload(OffloadConfig("params"), None, torch.device("cuda"))
+
+
+def test_ranks_that_share_a_device_use_the_backend_of_the_kit(processes: Processes) -> None:
+    """Strategies must call the functions that the kit replaces, whose names belong to Lightning and torch."""
+    ranks = Ranks(CPU, processes, 60)
+    assert ranks.run_over("imagined", backend_with_offloaded_params, 1) == ["cpu:gloo,cuda:imagined"]
+    with pytest.raises(RankFailed, match=r"(?i)imagined"):
+        ranks.run_over("imagined", run, 1, Case("full_shard", "gpt", 1, None, num_steps=1))

@@ -179,7 +179,7 @@ def _fit(case: Case, chunks: int) -> Outcome:
         gradient_clip_val=None if by_hand else case.clip,
         use_distributed_sampler=False,
         limit_val_batches=0,
-        callbacks=[recorder],
+        callbacks=[] if ("step_in_backward", True) in case.options else [recorder],  # It keeps no gradients.
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,

@@ -79,6 +79,7 @@ def test_a_gpu_that_two_processes_share_is_explained(
         (PrecisionPolicy(BF16, BF16), "bf16-mixed", "nccl", (2, 10, 3), None),
         (PrecisionPolicy(BF16, BF16), "bf16-mixed", "nccl", (3, 0, 0), None),
         (PrecisionPolicy(BF16, BF16), "bf16-mixed", "gloo", (2, 9, 9), None),
+        (PrecisionPolicy(BF16, BF16), "bf16-mixed", "nccl-rules", (2, 9, 9), None),
         (PrecisionPolicy(), "32-true", "nccl", (2, 9, 9), None),
     ],
 )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.gpu.check import CUDA, Check, capability, memory_gib, package
+from tests.gpu.check import CUDA, NO_SIMULATION, Check, capability, memory_gib, package
 from tests.gpu.checks.evaluation import evaluation
 from tests.gpu.checks.memory import CONFIGURATIONS, predicted_memory
 from tests.gpu.checks.parity import case_parity
-from tests.gpu.checks.precision import PRECISIONS, low_precision
+from tests.gpu.checks.precision import OF_LIGHTNING, PRECISIONS, low_precision
 from tests.gpu.checks.resuming import save_and_resume
 from tests.gpu.checks.speed import step_time
 from tests.gpu.checks.synchronizations import synchronizations
@@ -78,7 +78,9 @@ def _options() -> list[Check]:
     compiled = (("compile", True),)
     for name in ("data_parallel", "full_shard"):
         case = Case(name, "gpt", 1, None, num_steps=STEPS, options=compiled)
-        checks.append(_parity(f"options-1/compile-{name}", section, case, limit_s=300, is_alone=True))
+        checks.append(
+            _parity(f"options-1/compile-{name}", section, case, needs=(NO_SIMULATION,), limit_s=300, is_alone=True)
+        )
     return checks
 
 
@@ -86,6 +88,7 @@ def _precisions() -> list[Check]:
     checks = []
     for name in PRECISIONS:
         needs = (package("torchao"), capability(8, 9)) if name.startswith("float8") else ()
+        needs += (NO_SIMULATION,) if name in OF_LIGHTNING else ()
         section = "One rank: low precision against float32"
         checks.append(Check(f"precision-1/{name}", section, low_precision, (1, "full_shard", name), needs))
     return checks
@@ -102,8 +105,16 @@ def memory_checks(place: str, num_ranks: int, names: tuple[str, ...], section: s
 def _speed() -> list[Check]:
     section = "One rank: speed and memory against loops written by hand"
     return [
-        Check(f"speed-1/{name}-{size}", section, step_time, (1, name, size, 30.0), (memory_gib(needed),), 300.0, True)
-        for size, needed in (("124M", 30), ("1B", 75))
+        Check(
+            f"speed-1/{name}-{size}",
+            section,
+            step_time,
+            (1, name, size, 30.0),
+            (memory_gib(needed), NO_SIMULATION),
+            300.0,
+            True,
+        )
+        for size, needed in (("124M", 30), ("1B", 60))
         for name in ("full_shard", "data_parallel")
     ]
 
@@ -130,7 +141,7 @@ ONE_RANK = (
         1,
         tuple(name for name in CONFIGURATIONS if name != "full_shard-offload-both"),
         "One rank: predicted memory",
-        needs=(memory_gib(20),),
+        needs=(memory_gib(30), NO_SIMULATION),
     ),
     *_speed(),
     *_synchronizations(),

@@ -7,7 +7,7 @@ from tests.gpu.checks.environment import collective_errors
 from tests.gpu.checks.evaluation import evaluation
 from tests.gpu.checks.one_rank import memory_checks
 from tests.gpu.checks.parity import case_parity, pipeline_parity
-from tests.gpu.checks.precision import low_precision
+from tests.gpu.checks.precision import OF_LIGHTNING, low_precision
 from tests.gpu.checks.replicas import COMPRESSORS, SYNC_METHODS, compression, local_training
 from tests.gpu.checks.resuming import save_and_resume
 from tests.gpu.checks.speed import step_time
@@ -110,6 +110,7 @@ def _correctness(num_ranks: int, spreads: bool, suffix: str) -> list[Check]:
 
     def check(kind: str, name: str, title: str, run: object, args: tuple[object, ...], model: str = "") -> Check:
         more = (package("transformers"),) if model in NEEDS_TRANSFORMERS else ()
+        more += (NO_SIMULATION,) if name in OF_LIGHTNING else ()
         title = f"{where[:1].upper()}{where[1:]}: {title}"
         return Check(f"{kind}-{suffix}/{name}", title, run, args, (*needs, *more), **common)  # type: ignore[arg-type]
 

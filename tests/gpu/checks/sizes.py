@@ -13,9 +13,12 @@ __all__ = ["flops_per_token", "num_parameters", "workload"]
 
 SIZES = {
     "124M": Workload(dim=768, num_layers=17, num_heads=12, context=1024, global_batch_size=16, device="cuda"),
-    "1B": Workload(dim=2048, num_layers=20, num_heads=16, context=2048, global_batch_size=8, device="cuda"),
+    "1B": Workload(dim=2048, num_layers=20, num_heads=16, context=2048, global_batch_size=4, device="cuda"),
 }
-"""The examples' GPT, whose vocabulary is so small that it has more blocks than GPT-2 of the same size."""
+"""The examples' GPT, whose vocabulary is so small that it has more blocks than GPT-2 of the same size.
+
+Two models of 1B with their optimizer states need 32 GiB where two ways of training take turns, besides the activations.
+"""
 
 TINY = Workload(dim=64, num_layers=4, num_heads=2, context=32, global_batch_size=8, text=__file__)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from statistics import median
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from lightning_dist.telemetry import peak_memory_mib
 from lightning_dist.telemetry.peak import peak_of
 from tests.bench import handwritten
-from tests.bench.harness import LOSS_TOLERANCE_BFLOAT16, Pace, Pairs, average_orders, compare_steps
+from tests.bench.harness import LOSS_TOLERANCE_BFLOAT16, EndStep, Pace, Pairs, average_orders, compare_steps
 from tests.bench.sides import SIDES, with_trainer
 from tests.bench.workload import Workload
 from tests.gpu.check import Found
@@ -45,7 +46,7 @@ WAYS: dict[str, Any] = {
 def compare(name: str, size: Workload, pace: Pace, is_ours_first: bool) -> Pairs:
     """Return pairs of seconds per step."""
     _connect(size)
-    ours, theirs = (partial(WAYS[way], size) for way in COMPARISONS[name])
+    ours, theirs = (partial(_train, way, size) for way in COMPARISONS[name])
     return compare_steps(ours, theirs, pace, is_ours_first, LOSS_TOLERANCE_BFLOAT16)
 
 
@@ -64,8 +65,20 @@ def peak_mib(way: str, size: Workload, num_steps: int = 4) -> float:
     return peak_memory_mib(torch.device(size.device))
 
 
+def _train(way: str, size: Workload, end_step: EndStep) -> None:
+    """Train in a thread, which has a current device of its own."""
+    _choose_device(size)
+    WAYS[way](size, end_step)
+
+
+def _choose_device(size: Workload) -> None:
+    if size.device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+
+
 def _connect(size: Workload) -> None:
     """Initialize the default process group, by which tensors on the CPU can be sent as well."""
+    _choose_device(size)
     dist.init_process_group("cpu:gloo,cuda:nccl" if size.device == "cuda" else "gloo")
 
 
