@@ -246,7 +246,9 @@ class FirstStepAudit(Technique):
             return
         self._weights_are_due = False
         for (axis, group), held in self._replicated().items():
-            found = differ(torch.stack([bit_sums(local) for _, local in held]), [group]).tolist()
+            # Offloaded shards are on the CPU, and parameters without dimensions on the device.
+            device = next((local.device for _, local in held if local.device.type != "cpu"), torch.device("cpu"))
+            found = differ(torch.stack([bit_sums(local).to(device) for _, local in held]), [group]).tolist()
             for (name, local), is_different in zip(held, found, strict=True):
                 if is_different:
                     self._raise_unless_rounding(name, local, axis, group)

@@ -161,12 +161,12 @@ def _gather(module: nn.Module, device: torch.device, of_gradients: bool) -> Gath
     names, sums, tensors = [], [], {}
     for name, tensor in _one_by_one(module, of_gradients):
         names.append(name)
-        sums.append(torch.zeros(2, dtype=torch.int64) if tensor is None else bit_sums(tensor))
+        sums.append(torch.zeros(2, dtype=torch.int64, device=device) if tensor is None else bit_sums(tensor).to(device))
         if tensor is not None and dist.get_rank() == 0:
             tensors[name] = tensor
     world = dist.group.WORLD
     assert world is not None
-    flags = differ(torch.stack(sums).to(device), [world]).tolist()
+    flags = differ(torch.stack(sums), [world]).tolist()
     differing = [name for name, is_different in zip(names, flags, strict=True) if is_different]
     return Gathered(tensors, _distances_from_first_rank(module, device, of_gradients, differing))
 

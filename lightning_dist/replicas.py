@@ -82,7 +82,9 @@ def check_replicas(module: nn.Module, mesh: DeviceMesh, axis: str = "dp_replicat
         names.append(name)
         # Parameters of other pipeline stages (on the meta device) are compared by the ranks of these stages.
         sums.append(
-            torch.zeros(2, dtype=torch.int64, device=mesh.device_type) if is_remote(local) else bit_sums(local.detach())
+            torch.zeros(2, dtype=torch.int64, device=mesh.device_type)
+            if is_remote(local)
+            else bit_sums(local.detach()).to(mesh.device_type)  # Offloaded shards are on the CPU.
         )
     fingerprint = torch.stack(sums)
     differs = differ(fingerprint, [mesh[axis].get_group()]).to(torch.int32)

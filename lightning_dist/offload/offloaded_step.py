@@ -131,11 +131,12 @@ class OffloadedStep:
     def _move(self, params: Sequence[nn.Parameter]) -> list[_Moved]:
         """Return the parameters with copies on the device of the step, which have their gradients and states."""
         state = self._optimizer.state
-        # Otherwise, the number of steps stays on the CPU, where an update reads it.
+        # On an accelerator, the number of steps stays on the CPU, where an update reads it, unless a kernel reads it. A
+        # step on the CPU needs everything there, such as the averages of a parameter without dimensions.
         moves_scalars = {
             param
             for group in self._optimizer.param_groups
-            if group.get("fused") or group.get("capturable")
+            if self._device.type == "cpu" or group.get("fused") or group.get("capturable")
             for param in group["params"]
         }
         moved: list[_Moved] = []
