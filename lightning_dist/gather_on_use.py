@@ -8,6 +8,7 @@ in-place change of the stand-in changes the shards.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, cast
 
@@ -17,7 +18,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, dis
 
 from lightning_dist._compat import make_parameter, tree_leaves, tree_map, without_memory
 
-__all__ = ["GatheredOnUse", "is_in_place", "whole_for_step", "write_whole"]
+__all__ = ["GatheredOnUse", "call_after_writes", "is_in_place", "whole_for_step", "write_whole"]
 
 
 def whole_for_step(
@@ -295,3 +296,22 @@ def write_whole(sharded: DTensor, whole: Tensor) -> None:
         shard.copy_(value)
     else:  # Elements that have not changed keep their precision.
         shard.copy_(torch.where(shard.to(value.dtype) == value, shard, value))
+    for reference in list(_after_writes):
+        call = reference()
+        if call is None:
+            _after_writes.remove(reference)
+        else:
+            call()
+
+
+_after_writes: list[weakref.WeakMethod[Callable[[], None]]] = []
+"""Methods that are called after a step has written into a shard."""
+
+
+def call_after_writes(method: Callable[[], None]) -> None:
+    """Call a method each time after a step has written into a shard, as long as its object exists.
+
+    Args:
+        method: Bound method without arguments.
+    """
+    _after_writes.append(weakref.WeakMethod(method))

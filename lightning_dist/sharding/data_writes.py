@@ -12,8 +12,9 @@ __all__ = ["DataWrites"]
 _NUM_FIRST = 4
 """Number of frees of a parameter in training, from the first one on, at which its copy is always written back."""
 
-_PERIOD = 64
-"""Number of frees after which a copy is compared with its shard again."""
+_PERIOD = 61
+"""Number of frees after which a copy is compared with its shard again. A prime number reaches the frees after forwards
+as well as those after backwards, for which parameters are gathered anew."""
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

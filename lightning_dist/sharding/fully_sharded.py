@@ -29,7 +29,7 @@ from torch.nn import functional
 
 from lightning_dist._compat import NORM, own_parameters, tree_map
 from lightning_dist.collectives import DirectAllGather, Transfer, TwoShotReduceScatter, begin_exchange
-from lightning_dist.gather_on_use import GatheredOnUse, whole_for_step
+from lightning_dist.gather_on_use import GatheredOnUse, call_after_writes, whole_for_step
 from lightning_dist.parameter_group import MAX_BYTES_UNDER_WAY
 from lightning_dist.sharding import _compat
 from lightning_dist.sharding._compat import ShardedGroup, WrapShard
@@ -244,6 +244,11 @@ class Sharding(Technique):
         self._root = _StepRoot(self._module, self._holders)
         fully_shard(self._root, mesh=self._mesh, ignored_params=set(self._module.parameters()))
         _compat.initialize_root(self._root)
+        if self._mesh.device_type != "cpu":
+            call_after_writes(self._let_gathers_follow_writes)
+
+    def _let_gathers_follow_writes(self) -> None:
+        _compat.let_gathers_follow_writes(self._root, torch.device(self._mesh.device_type))
 
     def _begin_exchange(
         self, action: Action, unit: int, received: Tensor, sent: Sequence[Tensor], group: dist.ProcessGroup

@@ -15,6 +15,7 @@ from lightning_dist.sharding._compat.root import (
     flush_gradients,
     gather_before_views,
     initialize_root,
+    let_gathers_follow_writes,
     reduce_gradients,
     reset_after_error,
 )
@@ -22,5 +23,5 @@ from lightning_dist.sharding._compat.wrapped import WrapShard
 
 __all__ = [
     "ShardedGroup", "WrapShard", "accumulating", "flush_gradients", "gather_before_views", "initialize_root",
-    "reduce_gradients", "reset_after_error", "sharded_group",
+    "let_gathers_follow_writes", "reduce_gradients", "reset_after_error", "sharded_group",
 ]  # fmt: skip

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -19,7 +19,7 @@ from lightning_dist.shard_memory import ShardMemory
 from lightning_dist.sharding._compat.wrapped import WrappedParam
 from lightning_dist.sharding.data_writes import DataWrites
 
-__all__ = ["MakeStandIn", "ShardedParam"]
+__all__ = ["MakeStandIn", "ShardedParam", "let_gathers_wait"]
 
 MakeStandIn = Callable[[torch.Tensor, torch.dtype | None, Callable[[], None]], torch.Tensor]
 """A function that creates the stand-in of a sharded parameter, given the parameter, the dtype that it is computed in
@@ -266,6 +266,7 @@ class ShardedParam:
             is_current = self._data_writes.is_written_back(shard, own, self.place[0].training)
         if is_changed or is_current:
             _store(shard, own)
+            let_gathers_wait(getattr(self._group, "comm_ctx", None), self._group.device)
             self._shard_version = self._version_of_shard()
             shard, own = self._own_part()
         # On other devices, the host would have to wait for a comparison.
@@ -438,6 +439,19 @@ def _store(shard: torch.Tensor, own: torch.Tensor) -> None:
         shard.copy_(own)
     else:
         shard.copy_(torch.where(shard.to(own.dtype) == own, shard, own))
+
+
+def let_gathers_wait(streams: Any, device: torch.device) -> None:
+    """Let the stream that reads shards for later gathers wait for writes of the current stream to a shard.
+
+    FSDP2 lets it wait only when a step begins, since it expects no writes in a step. Replaced by: an FSDP2 that does.
+
+    Args:
+        streams: FSDP2's object with the streams of all groups of a root; None: it does not exist yet.
+        device: Device of the shards.
+    """
+    if device.type != "cpu" and hasattr(streams, "all_gather_copy_in_stream"):
+        streams.all_gather_copy_in_stream.wait_stream(torch.get_device_module(device.type).current_stream())
 
 
 def _do_nothing() -> None:

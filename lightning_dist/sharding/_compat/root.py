@@ -13,10 +13,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_dist._compat import tree_leaves
 from lightning_dist.sharding._compat.group import ShardedGroup, fsdp_state
+from lightning_dist.sharding._compat.param import let_gathers_wait
 
 __all__ = [
-    "accumulating", "flush_gradients", "gather_before_views", "initialize_root", "reduce_gradients",
-    "reset_after_error",
+    "accumulating", "flush_gradients", "gather_before_views", "initialize_root", "let_gathers_follow_writes",
+    "reduce_gradients", "reset_after_error",
 ]  # fmt: skip
 
 
@@ -48,6 +49,11 @@ def gather_before_views(module: nn.Module) -> None:
         fsdp_state(module)._pre_backward(cast(torch.Tensor, None))
 
     module.register_forward_hook(hook)
+
+
+def let_gathers_follow_writes(root: nn.Module, device: torch.device) -> None:
+    """Let later gathers wait for writes of the current stream to a shard (see :func:`let_gathers_wait`)."""
+    let_gathers_wait(fsdp_state(root)._comm_ctx, device)
 
 
 def flush_gradients(root: nn.Module) -> None:

@@ -1,0 +1,107 @@
+"""What the host reads from a device late is still honoured, or an error that names it."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+
+from lightning_dist import DataParallelStrategy, FullShardStrategy
+from lightning_dist._compat import local_of
+from lightning_dist.compression import Compression, Int8
+from lightning_dist.parallel_module import parallelized
+from lightning_dist.parity import whole_parameters
+from tests.distributed.fit import make_trainer
+from tests.models import GPT
+from tests.pool import RankFailed, WorkerPool
+
+
+def overflow() -> tuple[list[bool], int, list[str]]:
+    """Train by a fused optimizer, with a gradient that is not finite in the third step of one rank."""
+    changed: list[bool] = []
+
+    class Poisoned(GPT):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss * float("nan") if batch_idx == 2 and self.trainer.global_rank == 1 else loss
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=True)
+
+    class Record(pl.Callback):
+        before: Any = None
+
+        def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, *args: Any) -> None:
+            now = [local_of(param.detach()).cpu().clone() for param in pl_module.parameters()]
+            if self.before is not None:
+                changed.append(any(not torch.equal(a, b) for a, b in zip(self.before, now, strict=True)))
+            self.before = now
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model = Poisoned()
+        strategy = DataParallelStrategy(compression=Int8(block_size=64, min_numel=64))
+        make_trainer("auto", strategy=strategy, max_steps=9, callbacks=[Record()]).fit(model)
+    compression = parallelized(model).get(Compression)  # type: ignore[union-attr]
+    assert compression is not None
+    assert all(torch.isfinite(param.detach().cpu()).all() for param in model.parameters())
+    texts = [str(warning.message) for warning in caught if "not finite" in str(warning.message)]
+    return changed, compression.num_skipped_steps, texts
+
+
+def test_fused_optimizers_skip_a_step_with_a_gradient_that_is_not_finite(simulated: WorkerPool) -> None:
+    for rank, (changed, num_skipped, texts) in enumerate(simulated.run(overflow, 2)):
+        assert changed[0] and not changed[1]  # The third step, of which the second change is the result, is skipped.
+        assert changed[-2:] == [True, True]  # The compressor has forgotten what was not finite.
+        assert num_skipped == changed.count(False) >= 1
+        assert len(texts) == (num_skipped if rank == 0 else 0)
+
+
+class Clamped(GPT):
+    """Clamp a weight through ``.data`` where the steps from ``first`` on use it, or in each step outside of its block.
+
+    Args:
+        first: Number of the first step that clamps the weight.
+        is_inside: Whether the weight is clamped in the forward of its block.
+    """
+
+    def __init__(self, first: int, is_inside: bool = True) -> None:
+        super().__init__(optimizer="plain_sgd")
+        self.first, self.is_inside, self.step = first, is_inside, -1
+        self.model.blocks[0].mlp[0].register_forward_pre_hook(lambda *args: self.clamp(True))
+
+    def clamp(self, is_inside: bool) -> None:
+        if is_inside is self.is_inside and self.step >= self.first:
+            self.model.blocks[0].mlp[0].weight.data.clamp_(-0.01, 0.01)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.step = batch_idx
+        self.clamp(False)
+        return super().training_step(batch, batch_idx)
+
+
+def train_clamped(is_sharded: bool, first: int, is_inside: bool, max_steps: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Clamped(first, is_inside)
+    strategy: Any = FullShardStrategy() if is_sharded else DataParallelStrategy()
+    make_trainer("auto", strategy=strategy, max_steps=max_steps, precision="64-true").fit(model)
+    return {name: weight.cpu().numpy() for name, weight in whole_parameters(model).items()}
+
+
+@pytest.mark.parametrize("is_inside", [True, False])
+def test_changes_through_data_are_written_back_if_the_first_steps_make_some(
+    simulated: WorkerPool, is_inside: bool
+) -> None:
+    replicated = simulated.run(train_clamped, 2, False, 1, is_inside, 9)[0]
+    sharded = simulated.run(train_clamped, 2, True, 1, is_inside, 9)[0]
+    for name, weight in replicated.items():
+        assert abs(weight - sharded[name]).max() <= 1e-10, name
+
+
+def test_a_late_change_through_data_is_an_error(simulated: WorkerPool) -> None:
+    message = r"'model\.blocks\.0\.mlp\.0\.weight' through \.data, which it had not done"
+    with pytest.raises(RankFailed, match=message):
+        simulated.run(train_clamped, 2, True, 40, True, 200)
