@@ -19,7 +19,7 @@ OPTIONAL_PACKAGES = {
     "pytest": "the tests of tests/parity",
     "torchdata": "nothing here",
     "mlflow": "nothing here",
-    "jsonargparse": "the command",
+    "jsonargparse": "nothing here",
 }
 """Packages that may be missing, with what is left out without them."""
 
