@@ -21,6 +21,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 
+from lightning_dist.plugins._compat import around_every_batch
 from tests.accelerator import VARIABLE, place
 from tests.accelerator_rules import NAME
 from tests.accelerator_rules.build import compiled
@@ -120,16 +121,19 @@ def _watched_gloo(counter: counted) -> Iterator[None]:
 
 
 class _Window(pl.Callback):
-    """Count from the end of one step to that of another."""
+    """Count in some steps. A step begins before its batch is fetched, and ends before the next batch is."""
 
     def __init__(self) -> None:
         self.counter = counted()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        around_every_batch(trainer, "counted steps", self._begin_step)
+
+    def _begin_step(self) -> None:
         self.counter.step += 1
-        if self.counter.step == _FIRST - 1:
+        if self.counter.step == _FIRST:
             self.counter.__enter__()
-        if self.counter.step == _LAST:
+        if self.counter.step == _LAST + 1:
             self.counter.__exit__()
 
 
