@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,12 +43,16 @@ __all__ = [
 ]
 
 
+_num_started = itertools.count()
+"""Number of process groups of all processes that :func:`init_process_group` has started in this process."""
+
+
 def init_process_group(
     environment: ClusterEnvironment, device: torch.device, backend: str | None, timeout: timedelta | None
 ) -> str:
     """Start torch.distributed as Lightning's own strategies do, and return the backend.
 
-    The group is bound to an accelerator, so that NCCL connects at once, and barriers need not guess the device.
+    The first group is bound to an accelerator, so that NCCL connects at once, and barriers need not guess the device.
 
     This could be replaced by a base class in Lightning for strategies that run one process per device.
     """
@@ -57,7 +62,10 @@ def init_process_group(
     # torch 2.13 cannot create groups of some ranks from a group of gloo that is bound to a device.
     backends = dict(part.rpartition(":")[::2] for part in backend.split(","))
     is_gloo = backends.get(device.type, backends.get("")) == "gloo"
-    device_id = None if device.type == "cpu" or is_gloo else device
+    # It also crashes when it splits a group of all processes that is not the first one in this process, as a mesh does
+    # with a group that is bound to a device. A later version of torch makes both conditions unnecessary.
+    is_first = dist.is_initialized() or next(_num_started) == 0
+    device_id = None if device.type == "cpu" or is_gloo or not is_first else device
     how: dict[str, Any] = {"timeout": timeout, "device_id": device_id}
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         patience = timeout or default_pg_timeout

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import sys
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
@@ -13,10 +15,9 @@ import torch.distributed as dist
 from lightning.pytorch.accelerators import CUDAAccelerator
 
 from lightning_dist import FaultTolerance, FullShardStrategy
-from lightning_dist._compat import process_groups
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins._compat import processes
-from tests.pool import WorkerPool
+from tests.launched import Forked
 
 CUDA = torch.device("cuda", 3)
 
@@ -40,10 +41,12 @@ def test_the_process_group_is_bound_to_the_device(
 ) -> None:
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(processes, "_init_dist_connection", lambda *args, **kwargs: calls.append(kwargs))
+    monkeypatch.setattr(processes, "_num_started", itertools.count())
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     environment: Any = SimpleNamespace(global_rank=lambda: 3, world_size=lambda: 8)
     assert _compat.init_process_group(environment, device, asked, timedelta(seconds=5)) == backend
-    assert calls == [{"timeout": timedelta(seconds=5), "device_id": expected}]
+    _compat.init_process_group(environment, device, asked, timedelta(seconds=5))
+    assert calls == [{"timeout": timedelta(seconds=5), "device_id": bound} for bound in (expected, None)]
 
 
 @pytest.mark.parametrize("hang_timeout", [None, 9.0])
@@ -96,21 +99,21 @@ def test_a_barrier_of_nccl_names_its_device(
     assert given == [expected]
 
 
-def split_off() -> list[float]:
+def split_off() -> None:
     """Split a group with options of another backend, as DeviceMesh does with those of NCCL for gloo."""
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     world = dist.group.WORLD
     assert world is not None
-    options = torch._C._distributed_c10d.Backend.Options("nccl", timedelta(seconds=9))
-    pair = world.split_group(
-        [0, 1], timeout=timedelta(seconds=9), opts=options, group_name="pair", group_desc="mesh_dp_shard"
-    )
-    value = torch.tensor([1.0 + dist.get_rank()])
-    pair.allreduce([value]).wait()
-    assert world in process_groups()
-    return value.tolist()
+    timeout = timedelta(seconds=9)
+    options = torch._C._distributed_c10d.Backend.Options("nccl", timeout)
+    own = world.split_group([0], timeout=timeout, opts=options, group_name="own", group_desc="mesh_dp_shard")
+    value = torch.tensor([3.0])
+    own.allreduce([value]).wait()
+    sys.stdout.write(f"{own.size()} {value.tolist()}\n")
 
 
-def test_groups_that_are_split_off_keep_gloo(pool: WorkerPool) -> None:
+def test_groups_that_are_split_off_keep_gloo() -> None:
     """With offload="params", shards on the CPU are reduced over groups that torch splits from the one of all ranks."""
-    assert pool.run(split_off, 2) == [[3.0], [3.0]]
+    process = Forked(split_off, environment=dict(os.environ))
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and output.splitlines()[-1] == "1 [3.0]", output
