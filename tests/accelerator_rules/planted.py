@@ -99,11 +99,11 @@ DEFECTS = {
         lambda: FullShardStrategy(activation_checkpointing="offload"), _TWO_KERNELS,
     ),
     "activations are freed before they are copied": Defect(
-        torch.Tensor, "record_stream", ("activation_checkpointing/copies.py",),
-        lambda: FullShardStrategy(activation_checkpointing="offload"), _REUSE,
+        Stream, "wait_event", ("activation_checkpointing/copies.py:_wait_and_free",),
+        lambda: FullShardStrategy(activation_checkpointing="offload"), _REUSE, "deep_gpt",
     ),
     "the backward does not wait for activations": Defect(
-        Stream, "wait_event", ("activation_checkpointing/copies.py:get",),
+        Stream, "wait_event", ("activation_checkpointing/copies.py:_take",),
         lambda: FullShardStrategy(activation_checkpointing="offload"), _TWO_KERNELS,
     ),
     "a checkpoint is copied while weights are updated": Defect(
