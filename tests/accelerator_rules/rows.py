@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -53,6 +53,7 @@ class Row:
         num_ranks: Number of ranks.
         clip: Norm to which gradients are clipped.
         checkpointing: The strategy's ``activation_checkpointing``.
+        optimizer: Name of the model's optimizer.
     """
 
     make: Callable[..., Any]
@@ -60,6 +61,7 @@ class Row:
     num_ranks: int = 2
     clip: float | None = None
     checkpointing: str | None = None
+    optimizer: str = "sgd"
 
     def strategy(self) -> Any:
         """Return the strategy."""
@@ -67,7 +69,7 @@ class Row:
 
     def build(self, seed: int) -> TestModule:
         """Return the model with weights that are drawn from ``seed``."""
-        return build(self.model, seed=seed)
+        return build(self.model, seed=seed, optimizer=self.optimizer)
 
 
 def _context(attention: str) -> Callable[..., Any]:
@@ -110,4 +112,5 @@ for _each in _COMPRESSORS:
 ROWS["hybrid_shard, int8"] = Row(
     lambda **kwargs: HybridShardStrategy(2, 2, compression=_COMPRESSORS[2], **kwargs), "llama", 4
 )
+ROWS["data_parallel, int8, fused optimizer"] = replace(ROWS["data_parallel, int8"], optimizer="fused_adamw")
 """All rows by name."""
