@@ -37,8 +37,6 @@ _ALIGNMENT = 16
 class SameBuffers(Technique):
     """Give all ranks of ``mesh`` the buffers of the first rank.
 
-    Creating an instance is a collective over ``mesh``.
-
     Args:
         mesh: Device mesh of the ranks that have different parts of a batch.
     """
@@ -48,8 +46,6 @@ class SameBuffers(Technique):
         self._mesh = mesh
         self._is_on_host = all(dist.get_backend(group) == "gloo" for group in self._axes)
         self._agreement: FlagAgreement | None = None
-        if self._axes:
-            self._agreement = FlagAgreement(mesh.mesh.flatten().tolist(), "changed buffers", self._describe_flag)
         self._changed: list[bool] = []
         """For each buffer, whether it had changed on any rank at the last synchronization."""
         self._sizes: list[tuple[torch.dtype, torch.Size] | None] = []
@@ -61,7 +57,10 @@ class SameBuffers(Technique):
         self._module = parallel.module
 
     def finish(self) -> None:
-        """Find the buffers of the module. Those that are registered later are not synchronized."""
+        """Find the buffers of the module. Those that are registered later are not synchronized.
+
+        This is a collective over the mesh if there are buffers that do not fit into one small message.
+        """
         found: dict[int, tuple[nn.Module, str]] = {}
         for module in self._module.modules():
             for key, buffer in own_buffers(module).items():
@@ -72,6 +71,8 @@ class SameBuffers(Technique):
             # On the device's own groups, the host would wait for all that the device has still to do.
             ranks = self._mesh.mesh.flatten().tolist()
             self._agreement = FlagAgreement(ranks, "changed buffers", self._describe_flag)
+        if self._axes and self._places and not (self._is_on_host and _are_small(self._buffers())):
+            self._made_agreement()
         self._seen = [(None, -1)] * len(self._places)
         self._changed = [True] * len(self._places)
 
@@ -91,13 +92,23 @@ class SameBuffers(Technique):
         """
         if not self._places or not self._axes:
             return
-        buffers = [own_buffers(module).get(key) for module, key in self._places]
+        buffers = self._buffers()
         if self._is_on_host and _are_small(buffers):
             for group in self._axes:
                 self._broadcast_small(buffers, group)
         else:
             self._broadcast_changed(buffers)
         self._seen = [(buffer, -1 if buffer is None else version_of(buffer)) for buffer in buffers]
+
+    def _buffers(self) -> list[Tensor | None]:
+        return [own_buffers(module).get(key) for module, key in self._places]
+
+    def _made_agreement(self) -> FlagAgreement:
+        """Return the object by which the ranks agree on changed buffers, which this may create. This is a collective."""
+        if self._agreement is None:
+            ranks = self._mesh.mesh.flatten().tolist()
+            self._agreement = FlagAgreement(ranks, "changed buffers", self._describe_flag)
+        return self._agreement
 
     def _broadcast_changed(self, buffers: Sequence[Tensor | None]) -> None:
         """Overwrite those ``buffers`` that changed on any rank since the last synchronization, in one message."""
@@ -108,12 +119,10 @@ class SameBuffers(Technique):
             for (module, _), buffer, (seen, version) in zip(self._places, buffers, self._seen, strict=True)
         ]
         sizes = [None if buffer is None else (buffer.dtype, buffer.shape) for buffer in buffers]
-        assert self._agreement is not None
-        has_other_sizes, *self._changed = self._agreement.agree(
-            [sizes != self._sizes, *changed], [False, *self._changed]
-        )
+        agreement = self._made_agreement()
+        has_other_sizes, *self._changed = agreement.agree([sizes != self._sizes, *changed], [False, *self._changed])
         if has_other_sizes:
-            (is_same,) = begin_are_same_numbers([zlib.crc32(str(sizes).encode())], self._agreement.group)()
+            (is_same,) = begin_are_same_numbers([zlib.crc32(str(sizes).encode())], agreement.group)()
             if not is_same:
                 self._refuse_other_sizes()
             self._sizes = sizes

@@ -27,8 +27,6 @@ __all__ = ["Scalars"]
 class Scalars(Technique):
     """Replicate the 0-dimensional parameters on every rank.
 
-    Creating an instance is a collective over ``mesh``.
-
     Args:
         mesh: The mesh over which gradients are averaged.
         parameter_mesh: The mesh over which the parameters are DTensors, as the module's other parameters are.
@@ -39,8 +37,6 @@ class Scalars(Technique):
         self._parameter_mesh = parameter_mesh
         self._groups: list[ScalarGroup] = []
         self._agreement: FlagAgreement | None = None
-        if mesh.size() > 1:
-            self._agreement = FlagAgreement(mesh.mesh.flatten().tolist(), "used scalars", self._describe_flag)
 
     def _describe_flag(self, index: int) -> str:
         return f"the frozen parameter {self._groups[0].names[index]!r} got a gradient"
@@ -50,9 +46,14 @@ class Scalars(Technique):
         self._module = parallel.module
 
     def manage_unit(self, unit: Unit) -> ParameterGroup | None:
-        """Return a group for the unit of 0-dimensional parameters, and None for any other."""
+        """Return a group for the unit of 0-dimensional parameters, and None for any other.
+
+        This is a collective over the mesh if there are such parameters.
+        """
         if unit.kind != "scalars":
             return None
+        if self._agreement is None and self._mesh.size() > 1:
+            self._agreement = FlagAgreement(self._mesh.mesh.flatten().tolist(), "used scalars", self._describe_flag)
         self._groups.append(ScalarGroup(self._module, unit.params, self._mesh, self._parameter_mesh))
         return self._groups[-1]
 
