@@ -104,7 +104,7 @@ class SameBuffers(Technique):
         return [own_buffers(module).get(key) for module, key in self._places]
 
     def _made_agreement(self) -> FlagAgreement:
-        """Return the object by which the ranks agree on changed buffers, which this may create. This is a collective."""
+        """Return the object by which ranks agree on changed buffers, and create it if needed. This is a collective."""
         if self._agreement is None:
             ranks = self._mesh.mesh.flatten().tolist()
             self._agreement = FlagAgreement(ranks, "changed buffers", self._describe_flag)
