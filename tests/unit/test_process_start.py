@@ -42,6 +42,7 @@ def test_the_process_group_is_bound_to_the_device(
     calls: list[dict[str, Any]] = []
     monkeypatch.setattr(processes, "_init_dist_connection", lambda *args, **kwargs: calls.append(kwargs))
     monkeypatch.setattr(processes, "_num_started", itertools.count())
+    monkeypatch.setattr(dist, "is_initialized", lambda: False)  # Other tests leave a process group in this process.
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     environment: Any = SimpleNamespace(global_rank=lambda: 3, world_size=lambda: 8)
     assert _compat.init_process_group(environment, device, asked, timedelta(seconds=5)) == backend
