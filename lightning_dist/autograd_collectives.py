@@ -36,6 +36,7 @@ __all__ = [
     "exchange",
     "gather",
     "gather_to",
+    "part_of_sum",
     "scatter_from",
     "split",
     "sum_from",
@@ -87,12 +88,12 @@ def split(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 def gather_to(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """All-gather ``tensor``, the input of split layers, along ``dim``, and reduce-scatter its gradient."""
-    return exchange(tensor, group, dim, whole, _part_of_sum)
+    return exchange(tensor, group, dim, whole, part_of_sum)
 
 
 def scatter_from(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     """Reduce-scatter ``tensor``, the output of split layers of which each rank has a summand, along ``dim``."""
-    return exchange(tensor, group, dim, _part_of_sum, whole)
+    return exchange(tensor, group, dim, part_of_sum, whole)
 
 
 def exchange(tensor: Tensor, group: dist.ProcessGroup, dim: int, forward: Exchange, backward: Exchange) -> Tensor:
@@ -170,7 +171,8 @@ def whole(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
     return chunks.flatten(0, 1).movedim(0, dim).contiguous()
 
 
-def _part_of_sum(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+def part_of_sum(tensor: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    """Reduce-scatter ``tensor`` along ``dim``, as :func:`scatter_from` does, but without a backward."""
     first = tensor.movedim(dim, 0).contiguous()
     chunks = first.view(group.size(), -1, *first.shape[1:])
     count_reduce_scatter(first, group)

@@ -195,7 +195,7 @@ def _techniques(
     if layout.tp > 1:
         mesh_tp = layout.get_mesh(mesh, "tp")
         plan = find_plan(module, units, config.tensor_parallel, mesh_tp, layout.num_shards, experts.styles())
-        techniques.append(TensorParallel(module, plan, mesh_tp, layout.num_shards))
+        techniques.append(TensorParallel(module, plan, mesh_tp, layout.num_shards, config.tensor_parallel.is_async))
     elif config.tensor_parallel.plan is not None:
         resolve_plan(module, config.tensor_parallel.plan)  # It raises if a name in the plan matches no module.
     if config.compilation is not None:

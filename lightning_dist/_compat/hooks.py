@@ -20,6 +20,7 @@ __all__ = [
     "call_post_accumulate_hooks",
     "give_post_accumulate_hooks",
     "gradient_hooks",
+    "has_foreign_forward_hooks",
     "leave_out_hooks",
     "move_hooks",
     "num_forward_hooks",
@@ -44,6 +45,15 @@ def num_forward_hooks(module: nn.Module) -> int:
     Replaced by: a public way to list a module's hooks.
     """
     return len(module._forward_hooks) + len(module._forward_pre_hooks)
+
+
+def has_foreign_forward_hooks(module: nn.Module) -> bool:
+    """Return whether ``module`` has forward hooks that neither torch.distributed nor this package has registered.
+
+    Replaced by: the same as for :func:`num_forward_hooks`.
+    """
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    return any(not _origin(hook).startswith(_OURS) for hook in hooks)
 
 
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:

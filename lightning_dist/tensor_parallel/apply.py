@@ -50,11 +50,16 @@ class TensorParallel(Technique):
         mesh: The one-dimensional mesh of the ranks of ``tp``.
         num_shards: Number of ranks over which FSDP2 shards each rank's part of the parameters.
 
+        overlaps: Whether layers exchange tokens while they multiply (asynchronous tensor parallelism).
+
     Raises:
-        PlanError: If a module cannot be split as the plan says, or its features do not divide by the number of ranks.
+        PlanError: If a module cannot be split as the plan says, or its features do not divide by the number of ranks;
+            or if ``overlaps`` is set, and no layer of the plan exchanges tokens.
     """
 
-    def __init__(self, root: nn.Module, plan: Plan, mesh: DeviceMesh, num_shards: int = 1) -> None:
+    def __init__(
+        self, root: nn.Module, plan: Plan, mesh: DeviceMesh, num_shards: int = 1, overlaps: bool = False
+    ) -> None:
         _compat.accept_sequential_redistribution()
         self._root = root
         self._mesh = mesh
@@ -89,6 +94,9 @@ class TensorParallel(Technique):
         self._layers = SplitLayers(self._group, self.sequence, random, plan.splits_logits)
         for name, entry in plan.entries.items():
             self._prepare(name, root.get_submodule(name), entry.style, entry.num_packed)
+        self._num_overlapped = 0
+        if overlaps:
+            self._overlap(plan)
         for name, heads in plan.heads.items():
             add_head_hooks(root.get_submodule(name), heads, self._group, lambda: self._is_whole)
         for name, sizes in plan.sizes.items():
@@ -139,6 +147,20 @@ class TensorParallel(Technique):
             if layer.out_size is not None:
                 self._change(module, layer.out_size, layer.out_features // self._group.size())
         self._add_hooks(module, *self._layers.around(style))
+
+    def _overlap(self, plan: Plan) -> None:
+        layers = ((self._root.get_submodule(name), entry.style) for name, entry in plan.entries.items())
+        self._num_overlapped = sum([self._layers.overlap(layer, style) for layer, style in layers])
+        if not self._num_overlapped:
+            why = (
+                "hidden states are not split along the sequence"
+                if plan.sequence is None
+                else ("no layer that exchanges tokens is a plain nn.Linear")
+            )
+            raise PlanError(
+                f"async_tensor_parallel=True: {why}, so that there is nothing to overlap. Leave it out; the table of"
+                " the start says why a model is split as it is."
+            )
 
     def _change(self, module: nn.Module, name: str, value: Any) -> None:
         """Set an attribute of a module, such as a number of heads, to its value for this rank's part."""
@@ -391,7 +413,7 @@ class TensorParallel(Technique):
         """Return the rows of the start-up table that show which layers are split, and how."""
         params = [param for param in self._root.parameters() if not is_remote(param)]
         split = sum(param.numel() for param in params if self.splits(param))
-        return rows_of(self.plan, split / max(sum(param.numel() for param in params), 1))
+        return rows_of(self.plan, split / max(sum(param.numel() for param in params), 1), self._num_overlapped)
 
     @property
     def num_ranks(self) -> int:

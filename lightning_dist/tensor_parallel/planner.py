@@ -49,6 +49,7 @@ class TensorParallelConfig:
             not compute the same as the whole block.
         sequence_parallel: Whether hidden states are split along the sequence; None: wherever that computes the same.
         loss_parallel: Whether logits stay split along the vocabulary; None: unless the step needs whole logits.
+        is_async: Whether layers exchange tokens while they multiply.
         step: Function that runs one step of the module. It is given a function that makes a fake tensor of a real one,
             and passes each tensor of the batch through it. None: no step can be run (see ``why_no_step``).
         why_no_step: The reason why ``step`` is None, for the start-up table and for errors.
@@ -59,6 +60,7 @@ class TensorParallelConfig:
     is_strict: bool = False
     sequence_parallel: bool | None = None
     loss_parallel: bool | None = None
+    is_async: bool = False
     step: Callable[[Callable[[Tensor], Tensor]], Any] | None = None
     why_no_step: str = "no step is known"
     planned: Plan | None = None

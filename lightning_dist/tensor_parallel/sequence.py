@@ -8,10 +8,10 @@ tokens does not divide by the number of ranks, hidden states are not split in th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,12 +19,10 @@ from torch import Tensor, nn
 
 from lightning_dist import autograd_collectives
 from lightning_dist.randomness import RankRng
+from lightning_dist.tensor_parallel.async_matmul import DIM, TokensToGather
 from lightning_dist.tensor_parallel.plan import Entry, PlanError, SplitSequence
 
 __all__ = ["SequenceParallel"]
-
-DIM = -2
-"""Dimension of the tokens in hidden states."""
 
 
 class SequenceParallel:
@@ -55,6 +53,8 @@ class SequenceParallel:
         self._layers = {root.get_submodule(name) for name in plan.layers}
         self._gathered: list[Tensor] = []
         self.is_disabled = False
+        self.gathers_in_layers = False
+        """Whether the first layer that uses the tokens gathers them, and not the module around it."""
         self._in_regions = in_regions = {
             root.get_submodule(name) for region in plan.regions for name in _inside(root, region)
         }
@@ -154,7 +154,12 @@ class SequenceParallel:
 
             def gather(tensor: Tensor) -> Tensor:
                 if id(tensor) not in gathered:
-                    gathered[id(tensor)] = autograd_collectives.gather_to(tensor, self._group, DIM)
+                    is_later = self.gathers_in_layers
+                    gathered[id(tensor)] = (
+                        TokensToGather(tensor, self._group)
+                        if is_later
+                        else autograd_collectives.gather_to(tensor, self._group, DIM)
+                    )
                 return gathered[id(tensor)]
 
             for key in keys:
@@ -165,8 +170,10 @@ class SequenceParallel:
         def leave(module: nn.Module, args: Any, output: Any) -> None:
             self._gathered.clear()
 
-        region.register_forward_pre_hook(enter, with_kwargs=True)
-        region.register_forward_hook(leave, always_call=True)
+        # torch.compile gains nothing by tracing into the hooks, since collectives break the graph.
+        disable = cast(Callable[[Any], Any], torch.compiler.disable)
+        region.register_forward_pre_hook(disable(enter), with_kwargs=True)
+        region.register_forward_hook(disable(leave), always_call=True)
 
     def is_active_in(self, module: nn.Module) -> bool:
         """Return whether ``module`` is in a block whose hidden states are currently split."""
@@ -197,6 +204,12 @@ class SequenceParallel:
     def gathers(self, layer: nn.Module) -> bool:
         """Return whether ``layer`` is now given only this rank's tokens, and must gather all of them."""
         return layer in self._layers and self.is_active_in(layer)
+
+    def exchanges_in(self, layer: nn.Module, style: str) -> bool:
+        """Return whether a layer of ``style`` gathers or scatters tokens whenever hidden states are split."""
+        if style == "rowwise":
+            return layer in self._chain_of
+        return style in ("colwise", "packed_colwise") and (layer in self._layers or layer in self._in_regions)
 
     @property
     def activity(self) -> tuple[bool, ...]:

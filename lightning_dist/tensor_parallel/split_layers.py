@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -10,8 +11,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_dist import autograd_collectives
-from lightning_dist._compat import assert_on_device, own_parameters
+from lightning_dist._compat import assert_on_device, has_foreign_forward_hooks, own_parameters
 from lightning_dist.randomness import RankRng
+from lightning_dist.tensor_parallel.async_matmul import (
+    TokensToGather,
+    gather_and_multiply,
+    is_plain_linear,
+    multiply_and_scatter,
+)
 from lightning_dist.tensor_parallel.sequence import SequenceParallel
 from lightning_dist.tensor_parallel.split_logits import SplitLogits
 
@@ -46,6 +53,12 @@ class SplitLayers:
         self._sequence = sequence
         self._random = random
         self._splits_logits = splits_logits
+        # _overlapping: The layers whose forward can exchange tokens while it multiplies.
+        # _exchanging: The layer whose forward runs next, and is to do so.
+        # _exchanged: The row-wise layer whose forward has just done so.
+        self._overlapping: set[nn.Module] = set()
+        self._exchanging: nn.Module | None = None
+        self._exchanged: nn.Module | None = None
         # These are the last input of a split layer, the result of its exchange, and whether gradients were enabled.
         self._entered: tuple[Tensor, Tensor, bool] | None = None
 
@@ -59,9 +72,47 @@ class SplitLayers:
             "embedding_rowwise": (self._look_up_own_rows, self._sum_rows),
         }[style]
 
+    def overlap(self, layer: nn.Module, style: str) -> bool:
+        """Let a split layer exchange tokens while it multiplies, wherever tokens are split when it is called.
+
+        Args:
+            layer: The layer, whose forward is replaced if it is a plain linear layer that exchanges tokens.
+            style: The style by which the layer was split.
+
+        Returns:
+            Whether the forward was replaced.
+        """
+        if self._sequence is None or not self._sequence.exchanges_in(layer, style) or not is_plain_linear(layer):
+            return False
+        self._overlapping.add(layer)
+        self._sequence.gathers_in_layers = True
+        # torch.compile breaks the graph at the hooks of this layer anyway.
+        disable = cast(Callable[[Any], Any], torch.compiler.disable)
+        layer.forward = disable(partial(self._forward, layer))
+        return True
+
+    def _forward(self, layer: Any, given: Tensor) -> Tensor:
+        exchanges, self._exchanging = self._exchanging is layer, None
+        if not exchanges:
+            return nn.functional.linear(given, layer.weight, layer.bias)
+        if "_tensor_parallel_bias" in vars(layer):  # The layer is row-wise.
+            self._exchanged = layer
+            return multiply_and_scatter(given, layer, self._group)
+        shard = given.local if isinstance(given, TokensToGather) else given
+        output, gathered = gather_and_multiply(shard, layer, self._group)
+        if isinstance(given, TokensToGather):
+            given.set_gathered(gathered)
+        else:
+            self._entered = given, gathered, torch.is_grad_enabled()
+        return output
+
+    def _overlaps(self, layer: nn.Module) -> bool:
+        # A user's hook on the layer expects its whole input, or its own output.
+        return layer in self._overlapping and not has_foreign_forward_hooks(layer)
+
     def reset(self) -> None:
         """Reset the state that an error in the last step may have left behind."""
-        self._entered = None
+        self._entered = self._exchanging = self._exchanged = None
         if self._random is not None:
             self._random.forget()
         if self._sequence is not None:
@@ -73,10 +124,18 @@ class SplitLayers:
         Layers that are given the same tensor, such as query, key and value, share one exchange.
         """
         given = args[0]
+        if isinstance(given, TokensToGather):
+            if self._overlaps(module) and not given.is_gathered:
+                self._exchanging = module
+                return args
+            return given.gathered(), *args[1:]
         if self._sequence is not None and self._sequence.has_gathered(given):
             return args
         if self._entered is None or self._entered[0] is not given or self._entered[2] != torch.is_grad_enabled():
             if self._sequence is not None and self._sequence.gathers(module):
+                if self._overlaps(module):
+                    self._exchanging = module
+                    return args
                 entered = autograd_collectives.gather_to(given, self._group, -2)
             else:
                 entered = autograd_collectives.copy_to(given, self._group)
@@ -108,6 +167,8 @@ class SplitLayers:
             own_parameters(module)["bias"] = (
                 None if isinstance(module, nn.Linear) else cast(nn.Parameter, torch.zeros_like(bias))
             )
+        if self._tokens_are_split(module) and self._overlaps(module):
+            self._exchanging = module
 
     def _sum_output(self, module: nn.Module, output: Any) -> Any:
         self._entered = None
@@ -118,7 +179,9 @@ class SplitLayers:
             if self._random is not None and not self._tokens_are_split(module):
                 self._random.leave()
             return output
-        if self._tokens_are_split(module):
+        if self._exchanged is module:
+            self._exchanged = None
+        elif self._tokens_are_split(module):
             output = autograd_collectives.scatter_from(output, self._group, -2)
         else:
             if self._random is not None:

@@ -11,12 +11,13 @@ from lightning_dist.tensor_parallel.plan import Entry, Plan
 __all__ = ["rows_of"]
 
 
-def rows_of(plan: Plan, fraction: float) -> Iterator[tuple[str, str]]:
+def rows_of(plan: Plan, fraction: float, num_overlapped: int) -> Iterator[tuple[str, str]]:
     """Yield the rows that describe ``plan``, each as a label and a text. Only the first row has a label.
 
     Args:
         plan: The plan by which the model was split.
         fraction: Fraction of the model's parameters that are split, between 0 and 1.
+        num_overlapped: Number of layers that exchange tokens while they multiply.
     """
     texts = [
         f"{fraction:.0%} of the parameters",
@@ -24,6 +25,8 @@ def rows_of(plan: Plan, fraction: float) -> Iterator[tuple[str, str]]:
         *_parameters(plan.parameters),
         *plan.notes,
     ]
+    if num_overlapped:
+        texts.append(f"{num_overlapped} layers exchange tokens while they multiply")
     for index, text in enumerate(texts):
         yield "" if index else "split", text
 

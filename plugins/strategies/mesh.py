@@ -39,6 +39,7 @@ from lightning_dist.plugins.strategies.compiling import (
     refuse_cuda_graphs,
 )
 from lightning_dist.plugins.strategies.example_input import run_example
+from lightning_dist.plugins.strategies.gpus import refuse_async_tensor_parallel
 from lightning_dist.plugins.strategies.gradient_compression import (
     CompressionArgument,
     SyncArgument,
@@ -190,6 +191,8 @@ class MeshStrategy(SteppingStrategy):
         refuse_compression(self._config, self.layout, self.precision_plugin, self.strategy_name)
         refuse_tiling(self._config.tiling, self.layout, self.strategy_name)
         refuse_cuda_graphs(self._config, self.layout, self.root_device.type)
+        is_async = self._config.tensor_parallel.is_async
+        refuse_async_tensor_parallel(is_async, self.layout, self.root_device.type, self.num_processes)
         refuse_offload(self._config.offload, self.layout, self.precision_plugin, self.strategy_name)
 
     @override

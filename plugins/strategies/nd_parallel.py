@@ -40,6 +40,7 @@ class NDParallelStrategy(PipelineParallelStrategy):
         sequence_parallel: Whether hidden states between split layers are split along the sequence; not supported
             together with stages.
         loss_parallel: Whether logits stay split along the vocabulary.
+        async_tensor_parallel: Whether layers exchange tokens while they multiply; not supported together with stages.
         attention: How attention sees the tokens of other ranks of ``cp``: ``"ulysses"``, ``"all_gather"`` or
             ``"auto"`` (see :class:`~lightning_dist.plugins.strategies.context_parallel.ContextParallelStrategy`).
         split_evaluations: Whether blocks run on parts of the sequence in validation, test and predict steps as well.
@@ -67,6 +68,7 @@ class NDParallelStrategy(PipelineParallelStrategy):
         strict_plan: bool = False,
         sequence_parallel: bool | None = None,
         loss_parallel: bool | None = None,
+        async_tensor_parallel: bool = False,
         attention: str = "auto",
         split_evaluations: bool = False,
         **kwargs: Any,
@@ -77,7 +79,7 @@ class NDParallelStrategy(PipelineParallelStrategy):
         self._tp_size = tp_size
         self._cp_size = cp_size
         self._ep_size = ep_size
-        splitting = TensorParallelConfig(plan, strict_plan, sequence_parallel, loss_parallel)
+        splitting = TensorParallelConfig(plan, strict_plan, sequence_parallel, loss_parallel, async_tensor_parallel)
         self._config = replace(
             self._config,
             tensor_parallel=splitting,

@@ -37,6 +37,9 @@ class TensorParallelStrategy(MeshStrategy):
             where this does not change the results.
         loss_parallel: Whether logits stay split along the vocabulary, for ``F.cross_entropy``. None: they stay split
             unless a step needs whole logits.
+        async_tensor_parallel: Whether layers exchange tokens while they multiply, with the kernels of
+            ``torch.ops.symm_mem``. It needs CUDA devices of one node, and hidden states that are split along the
+            sequence.
         ep_size: Number of processes over which experts are distributed (expert parallelism), a divisor of
             ``dp_shard_size``. Experts are distributed over ``tp`` as well, if ``ep_size * tp_size`` divides their
             number. None: 1.
@@ -54,6 +57,7 @@ class TensorParallelStrategy(MeshStrategy):
         strict_plan: bool = False,
         sequence_parallel: bool | None = None,
         loss_parallel: bool | None = None,
+        async_tensor_parallel: bool = False,
         ep_size: int | None = None,
         **kwargs: Any,
     ) -> None:
@@ -62,7 +66,7 @@ class TensorParallelStrategy(MeshStrategy):
         self._dp_shard_size = dp_shard_size
         self._dp_replicate_size = dp_replicate_size
         self._ep_size = ep_size
-        splitting = TensorParallelConfig(plan, strict_plan, sequence_parallel, loss_parallel)
+        splitting = TensorParallelConfig(plan, strict_plan, sequence_parallel, loss_parallel, async_tensor_parallel)
         self._config = replace(self._config, tensor_parallel=splitting)
 
     def _requested_sizes(self) -> dict[str, int]:

@@ -150,6 +150,13 @@ def _on_several_devices() -> list[Check]:
     common = {"spreads": True, "is_alone": True}
     checks = [Check("collectives-devices-2", f"{section}: NCCL", collectives, (2,), needs, spreads=True)]
     checks += _correctness(2, True, "devices-2")
+    for name, model in (("tensor_parallel-async", "example_gpt"), ("tensor_parallel-async-llama", "llama3")):
+        case = Case("tp2", model, 1, None, num_steps=STEPS, options=(("async_tensor_parallel", True),))
+        more = (package("transformers"),) if model in NEEDS_TRANSFORMERS else ()
+        title = f"{section}: parity with one process"
+        checks.append(
+            Check(f"parity-devices-2/{name}", title, case_parity, (2, case), (*needs, *more), 120.0, spreads=True)
+        )
     checks += memory_checks(
         "devices-2",
         2,
