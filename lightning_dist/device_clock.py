@@ -14,8 +14,8 @@ __all__ = ["DeviceClock"]
 class DeviceClock:
     """Record points in time in the work of a device.
 
-    On CUDA a point is an event in the current stream, which takes its time when the device reaches it. On any other
-    device a point is the time at which the host records it.
+    On an accelerator a point is an event in the current stream, which takes its time when the device reaches it. On the
+    CPU a point is the time at which the host records it.
 
     Args:
         device: Device whose work is timed.
@@ -23,9 +23,10 @@ class DeviceClock:
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = perf_counter) -> None:
-        self.uses_events = device.type == "cuda"
+        self.uses_events = device.type not in ("cpu", "mps")
         """Whether points are events, which take longer to record than a time of the host."""
         self._device = device
+        self._module: Any = torch.get_device_module(device.type) if self.uses_events else None
         self._clock = clock
         self._events: list[Any] = []
         self._num_used = 0
@@ -33,14 +34,14 @@ class DeviceClock:
     @property
     def stream(self) -> Any:
         """Return the stream in which points are recorded now; None: there are no streams."""
-        return torch.cuda.current_stream(self._device) if self.uses_events else None
+        return self._module.current_stream(self._device) if self.uses_events else None
 
     def now(self) -> Any:
         """Record a point in time, and return it for :meth:`seconds`."""
         if not self.uses_events:
             return self._clock()
         if self._num_used == len(self._events):
-            self._events.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+            self._events.append(self._module.Event(enable_timing=True))
         event = self._events[self._num_used]
         self._num_used += 1
         event.record(self.stream)

@@ -137,7 +137,12 @@ def load_model(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = 
             )
     placed = {name: shard_like(value, targets[name]) for name, value in tensors.items()}
     merged = with_metadata({**{name: targets[name] for name in on_other_stages}, **placed}, module_versions(state_dict))
-    module.load_state_dict(merged, strict=strict)
+    swaps = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(False)  # A swapped parameter would lose its hooks.
+    try:
+        module.load_state_dict(merged, strict=strict)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swaps)
 
 
 def shard_like(value: Any, param: torch.Tensor) -> Any:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import nan
 from time import perf_counter
 
@@ -34,8 +35,8 @@ class StepTimes:
 class StepMeter:
     """Measure intervals of training steps without making the host wait for the device in a step.
 
-    On CUDA, where counting a wait takes microseconds, waits are counted in the steps for which this is asked, and else
-    in all steps.
+    On an accelerator, where counting a wait takes microseconds, waits are counted in the steps for which this is asked.
+    On the CPU, they are counted in all steps.
 
     Args:
         device: Device on which the steps run.
@@ -43,11 +44,13 @@ class StepMeter:
     """
 
     def __init__(self, device: torch.device, clock: Callable[[], float] = perf_counter) -> None:
-        is_cuda = device.type == "cuda"
-        self._timer = StepTimer((lambda: torch.cuda.synchronize(device)) if is_cuda else None, clock)
-        self._phases = PhaseTimer(DeviceClock(device, clock))
+        phase_clock = DeviceClock(device, clock)
+        has_streams = phase_clock.uses_events
+        synchronize = partial(torch.get_device_module(device.type).synchronize, device) if has_streams else None
+        self._timer = StepTimer(synchronize, clock)
+        self._phases = PhaseTimer(phase_clock)
         self._waits = CollectiveWaits(DeviceClock(device, clock))
-        self._counts_all_waits = not is_cuda
+        self._counts_all_waits = not has_streams
         self._num_counted = 0
         self._counts_this_step = False
 

@@ -34,6 +34,7 @@ from lightning_dist.compression.wire import Wire
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.parity import whole_gradients
 from lightning_dist.plugins.callbacks.telemetry import StepTelemetry
+from tests.accelerator import device_type
 from tests.distributed.fit import make_strategy, make_trainer, weights_of
 from tests.models import GPT
 from tests.pool import WorkerPool
@@ -323,7 +324,8 @@ def test_figures_about_compression_are_logged(pool: WorkerPool) -> None:
             assert 0.25 * exact < metrics["comm/dp_replicate_mib_per_step"] < 0.4 * exact
             ratio = exact / metrics["comm/dp_replicate_mib_per_step"]
             assert metrics["compression/ratio"] == pytest.approx(ratio, rel=0.1)
-            assert metrics["compression/ms_per_step"] > 0
+            if device_type() == "cpu":  # Elsewhere, the host does not wait for what it begins.
+                assert metrics["compression/ms_per_step"] > 0
             assert 0 < metrics["compression/residual_over_gradient"] < 0.1
             assert metrics["grad/skipped_steps"] == 0
             # Two ranks that share a replica gather each parameter once or twice in a step, and reduce its gradient.

@@ -119,6 +119,9 @@ class PowerSGD(Compressor):
         """Return the matrix that begins the power iteration, of shape ``(rank, columns)``."""
         before = gradient.state.get("q")
         if before is not None and before.shape == (self.rank, matrix.shape[1]):
+            if before.device.type != "cpu":
+                # A resumed run has loaded it in another stream, which must not use its memory again too early.
+                before.record_stream(torch.get_device_module(before.device.type).current_stream())
             # Products of two small gradients could underflow. The scale does not matter for the result.
             return torch.div(before, before.norm().clamp_min(torch.finfo(before.dtype).tiny))
         steps = gradient.num_reductions if not self.warm_start else 0
