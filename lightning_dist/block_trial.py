@@ -1,4 +1,9 @@
-"""Compare the outputs and gradients of a distributed block with those of the original one on random inputs."""
+"""Compare the results of a distributed block with those of the original one on random inputs.
+
+The results are the outputs, the gradients, and the buffers that a run changes. Both blocks run in evaluation mode, and
+in training mode as well if the original block computes something else then. Numbers that they draw are constants (see
+:mod:`.fixed_draws`), because a part of the input would have other numbers than the whole.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from lightning_dist import _compat
 from lightning_dist._compat import own_buffers, own_parameters
+from lightning_dist.fixed_draws import fixed_draws
 from lightning_dist.step_graph import tensors_in
 from lightning_dist.step_graph.dataflow import Call, is_learned
 from lightning_dist.tensor_state import is_uninitialized
@@ -41,9 +47,14 @@ class BlockTrial:
         self._device = device
         self._generator = torch.Generator(self._device).manual_seed(0)
         self._are_learned = [is_learned(tensor) for tensor in tensors_in((call.args, call.kwargs))]
+        self._is_training = {name for name, module in block.named_modules() if module.training}
+        self._expected: list[dict[str, Tensor]] = []
+        self._differs_in_training = False
         self._error = self._prepare(block, call)
-        failed = torch.tensor(float(bool(self._error)), device=self._device)
-        dist.all_reduce(failed, dist.ReduceOp.MAX)
+        found = torch.tensor([float(bool(self._error)), float(self._differs_in_training)], device=self._device)
+        dist.all_reduce(found, dist.ReduceOp.MAX)
+        failed, self._differs_in_training = map(bool, found.tolist())
+        del self._expected[1 + self._differs_in_training :]
         if failed and not self._error:
             self._error = "it could not be run on another rank"
 
@@ -56,12 +67,18 @@ class BlockTrial:
         except Exception as error:  # Not every module can be copied.
             text = str(error).strip().split("\n")[0]
             return f"{type(error).__name__}: {text}"
-        self._block.eval()  # Dropout is switched off.
         for module in self._block.modules():
             _compat.use_eager_experts(module)
         whole = copy.deepcopy(self._block)  # Running a block may leave tensors on it that cannot be copied later.
-        self._expected, raised = self._results(whole, dict(whole.named_parameters()), lambda gradient: gradient)
-        return raised
+        for is_training in (False, True) if self._is_training else (False,):
+            results, raised = self._results(
+                whole, dict(whole.named_parameters()), lambda gradient: gradient, is_training
+            )
+            if raised:
+                return f"in training mode, {raised}" if is_training else raised
+            self._expected.append(results)
+        self._differs_in_training = len(self._expected) > 1 and _largest_difference(*self._expected) > 0
+        return ""
 
     @property
     def error(self) -> str:
@@ -70,8 +87,8 @@ class BlockTrial:
 
     @property
     def expected(self) -> Mapping[str, Tensor]:
-        """Return the results of the original block: its outputs, and the gradients of inputs and parameters by name."""
-        return self._expected
+        """Return the original block's results in evaluation mode: outputs and gradients by name."""
+        return self._expected[0]
 
     def copy_of_block(self) -> nn.Module:
         """Return a copy of the block with the weights of the trial, which the caller may distribute."""
@@ -87,14 +104,20 @@ class BlockTrial:
         Returns:
             A description of the difference, or the error that ``block`` raises; empty: the results are the same.
         """
-        block.eval()  # Dropout is switched off.
-        actual, raised = self._results(block, params, self.whole_gradient)
-        worst = torch.tensor(math.inf if raised else self._worst(actual), device=self._device)
-        # The maximum is over all processes, because all must come to the same plan.
-        dist.all_reduce(worst, dist.ReduceOp.MAX)
-        if raised or worst <= TOLERANCE:
-            return raised
-        return f"its results differ by {float(worst):.1g} of their size"
+        for is_training in (False, True) if self._differs_in_training else (False,):
+            mode = "in training mode, " if is_training else ""
+            actual, raised = self._results(block, params, self.whole_gradient, is_training)
+            expected = self._expected[is_training]
+            if not raised:
+                raised = _differing_buffers(actual, expected)
+            worst = torch.tensor(math.inf if raised else _largest_difference(actual, expected), device=self._device)
+            # The maximum is over all processes, because all must come to the same plan.
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+            if raised:
+                return mode + raised
+            if worst > TOLERANCE:
+                return f"{mode}its results differ by {float(worst):.1g} of their size"
+        return ""
 
     def _fill(self, block: nn.Module) -> None:
         new: dict[int, nn.Parameter] = {}
@@ -132,7 +155,11 @@ class BlockTrial:
         return None if "Cache" in type(value).__name__ else value
 
     def _results(
-        self, block: nn.Module, params: Mapping[str, nn.Parameter], whole_gradient: Callable[[Tensor], Tensor]
+        self,
+        block: nn.Module,
+        params: Mapping[str, nn.Parameter],
+        whole_gradient: Callable[[Tensor], Tensor],
+        is_training: bool,
     ) -> tuple[dict[str, Tensor], str]:
         """Run ``block`` forward and backward.
 
@@ -140,11 +167,18 @@ class BlockTrial:
             block: A copy of the block, distributed or not.
             params: The parameters of ``block`` by name.
             whole_gradient: Function that returns the whole gradient of a parameter, given what this rank has of it.
+            is_training: Whether the modules that train in the model are in training mode.
 
         Returns:
-            The outputs, and the gradients of a randomly weighted sum of the outputs with respect to the inputs and
-            ``params``, by name; and an empty text. If the block raises an error: an empty mapping, and the error.
+            The outputs, the gradients of a randomly weighted sum of the outputs with respect to the inputs and
+            ``params``, and the buffers that the run has changed, by name; and an empty text. If the block raises an
+            error: an empty mapping, and the error.
         """
+        for name, module in block.named_modules():
+            module.training = is_training and name in self._is_training
+        before = {name: buffer.clone() for name, buffer in block.named_buffers()}
+        for param in params.values():
+            param.grad = None
         args, kwargs = copy.deepcopy((self._args, self._kwargs))
         inputs = [
             tensor.requires_grad_()
@@ -152,7 +186,7 @@ class BlockTrial:
             if is_learned and tensor.is_floating_point()
         ]
         try:
-            with torch.enable_grad():
+            with torch.enable_grad(), fixed_draws():
                 returned = enumerate(tensors_in(_listed(block(*args, **kwargs))))
                 of_use = [out for index, out in returned if not self._used or index in self._used]
                 outputs = [out for out in of_use if out.is_floating_point()]
@@ -171,27 +205,49 @@ class BlockTrial:
             grad = param.grad
             if grad is not None:
                 results[name] = whole_gradient(grad)
+        for name, buffer in block.named_buffers():
+            if name in before and not torch.equal(buffer, before[name]):
+                results[f"{_BUFFER}{name}"] = buffer.detach().double()
         return results, ""
 
     def whole_gradient(self, gradient: Tensor) -> Tensor:
         """Return the whole gradient of a parameter, given what this rank has of it. This may be a collective."""
         return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
-    def _worst(self, actual: Mapping[str, Tensor]) -> float:
-        """Return the largest relative difference of ``actual`` from the whole block's results.
 
-        The difference of a tensor is relative to its norm, or to 1% of the largest norm if that is greater.
-        """
-        if actual.keys() != self._expected.keys():
+_BUFFER = "buffer "
+
+
+def _differing_buffers(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> str:
+    """Return a sentence about the first buffer that two runs have left with other values; empty: there is none."""
+    for name in sorted(actual.keys() | expected.keys()):
+        if not name.startswith(_BUFFER):
+            continue
+        values = [results.get(name) for results in (actual, expected)]
+        if None not in values:
+            first, second = cast(list[Tensor], values)
+            size = max(float(second.norm()), 1e-30)
+            if first.shape == second.shape and float((first - second).norm()) <= TOLERANCE * size:
+                continue
+        return f"it changes the buffer {name.removeprefix(_BUFFER)!r} to other values than those of the whole input"
+    return ""
+
+
+def _largest_difference(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    """Return the largest relative difference of ``actual`` from ``expected``; infinity if their names differ.
+
+    The difference of a tensor is relative to its norm, or to 1% of the largest norm if that is greater.
+    """
+    if actual.keys() != expected.keys():
+        return math.inf
+    floor = 1e-2 * max(float(tensor.norm()) for tensor in expected.values())
+    worst = 0.0
+    for name, tensor in expected.items():
+        if actual[name].shape != tensor.shape:
             return math.inf
-        floor = 1e-2 * max(float(tensor.norm()) for tensor in self._expected.values())
-        worst = 0.0
-        for name, expected in self._expected.items():
-            if actual[name].shape != expected.shape:
-                return math.inf
-            difference = float((actual[name] - expected).norm()) / max(float(expected.norm()), floor)
-            worst = max(worst, math.inf if math.isnan(difference) else difference)
-        return worst
+        difference = float((actual[name] - tensor).norm()) / max(float(tensor.norm()), floor, 1e-300)
+        worst = max(worst, math.inf if math.isnan(difference) else difference)
+    return worst
 
 
 def _listed(value: Any) -> Any:

@@ -22,6 +22,7 @@ from lightning_dist.float32_modules import Float32Modules, refuse_other_patterns
 from lightning_dist.initialization import agree_on_operations, agreed_seed, broadcast_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.offload import Offload, OffloadConfig
+from lightning_dist.original_module import OriginalModule
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.pipeline import Pipeline, PipelineConfig
 from lightning_dist.replicas import ReplicaComparison
@@ -111,6 +112,7 @@ def parallelize(
         ValueError: If the module is already sharded, has no module of a named class, or does not fit the plan.
         TypeError: If a tensor on the meta device cannot be initialised.
     """
+    original = OriginalModule(module)
     read_whole_scalars()
     _refuse_dtensors(module)
     units = find_units(module, config.units, config.min_num_params)
@@ -128,7 +130,11 @@ def parallelize(
     devices = [] if on_cpu else [torch.get_device_module(mesh.device_type).current_device()]
     with torch.random.fork_rng(devices, device_type="cuda" if on_cpu else mesh.device_type), torch.no_grad():
         torch.manual_seed(seed)
-        return ParallelModule(module, units, techniques, layout.sharding_mesh(mesh, config.sync is not None))
+        parallel = ParallelModule(module, units, techniques, layout.sharding_mesh(mesh, config.sync is not None))
+    original.record_changes()
+    if layout.world_size == layout.dp_replicate:
+        original.allow_copies(module)
+    return parallel
 
 
 def _techniques(

@@ -22,9 +22,11 @@ from lightning_dist._compat.autograd import (
     is_in_backward,
 )
 from lightning_dist._compat.hooks import (
+    ForeignForwardHooks,
     call_forward_hooks,
     call_gradient_hooks,
     call_post_accumulate_hooks,
+    defining_module,
     give_post_accumulate_hooks,
     gradient_hooks,
     has_foreign_forward_hooks,
@@ -119,6 +121,7 @@ __all__ = [
     "DispatchMode",
     "FakeTensor",
     "FakeTensorMode",
+    "ForeignForwardHooks",
     "TreeSpec",
     "accept_sequential_redistribution",
     "around_backwards",
@@ -137,6 +140,7 @@ __all__ = [
     "convert",
     "default_group",
     "default_store",
+    "defining_module",
     "detached",
     "dtensor_like",
     "give_post_accumulate_hooks",

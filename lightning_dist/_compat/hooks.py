@@ -15,9 +15,11 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dist._compat.trees import tree_map
 
 __all__ = [
+    "ForeignForwardHooks",
     "call_forward_hooks",
     "call_gradient_hooks",
     "call_post_accumulate_hooks",
+    "defining_module",
     "give_post_accumulate_hooks",
     "gradient_hooks",
     "has_foreign_forward_hooks",
@@ -48,12 +50,42 @@ def num_forward_hooks(module: nn.Module) -> int:
 
 
 def has_foreign_forward_hooks(module: nn.Module) -> bool:
-    """Return whether ``module`` has forward hooks that neither torch.distributed nor this package has registered.
+    """Return whether ``module`` has forward hooks that neither torch nor this package has registered.
 
     Replaced by: the same as for :func:`num_forward_hooks`.
     """
-    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-    return any(not _origin(hook).startswith(_OURS) for hook in hooks)
+    return any(
+        not defining_module(hook).startswith(_NOT_OF_USERS)
+        for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        for hook in hooks.values()
+    )
+
+
+class ForeignForwardHooks:
+    """Find forward hooks of users and libraries on modules, also those that are registered later.
+
+    Replaced by: the same as for :func:`num_forward_hooks`.
+
+    Args:
+        modules: The modules, by the names that errors shall use.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module]) -> None:
+        self._modules = modules
+        self._hooks = [
+            hooks for module in modules.values() for hooks in (module._forward_hooks, module._forward_pre_hooks)
+        ]
+        self._num_checked = -1
+
+    def find(self) -> str:
+        """Return the name of a module with such a hook; empty: there is none. It looks closer if the number changed."""
+        number = sum(map(len, self._hooks))
+        if number == self._num_checked:
+            return ""
+        found = next((name for name, module in self._modules.items() if has_foreign_forward_hooks(module)), None)
+        if found is None:
+            self._num_checked = number
+        return found or ""
 
 
 def share_hooks(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -123,6 +155,9 @@ def call_gradient_hooks(param: torch.Tensor, gradient: torch.Tensor) -> torch.Te
 
 _OURS = ("torch.distributed", "lightning_dist")
 
+_NOT_OF_USERS = ("torch.", "lightning_dist", "transformers.")
+"""Packages whose hooks on modules change weights only, or keep outputs that the model returns."""
+
 
 def leave_out_hooks(module: nn.Module) -> None:
     """Remove from ``module`` the hooks that torch.distributed and this package have registered.
@@ -131,11 +166,13 @@ def leave_out_hooks(module: nn.Module) -> None:
     """
     for key in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
         hooks = vars(module)[key].items()
-        vars(module)[key] = OrderedDict((number, hook) for number, hook in hooks if not _origin(hook).startswith(_OURS))
+        vars(module)[key] = OrderedDict(
+            (number, hook) for number, hook in hooks if not defining_module(hook).startswith(_OURS)
+        )
 
 
-def _origin(hook: Any) -> str:
-    """Return the name of the Python module that a hook is defined in; empty if the hook has none."""
+def defining_module(hook: Any) -> str:
+    """Return the name of the Python module that a function such as a hook is defined in; empty if it has none."""
     while isinstance(hook, partial):
         hook = hook.func
     return getattr(hook, "__module__", None) or ""
@@ -149,7 +186,7 @@ def call_forward_hooks(module: nn.Module, args: tuple[Any, ...], kwargs: dict[st
 
     Replaced by: the same as for :func:`route_calls`.
     """
-    hooks = [(key, hook) for key, hook in module._forward_hooks.items() if not _origin(hook).startswith(_OURS)]
+    hooks = [(key, hook) for key, hook in module._forward_hooks.items() if not defining_module(hook).startswith(_OURS)]
     if hooks:
         output = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, output)
     for key, hook in hooks:

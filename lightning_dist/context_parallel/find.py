@@ -8,8 +8,9 @@ parts of the sequence must be those of the original block on the whole sequence.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,12 +18,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_dist._compat import NORM, tree_leaves
+from lightning_dist._compat import NORM, ForeignForwardHooks, tree_leaves
 from lightning_dist.block_trial import kind_of_block
 from lightning_dist.consensus import check_agreement
 from lightning_dist.context_parallel.attention import is_attention
 from lightning_dist.context_parallel.plan import ATTENTIONS, AttentionKind, ContextPlan, SequenceSplitError, SplitBlock
 from lightning_dist.context_parallel.split_arguments import describe_options, dim_of_tokens
+from lightning_dist.context_parallel.split_blocks import HOOK_SEES_PART, named_inside
 from lightning_dist.context_parallel.tokens import Tokens
 from lightning_dist.context_parallel.trial import Trial
 from lightning_dist.experts import without_dispatch
@@ -46,7 +48,9 @@ class ContextParallelConfig:
     Args:
         attention: One of :data:`~lightning_dist.context_parallel.plan.ATTENTIONS`.
         splits_evaluations: Whether validation, test and predict steps run on parts of the sequence as well.
-        step: Function that runs one step of the module on fake tensors; None: no step can be run (see ``why_no_step``).
+        step: Function that runs one step of the module on fake tensors, given a function that makes a fake tensor of a
+            real one, and as ``on_log`` a function to call with the arguments of ``self.log``; None: no step can be run
+            (see ``why_no_step``).
         why_no_step: The reason why ``step`` is None.
         planned: The plan of the module that this one is a copy of; None: find a plan.
 
@@ -56,7 +60,7 @@ class ContextParallelConfig:
 
     attention: str = "auto"
     splits_evaluations: bool = False
-    step: Callable[[Callable[[Tensor], Tensor]], Any] | None = None
+    step: Callable[..., Any] | None = None
     why_no_step: str = "no step is known"
     planned: ContextPlan | None = None
 
@@ -102,7 +106,7 @@ def find_context_plan(
         raise SequenceSplitError(f"cp_size={size} needs a step to find the sequence: {config.why_no_step}.")
     flow = _AttentionFlow(frozenset(blocks), root, lambda *_: True)
     with without_dispatch(root):
-        why_not = run_on_fakes(root, config.step, device, flow)
+        why_not = run_on_fakes(root, partial(config.step, on_log=flow.on_log), device, flow)
     plan = _Finder(root, blocks, flow, why_not, group, device).plan(config.attention, keeps_split)
     gc.collect()  # The trials hold copies of blocks, whose modules and hooks are in reference cycles.
     check_agreement("The plan of context parallelism", plan.outline())
@@ -202,6 +206,8 @@ class _Finder:
             if not given.shape[:-1] == hidden.shape[:-1] == call.output.shape[:-1]:
                 continue
             module = self._root.get_submodule(call.name)
+            if ForeignForwardHooks(named_inside(call.name, module)).find() or self._flow.leaks.get(call.name):
+                continue
             if type(module) not in _TOKEN_BY_TOKEN:
                 trial = Trial(module, call, self._group, self._device)
                 if trial.error or trial.difference(SplitBlock(key, split.dim), attention):
@@ -231,6 +237,13 @@ class _Finder:
             )
         if any(isinstance(module, NORM) for module in block.modules()):
             raise self._error(f"{self._kind(name)} has a norm whose statistics are over all tokens")
+        if hooked := ForeignForwardHooks(named_inside(name, block)).find():
+            raise self._error(f"{hooked} has a forward hook, {HOOK_SEES_PART}")
+        if functions := self._flow.leaks.get(name):
+            raise self._error(
+                f"the step uses a value (in {_some(functions)}) that {self._kind(name)} computes but does not return,"
+                " such as an attribute or what a hook has kept: each rank would compute it from its own tokens only"
+            )
         if any(index > 0 for index in used):
             raise self._error(f"other code uses more of what {self._kind(name)} returns than the hidden states")
         kind = kind_of_block(block, call, used)
@@ -249,6 +262,9 @@ class _Finder:
             return f"it could not be tried: {trial.error}"
         first = ""
         for split in self._candidates(name, call):
+            length = argument_of(call, split.hidden).size(split.dim)
+            if Tokens(length, self._group, is_balanced=attention == "all_gather").are_too_few:
+                return f"the {length} tokens of the first batch are too few to find how it can be split"
             error = trial.difference(split, attention)
             found = replace(split, num_positions=trial.num_positions, kinds=trial.kinds)
             for index in self._doubtful(call, found, attention):
@@ -303,7 +319,7 @@ class _Finder:
             if -dim <= hidden.ndim and hidden.shape[dim] == length
         ]
         for length, dim in options:
-            places, choices = [], []
+            places, choices, shapes_of = [], [], []
             for place, leaf in _tensors_of(call):
                 if place[0] == key:
                     continue
@@ -311,10 +327,22 @@ class _Finder:
                 first = dim if leaf.shape == hidden.shape else dim_of_tokens(leaf, length)
                 places.append(place)
                 choices.append(list(dict.fromkeys((first, None, *sizes))) if sizes else [None])
-            likely = sorted(product(*(range(len(each)) for each in choices)), key=sum)
+                shapes_of.append(leaf.shape)
+
+            def likelihood(numbers: Sequence[int], shapes: Sequence[torch.Size] = tuple(shapes_of)) -> tuple[int, int]:
+                """Prefer the same dimension for tensors of the same shape, such as cosines and sines of positions."""
+                by_shape = set(zip(shapes, numbers, strict=True))
+                return len(by_shape) - len(set(shapes)), sum(number for _, number in by_shape)
+
+            likely = sorted(product(*(range(len(each)) for each in choices)), key=likelihood)
             for numbers in likely[:MAX_TRIES]:
                 chosen = [each[number] for each, number in zip(choices, numbers, strict=True)]
                 yield SplitBlock(key, dim, dict(zip(places, chosen, strict=True)))
+
+
+def _some(functions: Collection[str]) -> str:
+    """Return the first functions by name, for an error."""
+    return ", ".join(sorted(functions)[:3])
 
 
 def _tensors_of(call: Call) -> Iterator[tuple[tuple[int | str, int], Tensor]]:

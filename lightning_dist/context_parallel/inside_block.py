@@ -2,7 +2,8 @@
 
 Attention is replaced (see :mod:`.attention`). Code inside of a block may also number the tokens, from the length of its
 input: ``torch.arange(x.size(1))``, or ``self.cos[:x.size(1)]`` of a table with a row for each position. It gets the
-numbers, or the rows, of this rank's tokens. How often a block does so, and how often it computes attention, is found by
+numbers, or the rows, of this rank's tokens. A new tensor for pairs of tokens, such as ``torch.ones(x.size(1),
+x.size(1))`` for a mask, is for all tokens. How often a block does so, and how often it computes attention, is found by
 a trial. If a step does so another number of times, for example because some other size is by chance that of this rank's
 tokens, an error is raised.
 """
@@ -26,6 +27,8 @@ from lightning_dist.context_parallel.tokens import Tokens
 __all__ = ["InsideBlock"]
 
 _attend = functional.scaled_dot_product_attention
+
+_FILLED = {torch.ones, torch.zeros, torch.full, torch.empty}
 
 
 class InsideBlock(TorchFunctionMode):
@@ -55,6 +58,8 @@ class InsideBlock(TorchFunctionMode):
             return self.attend(*args, **kwargs)
         if func is torch.arange:
             return self._numbers(args, kwargs)
+        if func in _FILLED:
+            return func(*self._for_all_pairs(args), **kwargs)
         if func is functional.multi_head_attention_forward:
             with self._within_functional():
                 return func(*args, **kwargs)
@@ -96,6 +101,17 @@ class InsideBlock(TorchFunctionMode):
             return torch.arange(*args, **kwargs)
         self.num_positions += 1
         return self._tokens.part(torch.arange(**{**given, "end": self._tokens.length}), -1)
+
+    def _for_all_pairs(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of a function that fills a tensor, for all tokens if two dimensions are this rank's."""
+        own, length = self._tokens.own, self._tokens.length
+        is_listed = bool(args) and isinstance(args[0], list | tuple)
+        sizes = list(args[0] if is_listed else args)
+        if sizes[-2:] != [own, own] or own == length:
+            return args
+        self.num_positions += 1
+        sizes[-2:] = [length, length]
+        return (tuple(sizes), *args[1:]) if is_listed else tuple(sizes)
 
     def _rows(self, tensor: Tensor, index: Any) -> Tensor:
         """Return ``tensor[index]``, or the rows of this rank's tokens if it takes one from a table for each token."""

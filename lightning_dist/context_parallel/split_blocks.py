@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_dist._compat import ForeignForwardHooks
 from lightning_dist.context_parallel.inside_block import InsideBlock
 from lightning_dist.context_parallel.plan import ContextPlan, SequenceSplitError
 from lightning_dist.context_parallel.split_arguments import is_cache, split_arguments
@@ -19,7 +20,12 @@ from lightning_dist.context_parallel.split_tokens import SplitTokens
 from lightning_dist.context_parallel.tokens import Tokens
 from lightning_dist.randomness import RankRng
 
-__all__ = ["SplitBlocks"]
+__all__ = ["HOOK_SEES_PART", "SplitBlocks", "named_inside"]
+
+HOOK_SEES_PART = (
+    "which each rank would call with its own tokens only: remove the hook, or put it on a module outside of the blocks"
+)
+"""The reason why forward hooks of users are refused in blocks, and what to do instead."""
 
 
 class SplitBlocks:
@@ -75,6 +81,7 @@ class SplitBlocks:
 
     def _add_pre_hook(self, block: nn.Module, name: str, index: int, before: str | None, draws: bool) -> None:
         split = self._plan.blocks[name]
+        hooks = ForeignForwardHooks(named_inside(name, block))
 
         def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if self.is_disabled:
@@ -94,6 +101,11 @@ class SplitBlocks:
             tokens = self._tokens[index]
             if tokens is None:
                 return None
+            if hooked := hooks.find():
+                raise SequenceSplitError(
+                    f"cp_size={self._group.size()}: {hooked} has a forward hook that was registered after the sequence"
+                    f" was split, {HOOK_SEES_PART}."
+                )
             own = tokens.split(hidden, split.dim) if before is None else self._watched(hidden, before)
             return split_arguments(args, kwargs, split, tokens, own)
 
@@ -122,8 +134,8 @@ class SplitBlocks:
                 " units=[...]."
             )
 
-    def _begin(self, block: nn.Module, length: int, values: Sequence[Any]) -> Tokens:
-        """Return this rank's tokens of a sequence.
+    def _begin(self, block: nn.Module, length: int, values: Sequence[Any]) -> Tokens | None:
+        """Return this rank's tokens of a sequence; None: it is too short to be split, and all ranks compute all of it.
 
         Args:
             block: The first block of a chain.
@@ -137,12 +149,7 @@ class SplitBlocks:
                     " training. Pass use_cache=False, and no past keys."
                 )
         tokens = Tokens(length, self._group, is_balanced=self._plan.attention == "all_gather")
-        if tokens.own < 2 or length < self._group.size():
-            raise SequenceSplitError(
-                f"cp_size={self._group.size()}: a sequence of {length} token{'s' if length != 1 else ''} is too short"
-                " to be split. Use a smaller cp_size, or longer sequences."
-            )
-        return tokens
+        return None if tokens.are_too_few else tokens
 
     def _remember(self, name: str, block: nn.Module, args: Any, output: Any) -> None:
         """Remember what a block returns, before other hooks see it, for :meth:`_watched`."""
@@ -241,6 +248,11 @@ class SplitBlocks:
         self._returned.clear()
         if self._random is not None:
             self._random.forget()
+
+
+def named_inside(name: str, block: nn.Module) -> dict[str, nn.Module]:
+    """Return ``block`` and the modules in it by their full names, given the full name of ``block``."""
+    return {f"{name}.{inner}".rstrip("."): module for inner, module in block.named_modules()}
 
 
 def _local_parts(chain: Sequence[str], blocks: Mapping[str, nn.Module]) -> list[list[str]]:

@@ -68,6 +68,12 @@ class SplitTokens(SplitTensor):
         """Return a text without the values, because showing them would be a collective."""
         return f"SplitTokens(shape={tuple(self.shape)}, dtype={self.dtype}, {self.tokens.own} tokens on each rank)"
 
+    def whole(self, function: str) -> Tensor:
+        """Gather the whole tensor for ``function``, when all ranks have come to it."""
+        if isinstance(self.local, SplitTensor):  # These are logits that have not been computed.
+            return self.with_local(self.local.whole(function)).whole(function)
+        return super().whole(function)
+
     def gathered(self) -> Tensor:
         """Gather the tokens of all ranks. This is a collective over ``cp``."""
         start, stop = self.kept

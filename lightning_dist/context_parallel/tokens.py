@@ -51,6 +51,11 @@ class Tokens:
         """The numbers of this rank's pieces of the sequence."""
         self._is_balanced = is_balanced
 
+    @property
+    def are_too_few(self) -> bool:
+        """Return whether the sequence is too short to be split: a single token looks like a dimension of size 1."""
+        return self.own < 2 or self.length < self.group.size()
+
     def split(self, tensor: Tensor, dim: int) -> Tensor:
         """Return this rank's tokens of ``tensor``, which is the same on all ranks; ``dim`` must be negative."""
         return _scale_gradient(exchange(tensor, self.group, dim, self._part, self._whole), 1 / self.group.size())

@@ -11,7 +11,6 @@ The modules, in the order in which they build on each other:
 - ``shared``: Sums the gradients of parameters that several stages use.
 - ``failures``: Raises an error of one rank on all ranks.
 - ``attributes``: Saves and restores attributes of modules that a step changes.
-- ``original_module``: Restores the module temporarily to its state before it was parallelized.
 - ``whole_model``: Gives every rank the parameters of all stages temporarily.
 - ``outside_of_steps``: Lets hooks and callbacks work on the parameters of all stages.
 - ``whole_state``: Makes each rank's state dicts describe the tensors of all stages, for checkpoints.
@@ -29,7 +28,6 @@ from lightning_dist.pipeline.microbatches import (
     signature,
     split_batch,
 )
-from lightning_dist.pipeline.original_module import OriginalModule
 from lightning_dist.pipeline.outside_of_steps import AllStages
 from lightning_dist.pipeline.pipeline import Pipeline
 from lightning_dist.pipeline.schedule_runner import PreparedStep, RunRoot, ScheduleRunner, StepOutcome
@@ -45,7 +43,6 @@ __all__ = [
     "Attempt",
     "BuffersOfStep",
     "Failure",
-    "OriginalModule",
     "PathAgreement",
     "Pipeline",
     "PipelineConfig",

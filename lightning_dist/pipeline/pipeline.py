@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from lightning_dist.consensus import check_agreement, raise_on_all_ranks
 from lightning_dist.gradient_norms import total_norm_of
 from lightning_dist.initialization import broadcast_tensors
-from lightning_dist.pipeline.original_module import OriginalModule
+from lightning_dist.original_module import OriginalModule
 from lightning_dist.pipeline.outside_of_steps import AllStages
 from lightning_dist.pipeline.replay import Replay
 from lightning_dist.pipeline.schedule_runner import PreparedStep, ScheduleRunner

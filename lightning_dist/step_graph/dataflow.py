@@ -77,6 +77,8 @@ class Dataflow:
     """Whether the step may draw random numbers from torch's generators."""
     leaked_layers: set[str] = field(default_factory=set)
     """Names of the layers whose results leave a block by another way than its output, such as a hook, and are used."""
+    leaks: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    """The functions that use values computed in a module which it does not return, by the module's name."""
     draws_per_sample: set[str] = field(default_factory=set)
     """Names of the blocks that drew random numbers with one value for several tokens, as stochastic depth does."""
     uses: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
@@ -141,6 +143,21 @@ class Dataflow:
         if any(True for _ in self.root.get_submodule(reader).children()):
             _mark(param, frozenset({name}), frozenset({name}))
 
+    def on_log(self, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        """Record that the step logs ``value``."""
+        for tensor in tensors_in(value):
+            self._note_leaks(tensor, f"self.log({name!r})")
+
+    def _note_leaks(self, tensor: Tensor, function: str) -> None:
+        """Record from which modules ``tensor`` has come by another way than their output, such as an attribute."""
+        made_in = tensor.__dict__.get("_made_in", ())
+        if not made_in or not _ancestors(tensor) & (BATCH | self.called):
+            return
+        returned_by = {module for module, _ in tensor.__dict__.get("_returned_by", ())}
+        for module in made_in:
+            if module not in self.running and module not in returned_by:
+                self.leaks[module].add(function)
+
     def on_draw(self, drawn: Any, is_known: bool) -> None:
         """Record that an operation has drawn random numbers.
 
@@ -166,6 +183,7 @@ class Dataflow:
             for module, index in tensor.__dict__.get("_returned_by", ()):
                 if module not in self.running:
                     self.used_later[module].add(index)
+            self._note_leaks(tensor, name.strip("_"))
         if function in _SUMS and len(inputs) == 2:
             for stream, added in (inputs, reversed(inputs)):
                 of_stream, of_added = sources(stream) - BATCH, sources(added) - BATCH
@@ -192,6 +210,10 @@ class Dataflow:
                 for tensor in outputs:
                     if all(tensor is not given for given in inputs):
                         tensor.__dict__["_is_of_block"] = True
+            running = tuple(self.running)
+            for tensor in outputs:
+                if all(tensor is not given for given in inputs):
+                    tensor.__dict__["_made_in"] = running
             found = _NONE.union(*map(sources, inputs))
             ancestors = _NONE.union(*map(_ancestors, inputs))
             for tensor in outputs:

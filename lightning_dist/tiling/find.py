@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from lightning_dist._compat import ForeignForwardHooks
 from lightning_dist.block_trial import BlockTrial, kind_of_block
 from lightning_dist.consensus import check_agreement
 from lightning_dist.experts import find_experts, without_dispatch
 from lightning_dist.step_graph import Dataflow, run_on_fakes, tensors_in
 from lightning_dist.step_graph.dataflow import sources
 from lightning_dist.tiling.plan import TilingConfig, TilingError, TilingPlan
-from lightning_dist.tiling.tiles import TOKENS, tiled
+from lightning_dist.tiling.tiles import TOKENS, inside_of, tiled
 from lightning_dist.units import Unit
 
 __all__ = ["find_tiling_plan"]
@@ -50,7 +52,7 @@ def find_tiling_plan(root: nn.Module, units: Sequence[Unit], config: TilingConfi
     blocks = {name for unit in units if unit.kind == "block" for name in unit.names}
     flow = _Flow(frozenset(blocks), root, lambda *_: True)
     with without_dispatch(root):
-        why_not = run_on_fakes(root, config.step, device, flow)
+        why_not = run_on_fakes(root, partial(config.step, on_log=flow.on_log), device, flow)
     finder = _Finder(root, flow, device, why_not)
     plan = TilingPlan(
         () if config.mlp is None else finder.mlps(config.mlp), () if config.loss is None else finder.heads(config.loss)
@@ -129,6 +131,11 @@ class _Finder:
         num_layers = sum(param.ndim > 1 for param in module.parameters())
         if num_layers < 2 or widest <= given.shape[-1]:
             return _NO_MLP
+        if hooked := ForeignForwardHooks({f"{name}.{inner}": each for inner, each in inside_of(module)}).find():
+            return f"has a forward hook inside, on {hooked}, which would be called for each tile"
+        if functions := self._flow.leaks.get(name):
+            some = ", ".join(sorted(functions)[:3])
+            return f"computes a value that it does not return, but the step uses ({some}), once for each tile"
         if find_experts(module):
             return "has experts, whose router counts the tokens of a whole batch"
         return self._tried(name)

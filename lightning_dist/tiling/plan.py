@@ -6,8 +6,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
-
 __all__ = ["TilingConfig", "TilingError", "TilingPlan"]
 
 
@@ -45,7 +43,7 @@ class TilingConfig:
 
     mlp: int | None = None
     loss: int | None = None
-    step: Callable[[Callable[[Tensor], Tensor]], Any] | None = None
+    step: Callable[..., Any] | None = None
     why_no_step: str = "no step is known"
     planned: TilingPlan | None = None
 

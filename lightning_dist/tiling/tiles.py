@@ -7,12 +7,12 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from lightning_dist._compat import tree_leaves, tree_map
 
-__all__ = ["on_tile", "ranges", "tiled"]
+__all__ = ["inside_of", "on_tile", "ranges", "tiled"]
 
 TOKENS = -2
 """The dimension of the tokens in the input and in the output of a module that is tiled."""
@@ -28,25 +28,33 @@ def on_tile(function: Callable[..., Any], *args: Any) -> Any:
     return function(*args)
 
 
+def inside_of(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the modules inside of ``module`` by their names in it."""
+    return ((name, inner) for name, inner in module.named_modules() if name)
+
+
 def ranges(length: int, size: int) -> Iterator[tuple[int, int]]:
     """Yield the first token and the number of tokens of each tile of at most ``size`` of ``length`` tokens."""
     for start in range(0, length, size):
         yield start, min(size, length - start)
 
 
-def tiled(forward: Callable[..., Tensor], size: int) -> Callable[..., Tensor]:
+def tiled(
+    forward: Callable[..., Tensor], size: int, must_be_whole: Callable[[], bool] = lambda: False
+) -> Callable[..., Tensor]:
     """Return a function that computes what ``forward`` does, tile by tile.
 
     Args:
         forward: Forward of a module that computes token by token, with one tensor among its arguments, of shape
             ``(..., tokens, features)``.
         size: Number of tokens of a tile.
+        must_be_whole: Function that returns whether a call must compute all tokens at once.
     """
 
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Tensor:
         (given,) = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        if given.size(TOKENS) <= size:
+        if given.size(TOKENS) <= size or must_be_whole():
             return forward(*args, **kwargs)
 
         def compute(tile: Tensor) -> Tensor:

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dist._compat import tree_leaves
+from lightning_dist._compat import ForeignForwardHooks, tree_leaves
 from lightning_dist.split_tensor import whole_values
 from lightning_dist.technique import Parallel, Rows, Technique
 from lightning_dist.tiling.plan import TilingConfig, TilingError, TilingPlan
 from lightning_dist.tiling.tiled_logits import Head, TiledLogits
-from lightning_dist.tiling.tiles import TOKENS, tiled
+from lightning_dist.tiling.tiles import TOKENS, inside_of, tiled
 from lightning_dist.units import Unit
 
 __all__ = ["Tiling"]
@@ -32,6 +32,7 @@ class Tiling(Technique):
         self.config = config
         self.plan = plan
         self._uses: dict[str, bool] = {}
+        self._hooked: set[str] = set()
         self._is_checked = False
         self._num_deferred = 0
 
@@ -57,7 +58,25 @@ class Tiling(Technique):
         for block in unit.modules:
             for module in block.modules():
                 if id(module) in names:
-                    module.forward = tiled(module.forward, self.config.mlp)
+                    module.forward = tiled(module.forward, self.config.mlp, self._looks_for_hooks(module))
+
+    def _looks_for_hooks(self, module: nn.Module) -> Callable[[], bool]:
+        """Return a function that looks for forward hooks inside of ``module``, which would be called for each tile."""
+        hooks = ForeignForwardHooks(dict(inside_of(module)))
+
+        def has_hooks() -> bool:
+            found = hooks.find()
+            if found and found not in self._hooked:
+                self._hooked.add(found)
+                warnings.warn(
+                    f"tiled_mlp={self.config.mlp}: a forward hook was registered on {found} in a"
+                    f" {type(module).__name__}, which computes all tokens at once from now on, so that the hook sees"
+                    " them. Remove the hook to save memory.",
+                    stacklevel=2,
+                )
+            return bool(found)
+
+        return has_hooks
 
     def finish(self) -> None:
         """Let heads return logits that are computed later. The hooks of the sharding run before, on plain tensors."""

@@ -45,7 +45,8 @@ def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
 
     Raises:
         MisconfigurationException: If a fit has no parameters to train, a parameter is lazy, a callback is
-            StochasticWeightAveraging or ModelPruning, or ``sync_batchnorm`` is set on the CPU.
+            StochasticWeightAveraging or ModelPruning and ranks have parts of the model, or ``sync_batchnorm`` is set
+            on the CPU.
     """
     module = trainer.lightning_module
     if trainer.state.fn == TrainerFn.FITTING and not any(True for _ in module.parameters()):
@@ -59,7 +60,8 @@ def refuse_what_cannot_work(strategy: MeshStrategy, trainer: Trainer) -> None:
                 f"The parameter {name!r} of {type(module).__name__} is lazy and has no shape yet, so that it cannot be"
                 " distributed. Run the module once on a sample in setup(), or use the layer that is not lazy."
             )
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+    is_spread = strategy.layout.world_size > strategy.layout.dp_replicate
+    for callback in trainer.callbacks if is_spread else ():  # type: ignore[attr-defined]
         if isinstance(callback, StochasticWeightAveraging):
             raise MisconfigurationException(
                 f"StochasticWeightAveraging swaps whole modules and does not work with {type(strategy).__name__}; use"

@@ -18,7 +18,7 @@ from lightning_dist import ContextParallelStrategy, FullShardStrategy
 from lightning_dist.context_parallel import ContextParallel
 from tests.distributed.fit import Weights, assert_same, make_trainer, refused, weights_of
 from tests.distributed.test_tensor_parallel import AtStart, Watching
-from tests.models import CONTEXT, build
+from tests.models import CONTEXT, GPT, VOCAB, Block, TestModule, build
 from tests.pool import WorkerPool
 from tests.split_models import T5, Bart, LanguageModel, Llama, Mixer
 
@@ -169,26 +169,33 @@ def test_blocks_that_run_again_have_the_same_bits(pool: WorkerPool) -> None:
     assert_same(again, plain, 0.0)
 
 
-class Masks(pl.Callback):
-    """Record which values the dropout of a block has set to zero."""
+class Recorded(nn.Dropout):
+    """Record which values are set to zero."""
 
-    def __init__(self) -> None:
-        self.seen: list[list[bool]] = []
+    seen: list[list[bool]] = []
 
-    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        dropout = module.model.blocks[0].dropout
-        dropout.register_forward_hook(lambda m, args, out: self.seen.append((out == 0).flatten().tolist()))
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.seen.append((out == 0).flatten().tolist())
+        return out
 
 
 class Dropping(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layer, self.dropout = nn.Linear(24, 72), nn.Dropout(0.5)
+        self.layer, self.dropout = nn.Linear(24, 72), Recorded(0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.layer(x).unflatten(-1, (3, 4, 6)).permute(2, 0, 3, 1, 4).unbind(0)
         attended = functional.scaled_dot_product_attention(q, k, v)
         return x + self.dropout(attended.transpose(1, 2).flatten(2))
+
+
+class Cleared(pl.Callback):
+    """Forget what the search for a plan has dropped."""
+
+    def on_train_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        Recorded.seen.clear()
 
 
 class WithDropout(LanguageModel):
@@ -210,9 +217,8 @@ class WithDropout(LanguageModel):
 
 
 def masks() -> list[list[bool]]:
-    callback = Masks()
-    fit(WithDropout(), ContextParallelStrategy(4), callbacks=[callback], max_steps=1)
-    return callback.seen
+    fit(WithDropout(), ContextParallelStrategy(4), callbacks=[Cleared()], max_steps=1)
+    return Recorded.seen
 
 
 def test_each_rank_drops_other_values_of_its_tokens(pool: WorkerPool) -> None:
@@ -268,16 +274,85 @@ class UsingHiddenStates(Llama):
 
 
 class Short(Llama):
+    """Train on batches of which some have fewer tokens than there are ranks."""
+
+    short = (1,)
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        tokens, targets = (part if batch_idx == 0 else part[:, :3] for part in batch)
+        tokens, targets = (part[:, :3] if batch_idx in self.short else part for part in batch)
         return functional.cross_entropy(self.model(input_ids=tokens).logits.flatten(0, 1), targets.flatten())
+
+
+class AlwaysShort(Short):
+    short = (0, 1)
+
+
+class MaskingBlock(Block):
+    """Make the mask of attention from the shape of the input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4).unbind(0)
+        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+        attended = functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+        x = x + self.out(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm_2(x))
+
+
+class MakingMasks(GPT):
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self.model.blocks = nn.ModuleList(MaskingBlock(20) for _ in range(2))
+
+
+class LongAsAHead(TestModule):
+    """Train a Llama whose sequences have as many tokens as a head has features, and then others."""
+
+    data = GPT.data
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        config = LlamaConfig(
+            vocab_size=VOCAB, hidden_size=4 * CONTEXT, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=4,
+        )  # fmt: skip
+        self.model = LlamaForCausalLM(config)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        tokens = batch[0][:, : CONTEXT - batch_idx]
+        return self.model(input_ids=tokens, labels=tokens, use_cache=False).loss
+
+
+UNUSUAL = {"short": Short, "masks": MakingMasks, "as long as a head": LongAsAHead}
+
+
+def fit_unusual(cp_size: int | None) -> dict[str, Weights]:
+    result = {}
+    for name, make in UNUSUAL.items():
+        torch.manual_seed(0)
+        model = make()
+        strategy: Any = "auto" if cp_size is None else ContextParallelStrategy(cp_size)
+        make_trainer("auto", strategy=strategy, max_steps=3, precision="64-true").fit(model)
+        result[name] = weights_of(model)
+    return result
+
+
+@pytest.mark.parametrize("cp_size", [2, 4])
+def test_unusual_lengths_and_masks_are_those_of_one_process(
+    cp_size: int, pool: WorkerPool, reference_pool: WorkerPool
+) -> None:
+    (expected,) = reference_pool.run(fit_unusual, 1, None)
+    for weights in pool.run(fit_unusual, cp_size, cp_size):
+        for name in UNUSUAL:
+            assert_same(weights[name], expected[name])
 
 
 REFUSED = {
     "position biases": (T5, {}, "uses more of what model.encoder.block.0 (T5Block) returns", "cp_size=4"),
     "layers across tokens": (Mixer, {}, "F.scaled_dot_product_attention", "cp_size=4"),
     "hidden states": (UsingHiddenStates, {"max_steps": 2}, "model.model.layers.0", "units=[...]"),
-    "short sequence": (Short, {"max_steps": 2}, "a sequence of 3 tokens is too short", "cp_size=4"),
+    "short sequences": (AlwaysShort, {}, "the 3 tokens of the first batch are too few", "cp_size=4"),
 }
 
 

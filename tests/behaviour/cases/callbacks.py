@@ -105,7 +105,7 @@ _CALLBACKS: dict[str, tuple[str, Callable[[], Callback], dict[str, Any]]] = {
     "timer_over": ("Timer that is over at once", lambda: Timer({"seconds": 0}), {}),
 }
 
-_REFUSED = {"stochastic_averaging": {"*": "StochasticWeightAveraging.*use WeightAveraging"}}
+_REFUSED = {"stochastic_averaging": dict.fromkeys(HOLDS_PARTS, "StochasticWeightAveraging.*use WeightAveraging")}
 
 for _name, (_title, _make, _options) in _CALLBACKS.items():
 

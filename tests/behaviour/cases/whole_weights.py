@@ -94,11 +94,40 @@ def link_to_last(run: Run) -> None:
     run.fit(Inside(seed=2).double(), max_steps=6, ckpt_path=callback.last_model_path, name="resumed")
 
 
-@case("copy.deepcopy of a module after the fit", refused={"*": "Inside is spread over processes and cannot be copied"})
+@case(
+    "copy.deepcopy of a module after the fit",
+    refused=dict.fromkeys(HOLDS_PARTS, "Inside is spread over processes and cannot be copied"),
+)
 def copy_module(run: Run) -> None:
     model = Inside()
     run.fit(model)
-    copy.deepcopy(model)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.zero_()
+    run.record("weights of the copy", [param.detach() for param in copied.parameters()])
+    example = torch.linspace(-1, 1, 2 * NUM_FEATURES, dtype=torch.float64).view(2, -1)
+    copied.loss((example, torch.tensor([0, 1]))).backward()
+    run.record("gradients of the copy", [param.grad for param in copied.parameters()])
+
+
+@case(
+    "A step copies the module as a teacher, whose outputs enter the loss",
+    refused=dict.fromkeys(HOLDS_PARTS, "Teaching is spread over processes and cannot be copied"),
+)
+def copy_in_step(run: Run) -> None:
+    class Teaching(Inside):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 1:
+                self.teachers = [copy.deepcopy(self).eval()]  # In a list, it is no module of this one.
+            loss = self.loss(batch)
+            if batch_idx < 2:
+                return loss
+            with torch.no_grad():
+                target = self.teachers[0](batch[0])
+            return loss + (self(batch[0]) - target).square().mean()
+
+    run.fit(Teaching())
 
 
 class _Graph(Logger):
@@ -130,7 +159,7 @@ def log_graph(run: Run) -> None:
         run.record("outputs", logger.outputs, per_rank=True)
 
 
-@case("ModelPruning", refused={"*": "ModelPruning replaces parameters"})
+@case("ModelPruning", refused=dict.fromkeys(HOLDS_PARTS, "ModelPruning replaces parameters"))
 def model_pruning(run: Run) -> None:
     run.fit(Inside(), callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
 

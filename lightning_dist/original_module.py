@@ -1,9 +1,11 @@
-"""Restore a module temporarily to its state before it was parallelized, so that its step can be traced again."""
+"""Restore a module temporarily to its state before it was parallelized, to trace its step again or to copy it."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -39,6 +41,20 @@ class OriginalModule:
             }
             self._changed.append((module, changed))
         self._before.clear()
+
+    def allow_copies(self, root: nn.Module) -> None:
+        """Let ``copy.deepcopy`` of ``root``, of which this rank has all tensors, make an ordinary module."""
+        for module in root.modules():
+            if "__deepcopy__" in vars(module):
+                vars(module)["__deepcopy__"] = partial(self._copy, module)
+
+    def _copy(self, module: nn.Module, memo: dict[int, Any]) -> nn.Module:
+        with self.restored():
+            for inner in module.modules():
+                for key, value in list(vars(inner).items()):
+                    if _compat.defining_module(value).startswith("lightning_dist."):
+                        del vars(inner)[key]
+            return copy.deepcopy(module, memo)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
