@@ -40,10 +40,19 @@ class BlockTrial:
         device: Device to compute on.
         used: Indices of the returned tensors that the model uses, which are compared; empty: all are compared. The
             others may differ, such as unused attention scores of a rank's own heads.
+        keeps_hooks: Whether the forward hooks of users run in the trial, because they may change the results.
     """
 
-    def __init__(self, block: nn.Module, call: Call, device: torch.device, used: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        block: nn.Module,
+        call: Call,
+        device: torch.device,
+        used: Collection[int] = (),
+        keeps_hooks: bool = True,
+    ) -> None:
         self._used = used
+        self._keeps_hooks = keeps_hooks
         self._device = device
         self._generator = torch.Generator(self._device).manual_seed(0)
         self._are_learned = [is_learned(tensor) for tensor in tensors_in((call.args, call.kwargs))]
@@ -69,6 +78,8 @@ class BlockTrial:
             return f"{type(error).__name__}: {text}"
         for module in self._block.modules():
             _compat.use_eager_experts(module)
+            if not self._keeps_hooks:
+                _compat.remove_foreign_forward_hooks(module)
         whole = copy.deepcopy(self._block)  # Running a block may leave tensors on it that cannot be copied later.
         for is_training in (False, True) if self._is_training else (False,):
             results, raised = self._results(

@@ -27,6 +27,7 @@ __all__ = [
     "move_hooks",
     "num_forward_hooks",
     "prepend_step_post_hook",
+    "remove_foreign_forward_hooks",
     "share_hooks",
     "step_hooks",
     "take_post_accumulate_hooks",
@@ -59,6 +60,13 @@ def has_foreign_forward_hooks(module: nn.Module) -> bool:
         for hooks in (module._forward_hooks, module._forward_pre_hooks)
         for hook in hooks.values()
     )
+
+
+def remove_foreign_forward_hooks(module: nn.Module) -> None:
+    """Remove from ``module`` the forward hooks that :func:`has_foreign_forward_hooks` looks for."""
+    for hooks in (module._forward_hooks, module._forward_pre_hooks):
+        for key in [key for key, hook in hooks.items() if not defining_module(hook).startswith(_NOT_OF_USERS)]:
+            del hooks[key]
 
 
 class ForeignForwardHooks:

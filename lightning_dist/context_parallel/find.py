@@ -24,7 +24,7 @@ from lightning_dist.consensus import check_agreement
 from lightning_dist.context_parallel.attention import is_attention
 from lightning_dist.context_parallel.plan import ATTENTIONS, AttentionKind, ContextPlan, SequenceSplitError, SplitBlock
 from lightning_dist.context_parallel.split_arguments import describe_options, dim_of_tokens
-from lightning_dist.context_parallel.split_blocks import HOOK_SEES_PART, named_inside
+from lightning_dist.context_parallel.split_blocks import named_inside
 from lightning_dist.context_parallel.tokens import Tokens
 from lightning_dist.context_parallel.trial import Trial
 from lightning_dist.experts import without_dispatch
@@ -237,8 +237,6 @@ class _Finder:
             )
         if any(isinstance(module, NORM) for module in block.modules()):
             raise self._error(f"{self._kind(name)} has a norm whose statistics are over all tokens")
-        if hooked := ForeignForwardHooks(named_inside(name, block)).find():
-            raise self._error(f"{hooked} has a forward hook, {HOOK_SEES_PART}")
         if functions := self._flow.leaks.get(name):
             raise self._error(
                 f"the step uses a value (in {_some(functions)}) that {self._kind(name)} computes but does not return,"

@@ -20,12 +20,7 @@ from lightning_dist.context_parallel.split_tokens import SplitTokens
 from lightning_dist.context_parallel.tokens import Tokens
 from lightning_dist.randomness import RankRng
 
-__all__ = ["HOOK_SEES_PART", "SplitBlocks", "named_inside"]
-
-HOOK_SEES_PART = (
-    "which each rank would call with its own tokens only: remove the hook, or put it on a module outside of the blocks"
-)
-"""The reason why forward hooks of users are refused in blocks, and what to do instead."""
+__all__ = ["SplitBlocks", "named_inside"]
 
 
 class SplitBlocks:
@@ -103,8 +98,8 @@ class SplitBlocks:
                 return None
             if hooked := hooks.find():
                 raise SequenceSplitError(
-                    f"cp_size={self._group.size()}: {hooked} has a forward hook that was registered after the sequence"
-                    f" was split, {HOOK_SEES_PART}."
+                    f"cp_size={self._group.size()}: {hooked} has a forward hook, which each rank would call with its"
+                    " own tokens only. Remove it before the training, or put it on a module outside of the blocks."
                 )
             own = tokens.split(hidden, split.dim) if before is None else self._watched(hidden, before)
             return split_arguments(args, kwargs, split, tokens, own)

@@ -34,7 +34,7 @@ class Trial(BlockTrial):
         """How often code inside of the block has asked for the positions of tokens in the last trial."""
         self.kinds: tuple[AttentionKind, ...] = ()
         """The kinds of the attentions in the last trial."""
-        super().__init__(block, call, device, used=(0,))
+        super().__init__(block, call, device, used=(0,), keeps_hooks=False)  # In training, hooks are refused.
 
     def difference(self, split: SplitBlock, attention: str) -> str:
         """Run a copy of the block on parts of the sequence, and compare it. This is a collective over all processes.

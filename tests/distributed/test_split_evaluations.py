@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 from unittest import mock
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from lightning_dist import ContextParallelStrategy, NDParallelStrategy, full_parameters, split_tensor
 from tests.distributed.fit import make_trainer
@@ -58,17 +60,15 @@ def evaluate(model: pl.LightningModule, strategy: Any, **kwargs: Any) -> Result:
     """Train ``model`` for a step, validate it, and predict."""
     num_tokens: set[int] = set()
 
+    watched = {
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear) and any(part in name for part in (".layers.", ".layer.", ".blocks."))
+    }
+
     def record(layer: nn.Module, args: tuple[Tensor]) -> None:
-        if not layer.training and not isinstance(args[0], FakeTensor):
+        if layer in watched and not layer.training and not isinstance(args[0], FakeTensor):
             num_tokens.add(args[0].size(-2))
-
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and any(part in name for part in (".layers.", ".layer.", ".blocks.")):
-            module.register_forward_pre_hook(record)
-
-    class AtStart(pl.Callback):
-        def on_validation_start(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-            num_tokens.clear()  # The trials of blocks have run copies of these layers, with their hooks.
 
     defaults: dict[str, Any] = {
         "max_steps": 1,
@@ -76,12 +76,12 @@ def evaluate(model: pl.LightningModule, strategy: Any, **kwargs: Any) -> Result:
         "num_sanity_val_steps": 0,
         "precision": "64-true",
     }
-    defaults["callbacks"] = [AtStart()]
     devices = {"devices": 1} if strategy == "auto" else {}
     trainer = make_trainer(
         "auto", strategy=strategy, limit_predict_batches=2, **{**defaults, **devices, **kwargs}, val_check_interval=1
     )
-    with warnings.catch_warnings(record=True) as caught:
+    with warnings.catch_warnings(record=True) as caught, ExitStack() as at_end:
+        at_end.callback(register_module_forward_pre_hook(record).remove)
         warnings.simplefilter("always")
         trainer.fit(model)
         loss = float(trainer.callback_metrics["val/loss"])
@@ -157,27 +157,21 @@ class Inspecting(Llama):
         self.log("val/loss", out.pow(2).mean(), sync_dist=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Any:
-        self.seen.clear()  # The trials of blocks have run copies of these layers, with their hooks.
+        self.seen.clear()
         states = self.model(input_ids=batch[0], output_hidden_states=True).hidden_states
         return states, states[1].mean(1), list(self.seen)
 
 
-def inspect(splits: bool, hooks_first: bool) -> Result:
+def inspect(splits: bool) -> Result:
     torch.manual_seed(0)
     model = Inspecting()
-    if hooks_first:
-        model.watch()
-    else:
-        model.setup = lambda stage: model.watch() if stage == "fit" else None
+    model.on_validation_start = model.watch  # In training, a hook on a block would see some of the tokens.
     return evaluate(model, ContextParallelStrategy(4, split_evaluations=True) if splits else "auto")
 
 
-@pytest.mark.parametrize("hooks_first", [True, False])
-def test_hidden_states_of_inner_blocks_are_whole_in_evaluations(
-    pool: WorkerPool, reference_pool: WorkerPool, hooks_first: bool
-) -> None:
-    expected = reference_pool.run(inspect, 1, False, hooks_first)[0]
-    for result in pool.run(inspect, 4, True, hooks_first):
+def test_hidden_states_of_inner_blocks_are_whole_in_evaluations(pool: WorkerPool, reference_pool: WorkerPool) -> None:
+    expected = reference_pool.run(inspect, 1, False)[0]
+    for result in pool.run(inspect, 4, True):
         assert result.loss == pytest.approx(expected.loss, rel=1e-10)
         assert result.num_tokens == {CONTEXT // 4}
         assert not result.warnings
