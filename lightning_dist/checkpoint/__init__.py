@@ -26,7 +26,14 @@ from lightning_dist.checkpoint.format import (
     write,
 )
 from lightning_dist.checkpoint.manifest import CheckpointError, CheckpointNotFoundError, Manifest
-from lightning_dist.checkpoint.single_file import NUM_SEEN, TECHNIQUES, consolidate, put_positions_back, read_whole
+from lightning_dist.checkpoint.single_file import (
+    NUM_SEEN,
+    TECHNIQUES,
+    consolidate,
+    keep_positions_apart,
+    put_positions_back,
+    read_whole,
+)
 from lightning_dist.checkpoint.snapshot import Snapshot, take_snapshot
 from lightning_dist.checkpoint.writer import Save, Writer
 
@@ -45,6 +52,7 @@ __all__ = [
     "consolidate",
     "find",
     "is_sharded_checkpoint",
+    "keep_positions_apart",
     "put_positions_back",
     "read",
     "read_for_rank",

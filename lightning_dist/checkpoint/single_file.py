@@ -10,7 +10,7 @@ import torch
 from lightning_dist.checkpoint.format import TensorInfo, read
 from lightning_dist.checkpoint.state import by_index
 
-__all__ = ["NUM_SEEN", "TECHNIQUES", "consolidate", "put_positions_back", "read_whole"]
+__all__ = ["NUM_SEEN", "TECHNIQUES", "consolidate", "keep_positions_apart", "put_positions_back", "read_whole"]
 
 NUM_SEEN = "num_seen"
 """The key of a position in an ordinary data loader: the number of samples that all ranks have seen in the epoch."""
@@ -86,7 +86,7 @@ def consolidate(source: str | Path, destination: Path, trust: bool = False) -> N
         weights = {name: value for name, value in checkpoint["state_dict"].items() if isinstance(value, torch.Tensor)}
         save_file(weights, unfinished)
     else:
-        _keep_positions_apart(checkpoint)
+        keep_positions_apart(checkpoint)
         torch.save(checkpoint, unfinished)
     unfinished.replace(destination)
 
@@ -96,7 +96,7 @@ def _loop_state(checkpoint: dict[str, Any]) -> dict[str, Any]:
     return state
 
 
-def _keep_positions_apart(checkpoint: dict[str, Any]) -> None:
+def keep_positions_apart(checkpoint: dict[str, Any]) -> None:
     """Move the positions in ordinary data loaders to a key that Lightning ignores.
 
     Lightning refuses a checkpoint with states for data loaders that do not have a state themselves.

@@ -319,7 +319,7 @@ class GraphObserver:
                     f"The step calls {block} {names.count(block)} times: a pipeline runs a model's blocks once a"
                     " microbatch. Concatenate the inputs of the calls into one batch, or use another strategy."
                 )
-        if not self._calls:
+        if has_loss and not self._calls:
             raise TraceError("The step calls none of the model's parts, so there is nothing to split into stages.")
         if has_loss and not self._end.uses:
             raise TraceError(

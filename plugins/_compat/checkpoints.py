@@ -7,13 +7,14 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any
 
+from lightning.fabric.plugins.io import torch_io
 from lightning.pytorch import Trainer
 from lightning.pytorch.core import saving
 from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.trainer.connectors.checkpoint_connector import _CheckpointConnector
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
-from lightning_dist.checkpoint import is_sharded_checkpoint, read_whole
+from lightning_dist.checkpoint import is_sharded_checkpoint, keep_positions_apart, read_whole
 
 __all__ = [
     "LINK_CHECKPOINT",
@@ -29,7 +30,9 @@ LINK_CHECKPOINT = "_link_checkpoint"
 
 
 def read_checkpoint_directories() -> None:
-    """Make ``load_from_checkpoint`` accept a checkpoint directory. Calling this again is safe.
+    """Make ``load_from_checkpoint`` and Trainers with Lightning's own strategies accept a checkpoint directory.
+
+    Calling this again is safe.
 
     This could be replaced by a registry of formats in Lightning, or by a ``load_from_checkpoint`` that uses a
     CheckpointIO.
@@ -44,7 +47,15 @@ def read_checkpoint_directories() -> None:
             return read_whole(os.fspath(path_or_url), map_location, weights_only is not False)
         return load(path_or_url, map_location=map_location, weights_only=weights_only)
 
+    @wraps(load)
+    def load_for_other_strategies(path_or_url: Any, map_location: Any = None, weights_only: bool | None = None) -> Any:
+        checkpoint = load_file_or_directory(path_or_url, map_location, weights_only)
+        if isinstance(checkpoint, dict):
+            keep_positions_apart(checkpoint)  # Only the strategies of this package resume them.
+        return checkpoint
+
     saving.pl_load = load_file_or_directory
+    torch_io.pl_load = load_for_other_strategies
 
 
 def intercept_checkpoint_paths(

@@ -156,11 +156,22 @@ def within_epoch(path: Path, ckpt_path: Path | None, max_steps: int) -> list[flo
     return sums
 
 
+def resume_in_one_process(path: Path) -> tuple[int, dict[str, np.ndarray]]:
+    """Resume a directory under Lightning's own strategy, and return the last step and the weights."""
+    model = Classifier()
+    trainer = make_trainer("auto", devices=1, max_steps=6, precision="64-true")
+    trainer.fit(model, DataLoader(samples(48), 4), ckpt_path=str(path), weights_only=False)
+    return trainer.global_step, {name: weight.numpy() for name, weight in model.state_dict().items()}
+
+
 def test_a_consolidated_file_of_within_an_epoch_is_resumed_here_and_by_lightning_alone(
-    pool: WorkerPool, tmp_path: Path
+    pool: WorkerPool, reference_pool: WorkerPool, tmp_path: Path
 ) -> None:
     pool.run(within_epoch, 2, tmp_path / "a.ckpt", None, 3)
     consolidate(tmp_path / "a.ckpt", tmp_path / "one.ckpt")
+    resumed = [reference_pool.run(resume_in_one_process, 1, tmp_path / name)[0] for name in ("a.ckpt", "one.ckpt")]
+    assert [step for step, _ in resumed] == [6, 6]
+    assert all((weight == resumed[1][1][name]).all() for name, weight in resumed[0][1].items())
     from_directory = pool.run(within_epoch, 2, tmp_path / "b.ckpt", tmp_path / "a.ckpt", 6)
     from_file = pool.run(within_epoch, 2, tmp_path / "c.ckpt", tmp_path / "one.ckpt", 6)
     assert from_file == from_directory

@@ -396,3 +396,17 @@ def early_logs_of_two_stages(run: Run) -> None:
             return functional.cross_entropy(self(x), y)
 
     run.fit(Early(), max_epochs=2)
+
+
+@case("Evaluation steps that call no part of the model: `pass`, and a metric of the batch alone")
+def evaluations_without_the_model(run: Run) -> None:
+    class Counting(Classifier):
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            pass
+
+        def test_step(self, batch: Any, batch_idx: int) -> None:
+            self.log("test/mean", batch[0].mean(), sync_dist=True)
+
+    model = Counting().double()
+    run.fit(model, val=True)
+    run.record("metrics", run.trainer().test(model, run.loader(), verbose=False))
