@@ -2,9 +2,10 @@
 
 - ``autograd``: Runs functions when a backward begins or ends.
 - ``hooks``: Reads, moves and calls hooks.
-- ``meshes``: Lets functions of many tensors accept several device meshes.
+- ``meshes``: Lets functions of many tensors accept several device meshes, and makes a mesh of one rank.
 - ``modules``: Changes what modules hold and what a call of them runs.
 - ``operations``: Observes operations, knows them by name, and runs code on fake tensors.
+- ``optimizers``: Runs and copies optimizers without hooks.
 - ``processes``: Reaches process groups and the record of their collectives.
 - ``tensors``: Reads and changes tensors and DTensors.
 - ``trees``: Flattens, rebuilds and maps nested containers of tensors.
@@ -36,7 +37,7 @@ from lightning_dist._compat.hooks import (
     step_hooks,
     take_post_accumulate_hooks,
 )
-from lightning_dist._compat.meshes import group_by_mesh
+from lightning_dist._compat.meshes import group_by_mesh, on_one_rank
 from lightning_dist._compat.modules import (
     NORM,
     ROUTE,
@@ -69,6 +70,7 @@ from lightning_dist._compat.operations import (
     named_arguments,
     written_arguments,
 )
+from lightning_dist._compat.optimizers import hook_tables, mark_stepped, without_step_hooks
 from lightning_dist._compat.processes import (
     around_collectives,
     default_group,
@@ -143,11 +145,13 @@ __all__ = [
     "gradient_hooks",
     "group_by_mesh",
     "has_foreign_forward_hooks",
+    "hook_tables",
     "is_compiled",
     "is_in_backward",
     "leave_out_hooks",
     "local_of",
     "make_parameter",
+    "mark_stepped",
     "module_versions",
     "move_hooks",
     "move_without_meta_tensors",
@@ -157,6 +161,7 @@ __all__ = [
     "num_forward_hooks",
     "num_packed",
     "on_equal",
+    "on_one_rank",
     "on_scalar_read",
     "own_buffers",
     "own_parameters",
@@ -183,6 +188,7 @@ __all__ = [
     "with_parameters",
     "without_memory",
     "without_process_group",
+    "without_step_hooks",
     "without_weak_references",
     "written_arguments",
 ]

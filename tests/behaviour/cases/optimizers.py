@@ -29,7 +29,7 @@ _OPTIMIZERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Rprop": ({"lr": 0.001}, {}),
     "LBFGS": (
         {"lr": 0.1, "max_iter": 3},
-        {"tolerance": 1e-6, "refused": {"*": "LBFGS searches along one flat vector"}},
+        {"tolerance": 1e-6, "refused": dict.fromkeys(PIPELINED, "LBFGS with pp_size=2")},
     ),
 }
 
