@@ -19,9 +19,9 @@ from lightning_dist.whole_step import Finding, Scope, WholeStep, try_optimizer
 __all__ = ["OptimizerStep", "OptimizerSteps", "check_optimizer_step"]
 
 OptimizerStep = Literal["auto", "shards", "whole", "dtensors"]
-"""On what optimizers step: ``"shards"``, each rank on its shards, as plain tensors; ``"whole"``, on whole parameters, each
-on the rank that owns it; ``"dtensors"``, on the sharded parameters themselves; or ``"auto"``, on shards if a trial on
-small tensors shows that this computes the same, and else on whole parameters."""
+"""On what optimizers step: ``"shards"``, each rank on its shards, as plain tensors; ``"whole"``, on whole parameters,
+each on the rank that owns it; ``"dtensors"``, on the sharded parameters themselves; or ``"auto"``, on shards if a trial
+on small tensors shows that this computes the same, and else on whole parameters."""
 
 
 def check_optimizer_step(value: OptimizerStep) -> OptimizerStep:
@@ -137,10 +137,10 @@ class OptimizerSteps:
             step.restore()
 
     def remove(self) -> None:
-        """Give the optimizers their own steps back."""
+        """Give the optimizers their own steps back. Their states stay with the owners."""
         for step in self._steps:
             step.remove()
-        self._steps, self._whole = [], {}
+        self._steps = []
 
 
 def _agreed(finding: Finding) -> Finding:

@@ -198,5 +198,4 @@ class SteppingStrategy(ParallelizingStrategy):
         self._undo_optimizers()
         self._undo_optimizers = _do_nothing
         if self._optimizer_steps is not None:
-            self._optimizer_steps.remove()
-            self._optimizer_steps = None
+            self._optimizer_steps.remove()  # The object stays, as a checkpoint may still be saved.
