@@ -119,8 +119,8 @@ class _Trial:
             return Finding(Scope.MODEL, f"a trial of it fails on whole tensors ({_text(error)})")
         if any(calls > 1 for calls in whole.num_calls):
             return Finding(Scope.MODEL, "it evaluates the loss several times in a step", uses_loss=True)
-        if not all(map(_has_changed, whole.params, self._starts)):
-            return Finding(Scope.MODEL, "it left parameters of a trial as they were")
+        if not any(map(_has_changed, whole.params, self._starts)):
+            return Finding(Scope.MODEL, "it left the parameters of a trial as they were")
         if not self._is_same(whole, lambda: self._steps(self._starts, whole, loss=0.25)):
             return Finding(Scope.MODEL, "its results depend on the value of the loss", uses_loss=True)
         if not self._is_same(whole, lambda: self._apart(whole)):
@@ -300,22 +300,30 @@ def _small_state(state: Any, original: Tensor, small: Tensor) -> Any:
 
 
 def _chosen(optimizer: Optimizer) -> list[list[Tensor]]:
-    """Return the parameters that a trial has copies of: the largest one of each kind in each group, and two of a kind.
+    """Return the parameters that a trial has copies of, for each group: the largest ones of each kind.
 
-    Parameters are of one kind if they have as many dimensions and are sharded along the same ones.
+    Parameters are of one kind if they have as many dimensions, are sharded along the same ones, and are in groups whose
+    options differ in numbers only, as learning rates of layers do.
     """
-    chosen = []
-    for group in optimizer.param_groups:
-        kinds: dict[Any, list[Tensor]] = defaultdict(list)
+    kinds: dict[Any, list[tuple[int, Tensor]]] = defaultdict(list)
+    for index, group in enumerate(optimizer.param_groups):
+        options = tuple(
+            (key, _without_number(value)) for key, value in group.items() if key not in ("params", "param_names")
+        )
         for param in group["params"]:
             if param.is_floating_point() or param.is_complex():
-                kinds[param.ndim, param.is_complex(), _sharded_dims(param)].append(param)
-        found = []
-        for params in kinds.values():
-            params = sorted(params, key=lambda param: -param.numel())
-            found += params[:2] if params[0].ndim <= 2 else params[:1]
-        chosen.append(found)
+                kinds[param.ndim, param.is_complex(), _sharded_dims(param), options].append((index, param))
+    chosen: list[list[Tensor]] = [[] for _ in optimizer.param_groups]
+    for params in kinds.values():
+        largest = sorted(params, key=lambda pair: -pair[1].numel())
+        for index, param in largest[: 2 if largest[0][1].ndim <= 2 else 1]:
+            chosen[index].append(param)
     return chosen
+
+
+def _without_number(value: Any) -> str:
+    """Return what distinguishes the value of an option from others of the same kind."""
+    return "number" if isinstance(value, float | Tensor) else repr(value)[:100]
 
 
 def _sharded_dims(param: Tensor) -> tuple[tuple[int, int], ...]:

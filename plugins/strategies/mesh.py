@@ -270,7 +270,8 @@ class MeshStrategy(SteppingStrategy):
     @property
     def settings(self) -> dict[str, Any]:
         """Return the settings that distinguish this run in a logger, besides the layout; None: not in use."""
-        return run_settings(self._config, self.parallel)
+        where = self._where_optimizers_step
+        return {**run_settings(self._config, self.parallel), "optimizer_step": None if where == "auto" else where}
 
     @override
     def teardown(self) -> None:

@@ -244,3 +244,61 @@ def test_what_prevents_whole_steps_is_refused_by_name(
 ) -> None:
     for error in pool.run(refused, 2, kind, layout, kwargs, timeout_s=60):
         assert text in error
+
+
+class Rows(Net):
+    """Look up a few rows of an embedding, some of which get a gradient of zero, and give a bias another dtype."""
+
+    def __init__(self) -> None:
+        super().__init__("elementwise")
+        self.embedding = nn.Embedding(12, 6, padding_idx=3, sparse=True)
+        self.head = nn.Linear(6, 3)
+        self.head.bias = nn.Parameter(self.head.bias.detach().float())
+        self.mix = self.blocks = nn.Identity()
+
+    def data(self) -> tuple[Tensor, ...]:
+        generator = torch.Generator().manual_seed(1)
+        return torch.randint(12, (self.num_samples, 4), generator=generator), torch.arange(self.num_samples) % 3
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embedding(batch[0])
+        if batch_idx:  # The gradient of this row is zero then, and its momentum goes on to move it where it is used.
+            x = x * (batch[0] != 5)[..., None]
+        logits = functional.linear(x.mean(1), self.head.weight.to(x)) + self.head.bias.to(x)
+        loss = functional.cross_entropy(self.scale * logits, batch[1])
+        self.log("train/loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        rest = [param for param in self.parameters() if param is not self.embedding.weight]
+        return [torch.optim.SparseAdam([self.embedding.weight], lr=0.1), torch.optim.SGD(rest, lr=0.1)]
+
+
+class ByHand(Rows):
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        for optimizer in self.optimizers():
+            optimizer.step()
+
+
+def sparse(layout: str) -> Weights | str:
+    model = ByHand()
+    try:
+        make_trainer(layout, max_steps=8).fit(model)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return weights_of(model)
+
+
+def test_sparse_adam_and_layers_of_two_dtypes_work_where_nothing_is_sharded(pool: WorkerPool) -> None:
+    expected = pool.run(sparse, 1, "auto")[0]
+    for found in pool.run(sparse, 2, "2x1"):
+        assert_same(found, expected, 1e-5)
+    for error in pool.run(sparse, 2, "full_shard", timeout_s=60):
+        assert "head has parameters of several dtypes" in error or "SparseAdam takes sparse gradients" in error
