@@ -81,7 +81,9 @@ class SparseStep:
                 # Code that uses the weight outside of its embedding gives gradients to other rows.
                 rows = (used.bool() | param.grad.ne(0).flatten(1).any(1)).nonzero().flatten()
                 self._dense.append((param, param.grad))
-                param.grad = torch.sparse_coo_tensor(rows[None], param.grad[rows], param.shape, is_coalesced=True)
+                param.grad = torch.sparse_coo_tensor(
+                    rows[None], param.grad[rows], param.shape, is_coalesced=True, check_invariants=False
+                )
             used.zero_()
 
 

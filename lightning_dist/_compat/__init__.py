@@ -2,10 +2,10 @@
 
 - ``autograd``: Runs functions when a backward begins or ends.
 - ``hooks``: Reads, moves and calls hooks.
-- ``meshes``: Lets functions of many tensors accept several device meshes, and makes a mesh of one rank.
+- ``meshes``: Lets functions of many tensors accept several device meshes.
 - ``modules``: Changes what modules hold and what a call of them runs.
 - ``operations``: Observes operations, knows them by name, and runs code on fake tensors.
-- ``optimizers``: Runs and copies optimizers without hooks.
+- ``optimizers``: Runs the code of optimizers without hooks.
 - ``processes``: Reaches process groups and the record of their collectives.
 - ``tensors``: Reads and changes tensors and DTensors.
 - ``trees``: Flattens, rebuilds and maps nested containers of tensors.
@@ -37,7 +37,7 @@ from lightning_dist._compat.hooks import (
     step_hooks,
     take_post_accumulate_hooks,
 )
-from lightning_dist._compat.meshes import group_by_mesh, on_one_rank
+from lightning_dist._compat.meshes import group_by_mesh
 from lightning_dist._compat.modules import (
     NORM,
     ROUTE,
@@ -70,7 +70,7 @@ from lightning_dist._compat.operations import (
     named_arguments,
     written_arguments,
 )
-from lightning_dist._compat.optimizers import hook_tables, mark_stepped, without_step_hooks
+from lightning_dist._compat.optimizers import mark_stepped, without_step_hooks
 from lightning_dist._compat.processes import (
     around_collectives,
     default_group,
@@ -145,7 +145,6 @@ __all__ = [
     "gradient_hooks",
     "group_by_mesh",
     "has_foreign_forward_hooks",
-    "hook_tables",
     "is_compiled",
     "is_in_backward",
     "leave_out_hooks",
@@ -161,7 +160,6 @@ __all__ = [
     "num_forward_hooks",
     "num_packed",
     "on_equal",
-    "on_one_rank",
     "on_scalar_read",
     "own_buffers",
     "own_parameters",

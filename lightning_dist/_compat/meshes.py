@@ -1,4 +1,4 @@
-"""Let torch's functions of many tensors work on DTensors over several device meshes, and make a mesh of one rank."""
+"""Let torch's functions of many tensors work on DTensors over several device meshes."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad
 from torch.optim import optimizer
 
-__all__ = ["group_by_mesh", "on_one_rank"]
+__all__ = ["group_by_mesh"]
 
 Grouped = dict[Any, tuple[list[list[Any]], list[int]]]
 
@@ -69,12 +67,3 @@ class _GroupByMesh:
             for key, (lists, indices) in self._own(part, with_indices).items():
                 grouped[_Key(key)] = lists, [chosen[index] for index in indices]
         return grouped
-
-
-def on_one_rank(tensor: Tensor) -> DTensor:
-    """Return ``tensor`` as a DTensor over a mesh of this rank alone, without communication.
-
-    Replaced by: a ``DeviceMesh`` of one rank that no other rank has to create.
-    """
-    mesh = DeviceMesh(tensor.device.type, [dist.get_rank()], _init_backend=False)
-    return DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)

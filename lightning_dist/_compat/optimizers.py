@@ -1,4 +1,4 @@
-"""Run the code of optimizers without the hooks of their steps, and copy optimizers."""
+"""Run the code of optimizers without the hooks of their steps."""
 
 from __future__ import annotations
 
@@ -9,18 +9,7 @@ from typing import Any
 
 from torch.optim import Optimizer, optimizer
 
-__all__ = ["hook_tables", "mark_stepped", "without_step_hooks"]
-
-_PREFIX = "_optimizer_"
-"""The beginning of the names of an optimizer's dictionaries of hooks."""
-
-
-def hook_tables(optimizer: Optimizer) -> dict[str, OrderedDict[int, Any]]:
-    """Return empty dictionaries of hooks by the names of the attributes of ``optimizer`` that hold such dictionaries.
-
-    Replaced by: the same as for :func:`lightning_dist._compat.step_hooks`.
-    """
-    return {name: OrderedDict() for name in vars(optimizer) if name.startswith(_PREFIX)}
+__all__ = ["mark_stepped", "without_step_hooks"]
 
 
 @contextmanager

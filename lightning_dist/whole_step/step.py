@@ -15,17 +15,20 @@ from contextlib import contextmanager
 from functools import wraps
 from types import MethodType
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from lightning_dist._compat import (
+    default_group,
     local_of,
     mark_stepped,
-    on_one_rank,
+    new_group_of,
     tree_map,
     without_step_hooks,
 )
@@ -58,6 +61,8 @@ class WholeStep:
         self._nested = [value for value in vars(optimizer).values() if isinstance(value, Optimizer)]
         self._parts: dict[Tensor, Parts] = {}
         self._stand_ins: dict[Tensor, nn.Parameter] = {}
+        self._used: list[Tensor] | None = None
+        """The parameters with gradients in the last step; None: there was none."""
         self._owners: Owners | None = None
         params = self._params()
         self._group = group_of_shards(params)
@@ -140,6 +145,7 @@ class WholeStep:
         self._gather(params, with_gradient)
         error: BaseException | None = None
         own = [param for param in params if self._is_own(param)]
+        self._agree_on_options(with_gradient)
         try:
             if own:
                 with self._swapped(own):
@@ -150,6 +156,25 @@ class WholeStep:
             error = raised
         self._scatter(params, error)
         return loss
+
+    def _agree_on_options(self, with_gradient: list[Tensor]) -> None:
+        """Take the options of parameter groups from ranks that have stepped them, if other parameters are used now.
+
+        Optimizers count steps there, and groups of which a rank steps nothing are left out. This may be a collective.
+        """
+        if self._used is not None and [*map(id, self._used)] != [*map(id, with_gradient)]:
+            own = {param for param in self._used if self._is_own(param)}
+            groups = self._optimizer.param_groups
+            options = [
+                {key: value for key, value in group.items() if key != "params"} if own & {*group["params"]} else None
+                for group in groups
+            ]
+            assert self._group is not None
+            of_ranks: list[list[dict[str, Any] | None]] = [[] for _ in range(self._group.size())]
+            dist.all_gather_object(of_ranks, options, self._group)
+            for group, known in zip(groups, zip(*of_ranks, strict=True), strict=True):
+                group.update(next((given for given in known if given is not None), {}))
+        self._used = with_gradient
 
     def _call(self, kwargs: dict[str, Any], closure: Callable[[], Any] | None) -> Any:
         """Call the step of the optimizer without hooks, which have been called before or will be called later."""
@@ -500,9 +525,19 @@ def _on_meta(value: Any) -> Any:
     return torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, _Outline) else value
 
 
+_alone: WeakKeyDictionary[dist.ProcessGroup, dict[str, DeviceMesh]] = WeakKeyDictionary()
+"""Meshes of this rank alone by the type of their device, for each default process group that was created."""
+
+
 def _written(value: Any) -> Any:
     """Return a tensor in the form in which this rank alone writes it into a checkpoint."""
     if not isinstance(value, Tensor):
         return value
     local = local_of(value.detach())
-    return on_one_rank(local) if local.ndim else local.cpu()
+    if not local.ndim:
+        return local.cpu()
+    meshes = _alone.setdefault(default_group(), {})
+    if local.device.type not in meshes:
+        group = new_group_of([dist.get_rank()], dist.get_backend(), "states of this rank")
+        meshes[local.device.type] = DeviceMesh.from_group(group, local.device.type)
+    return DTensor.from_local(local, meshes[local.device.type], [Replicate()], run_check=False)

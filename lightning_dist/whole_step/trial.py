@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import math
 import random
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_dist._compat import hook_tables, local_of, tree_map, without_step_hooks
+from lightning_dist._compat import local_of, tree_map, without_step_hooks
 from lightning_dist.randomness import unchanged_random_numbers
 from lightning_dist.tensor_state import is_remote
 
@@ -267,8 +267,8 @@ def _copy(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     for name, value in attributes.items():
         if name == "step":  # A scheduler counts the calls of its own step.
             continue
-        vars(copied)[name] = _copied(value, memo)
-    vars(copied).update(hook_tables(optimizer))
+        is_of_hooks = isinstance(value, OrderedDict) and all(map(callable, value.values()))
+        vars(copied)[name] = OrderedDict() if is_of_hooks else _copied(value, memo)
     return copied
 
 

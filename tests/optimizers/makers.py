@@ -119,15 +119,18 @@ def _of_schedulefree() -> dict[str, Maker]:
 
 
 def _of_pytorch_optimizer() -> dict[str, Maker]:
-    package = importlib.import_module("pytorch_optimizer")
-    needs_groups = {"muon", "adamuon", "adago", "distributedmuon"}
+    package = importlib.import_module("pytorch_optimizer.optimizer")
+    needs_groups = {name for name in package.OPTIMIZERS if "muon" in name} | {"adago"}
     special: dict[str, Maker] = {
         "lookahead": lambda module: package.Lookahead(torch.optim.SGD(module.parameters(), lr=RATE), k=2),
         "schedulefreewrapper": lambda module: package.ScheduleFreeWrapper(
             torch.optim.SGD(module.parameters(), lr=RATE), momentum=0.9
         ),
     }
-    for name in ("sam", "gsam", "wsam", "bsam", "looksam", "friendlysam"):
+    special |= {name: package.OPTIMIZERS[name] for name in ("adalomo", "adammini", "lomo")}  # They take the module.
+    special["bsam"] = _of_class(package.OPTIMIZERS["bsam"], num_data=64)
+    special["ranger21"] = _of_class(package.OPTIMIZERS["ranger21"], num_iterations=10)
+    for name in ("sam", "gsam", "wsam", "looksam", "friendlysam"):
         if name in package.OPTIMIZERS:
             cls = package.OPTIMIZERS[name]
             takes_base = "base_optimizer" in inspect.signature(cls).parameters

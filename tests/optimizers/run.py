@@ -51,8 +51,9 @@ class Net(TestModule):
 
     num_samples = 64
 
-    def __init__(self, name: str, width: int = WIDTH) -> None:
+    def __init__(self, name: str, width: int = WIDTH, reverses: bool = False) -> None:
         super().__init__()
+        self.reverses = reverses
         torch.manual_seed(0)
         self.name = name
         self.embedding = nn.Embedding(VOCABULARY, width)
@@ -63,6 +64,8 @@ class Net(TestModule):
 
     def data(self) -> tuple[Tensor, ...]:
         tokens = torch.randint(VOCABULARY, (self.num_samples, LENGTH), generator=torch.Generator().manual_seed(1))
+        if self.reverses:  # Each batch has the same samples in another order, so that sums are rounded in another way.
+            tokens = tokens.view(-1, self.hparams.global_batch_size, LENGTH).flip(1).reshape(-1, LENGTH)
         return tokens, tokens.flip(1)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -89,10 +92,12 @@ class Net(TestModule):
         self.times.append(time.perf_counter())
 
 
-def train(name: str, strategy: str, width: int = WIDTH, num_steps: int = NUM_STEPS) -> tuple[Weights, list[float]]:
+def train(
+    name: str, strategy: str, width: int = WIDTH, num_steps: int = NUM_STEPS, reverses: bool = False
+) -> tuple[Weights, list[float]]:
     """Train with the optimizer ``name``, and return the weights and the durations of the steps but the first ones."""
     warnings.simplefilter("ignore")
-    model = Net(name, width)
+    model = Net(name, width, reverses)
     chosen = {} if strategy == "one process" else {"strategy": STRATEGIES[strategy]()}
     trainer = make_trainer("auto", max_steps=num_steps, precision="64-true", **chosen)
     trainer.fit(model)
