@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help demo quick test lint docs parity nccl-rules accelerator-rules behaviour zoo bench slow-links faults clean
+.PHONY: help demo quick test lint docs parity nccl-rules accelerator-rules behaviour zoo optimizers bench slow-links faults clean
 
 help:
 	@echo "make demo    train a small GPT on 2 x 2 processes, sample from it, show it in MLflow"
@@ -16,6 +16,7 @@ help:
 	@echo "make accelerator-rules  training on a simulated accelerator: races between streams, and what the host waits for"
 	@echo "make behaviour  ordinary Lightning code under every strategy, compared with one process"
 	@echo "make zoo     80 families of Hugging Face models under every strategy, compared with one process"
+	@echo "make optimizers  more than 100 optimizers under every strategy, compared with one process"
 	@echo "make faults  saves that are killed, damaged and cut off from power, at every point"
 	@echo "make bench   step time, start-up and memory against other ways of training"
 	@echo "make gpu     what this machine's GPUs can show in ten minutes, with the system's python3; installs nothing"
@@ -88,6 +89,14 @@ faults: $(VENV)/installed-dev
 
 zoo: $(VENV)/installed-dev
 	$(BIN)/python -m tests.zoo --write docs/compatibility.md
+
+# timm asks for torchvision, which its optimizers do not need.
+$(VENV)/installed-optimizers: $(VENV)/installed-dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps $$($(BIN)/python -m tests.optimizers.packages)
+	@touch $@
+
+optimizers: $(VENV)/installed-optimizers
+	$(BIN)/python -m tests.optimizers --write docs/optimizers.md
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python -m tests.bench

@@ -46,22 +46,26 @@ _COUNTERS = frozenset({"step", "mu_product", "eta", "mu"})
 
 
 class LocalStep:
-    """Make ``optimizer`` update only this rank's parameters, as plain tensors if its class is in :data:`ELEMENTWISE`.
+    """Make ``optimizer`` update only this rank's parameters, as plain tensors if it is elementwise.
 
     Args:
         optimizer: Optimizer of sharded parameters. Its parameter groups and states hold DTensors except during the
             update itself; closures and other hooks see only DTensors.
+        is_elementwise: Whether the update of an element depends on no other element; None: whether the class of the
+            optimizer is in :data:`ELEMENTWISE`.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, is_elementwise: bool | None = None) -> None:
         self._optimizer = optimizer
         # These are the optimizer's groups whose params are replaced now, each with its original list of params.
         self._groups: list[tuple[dict[str, Any], list[Tensor]]] = []
         # These are the parameters that are replaced now, each with its shard and the DTensors in its state.
-        self._shards: list[tuple[DTensor, Tensor, dict[str, DTensor]]] = []
+        self._shards: list[tuple[DTensor, Tensor, dict[str, Any]]] = []
         self._handles: list[RemovableHandle] = []
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        self._unwraps = type(optimizer) in ELEMENTWISE and any(isinstance(param, DTensor) for param in params)
+        if is_elementwise is None:
+            is_elementwise = type(optimizer) in ELEMENTWISE
+        self._unwraps = is_elementwise and any(isinstance(param, DTensor) for param in params)
         self._has_others = any(is_remote(param) for param in params)
         if self._unwraps or self._has_others:
             self._handles = [
@@ -125,9 +129,9 @@ class LocalStep:
                     param.grad.refuse("optimizer.step()")
                 shard.grad = _unwrap(param.grad)
                 values = state.pop(param, {})
-                self._shards.append((param, shard, {k: v for k, v in values.items() if isinstance(v, DTensor)}))
+                self._shards.append((param, shard, values))
                 if values:
-                    state[shard] = {key: _unwrap(value) for key, value in values.items()}
+                    state[shard] = {key: _compat.tree_map(_unwrap, value) for key, value in values.items()}
 
 
 class _OwnStates(defaultdict[Any, Any]):
@@ -154,18 +158,23 @@ def _unwrap(value: Any) -> Any:
     return value.to_local() if isinstance(value, DTensor) else value
 
 
-def _wrap(key: str, value: Any, param: DTensor, before: DTensor | None) -> Any:
-    """Return a value of the state of a shard of ``param`` as a DTensor.
+def _wrap(key: str, value: Any, param: DTensor, before: Any) -> Any:
+    """Return a value of the state of a shard of ``param``, in which DTensors replace the tensors of the shard's shape.
 
     Args:
-        key: Name of the value in the state.
-        value: The value; it is returned unchanged if it is not a tensor, or ``key`` is one of :data:`_COUNTERS`.
+        key: Name of the value in the state; nothing is replaced if it is one of :data:`_COUNTERS`.
+        value: The value, which may be a container of tensors. Tensors of other shapes are the same on all ranks.
         param: The sharded parameter, whose mesh, placements and shape the result gets.
-        before: The DTensor that the state had before the step, which is returned if ``value`` is still its local
-            tensor; None: the state had none.
+        before: The value that the state had before the step. It is returned if it is a DTensor whose local tensor is
+            ``value``.
     """
-    if before is not None and before.to_local() is value:
+    if isinstance(before, DTensor) and before.to_local() is value:
         return before
-    if not isinstance(value, Tensor) or key in _COUNTERS:
+    if key in _COUNTERS:
         return value
-    return _compat.dtensor_like(value, param)
+    shape = _compat.local_of(param).shape
+
+    def wrapped(leaf: Any) -> Any:
+        return _compat.dtensor_like(leaf, param) if isinstance(leaf, Tensor) and leaf.shape == shape else leaf
+
+    return wrapped(value) if isinstance(value, Tensor) else _compat.tree_map(wrapped, value)

@@ -19,19 +19,19 @@ buckets that are reduced. The sums for sharding follow Zhao et al., 2023 (PyTorc
 
 from __future__ import annotations
 
-import copy
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_dist._compat import local_of
+from lightning_dist._compat import local_of, tree_leaves, without_step_hooks
 from lightning_dist.parameter_group import ParameterGroup
+from lightning_dist.randomness import unchanged_random_numbers
 from lightning_dist.tensor_state import is_remote
+from lightning_dist.whole_step import probe
 
 __all__ = ["PART_BYTES", "MemoryUse", "RunSize", "Saving", "advise", "predict", "run_size", "state_bytes_per_element"]
 
@@ -188,10 +188,10 @@ def run_size(module: nn.Module, groups: Sequence[ParameterGroup], optimizers: Se
     params = [(group, param) for group in groups for param in group.params if not is_remote(param)]
     blocks = [group for group in groups if group.unit.kind in ("block", "large")]
     in_state = {
-        id(param): state_bytes_per_element(optimizer, group, param.dtype)
+        id(group): state_bytes_per_element(optimizer, group, param.dtype)
         for optimizer in optimizers
         for group in optimizer.param_groups
-        for param in group["params"][:1]
+        for param in [param for param in group["params"] if param.is_floating_point() or param.is_complex()][:1]
     }
     return RunSize(
         parameters=sum(_whole_bytes(group, param) for group, param in params),
@@ -211,7 +211,7 @@ def run_size(module: nn.Module, groups: Sequence[ParameterGroup], optimizers: Se
 def state_bytes_per_element(optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype) -> float:
     """Return how many bytes ``optimizer`` keeps for an element of a parameter.
 
-    An optimizer of torch makes a step with a small parameter to find out.
+    A copy of the optimizer makes a step with a small parameter to find out.
 
     Args:
         optimizer: The optimizer, which is not changed.
@@ -219,18 +219,30 @@ def state_bytes_per_element(optimizer: Optimizer, group: dict[str, Any], dtype: 
         dtype: Dtype of the parameter.
 
     Returns:
-        The number of bytes; for an optimizer that is not torch's, that of AdamW.
+        The number of bytes; for an optimizer that cannot make such a step, that of AdamW.
     """
-    if not type(optimizer).__module__.startswith("torch.optim"):
-        return 2.0 * dtype.itemsize
     param = nn.Parameter(torch.ones(64, 64, dtype=dtype))
-    param.grad = torch.ones_like(param)
-    options: dict[str, Any] = {name: False for name in ("fused", "capturable", "foreach") if name in group}
-    probe = copy.copy(optimizer)
-    probe.param_groups = [{**group, **options, "params": [param]}]
-    probe.state = defaultdict(dict)
-    type(optimizer).step(probe)
-    values = [value for value in probe.state[param].values() if isinstance(value, Tensor) and value.ndim]
+    original = next((one for one in group["params"] if one.is_floating_point() or one.is_complex()), None)
+    if original is None:
+        return 0.0
+
+    def closure() -> Tensor:
+        param.grad = torch.ones_like(param)
+        return torch.ones(())
+
+    try:
+        # The other groups have no parameters, so that the copy leaves them out.
+        stand_ins: list[dict[Tensor, Tensor]] = [
+            {original: param} if other is group else {} for other in optimizer.param_groups
+        ]
+        copied = probe(optimizer, stand_ins, with_empty_groups=False)
+        with unchanged_random_numbers(), without_step_hooks(copied), torch.enable_grad():
+            if callable(train := getattr(copied, "train", None)):  # Schedule-free training begins with it.
+                train()
+            type(copied).step(copied, cast(Any, closure))
+        values = [value for value in tree_leaves(copied.state[param]) if isinstance(value, Tensor) and value.ndim]
+    except Exception:  # Its code may need other gradients, or parameters of the model.
+        return 2.0 * dtype.itemsize
     return sum(value.nbytes for value in values) / param.numel()
 
 

@@ -115,7 +115,7 @@ def parallelize(
     original = OriginalModule(module)
     read_whole_scalars()
     _refuse_dtensors(module)
-    units = find_units(module, config.units, config.min_num_params)
+    units = find_units(module, config.units, config.min_num_params, has_one_dtype=layout.num_shards > 1)
     _refuse_without_blocks(module, units, config)
     with deferred_init(torch.device(mesh.device_type)):
         for param in module.parameters():

@@ -104,7 +104,10 @@ def find_blocks(root: nn.Module, classes: Sequence[str] | None = None) -> dict[s
 
 
 def find_units(
-    root: nn.Module, classes: Sequence[str] | None = None, min_num_params: int = MIN_NUM_PARAMS
+    root: nn.Module,
+    classes: Sequence[str] | None = None,
+    min_num_params: int = MIN_NUM_PARAMS,
+    has_one_dtype: bool = True,
 ) -> list[Unit]:
     """Return the units of ``root``, inner ones before those around them; every parameter is in exactly one unit.
 
@@ -113,10 +116,11 @@ def find_units(
             ``root``.
         classes: Names of the block classes; None finds them (see :func:`find_blocks`).
         min_num_params: Number of parameters from which a module outside the blocks is a unit of its own.
+        has_one_dtype: Whether the trainable parameters of a unit must have one dtype, because they are sharded.
 
     Raises:
         ValueError: If no module is of one of ``classes``, ``min_num_params`` is not positive, or a module that cannot
-            be divided has trainable parameters of several dtypes.
+            be divided has trainable parameters of several dtypes although they must have one.
     """
     if min_num_params < 1:
         raise ValueError(f"min_num_params={min_num_params} must be at least 1.")
@@ -132,9 +136,9 @@ def find_units(
     units += outer
     units.append(Unit("root", [""], [root]))
     scalars = Unit("scalars", [""], [root], {names[0]: param for param, names in owners.items() if param.ndim == 0})
-    assigned = _of_one_dtype(
-        root, _assign(root, units, {param: names for param, names in owners.items() if param.ndim > 0})
-    )
+    assigned = _assign(root, units, {param: names for param, names in owners.items() if param.ndim > 0})
+    if has_one_dtype:
+        assigned = _of_one_dtype(root, assigned)
     return [*assigned, scalars] if scalars.params else assigned
 
 

@@ -5,6 +5,7 @@
 - ``meshes``: Lets functions of many tensors accept several device meshes.
 - ``modules``: Changes what modules hold and what a call of them runs.
 - ``operations``: Observes operations, knows them by name, and runs code on fake tensors.
+- ``optimizers``: Runs the code of optimizers without hooks.
 - ``processes``: Reaches process groups and the record of their collectives.
 - ``tensors``: Reads and changes tensors and DTensors.
 - ``trees``: Flattens, rebuilds and maps nested containers of tensors.
@@ -72,6 +73,7 @@ from lightning_dist._compat.operations import (
     named_arguments,
     written_arguments,
 )
+from lightning_dist._compat.optimizers import mark_stepped, without_step_hooks
 from lightning_dist._compat.processes import (
     around_collectives,
     default_group,
@@ -153,6 +155,7 @@ __all__ = [
     "leave_out_hooks",
     "local_of",
     "make_parameter",
+    "mark_stepped",
     "module_versions",
     "move_hooks",
     "move_without_meta_tensors",
@@ -189,6 +192,7 @@ __all__ = [
     "with_parameters",
     "without_memory",
     "without_process_group",
+    "without_step_hooks",
     "without_weak_references",
     "written_arguments",
 ]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,12 +11,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
-from lightning_dist._compat import module_versions
+from lightning_dist._compat import module_versions, tree_map
 from lightning_dist.checkpoint.manifest import CheckpointError
 from lightning_dist.checkpoint.snapshot import with_metadata
 from lightning_dist.tensor_state import is_remote
 
-__all__ = ["by_index", "by_name", "load_model", "load_optimizer", "shard_like"]
+__all__ = ["OwnStates", "by_index", "by_name", "load_model", "load_optimizer", "shard_like"]
+
+OwnStates = Callable[[Mapping[str, Any], Mapping[str, torch.Tensor]], Mapping[str, Any]]
+"""A function that takes the states of all parameters and the parameters, both by name, and returns those that this rank
+keeps."""
 
 
 def by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
@@ -31,7 +36,8 @@ def by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     name_of = dict(zip(order, names, strict=True))
     return {
         **state,
-        "state": {name_of[index]: value for index, value in state["state"].items()},
+        # Optimizers may keep states that belong to no parameter under keys of their own.
+        "state": {name_of.get(index, index): value for index, value in state["state"].items()},
         "param_groups": [
             {**group, "params": [name_of[index] for index in group["params"]]} for group in state["param_groups"]
         ],
@@ -44,7 +50,7 @@ def by_index(state: Mapping[str, Any]) -> dict[str, Any]:
     index_of = {name: index for index, name in enumerate(names)}
     return {
         **state,
-        "state": {index_of[name]: value for name, value in state["state"].items()},
+        "state": {index_of.get(name, name): value for name, value in state["state"].items()},
         "param_groups": [
             {**group, "params": [index_of[name] for name in group["params"]]} for group in state["param_groups"]
         ],
@@ -52,15 +58,21 @@ def by_index(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_optimizer(
-    optimizer: Optimizer, module: nn.Module, state: Mapping[str, Any], keeps_dtypes: bool = False
+    optimizer: Optimizer,
+    module: nn.Module,
+    state: Mapping[str, Any],
+    keeps_dtypes: bool = False,
+    own_states: OwnStates | None = None,
 ) -> None:
-    """Load ``state``, of :func:`by_name` or of a plain optimizer, into ``optimizer``, without communication.
+    """Load ``state``, of :func:`by_name` or of a plain optimizer, into ``optimizer``.
 
     Args:
         optimizer: Optimizer of parameters of ``module``.
         module: Module that names the parameters.
         state: Optimizer state. Whole tensors in it are sharded like their parameters.
         keeps_dtypes: Whether tensors keep the dtypes that they were saved in, and do not get those of the parameters.
+        own_states: Function that returns the states that this rank keeps, of all states by name and the parameters by
+            name; it may be a collective. None: this rank keeps its shard of each state, without communication.
 
     Raises:
         CheckpointError: If the parameter groups differ from those of ``optimizer``.
@@ -86,21 +98,31 @@ def load_optimizer(
             + (f"; only in the checkpoint: {', '.join(sorted(only_saved)[:3])}" if only_saved else "")
             + ". Use the configure_optimizers that it was saved with, or start a new fit from its weights alone."
         )
+    own = saved["state"] if own_states is None else own_states(saved["state"], aliases)
     placed = {
-        name: {key: shard_like(value, aliases[name]) for key, value in values.items()}
-        for name, values in saved["state"].items()
-        if not is_remote(aliases[name])  # A meta parameter belongs to another pipeline stage.
+        name: _placed(values, aliases.get(name) if own_states is None else None)
+        for name, values in own.items()
+        if name not in aliases or not is_remote(aliases[name])  # A meta parameter belongs to another pipeline stage.
     }
     optimizer.load_state_dict(by_index({**saved, "state": placed}))
     if keeps_dtypes:  # torch has cast the state to the parameters' dtype.
         for name, values in placed.items():
-            own = optimizer.state[aliases[name]]
+            if name not in aliases:
+                continue
+            loaded = optimizer.state[aliases[name]]
             floating = {
                 key: value
                 for key, value in values.items()
                 if isinstance(value, torch.Tensor) and value.is_floating_point()
             }
-            own.update({key: value.to(own[key].device, copy=True) for key, value in floating.items()})
+            loaded.update({key: value.to(loaded[key].device, copy=True) for key, value in floating.items()})
+
+
+def _placed(values: Any, param: torch.Tensor | None) -> Any:
+    """Return the state of a parameter with whole tensors sharded like ``param``; None leaves them whole."""
+    if param is None:
+        return values
+    return {key: tree_map(partial(shard_like, param=param), value) for key, value in values.items()}
 
 
 def load_model(module: nn.Module, state_dict: Mapping[str, Any], strict: bool = True) -> None:
@@ -171,7 +193,11 @@ def _named_by_position(state: Mapping[str, Any], names: list[str]) -> dict[str, 
     name_of = dict(zip(order, names, strict=False))
     return {
         **state,
-        "state": {name_of[index]: value for index, value in state["state"].items() if index in name_of},
+        "state": {
+            name_of.get(index, index): value
+            for index, value in state["state"].items()
+            if index in name_of or not isinstance(index, int)
+        },
         "param_groups": [
             {**group, "params": [name_of.get(index, str(index)) for index in group["params"]]}
             for group in state["param_groups"]

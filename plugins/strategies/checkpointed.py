@@ -18,6 +18,7 @@ from typing_extensions import override
 
 from lightning_dist.after_error import announce_error
 from lightning_dist.checkpoint import TECHNIQUES, CheckpointError, LoadedCheckpoint
+from lightning_dist.checkpoint.state import OwnStates
 from lightning_dist.consensus import (
     OtherRankError,
     raise_on_all_ranks,
@@ -173,9 +174,17 @@ class CheckpointedStrategy(SharedBatchStrategy):
             state = optimizer_state(optimizer, self.lightning_module)
             if not state:
                 return state
-            if self.parallel.states.has_remote_parameters:
+            if self.parallel.states.has_remote_parameters or self._own_states(optimizer) is not None:
                 self._wait_to_save()
-            return self.parallel.states.whole_optimizer_state(state)
+            return self._with_states_of_owners(optimizer, self.parallel.states.whole_optimizer_state(state))
+
+    def _with_states_of_owners(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return an optimizer's state with the states of parameters that only their owners have."""
+        return state
+
+    def _own_states(self, optimizer: Optimizer) -> OwnStates | None:
+        """Return a function that returns which states of an optimizer this rank keeps; None: its shards of all."""
+        return None
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
@@ -323,4 +332,5 @@ class CheckpointedStrategy(SharedBatchStrategy):
             plugin = self.precision_plugin
             # Moments of parameters with master weights are wider than the parameters.
             keeps_dtypes = isinstance(plugin, MeshPrecision) and plugin.master_weights is not None
-            loading.load_optimizers(checkpoint, self.optimizers, self.lightning_module, keeps_dtypes)
+            own_states = self._own_states
+            loading.load_optimizers(checkpoint, self.optimizers, self.lightning_module, keeps_dtypes, own_states)

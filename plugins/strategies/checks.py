@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.nn.parameter import is_lazy
-from torch.optim import LBFGS, Adafactor, Optimizer, SparseAdam
+from torch.optim import Optimizer
 
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import parallelized
@@ -217,24 +217,9 @@ def check_optimizers(
     ours = {id(param) for param in module.parameters()}
     for index, optimizer in enumerate(optimizers):
         name = type(optimizer).__name__
-        if isinstance(optimizer, LBFGS):
-            raise MisconfigurationException(
-                "LBFGS searches along one flat vector of all parameters and cannot work on shards; use another"
-                f" optimizer, or a strategy that shards nothing, instead of {strategy_name}."
-            )
-        if isinstance(optimizer, Adafactor):
-            raise MisconfigurationException(
-                "torch.optim.Adafactor squares the norms of rows in place, for which torch's sharded tensors have no"
-                f" rule: it does not work with {strategy_name}. Use transformers.Adafactor, which computes the same"
-                " statistics in another way, or AdamW."
-            )
+        params = [param for group in optimizer.param_groups for param in group["params"]]
         if _is_zero_redundancy(optimizer):
             raise MisconfigurationException(_NO_ZERO_REDUNDANCY.format(strategy_name))
-        if isinstance(optimizer, SparseAdam):
-            raise MisconfigurationException(
-                "SparseAdam takes sparse gradients, and sharded parameters have dense ones; use Adam, or a strategy"
-                f" that shards nothing, instead of {strategy_name}."
-            )
         is_of_torch = type(optimizer).__module__.startswith("torch.optim")
         for group in optimizer.param_groups if is_of_torch else ():
             if group.get("capturable") and device.type == "cpu":
@@ -242,15 +227,17 @@ def check_optimizers(
                     f"Optimizer {index} is {name}(capturable=True) on the CPU: torch makes such steps, which a CUDA"
                     " graph can capture, on accelerators only. Leave capturable out."
                 )
-            if group.get("eps", 1.0) < _SMALLEST_FLOAT16 and any(
-                param.dtype == torch.float16 for param in group["params"]
+            eps = group.get("eps", 1.0)  # Adafactor has two, of which one may be None.
+            if (
+                isinstance(eps, float)
+                and eps < _SMALLEST_FLOAT16
+                and any(param.dtype == torch.float16 for param in group["params"])
             ):
                 raise ValueError(
-                    f"Optimizer {index} ({name}) has eps={group['eps']}, which is zero in float16, in which 16-true"
+                    f"Optimizer {index} ({name}) has eps={eps}, which is zero in float16, in which 16-true"
                     " stores parameters and their moments: it would divide by zero. Set eps to 1e-4 or so, or use"
                     " precision='16-mixed' or 'bf16-true'."
                 )
-        params = [param for group in optimizer.param_groups for param in group["params"]]
         num_foreign = sum(id(param) not in ours for param in params)
         if num_foreign:
             raise ValueError(

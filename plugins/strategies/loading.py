@@ -21,7 +21,7 @@ from lightning_dist.checkpoint import (
     put_positions_back,
     read_for_rank,
 )
-from lightning_dist.checkpoint.state import load_model, load_optimizer
+from lightning_dist.checkpoint.state import OwnStates, load_model, load_optimizer
 from lightning_dist.consensus import raise_on_all_ranks
 from lightning_dist.plugins.strategies.exact_resume import MODELS
 from lightning_dist.technique_states import TechniqueStates
@@ -102,7 +102,11 @@ def load_weights(checkpoint: Mapping[str, Any], module: LightningModule, strict:
 
 
 def load_optimizers(
-    checkpoint: Mapping[str, Any], optimizers: Sequence[Optimizer], module: LightningModule, keeps_dtypes: bool
+    checkpoint: Mapping[str, Any],
+    optimizers: Sequence[Optimizer],
+    module: LightningModule,
+    keeps_dtypes: bool,
+    own_states: Callable[[Optimizer], OwnStates | None],
 ) -> None:
     """Load ``checkpoint["optimizer_states"]``, which has one entry for each optimizer.
 
@@ -111,6 +115,7 @@ def load_optimizers(
         optimizers: The optimizers of ``module``.
         module: The module, which may be sharded.
         keeps_dtypes: Whether tensors keep the dtypes that they were saved in, and do not get those of the parameters.
+        own_states: Function that returns which of the states of an optimizer this rank keeps; None: its shards of all.
 
     Raises:
         CheckpointError: If the number of states is not the number of optimizers, or a state does not fit its optimizer.
@@ -122,7 +127,7 @@ def load_optimizers(
             " configure_optimizers that it was saved with."
         )
     for optimizer, state in zip(optimizers, states, strict=True):
-        load_optimizer(optimizer, module, state, keeps_dtypes)
+        load_optimizer(optimizer, module, state, keeps_dtypes, own_states(optimizer))
 
 
 def _load_file(path: Path, weights_only: bool) -> dict[str, Any]:
@@ -144,12 +149,11 @@ def _empty_like(target: torch.Tensor | None, info: TensorInfo) -> torch.Tensor |
     if isinstance(target, DTensor):
         if target.shape == info.shape:
             return torch.empty_like(target, dtype=info.dtype)
-        # An optimizer's factored statistics (Adafactor's rows and columns) have fewer dimensions than the parameter,
-        # and are sharded like it along those that they have.
+        # An optimizer's factored statistics have other shapes than the parameter. No rank reads all of them whole.
         whole = torch.empty(info.shape, dtype=info.dtype, device=target.device)
         if info.path[0] == "optimizer_states":
             can_be = [
-                Replicate() if isinstance(placement, Shard) and placement.dim >= whole.ndim else placement
+                Shard(0) if isinstance(placement, Shard) and whole.ndim else Replicate()
                 for placement in target.placements
             ]
             return distribute_tensor(whole, target.device_mesh, can_be, src_data_rank=None)

@@ -22,6 +22,7 @@ from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.parallelize import ParallelConfig
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.precision import KEPT_BYTES, MeshPrecision
+from lightning_dist.plugins.strategies.offloading import leaves_device
 from lightning_dist.telemetry import bytes_in_use, peak_bytes_since, reset_peak
 from lightning_dist.tensor_state import is_remote
 
@@ -60,7 +61,7 @@ class MemoryReport:
         self._device = device
         self._is_on_cpu = device.type == "cpu"
         offload, stage = config.offload, getattr(trainer.strategy, "_zero_stage", None)
-        leaves = offload is not None and (offload.folder is not None or not self._is_on_cpu)
+        leaves = leaves_device(offload, device)
         self._size = replace(
             run_size(module.module, module.groups, optimizers),
             recomputes=config.activation_checkpointing.kind == "full",

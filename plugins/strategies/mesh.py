@@ -56,6 +56,7 @@ from lightning_dist.plugins.strategies.offloading import (
     offloads_optimizer,
     refuse_offload,
 )
+from lightning_dist.plugins.strategies.optimizer_steps import OptimizerStep
 from lightning_dist.plugins.strategies.run_settings import run_settings
 from lightning_dist.plugins.strategies.startup_table import startup_table
 from lightning_dist.plugins.strategies.stepping import SteppingStrategy
@@ -116,6 +117,11 @@ class MeshStrategy(SteppingStrategy):
             memory of the CPU. This saves memory on the CPU as well.
         step_in_backward: Whether optimizers update sharded parameters while the backward runs, as soon as their
             gradients are reduced, so that a rank never holds all gradients.
+        optimizer_step: Where optimizers step. ``"shards"``: each rank on its shards, which is right for optimizers that
+            update each element by itself. ``"whole"``: on whole parameters; each rank owns some of them, gathers their
+            gradients, and has their states. ``"dtensors"``: on the sharded parameters themselves, for optimizers that
+            were written for DTensors. ``"auto"``: on shards if a trial of the optimizer on small tensors shows that
+            this computes the same, and on whole parameters otherwise.
         global_batch_size: Number of samples in an optimizer step over all ranks. The batch size of training loaders is
             set to this number divided by those of data-parallel ranks and of accumulated batches. None: loaders keep
             their batch sizes, so that a step takes more samples on more ranks.
@@ -149,6 +155,7 @@ class MeshStrategy(SteppingStrategy):
         offload: str | None = None,
         offload_folder: str | None = None,
         step_in_backward: bool = False,
+        optimizer_step: OptimizerStep = "auto",
         global_batch_size: int | None = None,
         checkpoint: CheckpointOptions | None = None,
         process_group_backend: str | None = None,
@@ -174,6 +181,7 @@ class MeshStrategy(SteppingStrategy):
         super().__init__(
             config,
             reduce_dtype,
+            optimizer_step=optimizer_step,
             checkpoint=checkpoint,
             process_group_backend=process_group_backend,
             timeout=timeout,
@@ -262,7 +270,8 @@ class MeshStrategy(SteppingStrategy):
     @property
     def settings(self) -> dict[str, Any]:
         """Return the settings that distinguish this run in a logger, besides the layout; None: not in use."""
-        return run_settings(self._config, self.parallel)
+        where = self._where_optimizers_step
+        return {**run_settings(self._config, self.parallel), "optimizer_step": None if where == "auto" else where}
 
     @override
     def teardown(self) -> None:

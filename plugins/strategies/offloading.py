@@ -12,7 +12,7 @@ from lightning.pytorch.plugins import Precision
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.offload import OffloadConfig, What
 
-__all__ = ["backend_for_offload", "offload_config", "offloads_optimizer", "refuse_offload"]
+__all__ = ["backend_for_offload", "leaves_device", "offload_config", "offloads_optimizer", "refuse_offload"]
 
 
 def offload_config(what: str | None, folder: str | None) -> OffloadConfig | None:
@@ -57,6 +57,11 @@ def refuse_offload(config: OffloadConfig | None, layout: ParallelLayout, precisi
 def offloads_optimizer(config: OffloadConfig | None) -> bool:
     """Return whether the states of optimizers are kept elsewhere than on the device."""
     return config is not None and config.has_optimizer
+
+
+def leaves_device(config: OffloadConfig | None, device: torch.device) -> bool:
+    """Return whether what is offloaded is kept elsewhere than in the memory of ``device``, on which steps run."""
+    return config is not None and (config.folder is not None or device.type != "cpu")
 
 
 def backend_for_offload(config: OffloadConfig | None, backend: str | None, device: torch.device) -> str | None:

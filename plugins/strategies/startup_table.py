@@ -54,6 +54,7 @@ def startup_table(strategy: MeshStrategy, module: ParallelModule) -> str:
         rows.append(("", plugin.describe()))
     for technique in module.techniques:
         rows += technique.table_rows()
+    rows += strategy.optimizer_rows
     return "\n".join([strategy.strategy_name, *(f"  {key:<12}{value}" for key, value in rows)])
 
 

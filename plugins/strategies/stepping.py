@@ -9,18 +9,23 @@ from typing import Any, cast
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lightning_dist.checkpoint.state import OwnStates
 from lightning_dist.consensus import announce_progress
-from lightning_dist.local_step import LocalStep
 from lightning_dist.plugins import _compat
+from lightning_dist.plugins.precision import MeshPrecision
 from lightning_dist.plugins.strategies.checks import check_optimizers, explaining_optimizer_errors
 from lightning_dist.plugins.strategies.memory_report import MemoryReport
+from lightning_dist.plugins.strategies.offloading import leaves_device
+from lightning_dist.plugins.strategies.optimizer_steps import OptimizerStep, OptimizerSteps, check_optimizer_step
 from lightning_dist.plugins.strategies.parallelizing import ParallelizingStrategy
 from lightning_dist.plugins.strategies.steps.base import Steps, begins_accumulation
+from lightning_dist.whole_step import WholeStep
 
 __all__ = ["SteppingStrategy"]
 
@@ -34,14 +39,19 @@ class SteppingStrategy(ParallelizingStrategy):
 
     Args:
         args: Arguments of :class:`~lightning_dist.plugins.strategies.parallelizing.ParallelizingStrategy`.
+        optimizer_step: Where optimizers step: ``"auto"``, ``"shards"``, ``"whole"`` or ``"dtensors"``.
         kwargs: Keyword arguments of the same class.
+
+    Raises:
+        ValueError: If ``optimizer_step`` has none of its values.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, optimizer_step: OptimizerStep = "auto", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._where_optimizers_step = check_optimizer_step(optimizer_step)
         self._steps: Steps | None = None
         self._memory: MemoryReport | None = None
-        self._local_steps: list[LocalStep] = []
+        self._optimizer_steps: OptimizerSteps | None = None
         self._undo_optimizers: Callable[[], None] = _do_nothing
 
     @override
@@ -50,14 +60,49 @@ class SteppingStrategy(ParallelizingStrategy):
 
         Raises:
             ValueError: If an optimizer holds parameters that are not the module's.
-            MisconfigurationException: If an optimizer cannot work on shards.
+            MisconfigurationException: If an optimizer cannot work with another setting, or with the layout.
         """
         with explaining_optimizer_errors(type(self).__name__):
             super().setup_optimizers(trainer)
         assert self.lightning_module is not None
         check_optimizers(self.optimizers, self.lightning_module, type(self).__name__, self.root_device)
-        self._local_steps = [LocalStep(optimizer) for optimizer in self.optimizers]
+        plugin, offload = self.precision_plugin, self._config.offload
+        kind = plugin.master_weights if isinstance(plugin, MeshPrecision) else None
+        hindrances = {
+            # With other optimizers than elementwise ones, it is refused in any case.
+            "step_in_backward=True": self._config.step_in_backward and self._where_optimizers_step == "whole",
+            f"offload={offload and offload.what!r}": leaves_device(offload, self.root_device),
+            f"MeshPrecision(master_weights={kind!r})": kind is not None,
+        }
+        self._optimizer_steps = OptimizerSteps(
+            self.optimizers, self.lightning_module, self._where_optimizers_step, self.layout, hindrances
+        )
         self._undo_optimizers = self.parallel.prepare_optimizers(self.optimizers)
+
+    @property
+    def optimizer_rows(self) -> list[tuple[str, str]]:
+        """Return the rows about optimizers for the table at the start of a run."""
+        return [] if self._optimizer_steps is None else self._optimizer_steps.rows
+
+    @override
+    def _with_states_of_owners(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        step = self._whole_step(optimizer)
+        if step is None:
+            return state
+        assert self.lightning_module is not None
+        return step.state_to_write(state, {param: name for name, param in self.lightning_module.named_parameters()})
+
+    @override
+    def _own_states(self, optimizer: Optimizer) -> OwnStates | None:
+        step = self._whole_step(optimizer)
+        return None if step is None else step.own_states
+
+    def _whole_step(self, optimizer: Optimizer) -> WholeStep | None:
+        if self._optimizer_steps is None:
+            return None
+        return self._optimizer_steps.whole(
+            optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        )
 
     @property
     def steps(self) -> Steps:
@@ -133,8 +178,8 @@ class SteppingStrategy(ParallelizingStrategy):
             with memory.explained(), self.steps.outside_of_hooks(), _compat.total_norms(self.parallel.total_norm):
                 output = super().optimizer_step(optimizer, closure_then_wait, model, **kwargs)
         finally:
-            for local_step in self._local_steps:
-                local_step.restore()
+            if self._optimizer_steps is not None:
+                self._optimizer_steps.restore()
         self.parallel.after_optimizer_step()
         memory.after_optimizer_step()
         return output
@@ -150,8 +195,7 @@ class SteppingStrategy(ParallelizingStrategy):
 
     def _release_optimizers(self) -> None:
         """Undo what :meth:`setup_optimizers` has changed in the optimizers."""
-        for local_step in self._local_steps:
-            local_step.remove()
-        self._local_steps = []
         self._undo_optimizers()
         self._undo_optimizers = _do_nothing
+        if self._optimizer_steps is not None:
+            self._optimizer_steps.remove()  # The object stays, as a checkpoint may still be saved.

@@ -194,14 +194,6 @@ def no_parameters() -> str:
     return refused(Empty())
 
 
-def lbfgs() -> str:
-    class Flat(GPT):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.LBFGS([p for p in self.parameters() if p.requires_grad])
-
-    return refused(Flat())
-
-
 def tiny_eps() -> str:
     return refused(GPT(optimizer="adamw"), precision="16-true")
 
@@ -219,7 +211,6 @@ def sync_batchnorm() -> str:
     [
         (foreign_optimizer, r"Optimizer 0 \(SGD\) holds \d+ of \d+ parameters that are not Foreign's"),
         (no_parameters, "Empty has no parameters"),
-        (lbfgs, "LBFGS searches along one flat vector"),
         (tiny_eps, r"Optimizer 0 \(AdamW\) has eps=1e-08, which is zero in float16"),
         (unknown_unit, r"units=\['Blok'\]: the model has no module of class 'Blok'. Did you mean Block"),
         (not_reset, r"Transformer \(model\) has tensors on the meta device that its constructor gives no values, and"),

@@ -223,7 +223,7 @@ def closure_by_hand(run: Run) -> None:
     run.fit(Closure())
 
 
-@case("LBFGS by hand", refused={"*": "LBFGS searches along one flat vector", **PIPELINED}, tolerance=1e-6)
+@case("LBFGS by hand", refused={**PIPELINED}, tolerance=1e-6)
 def lbfgs_by_hand(run: Run) -> None:
     class Lbfgs(_Manual):
         def training_step(self, batch: Any, batch_idx: int) -> None:

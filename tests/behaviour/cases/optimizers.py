@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.behaviour.case import Run, case
+from tests.behaviour.case import HOLDS_PARTS, Run, case
 from tests.behaviour.models import Classifier
+from tests.whole_optimizers import BySomeRows, Shampoo, Sharpness, ToNormOfAll
 
 PIPELINED = ("pp", "nd", "nd_tp")
 
@@ -29,7 +30,7 @@ _OPTIMIZERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "Rprop": ({"lr": 0.001}, {}),
     "LBFGS": (
         {"lr": 0.1, "max_iter": 3},
-        {"tolerance": 1e-6, "refused": {"*": "LBFGS searches along one flat vector"}},
+        {"tolerance": 1e-6, "refused": dict.fromkeys(PIPELINED, "LBFGS with pp_size=2")},
     ),
 }
 
@@ -265,3 +266,62 @@ def whole_matrices(run: Run) -> None:
             return loss
 
     run.fit(_with(lambda m: Orthogonal(m.net.parameters(), lr=0.01)))
+
+
+@case("statistics of rows and columns, saved and resumed", tolerance=1e-8)
+def rows_and_columns(run: Run) -> None:
+    trainer = run.fit(_with(lambda m: BySomeRows(m.parameters())), max_epochs=1, name="first")
+    trainer.save_checkpoint(run.folder / "a.ckpt")
+    run.record_checkpoint(run.folder / "a.ckpt", "checkpoint")
+    run.fit(_with(lambda m: BySomeRows(m.parameters())), max_epochs=2, ckpt_path=str(run.folder / "a.ckpt"))
+
+
+@case("Shampoo by hand: factors of each dimension in a list", tolerance=1e-7)
+def factors(run: Run) -> None:
+    run.fit(_with(lambda m: Shampoo(m.parameters())))
+
+
+@case("gradients are divided by their common norm", refused=dict.fromkeys(PIPELINED, "ToNormOfAll with pp_size=2"))
+def norm_of_all(run: Run) -> None:
+    run.fit(_with(lambda m: ToNormOfAll(m.parameters())))
+
+
+@case(
+    "sharpness-aware minimisation as an optimizer that computes the loss twice",
+    refused=dict.fromkeys(PIPELINED, "Sharpness with pp_size=2"),
+    tolerance=1e-9,
+)
+def sharpness(run: Run) -> None:
+    run.fit(_with(lambda m: Sharpness(m.parameters())))
+
+
+@case(
+    "a sparse embedding and SparseAdam",
+    refused={
+        **dict.fromkeys(HOLDS_PARTS, "SparseAdam takes sparse gradients"),
+        **dict.fromkeys(PIPELINED, "automatic_optimization"),
+    },
+    tolerance=1e-8,
+)
+def sparse_embedding(run: Run) -> None:
+    class Looks(Classifier):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+            self.rows = nn.Embedding(32, 16, sparse=True)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            optimizers = self.optimizers()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            x, y = batch
+            rows = self.rows(x[:, 0].mul(8).long().clamp(-16, 15) + 16)
+            self.manual_backward(nn.functional.cross_entropy(self(x + rows), y))
+            for optimizer in optimizers:
+                optimizer.step()
+
+        def configure_optimizers(self) -> Any:
+            rest = [param for param in self.parameters() if param is not self.rows.weight]
+            return [torch.optim.SparseAdam([self.rows.weight], lr=0.1), torch.optim.SGD(rest, lr=0.05)]
+
+    run.fit(Looks())

@@ -169,7 +169,7 @@ def model_pruning(run: Run) -> None:
     run.fit(Inside(), callbacks=[ModelPruning("l1_unstructured", amount=0.5)])
 
 
-@case("torch.optim.Adafactor", refused={"*": r"torch.optim.Adafactor squares the norms of rows"})
+@case("torch.optim.Adafactor", tolerance=1e-8)
 def adafactor(run: Run) -> None:
     class Factored(Inside):
         def configure_optimizers(self) -> Any:
@@ -178,7 +178,7 @@ def adafactor(run: Run) -> None:
     run.fit(Factored())
 
 
-@case("torch.optim.SparseAdam", refused={"*": "SparseAdam takes sparse gradients"})
+@case("torch.optim.SparseAdam", refused={"*": "SparseAdam takes sparse gradients|dense gradients"})
 def sparse_adam(run: Run) -> None:
     class Sparse(Inside):
         def configure_optimizers(self) -> Any:
@@ -258,6 +258,13 @@ class _MixedInOne(Inside):
         return self.net[1].up.bias.sum()
 
 
-@case("a layer whose weight and bias have different dtypes", refused={"*": "net.1.up has parameters of several dtypes"})
+@case(
+    "a layer whose weight and bias have different dtypes",
+    refused={
+        **dict.fromkeys(("full", "hybrid", "nd"), "net.1.up has parameters of several dtypes"),
+        **dict.fromkeys(("pp", "nd_tp"), "The step calls no module with parameters"),
+    },
+    tolerance=1e-5,
+)
 def mixed_dtypes_of_a_layer(run: Run) -> None:
     run.fit(_MixedInOne(), precision="32-true")
