@@ -48,6 +48,13 @@ _USES: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {
     "alternately": ("the block and its method in turn", lambda block, x: block.encode(block(x))),
 }
 
+_REFUSED = {
+    "forward": "blocks.2 cannot run again in the backward",
+    "method_with_forward": "blocks.2 cannot run again in the backward",
+    "method_and_call": r"calls net\.blocks\.2\.norm on its own, and again inside a module",
+}
+"""Why a pipeline refuses a case."""
+
 for _name, (_title, _use) in _USES.items():
     for _mode in ("full", "selective"):
 
@@ -55,6 +62,7 @@ for _name, (_title, _use) in _USES.items():
             f"blocks are used by {_title}, with activation_checkpointing='{_mode}'",
             name=f"{_name}_{_mode}",
             strategy={"*": {"activation_checkpointing": _mode}},
+            refused=dict.fromkeys(("pp", "nd"), _REFUSED[_name]) if _name in _REFUSED else {},
         )
         def _(run: Run, use: Callable[[Any, Tensor], Tensor] = _use) -> None:
             class Uses(Classifier):
