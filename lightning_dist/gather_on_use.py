@@ -18,7 +18,15 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, dis
 
 from lightning_dist._compat import make_parameter, tree_leaves, tree_map, without_memory
 
-__all__ = ["GatheredOnUse", "call_after_writes", "is_in_place", "whole_for_step", "write_whole"]
+__all__ = [
+    "GatheredOnUse",
+    "call_after_writes",
+    "call_before_writes",
+    "is_in_place",
+    "prepare_write",
+    "whole_for_step",
+    "write_whole",
+]
 
 
 def whole_for_step(
@@ -290,22 +298,37 @@ def _whole(value: Any, detached: bool = False) -> Any:
 @torch.no_grad()
 def write_whole(sharded: DTensor, whole: Tensor) -> None:
     """Copy this rank's part of ``whole``, which is the same on all ranks, into its shard, without communication."""
+    prepare_write()
     value = distribute_tensor(whole, sharded.device_mesh, sharded.placements, src_data_rank=None).to_local()
     shard = sharded.to_local()
     if value.dtype == shard.dtype:
         shard.copy_(value)
     else:  # Elements that have not changed keep their precision.
         shard.copy_(torch.where(shard.to(value.dtype) == value, shard, value))
-    for reference in list(_after_writes):
-        call = reference()
-        if call is None:
-            _after_writes.remove(reference)
-        else:
-            call()
+    _call(_after_writes)
 
 
-_after_writes: list[weakref.WeakMethod[Callable[[], None]]] = []
+def prepare_write() -> None:
+    """Call what must happen before this rank's shard changes; code that writes into a shard calls this first."""
+    _call(_before_writes)
+
+
+_Methods = list[weakref.WeakMethod[Callable[[], None]]]
+
+_before_writes: _Methods = []
+"""Methods that are called before a step or a hook writes into a shard."""
+
+_after_writes: _Methods = []
 """Methods that are called after a step has written into a shard."""
+
+
+def call_before_writes(method: Callable[[], None]) -> None:
+    """Call a method each time before a step writes into a shard, as long as its object exists.
+
+    Args:
+        method: Bound method without arguments.
+    """
+    _before_writes.append(weakref.WeakMethod(method))
 
 
 def call_after_writes(method: Callable[[], None]) -> None:
@@ -315,3 +338,12 @@ def call_after_writes(method: Callable[[], None]) -> None:
         method: Bound method without arguments.
     """
     _after_writes.append(weakref.WeakMethod(method))
+
+
+def _call(methods: _Methods) -> None:
+    for reference in list(methods):
+        method = reference()
+        if method is None:
+            methods.remove(reference)
+        else:
+            method()

@@ -8,11 +8,12 @@ shards' own memory as plain tensors; before and after it, all code sees DTensors
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, optim
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -20,7 +21,7 @@ from lightning_dist import _compat
 from lightning_dist.accumulated_gradients import UnreducedGradient
 from lightning_dist.tensor_state import is_remote
 
-__all__ = ["LocalStep"]
+__all__ = ["LocalStep", "OwnStates", "StateOfOtherStage"]
 
 ELEMENTWISE = frozenset(
     {
@@ -71,7 +72,9 @@ class LocalStep:
             self._handles = [
                 optimizer.register_step_pre_hook(self._before),
                 _compat.prepend_step_post_hook(optimizer, self._after),
+                optimizer.register_load_state_dict_post_hook(self._explain_look_ups),
             ]
+            self._explain_look_ups(optimizer)
 
     def remove(self) -> None:
         """Remove the hooks from the optimizer."""
@@ -91,12 +94,15 @@ class LocalStep:
                 state[param] = {key: _wrap(key, value, param, before.get(key)) for key, value in values}
         self._groups, self._shards = [], []
 
+    def _explain_look_ups(self, optimizer: Optimizer) -> None:
+        """Let look-ups of states of other stages explain themselves, also if the optimizer has got new states."""
+        if self._has_others and not isinstance(optimizer.state, OwnStates):
+            optimizer.state = OwnStates(dict, optimizer.state)
+
     def _before(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        # Loading a checkpoint gives the optimizer a new state dictionary, so this is checked before each step.
-        if self._has_others and not isinstance(optimizer.state, _OwnStates):
-            optimizer.state = _OwnStates(dict, optimizer.state)
+        self._explain_look_ups(optimizer)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None:
             self._unwrap_all()
@@ -128,29 +134,71 @@ class LocalStep:
                 if isinstance(param.grad, UnreducedGradient):
                     param.grad.refuse("optimizer.step()")
                 shard.grad = _unwrap(param.grad)
-                values = state.pop(param, {})
+                values = {key: _shard(value, param) for key, value in state.pop(param, {}).items()}
                 self._shards.append((param, shard, values))
                 if values:
                     state[shard] = {key: _compat.tree_map(_unwrap, value) for key, value in values.items()}
 
 
-class _OwnStates(defaultdict[Any, Any]):
-    """Hold the states of this rank's parameters, and explain a look-up of a state that is on another stage."""
+class OwnStates(defaultdict[Any, Any]):
+    """Hold the states of this rank's parameters, and explain look-ups in a state that is on another stage.
+
+    In hooks, ``before_look_up`` may add the states of other stages, as tensors without values, which are not saved.
+    """
+
+    before_look_up: Callable[[OwnStates], None] | None = None
+    """Function that is called with this dictionary before something is looked up in it; None: nothing is called."""
+
+    def _prepare(self) -> None:
+        if self.before_look_up is not None:
+            self.before_look_up(self)
+
+    def __getitem__(self, param: Any) -> Any:
+        self._prepare()
+        return super().__getitem__(param)
+
+    def __contains__(self, param: object) -> bool:
+        self._prepare()
+        return super().__contains__(param)
+
+    def get(self, param: Any, default: Any = None) -> Any:
+        """Return the state of ``param``, or ``default``."""
+        self._prepare()
+        return super().get(param, default)
+
+    def items(self) -> Any:
+        """Return the parameters with their states."""
+        self._prepare()
+        return super().items()
+
+    def values(self) -> Any:
+        """Return the states."""
+        self._prepare()
+        return super().values()
 
     def __missing__(self, param: Any) -> Any:
         # An active function mode may present a parameter of another stage as one of this rank.
         with torch.DisableTorchFunction():
             if isinstance(param, Tensor) and is_remote(param):
-                return _StateOfOtherStage()
+                return self.setdefault(param, StateOfOtherStage())
         return super().__missing__(param)
 
 
-class _StateOfOtherStage(dict[str, Any]):
+class StateOfOtherStage(dict[str, Any]):
+    """Explain look-ups outside of hooks in the state of a parameter of another stage."""
+
     def __missing__(self, key: str) -> Any:
         raise KeyError(
             f"optimizer.state has no {key!r} of a parameter of another stage: each rank has the states of its own"
-            " stages only. Ask `param in optimizer.state` first."
+            " stages only. Look it up in a hook that runs between steps, such as on_train_batch_end."
         )
+
+
+def _shard(value: Any, param: DTensor) -> Any:
+    """Return a value of a parameter's state; a whole tensor, which code outside of steps has put there, is sharded."""
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) or value.ndim == 0 or value.shape != param.shape:
+        return value
+    return distribute_tensor(value.to(param.device), param.device_mesh, param.placements, src_data_rank=None)
 
 
 def _unwrap(value: Any) -> Any:

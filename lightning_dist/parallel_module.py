@@ -288,6 +288,7 @@ class ParallelModule:
         with ExitStack() as around:
             for around_step in self._points.around_step:
                 around.enter_context(around_step())
+            around.enter_context(self.gradients.of_parameters())
             yield
         self.write_back()
 
@@ -519,6 +520,18 @@ class ParallelModule:
             self._kept.close()
             self.stays_gathered = False
             self.free()
+
+    @contextmanager
+    def around_hook(self, what: str) -> Iterator[None]:
+        """Run a hook of the user, which runs outside of steps, in this context.
+
+        Args:
+            what: Name of the hook with that of its owner's class, such as ``Model.on_train_batch_end``.
+        """
+        with ExitStack() as stack:
+            for around_hook in self._points.around_hook:
+                stack.enter_context(around_hook(what))
+            yield
 
     @contextmanager
     def without_hook_views(self) -> Iterator[None]:

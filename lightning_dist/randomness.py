@@ -83,16 +83,24 @@ def unchanged_random_numbers() -> Iterator[None]:
             device.set_rng_state(of_device)
 
 
-def digest_of_states() -> int:
-    """Hash the states of the generators of Python, NumPy and torch into an integer of 32 bits."""
-    _, numbers, gauss = random.getstate()
-    of_numpy: Any = np.random.get_state(legacy=True)
+def digest_of_states(of_torch_only: bool = False) -> int:
+    """Hash the states of the generators of torch, Python and NumPy into an integer of 32 bits.
+
+    Args:
+        of_torch_only: Whether to leave out those of Python and NumPy.
+    """
     states = [torch.get_rng_state()]
     accelerator = _accelerator()
     if accelerator is not None:
         states.append(torch.get_device_module(accelerator).get_rng_state())
-    digest = xxhash.xxh3_64(repr((hash(numbers), gauss, of_numpy[2:])).encode())
-    for array in (of_numpy[1], *(state.numpy() for state in states)):
+    arrays: list[Any] = [state.numpy() for state in states]
+    digest = xxhash.xxh3_64()
+    if not of_torch_only:
+        _, numbers, gauss = random.getstate()
+        of_numpy: Any = np.random.get_state(legacy=True)
+        digest.update(repr((hash(numbers), gauss, of_numpy[2:])).encode())
+        arrays.insert(0, of_numpy[1])
+    for array in arrays:
         digest.update(memoryview(array))
     return digest.intdigest() % 2**32
 

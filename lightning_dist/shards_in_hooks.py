@@ -4,17 +4,19 @@ In these hooks, parameters and gradients are DTensors. torch runs most functions
 with plain tensors such as buffers, and has no sharding rule for some functions. It also silently changes nothing if
 code changes a view of a part (``weight.data[0].zero_()``) or assigns to ``weight.data``, both of which work in one
 process. Inside :class:`ShardsInHooks` such a function is given whole tensors, and its changes are written into the
-shards.
+shards. So is a function that draws random numbers: on the CPU, all ranks would draw the same numbers for their parts.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import FunctionType
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
@@ -23,6 +25,13 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from lightning_dist import _compat
 from lightning_dist.checkpoint.state import shard_like
 from lightning_dist.gather_on_use import is_in_place, write_whole
+from lightning_dist.random_functions import (
+    CHANGES_AT_RANDOM,
+    FILLS_AT_RANDOM,
+    IS_LIKE,
+    RETURNS_RANDOM,
+    without_values,
+)
 from lightning_dist.replicas import bit_sums, differ
 from lightning_dist.scalar_reads import arrive_at_place
 
@@ -110,6 +119,11 @@ class ShardsInHooks(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if is_in_place(name):
             return self._in_place(func, name, args, kwargs)
+        if name in RETURNS_RANDOM and (shards := _shards((args, kwargs))):
+            return self._drawn(func, name, shards, args, kwargs)
+        if name == "new_empty" and args and isinstance(args[0], DTensor):
+            # Functions of torch.nn.init change its shape in place, which torch cannot do with shards.
+            return func(args[0].to_local(), *args[1:], **kwargs)
         out = kwargs.get("out")
         if isinstance(out, Tensor) and not isinstance(out, DTensor) and _shards(args):
             result = func(*self._whole(args), **kwargs)
@@ -155,15 +169,41 @@ class ShardsInHooks(TorchFunctionMode):
         is_part = isinstance(target, Tensor) and target in self._parts
         if not is_part and not isinstance(target, DTensor):
             return func(target, *self._whole(others), **self._whole(kwargs))
-        if not is_part and name != "__setitem__":  # For a single element, DTensor would change a copy.
-            try:
+        fills, changes = name in FILLS_AT_RANDOM, name in CHANGES_AT_RANDOM
+        if not is_part and not fills and not changes and name != "__setitem__":
+            try:  # For a single element, which __setitem__ sets, DTensor would change a copy.
                 return func(*args, **kwargs)
             except RuntimeError as error:
                 if not _is_unable(error):
                     raise
         others, kwargs = self._whole(others), self._whole(kwargs)
-        self._change(target, lambda whole: func(whole, *others, **kwargs))
+        # Functions of torch.nn.init, which are written in Python, disable gradients themselves.
+        with torch.no_grad() if fills and isinstance(func, FunctionType) else nullcontext():
+            self._change(target, lambda whole: func(whole, *others, **kwargs), fills or changes, fills)
         return target
+
+    def _drawn(self, func: Any, name: str, shards: list[DTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the result of a random function of sharded tensors, which is the same on all ranks.
+
+        Results in the shape of the first tensor are sharded like it. This is a collective over its mesh.
+        """
+        source = shards[0]
+        if kwargs.get("inplace"):
+            rest = {key: value for key, value in kwargs.items() if key != "input"}
+            self._change(source, lambda whole: func(whole, *args[1:], **rest), is_random=True)
+            return source
+        if name in IS_LIKE:
+            arrive_at_place(f"{self._what} draws random numbers", source)
+            args = (without_values(source, source.device), *args[1:])
+            kwargs = {key: value for key, value in kwargs.items() if key != "input"}
+
+        def sharded(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor):
+                return leaf
+            leaf = self._agreed(source, leaf)
+            return leaf if leaf.requires_grad else shard_like(leaf, source)
+
+        return _compat.tree_map(sharded, func(*self._whole(args), **self._whole(kwargs)))
 
     def _one_by_one(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a function of lists, such as ``torch._foreach_add_``, once for each index of the lists.
@@ -190,12 +230,16 @@ class ShardsInHooks(TorchFunctionMode):
             self._in_place(single, "", (target, *others), own)
         return None
 
-    def _change(self, target: Tensor, change: Callable[[Tensor], Any]) -> Tensor:
+    def _change(
+        self, target: Tensor, change: Callable[[Tensor], Any], is_random: bool = False, fills: bool = False
+    ) -> Tensor:
         """Call ``change`` on the whole of ``target``, and write the result into the shards. This is a collective.
 
         Args:
             target: A sharded tensor, or a copy of a part of one.
             change: Function that changes the whole tensor in place.
+            is_random: Whether ``change`` draws random numbers. If ranks draw other ones, those of the first rank count.
+            fills: Whether ``change`` does not read the tensor.
 
         Returns:
             The whole ``target`` after the change.
@@ -209,12 +253,14 @@ class ShardsInHooks(TorchFunctionMode):
                 )
             arrive_at_place(f"{self._what} changes a sharded tensor", target)
             with torch.no_grad():
-                whole: Tensor = cast(DTensor, target.detach()).full_tensor().clone()
+                if fills:
+                    whole = without_values(target, target.device)
+                else:
+                    whole = cast(DTensor, target.detach()).full_tensor().clone()
                 change(whole)
-                self._write(target, whole)
-            return whole
+                return self._write(target, whole, is_random)
         base, make = part
-        whole = make(self._change(base, lambda whole: change(make(whole))))
+        whole = make(self._change(base, lambda whole: change(make(whole)), is_random))
         with torch.no_grad():
             if isinstance(target, DTensor):
                 write_whole(target, whole)
@@ -222,19 +268,37 @@ class ShardsInHooks(TorchFunctionMode):
                 target.copy_(whole)
         return whole
 
-    def _write(self, target: DTensor, whole: Tensor) -> None:
+    def _write(self, target: DTensor, whole: Tensor, is_random: bool) -> Tensor:
         if target.shape != whole.shape:
             raise RuntimeError(
                 f"{self._what} writes a tensor of shape {[*whole.shape]} into one of shape {[*target.shape]}."
             )
-        self._check_alike(target, whole)
+        if is_random:
+            whole = self._agreed(target, whole)
+        else:
+            self._check_alike(target, whole)
         write_whole(target, whole)
+        return whole
+
+    def _agreed(self, target: DTensor, drawn: Tensor) -> Tensor:
+        """Return ``drawn``, or that of the first rank if the ranks of ``target`` have drawn different numbers.
+
+        This is a collective over the mesh of ``target``.
+        """
+        if drawn.requires_grad:  # The numbers are part of a graph.
+            self._check_alike(target, drawn)
+        elif self._differs(target, drawn):
+            drawn = drawn.contiguous()
+            for group in _groups_of(target):
+                dist.broadcast(drawn, group=group, group_src=0)
+        return drawn
+
+    def _differs(self, target: DTensor, whole: Tensor) -> bool:
+        arrive_at_place(f"{self._what} changes a sharded tensor", target)
+        return bool(differ(bit_sums(whole.detach())[None], _groups_of(target)).any())
 
     def _check_alike(self, target: DTensor, whole: Tensor) -> None:
-        arrive_at_place(f"{self._what} changes a sharded tensor", target)
-        mesh = target.device_mesh
-        groups = [mesh.get_group(axis) for axis in range(mesh.ndim)]
-        if differ(bit_sums(whole.detach())[None], groups).any():
+        if self._differs(target, whole):
             raise RuntimeError(
                 f"{self._what} writes values into a sharded tensor that are not the same on all ranks: each rank has"
                 " computed them from its own part of the batch, or has drawn other random numbers. Average them over"
@@ -304,6 +368,11 @@ class ShardsInHooks(TorchFunctionMode):
 
 def _shards(value: Any) -> list[DTensor]:
     return [leaf for leaf in _compat.tree_leaves(value) if isinstance(leaf, DTensor)]
+
+
+def _groups_of(tensor: DTensor) -> list[dist.ProcessGroup]:
+    mesh = tensor.device_mesh
+    return [mesh.get_group(axis) for axis in range(mesh.ndim)]
 
 
 def _is_unable(error: RuntimeError) -> bool:

@@ -8,11 +8,13 @@ the ranks yet. Whatever a step or a hook clears on one of these tensors is there
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from lightning_dist._compat import around_grads, around_zero_grad, own_parameters
 from lightning_dist.accumulated_gradients import GradientsOfCopies
@@ -124,6 +126,13 @@ class StepGradients:
         with around_zero_grad(self._after_zero_grad):
             yield
 
+    def of_parameters(self) -> AbstractContextManager[Any]:
+        """Return a context in which the gradients of the tensors that modules hold are those that the optimizer sees.
+
+        It is for hooks between a forward and its backward, which may read the gradients of the last step.
+        """
+        return _GradientsOfParameters(self._copies) if self._copies else nullcontext()
+
     @torch.no_grad()
     def _after_zero_grad(self, params: Collection[nn.Parameter], sets_to_none: bool) -> None:
         """Clear the optimizer's gradients of the parameters whose copies in the modules ``zero_grad()`` has cleared.
@@ -148,3 +157,33 @@ class StepGradients:
                     param.grad.zero_()
             group.drop_unreduced(cleared)
         self.show()
+
+
+_TENSOR: Any = Tensor  # Its attributes are descriptors on the class, which torch's stubs do not declare.
+_GRADIENT = (_TENSOR.grad.__get__, _TENSOR.grad.__set__)
+
+
+class _GradientsOfParameters(TorchFunctionMode):
+    """Read and set the gradients of parameters in place of those of the copies that modules hold.
+
+    Args:
+        copies: Functions that return the copies of parameters that modules hold in a step.
+    """
+
+    def __init__(self, copies: Sequence[Copies]) -> None:
+        super().__init__()
+        self._copies = copies
+        self._params: dict[int, nn.Parameter] | None = None
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _GRADIENT:
+            args = (self._param_of(args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+    def _param_of(self, held: Tensor) -> Tensor:
+        if self._params is None:
+            found = chain.from_iterable(copies() for copies in self._copies)
+            self._params = {id(copy): param for _, copy, param in found}
+        while id(held) in self._params and self._params[id(held)] is not held:
+            held = self._params[id(held)]
+        return held

@@ -241,6 +241,14 @@ class Technique:
 
     # The following methods are called outside of steps.
 
+    def around_hook(self, what: str) -> AbstractContextManager[None]:
+        """Return a context for a hook of the user that runs outside of steps.
+
+        Args:
+            what: Name of the hook with that of its owner's class, such as ``Model.on_train_batch_end``.
+        """
+        return nullcontext()
+
     def without_hook_views(self) -> AbstractContextManager[None]:
         """Return a context in which code sees each rank's own tensors, and not the whole tensors that hooks see."""
         return nullcontext()

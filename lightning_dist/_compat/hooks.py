@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_dist._compat.trees import tree_map
@@ -25,6 +26,7 @@ __all__ = [
     "has_foreign_forward_hooks",
     "leave_out_hooks",
     "move_hooks",
+    "move_post_accumulate_hook_last",
     "num_forward_hooks",
     "prepend_step_post_hook",
     "remove_foreign_forward_hooks",
@@ -147,6 +149,16 @@ def give_post_accumulate_hooks(param: torch.Tensor, hooks: dict[int, Any]) -> No
     param._post_accumulate_grad_hooks.update(hooks)
 
 
+def move_post_accumulate_hook_last(param: torch.Tensor, key: int) -> None:
+    """Let the post-accumulate-grad hook of ``param`` with this key run after all others.
+
+    Replaced by: an argument of ``register_post_accumulate_grad_hook`` that says so.
+    """
+    hooks: OrderedDict[int, Any] = getattr(param, "_post_accumulate_grad_hooks", None) or OrderedDict()
+    if key in hooks and next(reversed(hooks)) != key:
+        hooks.move_to_end(key)
+
+
 def call_gradient_hooks(param: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Call the tensor hooks of ``param`` on a gradient that autograd has not computed itself.
 
@@ -214,8 +226,10 @@ def prepend_step_post_hook(optimizer: Optimizer, hook: Callable[[Optimizer, Any,
 
 
 def step_hooks(optimizer: Optimizer) -> list[Callable[..., Any]]:
-    """Return the hooks that run before and after the steps of ``optimizer``.
+    """Return the hooks that run before and after the steps of ``optimizer``, also those of all optimizers.
 
     Replaced by: a public way to list them.
     """
-    return [*optimizer._optimizer_step_pre_hooks.values(), *optimizer._optimizer_step_post_hooks.values()]
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    of_all = (torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks)
+    return [hook for hooks in (*own, *of_all) for hook in hooks.values()]

@@ -27,6 +27,8 @@ def by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     """Return the state of ``optimizer`` keyed by full names: ``{"state": {name: {...}}, "param_groups": [...]}``.
 
     Unlike ``torch.distributed.checkpoint.state_dict``, this does not run an optimizer step to create missing state.
+    States of parameters that only other ranks have are left out, because these ranks have the true ones: code that
+    looks up ``optimizer.state[param]`` creates an empty state on every rank.
     """
     state = optimizer.state_dict()
     if not optimizer.param_groups:  # Lightning makes such an optimizer if configure_optimizers() returns None.
@@ -34,10 +36,14 @@ def by_name(optimizer: Optimizer, module: nn.Module) -> dict[str, Any]:
     names = _names(optimizer, module)
     order = [index for group in state["param_groups"] for index in group["params"]]
     name_of = dict(zip(order, names, strict=True))
+    params = (param for group in optimizer.param_groups for param in group["params"])
+    of_others = {index for index, param in zip(order, params, strict=True) if is_remote(param)}
     return {
         **state,
         # Optimizers may keep states that belong to no parameter under keys of their own.
-        "state": {name_of.get(index, index): value for index, value in state["state"].items()},
+        "state": {
+            name_of.get(index, index): value for index, value in state["state"].items() if index not in of_others
+        },
         "param_groups": [
             {**group, "params": [name_of[index] for index in group["params"]]} for group in state["param_groups"]
         ],

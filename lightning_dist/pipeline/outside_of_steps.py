@@ -15,19 +15,29 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from lightning_dist import _compat
 from lightning_dist.collectives import group_on_host
 from lightning_dist.consensus import timed_barrier
+from lightning_dist.local_step import OwnStates, StateOfOtherStage
 from lightning_dist.pipeline.failures import Failure, raise_together
+from lightning_dist.random_functions import (
+    CHANGES_AT_RANDOM,
+    FILLS_AT_RANDOM,
+    IS_LIKE,
+    RETURNS_RANDOM,
+    without_values,
+)
+from lightning_dist.randomness import digest_of_states
 
 __all__ = ["AllStages", "without_holder_records"]
 
@@ -39,15 +49,6 @@ _READS = frozenset(
     }
 )  # fmt: skip
 """Functions whose result, or its shape, depends on values, so that every rank must have the values."""
-
-_RANDOM = frozenset(
-    {
-        "bernoulli_", "cauchy_", "exponential_", "geometric_", "kaiming_normal_", "kaiming_uniform_", "log_normal_",
-        "normal_", "orthogonal_", "random_", "sparse_", "trunc_normal_", "uniform_", "xavier_normal_",
-        "xavier_uniform_",
-    }
-)  # fmt: skip
-"""Methods, and functions of ``torch.nn.init``, that fill a tensor with random numbers."""
 
 _TENSOR: Any = Tensor  # The attributes of the class are descriptors, which torch's type stubs do not declare.
 _GRAD_GET, _GRAD_SET = _TENSOR.grad.__get__, _TENSOR.grad.__set__
@@ -99,6 +100,8 @@ class AllStages(TorchFunctionMode):
         self._num_reads: Counter[str] = Counter()
         self._num_changes: Counter[str] = Counter()
         self._have_gradients: dict[int, bool] | None = None
+        self._has_drawn = False
+        self._shown_states: set[int] = set()
 
     @contextmanager
     def hook_context(self, what: str) -> Iterator[None]:
@@ -116,11 +119,52 @@ class AllStages(TorchFunctionMode):
                     _mark(tensor, self._holders[name])
             self._is_marked = True
         self._what, self._have_gradients, self._is_on = what, None, True
+        self._has_drawn = False
+        self._shown_states.clear()
         try:
             with self, _compat.averages_grouped_by_dtype(self._device):
                 yield
         finally:
             self._is_on = False
+
+    def show_states(self, optimizer: Optimizer, states: OwnStates) -> None:
+        """Add the states of other stages to ``states`` as tensors without values, so that hooks see those of all.
+
+        The first call in a hook is a collective over the pipeline; later calls do nothing.
+
+        Args:
+            optimizer: The optimizer that has the states.
+            states: Its states, by parameter.
+        """
+        if not self._is_on or id(states) in self._shown_states:
+            return
+        self._shown_states.add(id(states))
+        with self.switched_off(), torch.no_grad():
+            names = {id(param): name for name, param in self._root.named_parameters()}
+            params = [param for group in optimizer.param_groups for param in group["params"]]
+            kept = {id(param): states.pop(param) for param in params if param in states}
+            own = {
+                names[id(param)]: {key: _description(value) for key, value in kept[id(param)].items()}
+                for param in params
+                if id(param) in kept and self._is_here(param) and id(param) in names
+            }
+            self._wait_for_all()
+            described: list[dict[str, dict[str, Any]]] = [{} for _ in self._ranks]
+            dist.all_gather_object(described, own, self._on_host)
+            of_all = {name: state for of_rank in reversed(described) for name, state in of_rank.items()}
+            for param in params:
+                holders = _holders(param)
+                state = kept.get(id(param))
+                found = of_all.get(names.get(id(param), ""))
+                if not self._is_here(param):
+                    state = None if found is None else StateOfOtherStage() if state is None else state
+                    _follow(state, found)
+                if state is None:
+                    continue
+                states[param] = state
+                for value in state.values():
+                    if holders is not None and isinstance(value, Tensor) and not _has_holders(value):
+                        _mark(value, holders)
 
     @contextmanager
     def switched_off(self) -> Iterator[None]:
@@ -215,6 +259,11 @@ class AllStages(TorchFunctionMode):
                 return self._in_place(_copy, out, (self.__torch_function__(func, types, args, inputs),), {})
             args, kwargs = self.broadcast_missing((args, kwargs))
             return func(*args, **kwargs)
+        if name in RETURNS_RANDOM:
+            self._before_drawing(kwargs)
+        if name in RETURNS_RANDOM and name not in IS_LIKE:  # Every rank draws the numbers, from the same values.
+            args, kwargs = self.broadcast_missing((args, kwargs))
+            return func(*args, **kwargs)
         if self._rank in common:
             result = func(*args, **kwargs)
         elif name in _MOVES:
@@ -222,6 +271,8 @@ class AllStages(TorchFunctionMode):
             dtypes = [other.dtype if isinstance(other, Tensor) else other for other in others]
             result = _outline(args[0], next((dtype for dtype in dtypes if isinstance(dtype, torch.dtype)), None))
         else:
+            if name in IS_LIKE:
+                func(without_values(args[0], self._device), *args[1:], **kwargs)
             result = func(*_compat.tree_map(_outline, args), **_compat.tree_map(_outline, kwargs))
         return _compat.tree_map(lambda leaf: _mark(leaf, common) if isinstance(leaf, Tensor) else leaf, result)
 
@@ -242,20 +293,46 @@ class AllStages(TorchFunctionMode):
             kwargs: The keyword arguments of the function.
         """
         holders = _holders(target)
-        # Every rank draws random numbers, so that the generators of all ranks stay in the same state.
-        if getattr(func, "__name__", "") in _RANDOM:
-            drawn = torch.empty(target.shape, dtype=target.dtype, device=self._device)
-            func(drawn, *others, **kwargs)
-            func, others, kwargs = _copy, (drawn,), {}
+        is_random = getattr(func, "__name__", "") in FILLS_AT_RANDOM | CHANGES_AT_RANDOM
         values = _compat.tree_flatten((others, kwargs))[0]
         found = [leaf for leaf in values if _has_holders(leaf)]
-        if any(holders is None or not holders <= (_holders(leaf) or frozenset()) for leaf in found):
+        if any(holders is None or is_random or not holders <= (_holders(leaf) or frozenset()) for leaf in found):
             others, kwargs = self.broadcast_missing((others, kwargs))
+        # Every rank draws random numbers, so that the generators of all ranks stay in the same state.
+        if is_random:
+            self._before_drawing(kwargs)
+        if is_random and not self._is_here(target):
+            func(without_values(target, self._device), *others, **kwargs)
         own = [leaf for leaf in values if isinstance(leaf, Tensor) and leaf.ndim and not _has_holders(leaf)]
         with self._failing_together() if own else nullcontext():
             if self._is_here(target):
                 func(target, *others, **kwargs)
         return target
+
+    def _before_drawing(self, kwargs: Mapping[str, Any]) -> None:
+        """Check that all ranks draw the same random numbers.
+
+        The first call in a hook is a collective over the pipeline.
+
+        Args:
+            kwargs: The keyword arguments of the function that draws.
+
+        Raises:
+            RuntimeError: If the generators of the ranks have different states.
+        """
+        if self._has_drawn or kwargs.get("generator") is not None:
+            return
+        self._has_drawn = True
+        self._wait_for_all()
+        own = digest_of_states(of_torch_only=True)
+        digests = torch.tensor([own, -own])
+        dist.all_reduce(digests, dist.ReduceOp.MAX, group=self._on_host)
+        if int(digests.sum()) != 0:
+            raise RuntimeError(
+                f"{self._what} draws random numbers, and torch's generators have different states on the ranks of the"
+                " pipeline, so that the numbers would not be those of one process. Seed them alike on all ranks, or"
+                " pass a generator of your own that has the same seed on all ranks."
+            )
 
     @contextmanager
     def _failing_together(self) -> Iterator[None]:
@@ -365,6 +442,32 @@ class AllStages(TorchFunctionMode):
             timed_barrier(f"{self._what} reads parameters of another stage", _BARRIER_TIMEOUT_S, self._ranks)
 
 
+class _Described(NamedTuple):
+    """Describe a tensor that another stage has."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def _description(value: Any) -> Any:
+    return _Described(value.shape, value.dtype) if isinstance(value, Tensor) else value
+
+
+def _follow(state: dict[str, Any] | None, described: Mapping[str, Any] | None) -> None:
+    """Give the state of a parameter of another stage the entries that the owner has, as tensors without values."""
+    if state is None or described is None:
+        return
+    for key in state.keys() - described.keys():
+        del state[key]
+    for key, value in described.items():
+        if not isinstance(value, _Described):
+            state[key] = value
+            continue
+        known = state.get(key)
+        if not isinstance(known, Tensor) or (known.shape, known.dtype) != value:
+            state[key] = torch.empty(value.shape, dtype=value.dtype, device="meta")
+
+
 class _Single:
     """Wrap a function of lists to take single items, under a name that :class:`AllStages` takes for another one."""
 
@@ -425,7 +528,8 @@ def _tensors_of(root: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 _OBJECT_METHODS = (
-    "__set__", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad",
+    "__set__", "register_hook", "register_post_accumulate_grad_hook", "requires_grad_", "retain_grad", "squeeze_",
+    "swapaxes_", "swapdims_", "t_", "transpose_", "unsqueeze_",
 )  # fmt: skip
 """Functions that change the tensor object, and not its elements."""
 

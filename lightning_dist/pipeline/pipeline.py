@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
 from lightning_dist.consensus import check_agreement, raise_on_all_ranks
 from lightning_dist.gradient_norms import total_norm_of
 from lightning_dist.initialization import broadcast_tensors
+from lightning_dist.local_step import OwnStates
 from lightning_dist.original_module import OriginalModule
 from lightning_dist.pipeline.outside_of_steps import AllStages
 from lightning_dist.pipeline.replay import Replay
@@ -214,6 +217,36 @@ class Pipeline(Technique):
             state: A state dict of the module, with meta tensors for the parameters of other stages.
         """
         return with_replicated_tensors(state, self._mesh, self.buffers_of_others)
+
+    def around_rerun(self, unit: Unit, block: nn.Module) -> Callable[[], Callable[[], AbstractContextManager[None]]]:
+        """Refuse to run a block again within which a stage may end.
+
+        Raises:
+            RuntimeError: When a forward of such a block begins.
+        """
+        parts = [self._root.get_submodule(part) for part in self.stages.parts]
+        if any(module is block for part in parts for module in part.modules()):
+            return lambda: nullcontext
+        name = next(name for name, module in self._root.named_modules() if module is block)
+
+        def begin() -> Callable[[], AbstractContextManager[None]]:
+            raise RuntimeError(
+                f"activation_checkpointing with pp_size={self.config.pp_size}: {name} cannot run again in the backward,"
+                " because the step uses its layers other than by calling the block, so that a stage may end inside it."
+                " Use it by block(...) alone, or leave activation_checkpointing out."
+            )
+
+        return begin
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Callable[[], None]:
+        """Let hooks use the states of ``optimizer`` as those of all stages, also after a state was loaded."""
+
+        def show(optimizer: Optimizer) -> None:
+            if isinstance(optimizer.state, OwnStates):
+                optimizer.state.before_look_up = partial(self.all_stages.show_states, optimizer)
+
+        show(optimizer)
+        return optimizer.register_load_state_dict_post_hook(show).remove
 
     def hook_state_to_write(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Return a checkpoint in which one stage writes each tensor that others lack.

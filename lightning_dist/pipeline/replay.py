@@ -287,6 +287,11 @@ class Replay:
         run = self._run
         if run is None or run.is_inside:
             if name in self._remote and not self._has_whole_model:
+                if run is not None:
+                    raise RuntimeError(
+                        f"The step calls {name} on its own, and again inside a module that is on another stage of the"
+                        " pipeline. Call it in one of the two ways, or use a strategy without stages."
+                    )
                 raise RuntimeError(
                     f"{name} was called outside of a step, and its weights are on another stage of the pipeline. Call"
                     " the model inside `with lightning_dist.full_parameters(module):`, entered on every rank."

@@ -221,8 +221,9 @@ class ScheduleRunner:
         Returns:
             The outcome of the step on this rank.
         """
-        # The generator has the same state on all ranks of the pipeline, and after a resume.
-        base = int(torch.randint(2**62, ()))
+        # The generator has the same state on all ranks of the pipeline, and after a resume. A step that draws no
+        # numbers leaves it as it is, so that hooks draw the numbers of one process.
+        base = int(torch.randint(2**62, ())) if prepared.graph.draws else 0
         has_last = any(plan.is_last for plan in prepared.plans.values())
         results = [None] * len(steps) if has_last else []
         buffers = BuffersOfStep(self._root, prepared.graph.batch_independent_buffers | prepared.graph.buffers_between)

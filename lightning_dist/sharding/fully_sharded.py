@@ -213,8 +213,17 @@ class Sharding(Technique):
         return None if dim is None else Shard(dim)
 
     def _own_dtype(self, owner: nn.Module) -> torch.dtype | None:
+        """Return the dtype in which ``owner`` computes with its own parameters; None: that of the configuration.
+
+        Norms with running statistics compute with parameters as they are stored, like the statistics, which torch needs
+        to have the same dtype.
+        """
         dtypes = (param_dtype(owner) for param_dtype in self._param_dtypes)
-        return next((dtype for dtype in dtypes if dtype is not None), None)
+        found = next((dtype for dtype in dtypes if dtype is not None), None)
+        if found is None and isinstance(owner, NORM) and self._config.param_dtype is not None:
+            stored = next((param.dtype for param in owner.parameters(recurse=False)), None)
+            return None if stored == self._config.param_dtype else stored
+        return found
 
     def _was_replaced(self, param: nn.Parameter) -> bool:
         return any(write_back_data(param) for write_back_data in self._write_back_data)
@@ -333,6 +342,33 @@ class Sharding(Technique):
             for group in self._groups:
                 group.end_stand_ins()
 
+    def around_rerun(self, unit: Unit, block: nn.Module) -> Callable[[], Callable[[], AbstractContextManager[None]]]:
+        """Let a rerun use sharded parameters of ``unit``, which are then gathered on use, as in the forward.
+
+        No hook gathers them if the step has called the block other than by ``block(...)``.
+        """
+
+        def begin() -> Callable[[], AbstractContextManager[None]]:
+            has_run = False
+
+            @contextmanager
+            def context() -> Iterator[None]:
+                nonlocal has_run
+                is_rerun, has_run = has_run, True
+                group = next((group for group in self._groups if group.unit is unit), None) if is_rerun else None
+                if group is None or group.is_gathered:
+                    yield
+                    return
+                group.begin_stand_ins(self._stand_in)
+                try:
+                    yield
+                finally:
+                    group.end_stand_ins()
+
+            return context
+
+        return begin
+
     def _stand_in(self, param: Tensor, dtype: torch.dtype | None, on_gradient: Callable[[], None]) -> Tensor:
         # The ranks of ep, among which only experts are distributed, have different parts of the batch as well.
         axes = (*(self._mesh.mesh_dim_names or ()), "ep")
@@ -406,7 +442,7 @@ _MAX_MERGED_BYTES = 16 * 2**20
 """Size of a merged unit. Larger messages take no less time per byte, and need memory."""
 
 _ONE_DTYPE = (
-    NORM, nn.EmbeddingBag, nn.GroupNorm, nn.LayerNorm, nn.PReLU, nn.RMSNorm, nn.RNNBase, nn.RNNCellBase
+    nn.EmbeddingBag, nn.GroupNorm, nn.LayerNorm, nn.PReLU, nn.RMSNorm, nn.RNNBase, nn.RNNCellBase
 )  # fmt: skip
 """Classes of layers that autocast does not convert on every device, and that need inputs of their parameters' dtype."""
 

@@ -6,7 +6,7 @@ A step may change this content, for example if it counts in a dictionary, or cal
 from __future__ import annotations
 
 import types
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Collection
 from typing import Any
 
@@ -51,15 +51,29 @@ def items_of(value: Any, packages: Collection[str]) -> list[Any] | None:
 
 
 def set_items(value: Any, items: list[Any]) -> None:
-    """Replace the content of ``value`` by ``items``, which :func:`items_of` has returned for it before."""
+    """Replace the content of ``value`` by ``items``, which :func:`items_of` has returned for it before.
+
+    The methods of the built-in classes are called, because a subclass may refuse changes, as diffusers' ``FrozenDict``
+    does, or do something else as well.
+    """
     container = value if isinstance(value, dict | list | deque | set) else vars(value)
-    container.clear()
-    if isinstance(container, list | deque):
-        container.extend(items)
-    elif isinstance(container, dict):
-        container.update(dict(items))  # A Counter would count items that are not a mapping.
-    else:
-        container.update(items)
+    if isinstance(container, dict):
+        if _are_same([part for item in items for part in item], [part for item in container.items() for part in item]):
+            return
+        mapping: type[dict[Any, Any]] = OrderedDict if isinstance(container, OrderedDict) else dict
+        mapping.clear(container)
+        for key, item in items:
+            mapping.__setitem__(container, key, item)
+    elif not _are_same(items, list(container)):
+        base: Any = next(cls for cls in (list, deque, set) if isinstance(container, cls))
+        base.clear(container)
+        add: Any = set.update if base is set else base.extend
+        add(container, items)
+
+
+def _are_same(before: list[Any], now: list[Any]) -> bool:
+    """Return whether two lists have the same objects in the same order."""
+    return len(before) == len(now) and all(one is other for one, other in zip(before, now, strict=True))
 
 
 def _package(cls: type) -> str:

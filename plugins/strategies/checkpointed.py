@@ -150,6 +150,7 @@ class CheckpointedStrategy(SharedBatchStrategy):
         if self._parallel is None:
             return self.lightning_module.state_dict()
         with self.parallel.without_hook_views():
+            self._checkpoints.before_update()  # Hooks for this checkpoint may change weights that another one copies.
             self.parallel.stop_staying_gathered()
             self.parallel.free()
             if self.parallel.lets_replicas_differ:

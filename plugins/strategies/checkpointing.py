@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_dist.checkpoint import CheckpointError, Manifest, Save, Snapshot, Verify, Writer, find, take_snapshot
 from lightning_dist.checkpoint.state import by_name
 from lightning_dist.consensus import raise_on_all_ranks
+from lightning_dist.gather_on_use import call_before_writes
 from lightning_dist.plugins.strategies.bookkeeping import Bookkeeping, absolute
 from lightning_dist.plugins.strategies.logged_runs import runs_of
 from lightning_dist.plugins.strategies.retention import Retention
@@ -90,6 +91,7 @@ class Checkpoints:
         self._trainer: Trainer | None = None
         self._newest_error: CheckpointError | None = None
         self._num_failed = 0
+        call_before_writes(self.before_update)  # A step may write into shards that are being copied.
         self._failed: list[str] = []  # These are the failed saves that the retention has not rolled back yet.
 
     def start(self, trainer: Trainer) -> None:

@@ -21,7 +21,9 @@ from torch.optim import Optimizer
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import parallelized
 from lightning_dist.parallelize import ParallelConfig
+from lightning_dist.plugins import _compat
 from lightning_dist.plugins.precision import scales_losses
+from lightning_dist.plugins.strategies.wrapped_hooks import defines_hook
 
 if TYPE_CHECKING:
     from lightning_dist.plugins.strategies.mesh import MeshStrategy
@@ -107,22 +109,26 @@ def refuse_step_in_backward(config: ParallelConfig, layout: ParallelLayout, trai
     if not config.step_in_backward or trainer.state.fn != TrainerFn.FITTING:
         return
     module, plugin = trainer.lightning_module, trainer.precision_plugin
-    hooks = ("configure_gradient_clipping", "on_before_optimizer_step", "optimizer_step")
+    hooks = (
+        "backward", "configure_gradient_clipping", "on_after_backward", "on_before_optimizer_step", "optimizer_step"
+    )  # fmt: skip
     reasons = {
         f"{layout}: nothing is sharded, so that all gradients exist in any case": layout.num_shards == 1,
         f"pp_size={layout.pp}: a pipeline reduces all gradients at the end": layout.pp > 1,
         f"gradient_clip_val={trainer.gradient_clip_val}: the norm needs all gradients": trainer.gradient_clip_val,
         f"accumulate_grad_batches={trainer.accumulate_grad_batches}": trainer.accumulate_grad_batches > 1,
+        "GradientAccumulationScheduler": _compat.changes_accumulation(trainer),
         f"precision={plugin.precision!r} with a loss scale: an overflow skips the whole step": scales_losses(plugin),
         f"{type(plugin).__name__} with master weights": getattr(plugin, "master_weights", None),
         "compression": config.compression,
         "sync": config.sync,
         "automatic_optimization = False": not module.automatic_optimization,
         **{
-            f"{type(hooked).__name__}.{hook}, which would not see the gradients": is_overridden(hook, hooked)
+            f"{type(hooked).__name__}.{hook}, which would see updated weights and no gradients": defines_hook(
+                hook, hooked
+            )
             for hooked in (module, *trainer.callbacks)  # type: ignore[attr-defined]
             for hook in hooks
-            if hasattr(hooked, hook)
         },
     }
     for reason, is_given in reasons.items():

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.distributed.tensor import DTensor
 
 from lightning_dist.parallel_module import parallelized_around
+from lightning_dist.plugins.strategies.wrapped_hooks import defines_hook
 from lightning_dist.tensor_state import is_remote
 
 __all__ = ["are_free_before_forward", "free_gradients", "gradient_norms"]
@@ -28,9 +28,9 @@ def are_free_before_forward(module: LightningModule, trainer: Trainer) -> bool:
     """
     return (
         module.automatic_optimization
-        and not is_overridden("optimizer_zero_grad", module)
+        and not defines_hook("optimizer_zero_grad", module)
         and not any(
-            is_overridden("on_before_zero_grad", hooked)
+            defines_hook("on_before_zero_grad", hooked)
             for hooked in (module, *trainer.callbacks)  # type: ignore[attr-defined]
         )
     )

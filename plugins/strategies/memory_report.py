@@ -200,7 +200,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _of(state: Any) -> list[Tensor]:
-    return [value for value in state.values() if isinstance(value, Tensor)] if isinstance(state, dict) else []
+    values = state.values() if isinstance(state, dict) else ()
+    return [value for value in values if isinstance(value, Tensor) and not is_remote(value)]
 
 
 def _bytes(tensors: Sequence[Tensor]) -> int:

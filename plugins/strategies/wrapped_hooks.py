@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import Checkpoint, LearningRateFinder, ModelSummary, ProgressBar, WeightAveraging
 
-__all__ = ["OUTSIDE_OF_STEPS", "WrappedHooks"]
+__all__ = ["OUTSIDE_OF_STEPS", "WrappedHooks", "defines_hook"]
 
 _RUNS = ("train", "validation", "test", "predict")
 
@@ -19,12 +19,40 @@ OUTSIDE_OF_STEPS = (
     *(f"on_{run}_{part}_{when}" for run in _RUNS for part in ("epoch", "batch") for when in ("start", "end")),
     "configure_gradient_clipping", "on_after_backward", "on_before_backward", "on_before_optimizer_step",
     "on_before_zero_grad", "on_fit_end", "on_fit_start", "on_sanity_check_end", "on_sanity_check_start",
-    "optimizer_step",
+    "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step", "on_validation_model_zero_grad",
+    *(f"on_{run}_model_{mode}" for run in _RUNS[1:] for mode in ("eval", "train")),
 )  # fmt: skip
 """Names of the hooks that Lightning calls outside of steps."""
 
+_CALL_MODULES = frozenset(f"on_{run}_model_eval" for run in _RUNS[1:])
+"""Hooks whose default calls ``train()`` of all modules, which may change weights there, for example by merging them."""
+
 _NOT_WRAPPED = (Checkpoint, LearningRateFinder, ModelSummary, ProgressBar, WeightAveraging)
 """Callbacks whose hooks are not wrapped, because they work on each rank's own parameters or on none, or run steps."""
+
+
+def defines_hook(name: str, owner: object) -> bool:
+    """Return whether a module or a callback defines a hook itself, in its class or as an attribute of the instance.
+
+    Unlike Lightning's ``is_overridden``, this accepts callbacks that derive from ``pytorch_lightning.Callback``, which
+    other libraries add to a Trainer of ``lightning.pytorch``.
+
+    Args:
+        name: Name of the hook.
+        owner: The module or callback.
+    """
+    base = next((cls for cls in type(owner).__mro__ if _is_lightnings_base(cls)), None)
+    if base is not None and not hasattr(base, name):  # Lightning does not call it.
+        return False
+    if vars(owner).get(name) is not None:  # LambdaCallback holds its functions as attributes of the instance.
+        return True
+    own = getattr(type(owner), name, None)
+    return own is not None and own is not getattr(base, name, None)
+
+
+def _is_lightnings_base(cls: type) -> bool:
+    of_lightning = cls.__module__.partition(".")[0] in ("lightning", "pytorch_lightning")
+    return of_lightning and cls.__name__ in (LightningModule.__name__, Callback.__name__)
 
 
 class WrappedHooks:
@@ -50,11 +78,10 @@ class WrappedHooks:
         users = [
             callback for callback in callbacks if not isinstance(callback, _NOT_WRAPPED) and not _is_ours(callback)
         ]
-        for owner, base in ((self._module, LightningModule), *((callback, Callback) for callback in users)):
+        for owner in (self._module, *users):
             for name in self._names:
-                own = getattr(type(owner), name, None)
-                of_instance = vars(owner).get(name)  # LambdaCallback holds its functions as attributes of the instance.
-                if of_instance is not None or (own is not None and own is not getattr(base, name, None)):
+                if defines_hook(name, owner) or (owner is self._module and name in _CALL_MODULES):
+                    of_instance = vars(owner).get(name)
                     vars(owner)[name] = self._wrapped(getattr(owner, name), f"{type(owner).__name__}.{name}")
                     self._replaced.append((owner, name, of_instance))
 

@@ -80,10 +80,16 @@ def every_step(folder: Path, **kwargs: Any) -> ModelCheckpoint:
     return ModelCheckpoint(folder, **{**defaults, **kwargs})
 
 
-def fit(callbacks: list[Any], layout: str = "full_shard", strategy: dict[str, Any] | None = None, **kwargs: Any) -> Any:
+def fit(
+    callbacks: list[Any],
+    layout: str = "full_shard",
+    strategy: dict[str, Any] | None = None,
+    make: Any = GPT,
+    **kwargs: Any,
+) -> Any:
     defaults: dict[str, Any] = {"max_steps": 6, "precision": "64-true", "enable_checkpointing": True}
     torch.manual_seed(0)
-    model = GPT(optimizer="adamw")
+    model = make(optimizer="adamw")
     trainer = make_trainer(layout, strategy, callbacks=callbacks, **{**defaults, **kwargs})
     trainer.fit(model)
     return trainer
@@ -317,7 +323,7 @@ def test_loggers_are_notified_of_existing_checkpoints_and_get_the_costs_of_saves
             assert entry["checkpoint/mib"] > 0
 
 
-def change_weights(folder: Path) -> str:
+def change_weights_in_a_thread(folder: Path) -> str:
     """Save, and change a weight in a thread before it is copied: the copy is delayed until the change.
 
     A hook itself would wait for the copy, but what a thread changes is not seen.
@@ -355,14 +361,41 @@ def change_weights(folder: Path) -> str:
 
 
 def test_weights_that_change_while_they_are_copied_are_an_error(pool: WorkerPool, tmp_path: Path) -> None:
-    for error in pool.run(change_weights, 2, tmp_path):
+    for error in pool.run(change_weights_in_a_thread, 2, tmp_path):
         assert "mix two steps" in error
         assert "asynchronous=False" in error
     assert find(tmp_path) == []
 
 
-def change_weights_in_a_hook(folder: Path) -> list[float]:
-    """Change a weight in a hook right after a save, whose copy is delayed.
+class ChangesItself(GPT):
+    """Change a weight after step 2, in the hook or step whose name is ``where``."""
+
+    where = ""
+
+    @torch.no_grad()
+    def change(self, where: str) -> None:
+        if where == self.where and self.trainer.global_step == 2:
+            self.model.blocks[1].norm_1.weight.add_(1.0)
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.change("on_train_batch_end")
+
+    def on_validation_model_eval(self) -> None:
+        self.change("on_validation_model_eval")
+        super().on_validation_model_eval()
+
+    def train(self, mode: bool = True) -> Any:
+        if not mode:
+            self.change("train")
+        return super().train(mode)
+
+    def training_step(self, *args: Any) -> Any:
+        self.change("training_step")
+        return super().training_step(*args)
+
+
+def change_weights(folder: Path, where: str) -> list[float]:
+    """Change a weight in a hook or step right after a save, whose copy is delayed.
 
     Returns:
         The first element of the weight: before the change, and in the checkpoint.
@@ -376,21 +409,21 @@ def change_weights_in_a_hook(folder: Path) -> list[float]:
 
     def save(trainer: Any, module: Any) -> None:
         trainer.save_checkpoint(folder / "run.ckpt")
-        weight = next(module.parameters())
-        with torch.no_grad():
-            values.append(float(weight.full_tensor().flatten()[0]))
-            weight.add_(1.0)
+        values.append(float(module.model.blocks[1].norm_1.weight.full_tensor()[0]))
 
+    ChangesItself.where = where
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(DefaultStager, "stage", late)
-        module = fit([AtSteps({2: save})], enable_checkpointing=False).lightning_module
-    name = next(name for name, _ in module.named_parameters())
-    saved = read_whole(folder / "run.ckpt")["state_dict"][name]
-    return [*values, float(saved.flatten()[0])]
+        validation = {"limit_val_batches": 1, "val_check_interval": 2, "num_sanity_val_steps": 0}
+        fit([AtSteps({2: save})], make=ChangesItself, enable_checkpointing=False, **validation)
+    return [*values, float(read_whole(folder / "run.ckpt")["state_dict"]["model.blocks.1.norm_1.weight"][0])]
 
 
-def test_a_hook_that_changes_weights_waits_until_they_are_copied(pool: WorkerPool, tmp_path: Path) -> None:
-    for before, saved in pool.run(change_weights_in_a_hook, 2, tmp_path):
+@pytest.mark.parametrize("where", ["on_train_batch_end", "on_validation_model_eval", "train", "training_step"])
+def test_hooks_and_steps_that_change_weights_wait_until_they_are_copied(
+    pool: WorkerPool, tmp_path: Path, where: str
+) -> None:
+    for before, saved in pool.run(change_weights, 2, tmp_path, where):
         assert saved == before
 
 

@@ -15,6 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 
 from lightning_dist._compat import local_of, replace_local
+from lightning_dist.gather_on_use import prepare_write
 from lightning_dist.shard_memory import ShardMemory
 from lightning_dist.sharding._compat.wrapped import WrappedParam
 from lightning_dist.sharding.data_writes import DataWrites
@@ -435,6 +436,7 @@ def _store(shard: torch.Tensor, own: torch.Tensor) -> None:
     # On other devices, the host would have to wait for the result of a comparison.
     if shard.device.type == "cpu" and torch.equal(shard.to(own.dtype), own):
         return
+    prepare_write()
     if shard.dtype == own.dtype:
         shard.copy_(own)
     else:

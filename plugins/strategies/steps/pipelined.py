@@ -154,6 +154,9 @@ class PipelinedSteps(Steps):
     @contextmanager
     def around_hook(self, name: str) -> Iterator[None]:
         """Let a hook read and change the parameters of all stages, and log values that only another stage has."""
+        if name.endswith(".optimizer_zero_grad"):  # Each stage clears the gradients of its own parameters.
+            yield
+            return
         if name.endswith(".optimizer_step"):  # Each stage runs it for its own parameters.
             with self._shards.hook_context(name):
                 yield
@@ -165,6 +168,13 @@ class PipelinedSteps(Steps):
             all_stages.hook_context(name),
             _logging_whole(self._module, all_stages),
         ):
+            yield
+
+    @override
+    @contextmanager
+    def outside_of_hooks(self) -> Iterator[None]:
+        """Return a context for an optimizer step within a hook, in which each rank sees its own stages only."""
+        with self._shards.paused(), self._pipeline.all_stages.switched_off():
             yield
 
     def _scale(self, loss: Tensor) -> Tensor:

@@ -63,10 +63,25 @@ class WholeSteps(Steps):
         """Let a hook use and change parameters as in one process, even where torch does not support this for shards."""
         # Between a forward and its backward some parameters are gathered and others sharded.
         if name.endswith((".on_before_zero_grad", ".on_before_backward")):
-            return self._parallel.between_forward_and_backward()
+            return self._before_backward(name)
+        if name.endswith(".optimizer_zero_grad"):
+            return self._parallel.around_hook(name)
         return self._outside_of_steps(name)
 
     @contextmanager
+    def _before_backward(self, name: str) -> Iterator[None]:
+        with (
+            self._shards.hook_context(name),
+            self._parallel.between_forward_and_backward(),
+            self._parallel.around_hook(name),
+        ):
+            yield
+
+    @contextmanager
     def _outside_of_steps(self, name: str) -> Iterator[None]:
-        with self._shards.hook_context(name), self._parallel.gradients.with_unreduced_cleared():
+        with (
+            self._shards.hook_context(name),
+            self._parallel.gradients.with_unreduced_cleared(),
+            self._parallel.around_hook(name),
+        ):
             yield

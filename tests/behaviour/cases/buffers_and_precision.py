@@ -173,3 +173,43 @@ def own_autocast(run: Run) -> None:
 
     trainer = run.fit(Casts(lr=0.01), precision="32-true", observe=False)
     run.record("loss", trainer.callback_metrics["train/loss"])
+
+
+class _Normed(nn.Module):
+    """Normalize a convolution's output by statistics of the batch, and filter it by a kernel in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(N, N, 3, padding=1)
+        self.norm = nn.BatchNorm1d(N)
+        self.register_buffer("kernel", torch.ones(N, 1, 3) / 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + torch.relu(self.norm(self.conv(x)))
+        return nn.functional.conv1d(x, self.kernel, padding=1, groups=N)
+
+
+for _precision in ("bf16-mixed", "16-mixed"):
+    for _columns, _more in {"": {}, "_zero_1": {"zero_stage": 1}, "_offloaded": {"offload": "both"}}.items():
+
+        @case(
+            f"BatchNorm, and a convolution with a kernel in a buffer, in {_precision}"
+            + "".join(f", with {key}={value!r} under full_shard" for key, value in _more.items()),
+            name=f"batch_norm_{_precision}{_columns}".replace("-", "_"),
+            tolerance=_tolerance,
+            reference="ddp",
+            strategy=dict.fromkeys(("full", "hybrid"), _more),
+        )
+        def _(run: Run, precision: str = _precision) -> None:
+            class Norms(Classifier):
+                def __init__(self) -> None:
+                    super().__init__(lr=0.01)
+                    self.net = nn.Sequential(*[_Normed() for _ in range(3)])
+
+                def forward(self, x: Tensor) -> Tensor:
+                    return self.head(self.net(x.float()[:, :, None].expand(-1, -1, 4)).mean(2))
+
+            model = Norms()
+            trainer = run.fit(model, precision=precision, val=True, observe=False)
+            run.record("loss", [trainer.callback_metrics[key] for key in ("train/loss", "val/loss")])
+            run.record("dtypes", {name: str(tensor.dtype) for name, tensor in model.state_dict().items()})

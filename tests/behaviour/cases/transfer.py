@@ -158,10 +158,7 @@ def lora_checkpoint(run: Run) -> None:
     run.record_predictions(trainer.predict(model, run.loader()))
 
 
-@case(
-    "ReLoRA: additions are merged at the epoch's end, begin anew, and the optimizer forgets them",
-    refused=dict.fromkeys(("pp", "nd", "nd_tp"), "each rank has the states of its own"),
-)
+@case("ReLoRA: additions are merged at the epoch's end, begin anew, and the optimizer forgets them")
 def relora(run: Run) -> None:
     class Restarts(_WithLora):
         def on_train_epoch_end(self) -> None:
