@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_dist._compat import move_post_accumulate_hook_last, step_hooks
+from lightning_dist._compat import CONVERSION, move_post_accumulate_hook_last, step_hooks
 from lightning_dist.local_step import ELEMENTWISE, LocalStep
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.technique import Parallel, Rows, Technique
@@ -196,7 +196,7 @@ class StepInBackward(Technique):
         yield "updated", "parameters, in the backward, as soon as their gradients are reduced"
 
 
-_HARMLESS = frozenset({"__deepcopy__", "__reduce_ex__", "_apply", "zero_grad"})
+_HARMLESS = frozenset({"__deepcopy__", "__reduce_ex__", CONVERSION, "zero_grad"})
 """Names of functions of torch that clear gradients, or copy or convert a parameter together with its gradient."""
 
 _TENSOR: Any = Tensor  # Its attributes are descriptors on the class, which torch's stubs do not declare.

@@ -43,6 +43,7 @@ from lightning_dist._compat.hooks import (
 )
 from lightning_dist._compat.meshes import group_by_mesh
 from lightning_dist._compat.modules import (
+    CONVERSION,
     NORM,
     ROUTE,
     SUBMODULES,
@@ -114,6 +115,7 @@ from lightning_dist._compat.trees import (
 
 __all__ = [
     "BASE",
+    "CONVERSION",
     "GET_BASE",
     "GROUPED_MM",
     "KEEPS_OBJECT",
