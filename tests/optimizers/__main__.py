@@ -23,7 +23,14 @@ from tests.optimizers.table import EQUAL, FAILS_ALONE, ROUNDING, Rows, markdown,
 from tests.pool import RankFailed, WorkerPool
 
 TOLERANCE = 1e-9
-TIMED = ("here: BySomeRows", "here: Orthogonal", "here: Shampoo", "transformers: Adafactor, lr", "torch: Muon")
+TIMED = (
+    "here: BySomeRows",
+    "here: Orthogonal",
+    "here: Shampoo",
+    "transformers: Adafactor, lr",
+    "torch: Muon",
+    "torch: AdamW",
+)
 """The optimizers whose step times are compared."""
 
 
@@ -112,7 +119,7 @@ def _ratio(pool: WorkerPool, name: str) -> str:
     medians: dict[str, list[float]] = {"full_shard": [], "data_parallel": []}
     for turn in range(3):
         for strategy in sorted(medians, reverse=turn % 2 == 1):
-            times = pool.run(train, 2, name, strategy, 128, 8, timeout_s=300.0)
+            times = pool.run(train, 2, name, strategy, 128, 20, timeout_s=300.0)
             medians[strategy].append(float(np.median(times[0][1])))
     ratios = [one / other for one, other in zip(*medians.values(), strict=True)]
     low, high = 1e3 * min(medians["full_shard"]), 1e3 * min(medians["data_parallel"])

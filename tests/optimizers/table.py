@@ -88,8 +88,10 @@ def markdown(stored: Mapping[str, object], strategies: list[str], tolerance: flo
     if times:
         lines += [
             "",
-            "Time of a step in which each parameter is updated by its owner, divided by that of the same optimizer"
-            " under `data_parallel`, where every rank updates all parameters:",
+            "Time of a step under `full_shard`, where each parameter is updated by its owner, divided by that of the"
+            " same optimizer under `data_parallel`, where every rank updates all parameters. The model is small (width"
+            " 128), so that most of the time is that of messages; AdamW, which steps on shards, shows what sharding"
+            " itself costs. The range is that of three measurements:",
             "",
             "| optimizer | full_shard / data_parallel |",
             "|---|---|",
