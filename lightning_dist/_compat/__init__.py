@@ -22,6 +22,7 @@ from lightning_dist._compat.autograd import (
     is_in_backward,
 )
 from lightning_dist._compat.hooks import (
+    GRADIENT_HANDLING,
     call_forward_hooks,
     call_gradient_hooks,
     call_post_accumulate_hooks,
@@ -110,6 +111,7 @@ from lightning_dist._compat.trees import (
 __all__ = [
     "BASE",
     "GET_BASE",
+    "GRADIENT_HANDLING",
     "GROUPED_MM",
     "KEEPS_OBJECT",
     "NORM",

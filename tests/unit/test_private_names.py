@@ -39,7 +39,7 @@ _LIBRARIES = (
     "transformers", "safetensors",
 )  # fmt: skip
 
-_MAX_OF_TORCH = 83
+_MAX_OF_TORCH = 85
 
 _ALLOWED = {
     # Documented, in spite of the underscore.
