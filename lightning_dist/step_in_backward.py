@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
-from lightning_dist._compat import CONVERSION, move_post_accumulate_hook_last, step_hooks
+from lightning_dist._compat import GRADIENT_HANDLING, move_post_accumulate_hook_last, step_hooks
 from lightning_dist.local_step import ELEMENTWISE, LocalStep
 from lightning_dist.parameter_group import ParameterGroup
 from lightning_dist.technique import Parallel, Rows, Technique
@@ -178,7 +178,7 @@ class StepInBackward(Technique):
         if not self._has_freed:
             return
         is_of_torch = frame.f_globals.get("__name__", "").startswith("torch.")
-        if is_of_torch and frame.f_code.co_name in _HARMLESS:
+        if is_of_torch and frame.f_code.co_name in GRADIENT_HANDLING:
             return
         # Between a forward and its backward, modules hold gathered parameters or stand-ins.
         held = (name for name, other in self._parallel.module.named_parameters() if other is param)
@@ -195,9 +195,6 @@ class StepInBackward(Technique):
         """Return a row that says when parameters are updated."""
         yield "updated", "parameters, in the backward, as soon as their gradients are reduced"
 
-
-_HARMLESS = frozenset({"__deepcopy__", "__reduce_ex__", CONVERSION, "zero_grad"})
-"""Names of functions of torch that clear gradients, or copy or convert a parameter together with its gradient."""
 
 _TENSOR: Any = Tensor  # Its attributes are descriptors on the class, which torch's stubs do not declare.
 _GRAD_GET, _GRAD_SET = _TENSOR.grad.__get__, _TENSOR.grad.__set__

@@ -23,6 +23,7 @@ from lightning_dist._compat.autograd import (
     is_in_backward,
 )
 from lightning_dist._compat.hooks import (
+    GRADIENT_HANDLING,
     ForeignForwardHooks,
     call_forward_hooks,
     call_gradient_hooks,
@@ -43,7 +44,6 @@ from lightning_dist._compat.hooks import (
 )
 from lightning_dist._compat.meshes import group_by_mesh
 from lightning_dist._compat.modules import (
-    CONVERSION,
     NORM,
     ROUTE,
     SUBMODULES,
@@ -115,8 +115,8 @@ from lightning_dist._compat.trees import (
 
 __all__ = [
     "BASE",
-    "CONVERSION",
     "GET_BASE",
+    "GRADIENT_HANDLING",
     "GROUPED_MM",
     "KEEPS_OBJECT",
     "NORM",

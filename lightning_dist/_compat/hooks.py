@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_dist._compat.trees import tree_map
 
 __all__ = [
+    "GRADIENT_HANDLING",
     "ForeignForwardHooks",
     "call_forward_hooks",
     "call_gradient_hooks",
@@ -34,6 +35,13 @@ __all__ = [
     "step_hooks",
     "take_post_accumulate_hooks",
 ]
+
+
+GRADIENT_HANDLING = frozenset({"__deepcopy__", "__reduce_ex__", "_apply", "zero_grad"})
+"""Names of functions of torch that clear gradients, or copy or convert a parameter together with its gradient.
+
+Replaced by: a way to know that a gradient is read by torch, and not by the user.
+"""
 
 
 def gradient_hooks(tensor: torch.Tensor) -> Mapping[int, Any]:

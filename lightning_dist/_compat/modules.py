@@ -14,7 +14,6 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.optim import swa_utils
 
 __all__ = [
-    "CONVERSION",
     "NORM",
     "ROUTE",
     "SUBMODULES",
@@ -113,9 +112,6 @@ def put_parameter(module: nn.Module, key: str, tensor: torch.Tensor) -> None:
     if key in names:
         vars(module)["_flat_weights"][names.index(key)] = tensor
 
-
-CONVERSION = "_apply"
-"""The name of the method by which modules convert their tensors. Replaced by: the same as for :func:`convert`."""
 
 SUBMODULES = "_modules"
 """The attribute in which a module holds its submodules by name.

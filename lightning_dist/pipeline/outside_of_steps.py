@@ -101,7 +101,7 @@ class AllStages(TorchFunctionMode):
         self._num_changes: Counter[str] = Counter()
         self._have_gradients: dict[int, bool] | None = None
         self._has_drawn = False
-        self._shown_states: set[int] = set()
+        self._shown_states: list[OwnStates] = []
 
     @contextmanager
     def hook_context(self, what: str) -> Iterator[None]:
@@ -120,12 +120,15 @@ class AllStages(TorchFunctionMode):
             self._is_marked = True
         self._what, self._have_gradients, self._is_on = what, None, True
         self._has_drawn = False
-        self._shown_states.clear()
         try:
             with self, _compat.averages_grouped_by_dtype(self._device):
                 yield
         finally:
             self._is_on = False
+            for states in self._shown_states:  # Other code, such as the optimizer's, expects those of this rank only.
+                for param in [param for param in states if not self._is_here(param)]:
+                    del states[param]
+            self._shown_states.clear()
 
     def show_states(self, optimizer: Optimizer, states: OwnStates) -> None:
         """Add the states of other stages to ``states`` as tensors without values, so that hooks see those of all.
@@ -136,9 +139,9 @@ class AllStages(TorchFunctionMode):
             optimizer: The optimizer that has the states.
             states: Its states, by parameter.
         """
-        if not self._is_on or id(states) in self._shown_states:
+        if not self._is_on or any(shown is states for shown in self._shown_states):
             return
-        self._shown_states.add(id(states))
+        self._shown_states.append(states)
         with self.switched_off(), torch.no_grad():
             names = {id(param): name for name, param in self._root.named_parameters()}
             params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -21,6 +21,7 @@ from lightning_dist import (
     TensorParallelStrategy,
     full_parameters,
 )
+from lightning_dist.parallel_module import parallelized
 from lightning_dist.parity import whole_parameters
 from tests.distributed.fit import make_trainer
 from tests.models import build
@@ -49,7 +50,10 @@ class Losses(pl.Callback):
         self.moments: dict[str, np.ndarray] = {}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.loaded, self.moments = state_of(trainer, pl_module)
+        parallel = parallelized(pl_module)
+        assert parallel is not None
+        with parallel.without_hook_views():
+            self.loaded, self.moments = state_of(trainer, pl_module)
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, out: Any, *args: Any) -> None:
         loss = torch.tensor(float(out["loss"]), dtype=torch.float64)
