@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import atexit
+import os
 import re
+import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -124,10 +126,28 @@ def announce_progress() -> None:
     _write_progress(_progress[group])
 
 
+_SECONDS_TO_LEAVE = 30.0
+"""Seconds for which the process that hosts the store waits, at its end, for the others to end."""
+
+
 def _leave() -> None:
     with suppress(Exception):  # The process that hosts the store may have ended.
         if dist.is_initialized():
             _write_progress(_LEFT)
+            if dist.get_rank() == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+                _wait_for_others_to_leave()
+
+
+def _wait_for_others_to_leave() -> None:
+    """Wait until the other ranks end, because they could not use the store any more after this process has ended.
+
+    A process that ends by an error does not wait, as the others may wait for it.
+    """
+    deadline = time.monotonic() + _SECONDS_TO_LEAVE
+    while not hasattr(sys, "last_value") and time.monotonic() < deadline:
+        if all(_progress_of(rank) == _LEFT for rank in range(dist.get_world_size())):
+            return
+        time.sleep(0.05)
 
 
 def _write_progress(progress: int) -> None:

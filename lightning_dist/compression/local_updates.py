@@ -23,10 +23,15 @@ from lightning_dist.compression.saved_states import (
 )
 from lightning_dist.compression.sync_methods import SyncMethod
 from lightning_dist.compression.wire import Wire
+from lightning_dist.consensus import timed_barrier
 from lightning_dist.technique import Parallel, Rows, Technique, bound
 from lightning_dist.tensor_state import is_remote
 
 __all__ = ["LocalUpdates", "SyncConfig"]
+
+
+_SECONDS_TO_ARRIVE = 30.0
+"""Seconds for which a rank waits for the others before a synchronization, if they may have taken fewer steps."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +40,12 @@ class SyncConfig:
 
     Args:
         method: How their weights are synchronized.
+        waits_for_ranks: Whether ranks wait for each other, for some seconds, before they synchronize, because the
+            user's code steps the optimizers, and may do so on some ranks only.
     """
 
     method: SyncMethod
+    waits_for_ranks: bool = False
 
 
 class LocalUpdates(Technique):
@@ -55,6 +63,7 @@ class LocalUpdates(Technique):
 
     def __init__(self, config: SyncConfig, mesh: DeviceMesh) -> None:
         self.method = config.method
+        self._waits_for_ranks = config.waits_for_ranks
         self._mesh = mesh
         self._num_steps = 0
         self._has_begun = False
@@ -93,13 +102,24 @@ class LocalUpdates(Technique):
             self._loaded = {}
 
     def after_optimizer_step(self) -> None:
-        """Synchronize the replicas if it is due. This is a collective in that case."""
+        """Synchronize the replicas if it is due. This is a collective in that case.
+
+        Raises:
+            OtherRankError: If the user's code steps the optimizers, and other ranks have taken fewer steps.
+        """
         self._num_steps += 1
         self._differs = True
+        is_due = self._num_steps <= self.method.start_step or self._num_steps % self.method.inner_steps == 0
+        if is_due and self._waits_for_ranks:
+            timed_barrier(
+                f"{self.method}: the synchronization after {self._num_steps} optimizer steps of this rank (have others"
+                " taken fewer?)",
+                _SECONDS_TO_ARRIVE,
+            )
         if self._num_steps <= self.method.start_step:
             self.wire.average_each(list(self._weights().values()))
             self._differs = self._has_begun = False
-        elif self._num_steps % self.method.inner_steps == 0:
+        elif is_due:
             self._synchronize()
 
     def synchronize_replicas(self) -> None:

@@ -14,8 +14,15 @@ from lightning_dist import _compat
 from lightning_dist.pipeline.balance import balanced, costs, split_by_hand
 from lightning_dist.pipeline.outside_of_steps import without_holder_records
 from lightning_dist.pipeline.schedules import SCHEDULES, stages_of
-from lightning_dist.step_graph import StepGraph, TraceError, find_parts, trace_step
-from lightning_dist.step_graph.graph import NotTraceableError
+from lightning_dist.step_graph import (
+    LoopByValueError,
+    NotTraceableError,
+    RepeatedCallsError,
+    StepGraph,
+    TraceError,
+    find_parts,
+    trace_step,
+)
 from lightning_dist.tensor_places import put, tensor_places
 from lightning_dist.tensor_state import is_uninitialized
 from lightning_dist.units import Unit
@@ -171,6 +178,10 @@ class Stages:
                     )
 
 
+_Traced = tuple[list[str], dict[str, nn.Module], StepGraph]
+"""The names of the parts, the blocks among them, and the graph of the step."""
+
+
 def find_stages(
     root: nn.Module, config: PipelineConfig, blocks: Mapping[str, nn.Module], device: torch.device
 ) -> Stages:
@@ -192,19 +203,27 @@ def find_stages(
             f" {config.why_no_step}."
         )
 
-    def trace(step: Callable[..., Any]) -> tuple[list[str], dict[str, nn.Module], StepGraph]:
-        parts = find_parts(root, step, device, blocks, 2 * config.num_stages)
+    def trace(step: Callable[..., Any], is_first_pass_only: bool = False) -> _Traced:
+        parts = find_parts(root, step, device, blocks, 2 * config.num_stages, is_first_pass_only)
         parts = _with_unused_blocks(parts, blocks)
         found = {name: block for name, block in blocks.items() if name in parts}
-        return parts, found, trace_step(root, step, device, parts, found, config.has_loss)
+        return parts, found, trace_step(root, step, device, parts, found, config.has_loss, is_first_pass_only)
+
+    def trace_one_pass(step: Callable[..., Any]) -> _Traced:
+        try:
+            return trace(step)
+        except (LoopByValueError, RepeatedCallsError):
+            if config.has_loss:
+                raise
+            return trace(step, is_first_pass_only=True)  # Such an evaluation runs on the whole model.
 
     try:
-        parts, blocks, graph = trace(config.step)
+        parts, blocks, graph = trace_one_pass(config.step)
     except Exception as error:
         if config.step_in_run is None or (isinstance(error, TraceError) and not isinstance(error, NotTraceableError)):
             raise
         try:
-            parts, blocks, graph = trace(config.step_in_run)
+            parts, blocks, graph = trace_one_pass(config.step_in_run)
         except Exception:  # The first error is raised, because it is of the step without hooks.
             raise error from error.__cause__
     called = costs(graph, root, config.num_microbatches)

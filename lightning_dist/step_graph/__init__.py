@@ -5,6 +5,7 @@ its plan from this record, and pipelines derive their stages from it.
 
 The modules, in the order in which they build on each other:
 
+- ``errors``: Defines the errors that a trace raises.
 - ``watched_numbers``: Records how a step uses numbers, such as ``global_step``.
 - ``tensor_reads``: Makes up the values that a step reads from fake tensors.
 - ``contents``: Reads and sets what containers and objects in a model's attributes contain.
@@ -28,8 +29,15 @@ The modules, in the order in which they build on each other:
 from lightning_dist.step_graph.chains import argument_of, find_chains, hidden_key, output_values
 from lightning_dist.step_graph.contents import is_object, items_of, packages_of, set_items
 from lightning_dist.step_graph.dataflow import Dataflow
-from lightning_dist.step_graph.fake_run import FailureReason, RefusalError, run_on_fakes, tensors_in
-from lightning_dist.step_graph.graph import InnerCall, Leaf, Output, PartCall, StepGraph, TraceError, Value
+from lightning_dist.step_graph.errors import (
+    LoopByValueError,
+    NotTraceableError,
+    RefusalError,
+    RepeatedCallsError,
+    TraceError,
+)
+from lightning_dist.step_graph.fake_run import FailureReason, run_on_fakes, tensors_in
+from lightning_dist.step_graph.graph import InnerCall, Leaf, Output, PartCall, StepGraph, Value
 from lightning_dist.step_graph.known_paths import KnownPaths, Readable
 from lightning_dist.step_graph.observer import note_exchange
 from lightning_dist.step_graph.parts import find_parts
@@ -42,10 +50,13 @@ __all__ = [
     "InnerCall",
     "KnownPaths",
     "Leaf",
+    "LoopByValueError",
+    "NotTraceableError",
     "Output",
     "PartCall",
     "Readable",
     "RefusalError",
+    "RepeatedCallsError",
     "StepGraph",
     "TraceError",
     "Value",

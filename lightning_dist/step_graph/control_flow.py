@@ -15,8 +15,8 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import nn
 
+from lightning_dist.step_graph.errors import NotTraceableError
 from lightning_dist.step_graph.fake_run import FailureReason, Observer, run_on_fakes
-from lightning_dist.step_graph.graph import NotTraceableError
 from lightning_dist.step_graph.reentrant_checkpointing import checkpointing_without_reentry
 from lightning_dist.step_graph.tensor_reads import MadeUpValues, ReadValues
 
@@ -34,6 +34,9 @@ class StepObserver(Observer, Protocol):
 
     def is_between(self) -> bool:
         """Return whether the outcome of a decision that the step takes now may matter."""
+
+    def count_calls(self) -> int:
+        """Return how many parts of the model the step has called so far."""
 
     def on_log(self, *args: Any, **kwargs: Any) -> None:
         """Handle a call of ``self.log``."""
@@ -71,13 +74,13 @@ def run_all_branches(
         The first branch on which the step raises no exception, then the others.
 
     Raises:
-        NotTraceableError: If the step raises an exception on every branch.
+        NotTraceableError: If the step raises an exception on every branch, or does not end.
         Exception: The error of the step's own code that it raises before it reads any value, as in one process.
     """
 
     def run(observer: SomeObserver, values: MadeUpValues | None) -> str:
         if values is not None:
-            values.may_decide = observer.is_between
+            values.may_decide, values.count_calls = observer.is_between, observer.count_calls
         with checkpointing_without_reentry():
             return run_on_fakes(root, partial(step, on_log=observer.on_log), device, observer, True, values)
 

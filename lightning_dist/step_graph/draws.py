@@ -13,7 +13,7 @@ from torch import nn
 
 from lightning_dist._compat import DispatchMode, named_arguments
 from lightning_dist.own_generators import get_state, own_generators
-from lightning_dist.step_graph.graph import TraceError
+from lightning_dist.step_graph.errors import TraceError
 
 __all__ = ["Draws", "draws_numbers"]
 

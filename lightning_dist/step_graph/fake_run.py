@@ -24,18 +24,15 @@ from torch.overrides import TorchFunctionMode
 from lightning_dist._compat import SUBMODULES, FakeTensorMode
 from lightning_dist.own_generators import get_state, own_generators, set_state
 from lightning_dist.step_graph.contents import items_of, packages_of, set_items
+from lightning_dist.step_graph.errors import EndOfTraceError, RefusalError
 from lightning_dist.step_graph.fake_rules import FakeRules
 from lightning_dist.step_graph.tensor_reads import MadeUpValues
 from lightning_dist.tensor_places import put, tensor_places
 
-__all__ = ["FailureReason", "Observer", "RefusalError", "run_on_fakes", "tensors_in"]
+__all__ = ["FailureReason", "Observer", "run_on_fakes", "tensors_in"]
 
 _CACHED = type(functools.cache(lambda: None))
 """The type of functions decorated with ``functools.lru_cache``."""
-
-
-class RefusalError(ValueError):
-    """Report an error of an observer, which :func:`run_on_fakes` passes on because it is not a failure of the step."""
 
 
 class FailureReason(str):
@@ -85,7 +82,7 @@ _PLAIN_MISTAKES = (ArithmeticError, AssertionError, AttributeError, ImportError,
 
 
 class Observer(Protocol):
-    """Observe a step as it runs on fakes."""
+    """Observe a step as it runs on fakes. Its methods may raise :class:`EndOfTraceError` to end the step."""
 
     @property
     def functions(self) -> TorchFunctionMode:
@@ -154,7 +151,11 @@ def run_on_fakes(
                 nullcontext() if values is None else values,
                 observer.functions,
             ):
-                observer.on_end(step(fake))
+                try:
+                    result = step(fake)
+                except EndOfTraceError:
+                    result = None
+                observer.on_end(result)
         except RefusalError:
             raise
         except Exception as error:  # The user's code may raise anything when tensors have no values.

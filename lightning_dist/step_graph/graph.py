@@ -20,20 +20,12 @@ import torch
 from torch import Tensor
 
 from lightning_dist._compat import TreeSpec, tree_flatten
-from lightning_dist.step_graph.fake_run import RefusalError
+from lightning_dist.step_graph.errors import TraceError
 
-__all__ = ["InnerCall", "Leaf", "NotTraceableError", "Output", "PartCall", "StepGraph", "TraceError", "Value"]
+__all__ = ["InnerCall", "Leaf", "Output", "PartCall", "StepGraph", "Value"]
 
 Value = tuple[int, int]
 """A tensor that a part returned: the index of the part's call, and the index of the leaf in its output."""
-
-
-class TraceError(RefusalError):
-    """Report that a step cannot be split into stages; the message gives the reason and a remedy."""
-
-
-class NotTraceableError(TraceError):
-    """Report that a step cannot be traced, because it does not run to its end on fake tensors."""
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from typing import Any
 from torch import Tensor
 
 from lightning_dist._compat import tree_leaves
+from lightning_dist.step_graph.errors import TraceError
 from lightning_dist.step_graph.fake_run import tensors_in
-from lightning_dist.step_graph.graph import TraceError
 from lightning_dist.step_graph.means import is_known_mean, is_mean, is_same_value
 
 __all__ = ["LoggedValues"]

@@ -17,8 +17,9 @@ from lightning_dist._compat import GET_BASE, DispatchMode, base_of, tree_flatten
 from lightning_dist.step_graph.attribute_changes import AttributeChanges
 from lightning_dist.step_graph.batch_marks import BatchMarks
 from lightning_dist.step_graph.draws import Draws
+from lightning_dist.step_graph.errors import EndOfTraceError, RepeatedCallsError, TraceError
 from lightning_dist.step_graph.fake_run import Observer, tensors_in
-from lightning_dist.step_graph.graph import InnerCall, Leaf, Output, PartCall, StepGraph, TraceError, Value
+from lightning_dist.step_graph.graph import InnerCall, Leaf, Output, PartCall, StepGraph, Value
 from lightning_dist.step_graph.logged_values import LoggedValues
 from lightning_dist.step_graph.marks import Marks, history_of, marks_of
 from lightning_dist.step_graph.means import follow
@@ -65,9 +66,17 @@ class GraphObserver:
         root: The user's module.
         parts: The names of the parts.
         blocks: The parts that are repeated blocks, by name.
+        is_first_pass_only: Whether to end the step when it calls a block for the second time.
     """
 
-    def __init__(self, root: nn.Module, parts: frozenset[str], blocks: Mapping[str, nn.Module]) -> None:
+    def __init__(
+        self,
+        root: nn.Module,
+        parts: frozenset[str],
+        blocks: Mapping[str, nn.Module],
+        is_first_pass_only: bool = False,
+    ) -> None:
+        self._is_first_pass_only = is_first_pass_only
         self._draws = Draws(self.is_between)
         self._attributes = AttributeChanges(root, parts)
         self._logged = LoggedValues()
@@ -93,6 +102,10 @@ class GraphObserver:
     def is_between(self) -> bool:
         """Return whether code between parts is running."""
         return self._active is None
+
+    def count_calls(self) -> int:
+        """Return how many calls of parts have ended."""
+        return len(self._calls)
 
     @property
     def has_loss(self) -> bool:
@@ -143,6 +156,8 @@ class GraphObserver:
             return
         if name not in self._parts:
             return
+        if self._is_first_pass_only and name in self._blocks and any(call.name == name for call in self._calls):
+            raise EndOfTraceError
         self._attributes.before_part()
         self._inner_args, self._inner_calls = {}, Counter()
         self._end.draws |= self._draws.were_drawn()
@@ -315,7 +330,7 @@ class GraphObserver:
         names = [call.name for call in self._calls]
         for block in self._blocks:
             if names.count(block) > 1:
-                raise TraceError(
+                raise RepeatedCallsError(
                     f"The step calls {block} {names.count(block)} times: a pipeline runs a model's blocks once a"
                     " microbatch. Concatenate the inputs of the calls into one batch, or use another strategy."
                 )

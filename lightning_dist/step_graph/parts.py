@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import BaseTorchFunctionMode, TorchFunctionMode
 
 from lightning_dist.step_graph.control_flow import run_all_branches
-from lightning_dist.step_graph.graph import TraceError
+from lightning_dist.step_graph.errors import EndOfTraceError, TraceError
 
 __all__ = ["find_parts"]
 
@@ -22,6 +23,7 @@ def find_parts(
     device: torch.device,
     blocks: Mapping[str, nn.Module],
     num_wanted: int,
+    is_first_pass_only: bool = False,
 ) -> list[str]:
     """Return the names of the parts of ``root``, in the order of their first calls.
 
@@ -35,11 +37,14 @@ def find_parts(
         device: Device that the fake tensors pretend to be on.
         blocks: The repeated blocks of the model, by full name.
         num_wanted: Number of parts to reach; the result has fewer if the model cannot be divided further.
+        is_first_pass_only: Whether the step is run only until it calls a block for the second time.
 
     Raises:
         TraceError: If the step does not run on fake tensors, or calls no module with parameters.
     """
-    tree = next(run_all_branches(_CallTree, root, step, device)).observer
+    tree = next(
+        run_all_branches(partial(_CallTree, frozenset(blocks), is_first_pass_only), root, step, device)
+    ).observer
     modules = dict(root.named_modules())
     with_blocks = {name.rpartition(".")[0] for name in blocks}
     with_blocks |= {parent for name in with_blocks for parent in _parents(name)}
@@ -84,12 +89,25 @@ def _parents(name: str) -> Iterator[str]:
 
 
 class _CallTree:
-    """Observe a step, and record which modules each module calls."""
+    """Observe a step, and record which modules each module calls.
 
-    def __init__(self) -> None:
+    Args:
+        blocks: The names of the model's repeated blocks.
+        is_first_pass_only: Whether to end the step when it calls a block for the second time.
+    """
+
+    def __init__(self, blocks: frozenset[str], is_first_pass_only: bool = False) -> None:
+        self._blocks = blocks
+        self._is_first_pass_only = is_first_pass_only
+        self._called: set[str] = set()
         self.functions: TorchFunctionMode = BaseTorchFunctionMode()
         self.children: dict[str, list[str]] = defaultdict(list)
         self._running = [""]
+        self._num_calls = 0
+
+    def count_calls(self) -> int:
+        """Return how many calls of blocks have begun."""
+        return self._num_calls
 
     def is_between(self) -> bool:
         """Return True, because the outcome of any decision may matter as long as the parts are not known."""
@@ -99,9 +117,13 @@ class _CallTree:
         pass
 
     def on_call(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if name in self._blocks and name in self._called and self._is_first_pass_only:
+            raise EndOfTraceError
+        self._called.add(name)
         if name not in self.children[self._running[-1]]:
             self.children[self._running[-1]].append(name)
         self._running.append(name)
+        self._num_calls += name in self._blocks
 
     def on_return(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
         while self._running.pop() != name:  # Modules that raised are on the stack, but never return.

@@ -25,6 +25,7 @@ def trace_step(
     parts: list[str],
     blocks: Mapping[str, nn.Module],
     has_loss: bool = True,
+    is_first_pass_only: bool = False,
 ) -> StepGraph:
     """Trace one step on fake tensors, and return its graph.
 
@@ -36,13 +37,14 @@ def trace_step(
         parts: Full names of the parts, from :func:`~lightning_dist.step_graph.parts.find_parts`.
         blocks: The parts that are repeated blocks, by full name.
         has_loss: Whether the step must return a loss that depends on the model's output.
+        is_first_pass_only: Whether the step is run only until it calls a block for the second time.
 
     Raises:
         TraceError: If the step does not run on fake tensors, or cannot be split into stages.
     """
 
     def make() -> GraphObserver:
-        return GraphObserver(root, frozenset(parts), blocks)
+        return GraphObserver(root, frozenset(parts), blocks, is_first_pass_only)
 
     first, *others = run_all_branches(make, root, step, device)
     graph: StepGraph = first.observer.graph(has_loss)

@@ -11,6 +11,8 @@ Each says what could replace it.
 - ``processes``: Starts processes and their groups.
 - ``progress``: Reads and corrects the progress of the loops.
 - ``scaler``: Scales losses for float16.
+- ``tuning``: Lets finders of batch sizes and learning rates work with several ranks.
+- ``streams``: Lets ranks agree on batches.
 - ``strategies``: Gives names to what strategies and precision plugins have to override and to set.
 
 The names were checked with Lightning 2.6.
@@ -26,6 +28,7 @@ from lightning_dist.plugins._compat.checkpoints import (
 from lightning_dist.plugins._compat.loaders import (
     FINGERPRINT,
     are_sequential,
+    choose_training_samplers,
     make_dataloader,
     mode_of_loaders,
     num_evaluation_batches,
@@ -37,6 +40,7 @@ from lightning_dist.plugins._compat.loaders import (
 )
 from lightning_dist.plugins._compat.loops import (
     agree_on_decisions,
+    allow_skipped_steps,
     around_every_batch,
     average_model,
     before_reducing_evaluation,
@@ -58,6 +62,7 @@ from lightning_dist.plugins._compat.metrics import (
     set_batch_value,
     set_metric_state,
     update_metrics_apart,
+    weigh_ranks_exactly,
 )
 from lightning_dist.plugins._compat.modules import (
     INSTANTIATOR,
@@ -85,6 +90,15 @@ from lightning_dist.plugins._compat.processes import (
 )
 from lightning_dist.plugins._compat.scaler import ShardedGradScaler
 from lightning_dist.plugins._compat.strategies import LightningStrategy, clip_after_closure, explain_strategy_errors
+from lightning_dist.plugins._compat.streams import (
+    agree_on_evaluation_batches,
+    agree_on_training_batches,
+    complete_results,
+    described_results,
+    has_length,
+    is_surely_sized,
+)
+from lightning_dist.plugins._compat.tuning import agree_on_trials, reduce_losses_of_finders
 
 __all__ = [
     "FINGERPRINT",
@@ -95,6 +109,10 @@ __all__ = [
     "ScriptLauncher",
     "ShardedGradScaler",
     "agree_on_decisions",
+    "agree_on_evaluation_batches",
+    "agree_on_training_batches",
+    "agree_on_trials",
+    "allow_skipped_steps",
     "are_sequential",
     "around_every_batch",
     "average_model",
@@ -102,16 +120,21 @@ __all__ = [
     "before_validation",
     "changes_accumulation",
     "check_output_of_training_step",
+    "choose_training_samplers",
     "clip_after_closure",
+    "complete_results",
     "compute_alone",
     "compute_gradient_norms_of_shards",
+    "described_results",
     "evaluate_without_inference_mode",
     "explain_strategy_errors",
     "gather_metrics_over",
+    "has_length",
     "init_process_group",
     "intercept_checkpoint_paths",
     "is_first_batch",
     "is_interactive",
+    "is_surely_sized",
     "leave_signals_alone",
     "let_children_exit",
     "let_groups_be_copied",
@@ -128,6 +151,7 @@ __all__ = [
     "path_after_requeue",
     "put_training_weights_back",
     "read_checkpoint_directories",
+    "reduce_losses_of_finders",
     "requeue_signal",
     "run_examples_by",
     "scheduled_accumulation",
@@ -144,4 +168,5 @@ __all__ = [
     "transferred",
     "update_metrics_apart",
     "validates_alike",
+    "weigh_ranks_exactly",
 ]  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -14,13 +15,14 @@ from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter, Callback
 from lightning.pytorch.trainer.connectors.data_connector import _request_dataloader
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities import CombinedLoader
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader
 
 __all__ = [
     "FINGERPRINT",
     "are_sequential",
+    "choose_training_samplers",
     "make_dataloader",
     "mode_of_loaders",
     "num_evaluation_batches",
@@ -62,10 +64,14 @@ def _known_batches(max_batches: list[int | float], loaders: CombinedLoader | Non
     flattened = [] if loaders is None else loaders.flattened
     if len(flattened) != len(max_batches):
         return [float(number) for number in max_batches]
-    return [
-        math.inf if number and sized_len(loader) is None else float(number)
-        for number, loader in zip(max_batches, flattened, strict=True)
-    ]
+    found = []
+    for number, loader in zip(max_batches, flattened, strict=True):
+        length = sized_len(loader)
+        if length is None:
+            found.append(math.inf if number else 0.0)
+        else:  # The number is infinite if this rank has no batch, and others have some.
+            found.append(float(min(number, length)))
+    return found
 
 
 def validates_alike(trainer: Trainer) -> bool:
@@ -134,6 +140,30 @@ def are_sequential(loaders: Any) -> bool:
     This could be replaced by a public property of the ``CombinedLoader``.
     """
     return not isinstance(loaders, CombinedLoader) or loaders._mode == "sequential"
+
+
+def choose_training_samplers(trainer: Trainer, choose: Callable[[Any, Any], Any]) -> None:
+    """Let ``choose`` make the sampler of each training loader that Lightning would give a distributed one.
+
+    Lightning shuffles training loaders whatever sampler they have. This could be replaced by a hook of strategies.
+
+    Args:
+        trainer: The Trainer of a fit, whose training loaders have not been made yet.
+        choose: Function that is given the sampler of the user's loader and its dataset, and returns the sampler of this
+            rank; None: Lightning chooses it.
+    """
+    connector = trainer._data_connector
+
+    def resolve(dataloader: Any, shuffle: bool, mode: Any = None) -> Any:
+        sampler = None
+        if mode == RunningStage.TRAINING and connector._requires_distributed_sampler(dataloader):
+            batches = dataloader.batch_sampler
+            # A batch sampler of the user's own has the sampler whose order counts; that of the loader is torch's.
+            own = dataloader.sampler if type(batches) is BatchSampler else getattr(batches, "sampler", None)
+            sampler = choose(dataloader.sampler if own is None else own, dataloader.dataset)
+        return type(connector)._resolve_sampler(connector, dataloader, shuffle, mode) if sampler is None else sampler
+
+    vars(connector)["_resolve_sampler"] = resolve
 
 
 def seed_workers_by(loader: object, rank: int) -> None:

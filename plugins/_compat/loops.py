@@ -8,11 +8,13 @@ from typing import Any
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import Callback, GradientAccumulationScheduler, WeightAveraging
+from lightning.pytorch.trainer import call
 from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim.swa_utils import AveragedModel
 
 __all__ = [
     "agree_on_decisions",
+    "allow_skipped_steps",
     "around_every_batch",
     "average_model",
     "before_reducing_evaluation",
@@ -79,12 +81,12 @@ def around_every_batch(
     functions[name] = before, after
 
     def advance(data_fetcher: Any) -> None:
-        for call, _ in functions.values():
-            call()
+        for function, _ in functions.values():
+            function()
         type(loop).advance(loop, data_fetcher)
-        for _, call_after in functions.values():
-            if call_after is not None:
-                call_after()
+        for _, function_after in functions.values():
+            if function_after is not None:
+                function_after()
 
     advance.functions = functions  # type: ignore[attr-defined]
     vars(loop)["advance"] = advance
@@ -130,8 +132,9 @@ def before_validation(trainer: Trainer, function: Callable[[], None]) -> None:
 def before_reducing_evaluation(trainer: Trainer, function: Callable[[], None]) -> Callable[[], None]:
     """Call ``function`` after the last batch of each loader of an evaluation, before logged values are reduced.
 
-    In a prediction it is called once, after all loaders. This could be replaced by a hook at this place: Lightning's
-    first hook runs after the logged values have been reduced.
+    Functions are called in the order in which they were given. In a prediction they are called once, after all loaders.
+    This could be replaced by a hook at this place: Lightning's first hook runs after the logged values have been
+    reduced.
 
     Args:
         trainer: The Trainer whose evaluation or prediction begins.
@@ -142,13 +145,24 @@ def before_reducing_evaluation(trainer: Trainer, function: Callable[[], None]) -
     """
     loop: Any = trainer.predict_loop if trainer.predicting else trainer._evaluation_loop
     name = "on_run_end" if trainer.predicting else "_store_dataloader_outputs"
+    functions: list[Callable[[], None]] = getattr(vars(loop).get(name), "functions", [])
+    functions.append(function)
 
     def observed() -> Any:
-        function()
+        for each in list(functions):
+            each()
         return getattr(type(loop), name)(loop)
 
+    observed.functions = functions  # type: ignore[attr-defined]
     vars(loop)[name] = observed
-    return lambda: vars(loop).pop(name, None)
+
+    def stop() -> None:
+        if function in functions:
+            functions.remove(function)
+        if not functions:
+            vars(loop).pop(name, None)
+
+    return stop
 
 
 _STEPS = {
@@ -188,6 +202,21 @@ def agree_on_decisions(trainer: Trainer) -> None:
     vars(loop)["_get_monitor_value"] = monitored
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         vars(loop)["_should_check_val_fx"] = validates_now
+
+
+def allow_skipped_steps(trainer: Trainer) -> None:
+    """Let ``training_step`` return None on some ranks, which then leave out the backward.
+
+    Lightning raises an error then if there are several processes, because it assumes that gradients are reduced.
+    This could be replaced by a property of strategies that says whether they reduce gradients.
+    """
+    loop: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+
+    def training_step(kwargs: Any) -> Any:
+        output = call._call_strategy_hook(trainer, "training_step", *kwargs.values())
+        return loop.output_result_cls.from_training_step_output(output, trainer.accumulate_grad_batches)
+
+    vars(loop)["_training_step"] = training_step
 
 
 def leave_signals_alone(trainer: Trainer) -> None:

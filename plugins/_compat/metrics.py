@@ -1,12 +1,14 @@
-"""Read and change the state of torchmetrics' metrics."""
+"""Read and change the state of torchmetrics' metrics, and of Lightning's for logged values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from torch import nn
 from torchmetrics import Metric, MetricCollection
 from torchmetrics import metric as metric_module
@@ -18,7 +20,31 @@ __all__ = [
     "set_batch_value",
     "set_metric_state",
     "update_metrics_apart",
+    "weigh_ranks_exactly",
 ]
+
+
+def weigh_ranks_exactly(is_ours: Callable[[Any], bool]) -> None:
+    """Reduce the numbers of samples of logged means as floats; calling this again is safe.
+
+    Lightning reduces them by a mean of integers, which is rounded towards zero. If ranks have unequal numbers of
+    samples, a logged mean would be wrong by the fraction that is cut off. This could be replaced by a sum in Lightning.
+
+    Args:
+        is_ours: Function that returns whether a strategy is one for which this holds.
+    """
+    compute = _ResultMetric.compute
+    if hasattr(compute, "__wrapped__"):
+        return
+
+    @wraps(compute)
+    def exact(self: Any) -> Any:
+        is_mean = self.is_tensor and self.meta.is_mean_reduction
+        if is_mean and is_ours(getattr(self.meta.sync.fn, "__self__", None)):
+            self.cumulated_batch_size = self.cumulated_batch_size.to(self.value.dtype)
+        return compute(self)
+
+    _ResultMetric.compute = exact  # type: ignore[method-assign]
 
 
 def update_metrics_apart(collection: MetricCollection) -> None:

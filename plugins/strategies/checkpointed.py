@@ -33,6 +33,7 @@ from lightning_dist.plugins.strategies.bookkeeping import absolute
 from lightning_dist.plugins.strategies.checkpointing import CheckpointOptions, Checkpoints, optimizer_state
 from lightning_dist.plugins.strategies.exact_resume import MODELS, ExactResume
 from lightning_dist.plugins.strategies.shared_batches import SharedBatchStrategy
+from lightning_dist.plugins.strategies.tuning import is_of_tuning
 
 __all__ = ["AFTER_ERROR_S", "CheckpointedStrategy"]
 
@@ -47,8 +48,7 @@ class CheckpointedStrategy(SharedBatchStrategy):
         checkpoint: Options for saving and loading checkpoints; None: the defaults.
         process_group_backend: The backend of ``torch.distributed``; None: the default for the device.
         timeout: The time for which ranks wait for each other in a collective or within a save; None: torch's default.
-        global_batch_size: Number of samples in an optimizer step over all ranks; None: training loaders keep their
-            batch sizes.
+        kwargs: Keyword arguments of :class:`~lightning_dist.plugins.strategies.shared_batches.SharedBatchStrategy`.
     """
 
     def __init__(
@@ -56,9 +56,9 @@ class CheckpointedStrategy(SharedBatchStrategy):
         checkpoint: CheckpointOptions | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
-        global_batch_size: int | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(process_group_backend, timeout, global_batch_size=global_batch_size)
+        super().__init__(process_group_backend, timeout, **kwargs)
         self._checkpoint_options = checkpoint or CheckpointOptions()
         self._checkpoints = Checkpoints(self._checkpoint_options, timeout)
         self._exact_resume = ExactResume()
@@ -230,11 +230,6 @@ class CheckpointedStrategy(SharedBatchStrategy):
         checkpoint |= self.parallel.states.hook_state_to_write(others)
         return own
 
-    @property
-    def _parts_of_batch(self) -> list[int]:
-        """Return, for each rank, the index of the part of a batch that it has."""
-        return [self.layout.data_parallel_rank(rank) for rank in range(self.world_size)]
-
     @override
     def on_exception(self, exception: BaseException) -> None:
         """Announce to the other ranks that the run has failed on this rank, so that they do not wait for it.
@@ -275,7 +270,7 @@ class CheckpointedStrategy(SharedBatchStrategy):
     @override
     def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint after the saves that are under way have ended, unless the last of them has failed."""
-        self._checkpoints.remove(absolute(filepath))
+        self._checkpoints.remove(self.broadcast(absolute(filepath)) if is_of_tuning(filepath) else absolute(filepath))
 
     def wait_for_checkpoints(self) -> None:
         """Wait until all requested checkpoints are written, so that they can be read or copied.

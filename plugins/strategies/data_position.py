@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sized
 from dataclasses import asdict, fields
 from typing import Any, cast
@@ -9,17 +11,18 @@ from typing import Any, cast
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, RandomSampler, SequentialSampler
 
 from lightning_dist.checkpoint import NUM_SEEN
 from lightning_dist.plugins._compat import changes_accumulation, mode_of_loaders, scheduled_accumulation
 from lightning_dist.plugins._compat.progress import count_batches, training_progress
 from lightning_dist.plugins.global_batch import Batch, rescale_batch
-from lightning_dist.sampler import ResumableSampler
+from lightning_dist.sampler import DealtSampler, ResumableSampler
 
-__all__ = ["NUM_SEEN", "LoaderPosition", "give_own_generator", "make_resumable"]
+__all__ = ["NUM_SEEN", "LoaderPosition", "deal_out", "give_own_generator", "make_resumable"]
 
 EPOCH = "epoch"
+_ORDER = "order"
 
 
 def make_resumable(loader: Any, trainer: Trainer) -> LoaderPosition | None:
@@ -43,12 +46,16 @@ def make_resumable(loader: Any, trainer: Trainer) -> LoaderPosition | None:
         return None
     sampler.seed = trainer.strategy.broadcast(sampler.seed)  # The ranks may have been seeded differently.
     sampler.set_epoch(training_progress(trainer).epoch)
+    if isinstance(sampler, DealtSampler):  # The generators of the user's samplers as well.
+        sampler.set_state(trainer.strategy.broadcast(sampler.state_of(sampler.epoch)))
     if hasattr(type(loader), "state_dict"):
         batches.sampler = sampler
         return None
     if type(batches) is not BatchSampler:
         return None
-    resumable = batches.sampler = ResumableSampler.like(sampler)
+    resumable = batches.sampler = (
+        DealtSampler.like(sampler) if isinstance(sampler, DealtSampler) else ResumableSampler.like(sampler)
+    )
     if loader.generator is None:
         loader.generator = resumable.worker_seeds
     position = LoaderPosition(trainer, batches, resumable)
@@ -65,7 +72,31 @@ def _shared_order(sampler: Any) -> DistributedSampler[Any] | None:
     wrapped: Any = getattr(getattr(sampler, "dataset", None), "_sampler", None)
     if type(wrapped).__module__.startswith("torchdata.") and type(wrapped).__name__ == "RandomSampler":
         return ResumableSampler.like(sampler, wrapped.data_source)
-    return sampler if type(sampler) in (DistributedSampler, ResumableSampler) else None
+    return sampler if type(sampler) in (DistributedSampler, ResumableSampler, DealtSampler) else None
+
+
+def deal_out(sampler: Any, dataset: Any, num_replicas: int, rank: int) -> DistributedSampler[Any] | None:
+    """Return a sampler that deals the indices of a training loader's sampler out to the ranks, in the same order.
+
+    Args:
+        sampler: The sampler of the user's loader.
+        dataset: The dataset of the loader.
+        num_replicas: Number of ranks with different samples.
+        rank: Index of this rank among them.
+
+    Returns:
+        The sampler; None if the order is random in each run, so that all ranks can draw one of their own, or if the
+        sampler has no length.
+    """
+    seed = int(os.environ.get("PL_GLOBAL_SEED", 0))
+    if type(sampler) is SequentialSampler:
+        return DistributedSampler(dataset, num_replicas, rank, shuffle=False, seed=seed)
+    if type(sampler) is RandomSampler and sampler.generator is None and not sampler.replacement:
+        return None if sampler.num_samples == len(dataset) else DealtSampler(sampler, num_replicas, rank, seed)
+    is_of_torchdata = type(sampler).__module__.startswith("torchdata.") and type(sampler).__name__ == "RandomSampler"
+    if is_of_torchdata or not isinstance(sampler, Sized) or math.isinf(len(sampler)):
+        return None
+    return DealtSampler(sampler, num_replicas, rank, seed)
 
 
 def give_own_generator(loader: Any) -> None:
@@ -91,10 +122,12 @@ class LoaderPosition:
         self._given = self._batch
         self._is_recounted = False
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the position, and the sizes of the batch and of the dataset to which it refers."""
         epoch, num_seen, num_batches = self._now()
+        order = {_ORDER: self._sampler.state_of(epoch)} if isinstance(self._sampler, DealtSampler) else {}
         return {
+            **order,
             EPOCH: epoch,
             NUM_SEEN: num_seen,
             "num_batches": num_batches,
@@ -105,7 +138,7 @@ class LoaderPosition:
             **asdict(self._given),
         }
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Resume from a saved position, with the global batch that the checkpoint had.
 
         Raises:
@@ -125,6 +158,8 @@ class LoaderPosition:
         self._entered_at = (state[EPOCH], state[NUM_SEEN], num_batches)
         self._sampler.seed = state["seed"]
         self._sampler.enter(state[EPOCH], state[NUM_SEEN])
+        if isinstance(self._sampler, DealtSampler) and _ORDER in state:
+            self._sampler.enter_state(state[_ORDER])
 
     def on_train_start(self) -> None:
         """Correct the counts and sizes that Lightning has set since the position was loaded."""

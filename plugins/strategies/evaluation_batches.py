@@ -1,9 +1,10 @@
-"""Check that all ranks have the same number of batches to validate, test or predict on."""
+"""Let ranks validate, test and predict on unequal numbers of batches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import zlib
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -11,43 +12,51 @@ import torch.distributed as dist
 from lightning.pytorch import Trainer
 
 from lightning_dist.plugins import _compat
+from lightning_dist.plugins.strategies.uneven_batches import ranks_text
 
-__all__ = ["EvaluationBatches", "UnequalBatchesError"]
+__all__ = ["EvaluationBatches", "SameResults", "UnequalBatchesError", "others_have_batches"]
 
 
 class UnequalBatchesError(RuntimeError):
-    """Report that one rank has batches left to evaluate while another has none."""
+    """Report that ranks that must evaluate equally many batches have unequal numbers of them."""
 
 
 class EvaluationBatches:
-    """Compare the ranks' numbers of batches, at once if the loaders have lengths, and otherwise before each batch.
+    """Find out whether ranks have unequal numbers of batches, from the loaders' lengths or else before each batch.
+
+    Ranks with unequal numbers cannot gather parameters together for each batch. When the numbers are found to be
+    unequal, every rank gathers the whole model, and then runs its own number of batches.
 
     Creating an instance is a collective over all processes.
 
     Args:
         trainer: A Trainer that is about to validate, test or predict.
+        parts: For each rank, the index of the part of a batch that it has. Ranks with the same part must have equally
+            many batches.
+        policy: ``"raise"`` if unequal numbers are an error; ``"stop"`` if not.
+        gather: Function that gathers the whole model on every rank, given the beginning of a sentence that says why.
+            All ranks call it together.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, parts: list[int], policy: str, gather: Callable[[str], None]) -> None:
         self._device = trainer.strategy.root_device
+        self._parts = parts
+        self._policy = policy
+        self._gather = gather
         numbers = [float(number) for number in _compat.num_evaluation_batches(trainer)]
-        self._least, most = self._extremes(numbers)
-        self._most = most
-        self.are_unequal = self._least != most
-        """Whether some rank has more batches than another, according to the loaders' lengths."""
-        self._is_unknown = any(map(math.isinf, most)) and not self.are_unequal
+        of_all: list[list[float]] = [numbers]
+        if dist.is_initialized():
+            of_all = [[] for _ in range(dist.get_world_size())]
+            dist.all_gather_object(of_all, numbers)
+        self._is_unknown = False
         self._undo: Callable[[], None] | None = None
-        if self._is_unknown:
+        if any(other != numbers for other in of_all):
+            pairs = zip(map(min, zip(*of_all, strict=True)), map(max, zip(*of_all, strict=True)), strict=True)
+            text = ", ".join(f"{_number(low)} to {_number(high)}" for low, high in pairs if low != high)
+            self._handle(f"Ranks have unequal numbers of batches to evaluate ({text})", of_all)
+        elif any(map(math.isinf, numbers)):
+            self._is_unknown = True
             self._undo = _compat.before_reducing_evaluation(trainer, partial(self._agree, has_batch=False))
-
-    def _extremes(self, numbers: list[float]) -> tuple[list[float], list[float]]:
-        """Return the smallest and the largest value over all ranks of each of ``numbers``. This is a collective."""
-        if not dist.is_initialized():
-            return numbers, numbers
-        extremes = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.float32, device=self._device)
-        dist.all_reduce(extremes, dist.ReduceOp.MAX)
-        values = extremes.tolist()
-        return [-value for value in values[len(numbers) :]], values[: len(numbers)]
 
     def end(self) -> None:
         """Stop comparing the numbers of batches."""
@@ -55,28 +64,120 @@ class EvaluationBatches:
             self._undo()
 
     def before_step(self) -> None:
-        """Check that all ranks have a batch, if the numbers of batches are unknown, which is a collective.
+        """Find out whether all ranks have a batch, if the numbers of batches are unknown, which is a collective.
 
         Raises:
-            UnequalBatchesError: On all ranks, if some rank has no batch.
+            UnequalBatchesError: On all ranks, if some rank has no batch and must have one.
         """
-        if self._is_unknown:
-            self._agree(has_batch=True)
+        self._agree(has_batch=True)
 
     def _agree(self, has_batch: bool) -> None:
-        """Raise on all ranks unless either all or none of them have a batch.
+        """Find out whether either all or none of the ranks have a batch.
 
-        This is a collective over all processes.
+        This is a collective over all processes, as long as their numbers of batches seem to be equal.
         """
-        least, most = self._extremes([float(has_batch)])
-        if least != most:
-            raise UnequalBatchesError(
-                f"This rank has {'a batch' if has_batch else 'no batch'} left to evaluate, and another has"
-                f" {'none' if has_batch else 'one'}: the loaders give the ranks unequal numbers of batches, and have no"
-                " lengths. Give the dataset a length, or give every rank the same number of batches."
-            )
+        if not self._is_unknown or not dist.is_initialized():
+            return
+        has = torch.zeros(len(self._parts), device=self._device)
+        has[dist.get_rank()] = float(has_batch)
+        dist.all_reduce(has)
+        of_all = has.tolist()
+        without = [rank for rank, has_one in enumerate(of_all) if not has_one]
+        if without and len(without) < len(self._parts):
+            self._is_unknown = False
+            self._handle(f"The data of {ranks_text(without)} have ended, and other ranks have batches left", of_all)
 
-    def __str__(self) -> str:
-        return ", ".join(
-            f"{low:.0f} to {high:.0f}" for low, high in zip(self._least, self._most, strict=True) if low != high
-        )
+    def _handle(self, found: str, of_all: Sequence[object]) -> None:
+        """Gather the whole model on every rank, as their numbers of batches are unequal.
+
+        Args:
+            found: Beginning of a sentence that says what was found.
+            of_all: Numbers of batches of each rank.
+
+        Raises:
+            UnequalBatchesError: If unequal numbers are an error, or ranks with the same part of a batch have them.
+        """
+        of_part = dict(zip(self._parts, of_all, strict=True))
+        mixed = [rank for rank, part in enumerate(self._parts) if of_part[part] != of_all[rank]]
+        if mixed:
+            raise UnequalBatchesError(
+                f"{found}. Ranks that share layers or a pipeline must have the same batches, and {ranks_text(mixed)}"
+                " must have as many as the other ranks with the same part of the data."
+            )
+        if self._policy == "raise":
+            raise UnequalBatchesError(
+                f"uneven_batches='raise'. {found}. Give all ranks as many batches, by a DistributedSampler, or use"
+                " uneven_batches='stop', with which each rank evaluates its own."
+            )
+        self._gather(found)
+
+
+def _number(value: float) -> str:
+    return "unknown" if math.isinf(value) else f"{value:.0f}"
+
+
+def others_have_batches(numbers: list[float]) -> list[bool]:
+    """Return for each loader whether a rank has a batch to evaluate. This is a collective over all processes.
+
+    Args:
+        numbers: This rank's number of batches of each loader; infinity if it is unknown.
+
+    Raises:
+        UnequalBatchesError: On all ranks, if a rank has no batch of one of several loaders, and others have some.
+    """
+    of_all: list[list[float]] = [numbers]
+    if dist.is_initialized():
+        of_all = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_all, numbers)
+    by_loader = list(zip(*of_all, strict=False))
+    for index, counts in enumerate(by_loader):
+        empty = [rank for rank, count in enumerate(counts) if count == 0]
+        if len(by_loader) > 1 and empty and len(empty) < len(counts):
+            raise UnequalBatchesError(
+                f"The loader {index} of {len(by_loader)} has no batch to evaluate on {ranks_text(empty)}, and others"
+                " have some. Ranks would reduce what they log for different loaders. Give each rank a batch of it."
+            )
+    return [any(counts) for counts in by_loader]
+
+
+class SameResults:
+    """Let all ranks reduce the same values at the end of an evaluation, also those that a rank has not logged.
+
+    A rank without batches has logged nothing, and would not take part in the reductions of the others. It takes part
+    with no samples instead.
+
+    Args:
+        trainer: A Trainer that is about to validate or test.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._device = trainer.strategy.root_device
+        self._undo: Callable[[], None] = lambda: None
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._undo = _compat.before_reducing_evaluation(trainer, self._agree)
+
+    def end(self) -> None:
+        """Stop comparing what ranks have logged."""
+        self._undo()
+
+    def _agree(self) -> None:
+        own = _compat.described_results(self._trainer)
+        digest = zlib.crc32(repr([(key, loader) for key, loader, _ in own]).encode())
+        extremes = torch.tensor([digest, -digest], dtype=torch.int64, device=self._device)
+        dist.all_reduce(extremes, dist.ReduceOp.MAX)
+        most, least = extremes.tolist()
+        if most == -least:
+            return
+        of_all: list[list[tuple[object, ...]]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(of_all, own)
+        if len({loader for described in of_all for _, loader, _ in described}) > 1:
+            raise UnequalBatchesError(
+                "Ranks have ended the evaluation of different loaders, because some of them have no batch of one of"
+                " several loaders. Give each rank a batch of each loader."
+            )
+        first: dict[object, tuple[object, ...]] = {}
+        for described in of_all:
+            for entry in described:
+                first.setdefault(entry[0], entry)
+        _compat.complete_results(self._trainer, list(first.values()))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -51,6 +49,7 @@ class FullShardStrategy(MeshStrategy):
             self._config = replace(self._config, sharding=replace(self._config.sharding, merges_units=True))
         self._dp_shard_size = dp_shard_size
         self._zero_stage = zero_stage
+        self._reduces_every_batch = zero_stage in (2, 3)
         self._ep_size = ep_size
 
     def _requested_sizes(self) -> dict[str, int]:
@@ -58,9 +57,3 @@ class FullShardStrategy(MeshStrategy):
             "dp_shard": REMAINING if self._dp_shard_size is None else self._dp_shard_size,
             "ep": 1 if self._ep_size is None else self._ep_size,
         }
-
-    @contextmanager
-    def block_backward_sync(self) -> Generator[None, None, None]:
-        """Return a context for a backward of an accumulation, after which others follow."""
-        with super().block_backward_sync() if self._zero_stage in (None, 1) else nullcontext():
-            yield

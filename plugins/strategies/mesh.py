@@ -61,6 +61,7 @@ from lightning_dist.plugins.strategies.run_settings import run_settings
 from lightning_dist.plugins.strategies.startup_table import startup_table
 from lightning_dist.plugins.strategies.stepping import SteppingStrategy
 from lightning_dist.plugins.strategies.steps.choice import make_steps
+from lightning_dist.plugins.strategies.tuning import agree_on_trials, refuse_batch_size_finder
 from lightning_dist.plugins.strategies.unknown_arguments import refuse_unknown_arguments
 from lightning_dist.plugins.strategies.wrapped_hooks import OUTSIDE_OF_STEPS, WrappedHooks
 from lightning_dist.sharding import ShardingConfig
@@ -72,6 +73,10 @@ __all__ = ["MeshStrategy"]
 
 def _do_nothing() -> None:
     pass
+
+
+def _is_ours(strategy: object) -> bool:
+    return isinstance(strategy, MeshStrategy)
 
 
 class MeshStrategy(SteppingStrategy):
@@ -125,6 +130,12 @@ class MeshStrategy(SteppingStrategy):
         global_batch_size: Number of samples in an optimizer step over all ranks. The batch size of training loaders is
             set to this number divided by those of data-parallel ranks and of accumulated batches. None: loaders keep
             their batch sizes, so that a step takes more samples on more ranks.
+        uneven_batches: What ranks do where they have unequal numbers of batches. ``"stop"``: all of them end an epoch
+            of training when the first one has no more batches, with a warning; in an evaluation, each runs its own.
+            ``"raise"``: an error on all ranks.
+        keep_data_order: Whether all ranks together see the samples of a training loader in the order of its sampler, so
+            that a loader with ``shuffle=False``, or with a sampler of the user's own, gives the batches that one
+            process would see. False: training loaders are shuffled whatever their sampler is, as Lightning does.
         checkpoint: Options for saving and loading checkpoints: the arguments of
             :class:`~lightning_dist.plugins.strategies.checkpointing.CheckpointOptions`.
         process_group_backend: Backend such as ``"nccl"`` or ``"gloo"``; None: the default for the device.
@@ -157,6 +168,8 @@ class MeshStrategy(SteppingStrategy):
         step_in_backward: bool = False,
         optimizer_step: OptimizerStep = "auto",
         global_batch_size: int | None = None,
+        uneven_batches: str = "stop",
+        keep_data_order: bool = True,
         checkpoint: CheckpointOptions | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta | None = default_pg_timeout,
@@ -186,6 +199,8 @@ class MeshStrategy(SteppingStrategy):
             process_group_backend=process_group_backend,
             timeout=timeout,
             global_batch_size=global_batch_size,
+            uneven_batches=uneven_batches,
+            keep_data_order=keep_data_order,
         )
         self._hooks: WrappedHooks | None = None
         self._restore_loggers: Callable[[], None] = _do_nothing
@@ -214,6 +229,8 @@ class MeshStrategy(SteppingStrategy):
         if any(isinstance(callback, FaultTolerance) and callback.hang_timeout for callback in callbacks):
             record_collectives()
         super().setup_environment()
+        refuse_batch_size_finder(self._trainer, self.layout, self._global_batch_size)
+        agree_on_trials(self._trainer)
         if not any(isinstance(callback, FaultTolerance) for callback in callbacks):
             # Lightning keeps checkpoint callbacks last, so that they save the states that all others have updated.
             first_checkpoint = next((i for i, c in enumerate(callbacks) if isinstance(c, Checkpoint)), len(callbacks))
@@ -247,10 +264,15 @@ class MeshStrategy(SteppingStrategy):
         self._restore_now()
         if is_fitting:
             _compat.agree_on_decisions(trainer)
+            if self._config.sync is not None and self.layout.world_size == self.layout.dp_replicate:
+                _compat.allow_skipped_steps(trainer)
             self.setup_optimizers(trainer)
         self.setup_precision_plugin()
         if is_fitting and not offloads_optimizer(self._config.offload):
             _compat.optimizers_to_device(self.optimizers, self.root_device)
+        self._agree_on_batches()
+        _compat.reduce_losses_of_finders(_is_ours)
+        _compat.weigh_ranks_exactly(_is_ours)
         self._checkpoints.start(trainer)
         assert self._tracing is not None
         self._steps = make_steps(module, self._parallel, self.precision_plugin, self._tracing)

@@ -135,6 +135,8 @@ class ParallelizingStrategy(CheckpointedStrategy):
         config = complete_config(self._config, self.layout, module, self._trainer, self._tracing, copied)
         config = replace(config, sharding=sharding, keep_fp32=policy.keep_fp32)
         config = with_loss_scaling(config, self.precision_plugin)
+        if config.sync is not None and not module.automatic_optimization:
+            config = replace(config, sync=replace(config.sync, waits_for_ranks=True))
         if copied is not None:  # A copy, such as an average of the weights, gets no gradients.
             config = replace(config, compression=None, sync=None)
         return parallelize(module, self.layout, self.mesh, config, self._stage_to_stage_group, self._context_group)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,9 +20,11 @@ from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.plugins import _compat
 from lightning_dist.plugins.global_batch import global_batch, set_global_batch
-from lightning_dist.plugins.strategies.evaluation_batches import EvaluationBatches
+from lightning_dist.plugins.strategies.data_position import deal_out
+from lightning_dist.plugins.strategies.evaluation_batches import EvaluationBatches, SameResults, others_have_batches
 from lightning_dist.plugins.strategies.processes import ProcessStrategy
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
+from lightning_dist.plugins.strategies.uneven_batches import POLICIES, TrainingBatches, check_that_all_have_lengths
 from lightning_dist.same_random_numbers import SameRandomNumbers, agree_on_random_numbers
 from lightning_dist.tensor_parallel import SameBatch
 
@@ -36,10 +40,26 @@ class SharedBatchStrategy(ProcessStrategy):
         args: Arguments of :class:`~lightning_dist.plugins.strategies.processes.ProcessStrategy`.
         global_batch_size: Number of samples in an optimizer step over all ranks; None: training loaders keep their
             batch sizes.
+        uneven_batches: What ranks do where they have unequal numbers of batches (see
+            :class:`~lightning_dist.plugins.strategies.mesh.MeshStrategy`).
+        keep_data_order: Whether all ranks together see training samples in the order of the user's sampler.
     """
 
-    def __init__(self, *args: Any, global_batch_size: int | None = None) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        global_batch_size: int | None = None,
+        uneven_batches: str = "stop",
+        keep_data_order: bool = True,
+    ) -> None:
         super().__init__(*args)
+        if uneven_batches not in POLICIES:
+            raise ValueError(
+                f"uneven_batches={uneven_batches!r} must be 'stop' (all ranks end an epoch when the first one has no"
+                " more batches) or 'raise' (an error on all ranks)."
+            )
+        self._uneven_batches = uneven_batches
+        self._keep_data_order = keep_data_order
         if global_batch_size is not None and global_batch_size < 1:
             raise ValueError(f"global_batch_size={global_batch_size} must be at least 1, or None.")
         self._global_batch_size = global_batch_size
@@ -55,6 +75,7 @@ class SharedBatchStrategy(ProcessStrategy):
         self._same_numbers: SameRandomNumbers | None = None
         self._tracing: StepTracing | None = None
         self._evaluation: EvaluationBatches | None = None
+        self._same_results: SameResults | None = None
         self._silenced: list[Callback] = []
         self._restore_metrics: Callable[[], None] = lambda: None
 
@@ -162,6 +183,7 @@ class SharedBatchStrategy(ProcessStrategy):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         """Set the batch size, and let the workers of ranks with the same part of the batch draw the same numbers."""
+        check_that_all_have_lengths(dataloader, self._trainer)
         if self._global_batch_size is not None and self._trainer.training:
             set_global_batch(dataloader, self._global_batch_size, self._trainer)
         if self.layout.shares_batches:
@@ -174,6 +196,20 @@ class SharedBatchStrategy(ProcessStrategy):
             self._evaluation.before_step()
         if self._same_batch is not None:
             self._same_batch.check((args, kwargs), f"the batch of a {name}")
+
+    def _agree_on_batches(self) -> None:
+        """Let ranks with unequal numbers of batches end epochs and evaluations together.
+
+        Call this before Lightning makes the loaders of the run.
+        """
+        is_fitting = self._trainer.state.fn == TrainerFn.FITTING
+        if is_fitting and self._keep_data_order:
+            _compat.choose_training_samplers(self._trainer, partial(deal_out, **self.distributed_sampler_kwargs))
+        if self.world_size == 1:
+            return
+        if is_fitting:
+            TrainingBatches(self._trainer, self._uneven_batches)
+        _compat.agree_on_evaluation_batches(self._trainer, others_have_batches)
 
     def _finish_comparing(self) -> None:
         if self._same_batch is not None:
@@ -256,16 +292,33 @@ class SharedBatchStrategy(ProcessStrategy):
         self._agree_on_random_numbers()
         if agrees_on_buffers:
             self.parallel.states.agree_on_buffers(self._same_stage_group)
+        needs_equal = not self.parallel.holds_whole_model or self.layout.shares_batches
+        if needs_equal or self._uneven_batches == "raise":
+            self._evaluation = EvaluationBatches(
+                self._trainer, self._parts_of_batch, self._uneven_batches, self._stay_gathered
+            )
+        if not self._trainer.predicting:
+            self._same_results = SameResults(self._trainer)
+
+    def _stay_gathered(self, why: str) -> None:
+        """Let ranks evaluate unequal numbers of batches. This is a collective if parameters are sharded.
+
+        Args:
+            why: Beginning of a sentence that says why they do.
+        """
         if self.parallel.holds_whole_model:
             return
-        self._evaluation = EvaluationBatches(self._trainer)
-        if self._evaluation.are_unequal:
-            rank_zero_warn(
-                f"Ranks have unequal numbers of batches to evaluate ({self._evaluation}). Every rank holds the whole"
-                " model until the evaluation ends, since ranks could not gather it together for each batch. Give all"
-                " ranks as many batches, by a DistributedSampler, if the model does not fit."
-            )
-            self.parallel.stay_gathered()
+        rank_zero_warn(
+            f"{why}. Every rank holds the whole model until the evaluation ends, since ranks could not gather it"
+            " together for each batch. Give all ranks as many batches, by a DistributedSampler, if the model does not"
+            " fit."
+        )
+        self.parallel.stay_gathered()
+
+    @property
+    def _parts_of_batch(self) -> list[int]:
+        """Return, for each rank, the index of the part of a batch that it has."""
+        return [self.layout.data_parallel_rank(rank) for rank in range(self.world_size)]
 
     def _end_evaluation(self) -> None:
         self._finish_comparing()
@@ -276,3 +329,6 @@ class SharedBatchStrategy(ProcessStrategy):
         if self._evaluation is not None:
             self._evaluation.end()
             self._evaluation = None
+        if self._same_results is not None:
+            self._same_results.end()
+            self._same_results = None

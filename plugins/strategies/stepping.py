@@ -46,6 +46,9 @@ class SteppingStrategy(ParallelizingStrategy):
         ValueError: If ``optimizer_step`` has none of its values.
     """
 
+    _reduces_every_batch = False
+    """Whether the backward of each batch of an accumulation reduces its gradients."""
+
     def __init__(self, *args: Any, optimizer_step: OptimizerStep = "auto", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._where_optimizers_step = check_optimizer_step(optimizer_step)
@@ -187,9 +190,10 @@ class SteppingStrategy(ParallelizingStrategy):
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Return a context in which each rank adds up its own gradients, for Lightning's accumulation of gradients."""
-        self.parallel.set_gradient_sync(False)
+        self.parallel.set_gradient_sync(self._reduces_every_batch)
         try:
-            yield
+            with self.steps.before_last_batch():
+                yield
         finally:
             self.parallel.set_gradient_sync(True)
 

@@ -8,7 +8,14 @@ from functools import wraps
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import Checkpoint, LearningRateFinder, ModelSummary, ProgressBar, WeightAveraging
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    LearningRateFinder,
+    ModelSummary,
+    ProgressBar,
+    WeightAveraging,
+)
 
 __all__ = ["OUTSIDE_OF_STEPS", "WrappedHooks", "defines_hook"]
 
@@ -27,7 +34,7 @@ OUTSIDE_OF_STEPS = (
 _CALL_MODULES = frozenset(f"on_{run}_model_eval" for run in _RUNS[1:])
 """Hooks whose default calls ``train()`` of all modules, which may change weights there, for example by merging them."""
 
-_NOT_WRAPPED = (Checkpoint, LearningRateFinder, ModelSummary, ProgressBar, WeightAveraging)
+_NOT_WRAPPED = (BatchSizeFinder, Checkpoint, LearningRateFinder, ModelSummary, ProgressBar, WeightAveraging)
 """Callbacks whose hooks are not wrapped, because they work on each rank's own parameters or on none, or run steps."""
 
 

@@ -157,7 +157,7 @@ def measure(name: str) -> Counter[Wait]:
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-    ).fit(model)
+    ).fit(model, row.data(model))
     return window.counter.waits
 
 

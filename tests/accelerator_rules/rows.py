@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -54,6 +54,7 @@ class Row:
         clip: Norm to which gradients are clipped.
         checkpointing: The strategy's ``activation_checkpointing``.
         optimizer: Name of the model's optimizer.
+        is_stream: Whether the training data have no length, so that ranks agree on each batch.
     """
 
     make: Callable[..., Any]
@@ -62,6 +63,7 @@ class Row:
     clip: float | None = None
     checkpointing: str | None = None
     optimizer: str = "sgd"
+    is_stream: bool = False
 
     def strategy(self) -> Any:
         """Return the strategy."""
@@ -70,6 +72,25 @@ class Row:
     def build(self, seed: int) -> TestModule:
         """Return the model with weights that are drawn from ``seed``."""
         return build(self.model, seed=seed, optimizer=self.optimizer)
+
+    def data(self, model: TestModule) -> Any:
+        """Return the training data, if they are not those of the model."""
+        return Stream(model) if self.is_stream else None
+
+
+class Stream:
+    """Yield the training batches of a model, without a length.
+
+    Args:
+        model: Model with a ``train_dataloader``.
+    """
+
+    def __init__(self, model: TestModule) -> None:
+        self._model = model
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return an iterator over the batches."""
+        return iter(self._model.train_dataloader())
 
 
 def _context(attention: str) -> Callable[..., Any]:
@@ -112,5 +133,6 @@ for _each in _COMPRESSORS:
 ROWS["hybrid_shard, int8"] = Row(
     lambda **kwargs: HybridShardStrategy(2, 2, compression=_COMPRESSORS[2], **kwargs), "llama", 4
 )
+ROWS["full_shard, stream"] = replace(ROWS["full_shard"], is_stream=True)
 ROWS["data_parallel, int8, fused optimizer"] = replace(ROWS["data_parallel, int8"], optimizer="fused_adamw")
 """All rows by name."""

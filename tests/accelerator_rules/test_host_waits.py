@@ -32,7 +32,7 @@ TWICE = ("expert parallel", "expert parallel, grouped products")
 """Rows whose blocks wait again when activation checkpointing runs them again."""
 
 BRIEF = (
-    "data_parallel, clip", "full_shard", "context_parallel, ulysses", "pipeline_parallel, 1f1b",
+    "data_parallel, clip", "full_shard, stream", "context_parallel, ulysses", "pipeline_parallel, 1f1b",
     "expert parallel, grouped products", "data_parallel, int8, fused optimizer",
 )  # fmt: skip
 

@@ -12,7 +12,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    SequentialSampler,
+    TensorDataset,
+)
 
 from tests.distributed.fit import make_trainer
 from tests.pool import WorkerPool
@@ -147,3 +154,28 @@ def refusal(**kwargs: Any) -> str:
 def test_a_global_batch_that_cannot_be_honoured_is_refused(pool: WorkerPool, kwargs: dict[str, Any], text: str) -> None:
     for error in pool.run(refusal, 2, **kwargs):
         assert text in error
+
+
+class Order(Sizes):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.sizes += batch[0][:, 0].int().tolist()
+        return self.layer(batch[0]).square().mean()
+
+
+def order_of_samples(keeps_order: bool) -> list[list[int]]:
+    pl.seed_everything(3, verbose=False)
+    data, epochs = TensorDataset(torch.arange(16.0)[:, None].repeat(1, 4)), []
+    for _ in range(2):
+        model = Order()
+        kwargs = {"use_distributed_sampler": True, "max_epochs": 1}
+        make_trainer("full_shard", {"keep_data_order": keeps_order}, **kwargs).fit(model, DataLoader(data, 4))
+        epochs.append(model.sizes)
+    return epochs
+
+
+def test_the_order_of_a_loader_is_kept_or_shuffled_as_lightning_does(pool: WorkerPool) -> None:
+    for rank, epochs in enumerate(pool.run(order_of_samples, 2, True)):
+        assert epochs == [list(range(rank, 16, 2))] * 2
+    for rank, epochs in enumerate(pool.run(order_of_samples, 2, False)):
+        shuffled = DistributedSampler(range(16), num_replicas=2, rank=rank, shuffle=True, seed=3)
+        assert epochs == [list(shuffled)] * 2

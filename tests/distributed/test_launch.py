@@ -63,6 +63,8 @@ if __name__ == "__main__":
     if "fail_late" in sys.argv and trainer.global_rank == 1:
         time.sleep(2)
         raise RuntimeError("rank 1 fails late")
+    if "late" in sys.argv and trainer.global_rank == 1:
+        time.sleep(1.5)
     loss = float(trainer.callback_metrics["train/loss"])
     sys.stdout.write(f"RANK {trainer.global_rank} {trainer.world_size} {trainer.strategy.layout} {loss}\\n")
 """
@@ -160,12 +162,20 @@ def test_a_script_runs_with_torchrun(script: Path) -> None:
     assert ranks_of(done.stdout) == [(str(rank), "2", "dp_replicate 1 x dp_shard 2") for rank in range(2)]
 
 
+def run_script_to_its_exit(script: Path, *arguments: str) -> None:
+    run_script(script, *arguments)
+    atexit._run_exitfuncs()
+
+
 def test_a_script_runs_with_slurm(script: Path) -> None:
-    """Check the training of two tasks with the variables that srun sets for two nodes; they are forked."""
+    """Check the training of two tasks with the variables that srun sets for two nodes; they are forked.
+
+    The second task ends later than the first one, which hosts the store of both.
+    """
     port = free_port()
     tasks = [
         Forked(
-            run_script, script, "two_nodes",
+            run_script_to_its_exit, script, "two_nodes", "late",
             environment=environment(
                 SLURM_JOB_ID=1, SLURM_JOB_NAME="train", SLURM_NTASKS=2, SLURM_NTASKS_PER_NODE=1, SLURM_PROCID=rank,
                 SLURM_LOCALID=0, SLURM_NODEID=rank, SLURM_JOB_NODELIST="127.0.0.1", MASTER_PORT=port,
@@ -178,6 +188,7 @@ def test_a_script_runs_with_slurm(script: Path) -> None:
         printed, _ = task.communicate(timeout=120)
         assert task.returncode == 0, printed
         output += printed
+    assert "Broken pipe" not in output and "TCPStore" not in output
     # By default, each node has one replica.
     assert ranks_of(output) == [(str(rank), "2", "dp_replicate 2 x dp_shard 1") for rank in range(2)]
 
@@ -206,11 +217,6 @@ def test_the_run_ends_when_a_launched_rank_fails(script: Path) -> None:
     output, _ = first.communicate(timeout=60)
     assert first.returncode != 0, output
     assert "RuntimeError: rank 1 fails" in output
-
-
-def run_script_to_its_exit(script: Path, *arguments: str) -> None:
-    run_script(script, *arguments)
-    atexit._run_exitfuncs()
 
 
 def test_the_exit_code_is_that_of_a_rank_which_fails_after_rank_0_has_ended(script: Path) -> None:

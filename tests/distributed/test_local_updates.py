@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,14 @@ import lightning.pytorch as pl
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from lightning_dist import HybridShardStrategy
 from lightning_dist._compat import local_of
-from lightning_dist.compression import DiLoCo, Int8, LocalSGD, SyncMethod
+from lightning_dist.compression import DiLoCo, Int8, LocalSGD, SyncMethod, local_updates
 from lightning_dist.compression.wire import Wire
+from lightning_dist.consensus import OtherRankError
+from tests.behaviour.models import Classifier, samples
 from tests.distributed.fit import Weights, assert_same, make_strategy, make_trainer, weights_of
 from tests.models import GPT
 from tests.pool import WorkerPool
@@ -291,3 +294,64 @@ def test_what_cannot_be_synchronized_is_refused(
 def test_arguments_that_are_not_valid_are_refused(kind: type[SyncMethod], arguments: Any, text: str) -> None:
     with pytest.raises(ValueError, match=text):
         kind(**arguments)
+
+
+class Skips(Classifier):
+    """Skip the second step on the second rank."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        if batch_idx == 1 and self.trainer.world_size == 1:  # One process takes half of the first rank's step.
+            return 0.5 * self.loss([tensor[::2] for tensor in batch])
+        return None if batch_idx == 1 and self.global_rank == 1 else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+def train_with_a_skipped_step(layout: str, sync: SyncMethod | None) -> Weights:
+    model = Skips()
+    parts = 1 if sync is None else 2
+    part = Subset(samples(32), range(int(os.environ["RANK"]), 32, parts))
+    loader = DataLoader(part, 8 // parts)
+    make_trainer(layout, {} if sync is None else {"sync": sync}, max_steps=4, precision="64-true").fit(model, loader)
+    return weights_of(model)
+
+
+@pytest.mark.parametrize("sync", [LocalSGD(1), DiLoCo(1, 1.0, 0.0, nesterov=False)])
+def test_a_rank_may_skip_a_step(pool: WorkerPool, sync: SyncMethod) -> None:
+    expected = pool.run(train_with_a_skipped_step, 1, "auto", None)[0]
+    for actual in pool.run(train_with_a_skipped_step, 2, "2x1", sync):
+        assert_same(actual, expected)
+
+
+class StepsOnSomeRanks(Classifier):
+    """Step the optimizer by hand, on the second rank less often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(self.loss(batch))
+        if batch_idx == 0 or self.global_rank == 0:
+            optimizer.step()
+
+
+def step_on_some_ranks() -> str:
+    local_updates._SECONDS_TO_ARRIVE = 1.0
+    trainer = make_trainer("2x1", {"sync": LocalSGD(2)}, max_epochs=1, precision="64-true")
+    try:
+        trainer.fit(StepsOnSomeRanks(), DataLoader(samples(16), 8))
+    except OtherRankError as error:
+        return str(error)
+    except RuntimeError:  # The other rank has ended.
+        assert trainer.global_rank == 1
+    return ""
+
+
+def test_ranks_that_step_unequally_often_raise_an_error(pool: WorkerPool) -> None:
+    first, _ = pool.run(step_on_some_ranks, 2)
+    assert "the synchronization after 2 optimizer steps of this rank" in first and "rank 1" in first

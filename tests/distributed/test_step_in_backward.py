@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_dist import MeshPrecision
+from tests.behaviour.models import Classifier, samples
 from tests.distributed.fit import Weights, assert_same, make_strategy, make_trainer, weights_of
 from tests.models import build
 from tests.pool import RankFailed, WorkerPool
@@ -126,3 +127,19 @@ def refused(layout: str, kwargs: dict[str, Any]) -> None:
     if "plugins" in kwargs:
         kwargs = {**kwargs, "plugins": [MeshPrecision(**kwargs["plugins"])]}
     fit(layout, True, **kwargs)
+
+
+class Weighs(Classifier):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return {"loss": self.loss(batch), "weight": 1 + batch_idx}
+
+
+def refused_weight() -> None:
+    trainer = make_trainer("full_shard", {"step_in_backward": True}, max_steps=1, precision="64-true")
+    trainer.fit(Weighs(), DataLoader(samples(8), 4))
+
+
+def test_losses_with_weights_are_refused(pool: WorkerPool) -> None:
+    text = r"step_in_backward=True with a training_step that returns \{'loss': ..., 'weight': ...\}"
+    with pytest.raises(RankFailed, match=text):
+        pool.run(refused_weight, 2)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
-from torch.utils.data import DataLoader, DistributedSampler
+import random
+from collections.abc import Iterator
 
-from lightning_dist.sampler import ResumableSampler
+import pytest
+import torch
+from torch.utils.data import DataLoader, DistributedSampler, Sampler
+
+from lightning_dist.sampler import DealtSampler, ResumableSampler
 
 LENGTH = 23
 
@@ -74,3 +78,48 @@ def test_the_seeds_of_workers_follow_from_the_epoch_and_the_rank() -> None:
     sampler.set_epoch(0)
     again = ResumableSampler(range(LENGTH), num_replicas=2, rank=1)
     assert again.worker_seeds.initial_seed() == sampler.worker_seeds.initial_seed()
+
+
+class Drawn(Sampler[int]):
+    """Draw an order by a generator of its own, and by the global ones if it has none."""
+
+    def __init__(self, generator: torch.Generator | None) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return LENGTH
+
+    def __iter__(self) -> Iterator[int]:
+        random.random()
+        order = torch.randperm(LENGTH, generator=self.generator).tolist()
+        yield from sorted(order, key=lambda index: random.random()) if self.generator is None else order
+
+
+def dealt(rank: int, has_generator: bool, num_ranks: int = 2) -> DealtSampler:
+    generator = torch.Generator().manual_seed(1) if has_generator else None
+    return DealtSampler(Drawn(generator), num_ranks, rank, seed=5)
+
+
+@pytest.mark.parametrize("has_generator", [True, False])
+def test_ranks_see_the_order_of_the_users_sampler_and_resume_in_it(has_generator: bool) -> None:
+    before = torch.get_rng_state(), random.getstate()
+    samplers = [dealt(rank, has_generator) for rank in range(2)]
+    epochs = []
+    for epoch in range(3):
+        for sampler in samplers:
+            sampler.set_epoch(epoch)
+        rows = [list(sampler) for sampler in samplers]
+        epochs.append([index for row in zip(*rows, strict=True) for index in row][:LENGTH])
+        if epoch == 1:
+            state = samplers[0].state_of(1)
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+    assert all(sorted(order) == list(range(LENGTH)) for order in epochs) and epochs[0] != epochs[1]
+    if has_generator:
+        own = Drawn(torch.Generator().manual_seed(1))
+        assert epochs == [list(own) for _ in range(3)]
+    resumed = [dealt(rank, has_generator, num_ranks=3) for rank in range(3)]
+    for sampler in resumed:
+        sampler.enter(1, 6)
+        sampler.enter_state(state)
+    rows = [list(sampler) for sampler in resumed]
+    assert [index for row in zip(*rows, strict=True) for index in row][: LENGTH - 6] == epochs[1][6:]

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
@@ -45,6 +45,7 @@ class Steps(ABC):
         self._tracing = tracing
         self._weights = LossWeights()
         self._shards = ShardsInHooks()
+        self._has_more_batches = False
 
     def wait_before_changes(self, wait: Callable[[], None]) -> None:
         """Let ``wait`` be called before a hook changes a tensor in place.
@@ -102,6 +103,19 @@ class Steps(ABC):
             name: The hook's name, such as ``Model.on_fit_start``.
         """
 
+    @contextmanager
+    def before_last_batch(self) -> Iterator[None]:
+        """Return a context for a batch of an accumulation that is not its last one.
+
+        The sum of the weights of losses is known, and gradients can be divided by it, only after the last one, also if
+        the backward of each batch reduces its gradients.
+        """
+        self._has_more_batches = True
+        try:
+            yield
+        finally:
+            self._has_more_batches = False
+
     def outside_of_hooks(self) -> AbstractContextManager[None]:
         """Return a context for an optimizer step within a hook, in which shards behave as they do outside of hooks."""
         return self._shards.paused()
@@ -117,6 +131,9 @@ class Steps(ABC):
         return contexts[name]()
 
     def _normalize_gradients(self) -> None:
-        """Divide gradients by the sum of the losses' weights, if they are reduced now, which is a collective."""
-        if self._parallel.reduces_gradients:
+        """Divide gradients by the sum of the losses' weights after the last batch of an accumulation.
+
+        This is a collective then, if losses have weights.
+        """
+        if not self._has_more_batches:
             self._weights.normalize(self._module.parameters(), self._module.trainer.accumulate_grad_batches)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -45,7 +45,7 @@ from lightning_dist.plugins.strategies.steps.microbatching import BatchSplitter
 from lightning_dist.plugins.strategies.steps.result import StepResult, merge_values, merged_outputs
 from lightning_dist.plugins.strategies.steps.results_broadcast import Results, ResultsBroadcast
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
-from lightning_dist.step_graph import StepGraph, TraceError, trace_step
+from lightning_dist.step_graph import LoopByValueError, RepeatedCallsError, StepGraph, TraceError, trace_step
 
 __all__ = ["PipelinedSteps"]
 
@@ -84,6 +84,8 @@ class PipelinedSteps(Steps):
         }
         self._metrics = SharedMetrics(module, pipeline)
         self._has_tried_loss = False
+        self._run_whole: set[str] = set()
+        """The names of the steps without a backward that run on the whole model, because they cannot be split."""
         # Errors and what the last stage leaves are exchanged on the host, which does not wait for the device then.
         self._on_host = group_on_host(pipeline.group, "ends of steps")
         self._all_on_host = self._on_host
@@ -184,8 +186,24 @@ class PipelinedSteps(Steps):
     def evaluate(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
         """Run a step without a backward, and return its output.
 
-        This is a collective over the pipeline, or over all processes if parameters are gathered in the step.
+        This is a collective over the pipeline, or over all processes if parameters are gathered in the step. A step
+        that calls the model several times, as the generation of text does, runs on every rank, which holds the whole
+        model meanwhile: the model's output would have to go back to the first stage.
         """
+        if name not in self._run_whole:
+            try:
+                return self._evaluate_on_stages(name, args, kwargs)
+            except (LoopByValueError, RepeatedCallsError):  # The first trace raises them on all ranks.
+                self._run_whole.add(name)
+                rank_zero_warn(
+                    f"{type(self._module).__name__}.{name} calls the model several times, as the generation of text"
+                    " does. Stages cannot do that: every rank holds the whole model while the step runs, which is"
+                    " gathered for each batch."
+                )
+        with self._parallel.full_parameters(), self._metrics.in_step(), self._context(name):
+            return cast(STEP_OUTPUT, getattr(self._module, name)(*args, **kwargs))
+
+    def _evaluate_on_stages(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> STEP_OUTPUT:
         # Replicas of the model may run different numbers of batches, but ranks that gather parameters together may not.
         gathers = not self._parallel.holds_whole_model and not self._parallel.stays_gathered
         group = self._all_on_host if gathers else self._on_host

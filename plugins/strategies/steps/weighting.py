@@ -24,11 +24,17 @@ class LossWeights:
         self._current: Tensor | None = None
         self._total: Tensor | None = None
 
-    def read(self, output: Any, device: torch.device) -> None:
+    def read(self, output: Any, device: torch.device, steps_in_backward: bool = False) -> None:
         """Read the weight, if there is one, from the output of ``training_step``.
 
+        Args:
+            output: The output of ``training_step``.
+            device: Device of the loss.
+            steps_in_backward: Whether optimizers update parameters in the backward, so that no loss can have a weight.
+
         Raises:
-            ValueError: If the weight is negative or not finite, or only some microbatches of a step have one.
+            ValueError: If the weight is negative or not finite, only some microbatches of a step have one, or the
+                optimizers step before the sum of the weights is known.
         """
         self._current = None
         if not isinstance(output, Mapping) or output.get("weight") is None:
@@ -38,6 +44,12 @@ class LossWeights:
                     " step: return {'loss': ..., 'weight': ...} always or never."
                 )
             return
+        if steps_in_backward:
+            raise ValueError(
+                "step_in_backward=True with a training_step that returns {'loss': ..., 'weight': ...}: gradients are"
+                " divided by the sum of all weights after the backward, when the optimizer has stepped already. Leave"
+                " one of the two out."
+            )
         weight = torch.as_tensor(output["weight"], dtype=torch.float64, device=device).detach()
         if not bool(torch.isfinite(weight)) or bool(weight < 0):
             raise ValueError(f"training_step returned weight={float(weight)}; it must be a finite number, 0 or more.")

@@ -17,6 +17,7 @@ from lightning_dist.parallel_module import ParallelModule
 from lightning_dist.plugins.strategies.gradients import are_free_before_forward, free_gradients
 from lightning_dist.plugins.strategies.steps.base import Steps, begins_accumulation
 from lightning_dist.plugins.strategies.steps.tracing import StepTracing
+from lightning_dist.step_in_backward import StepInBackward
 
 __all__ = ["WholeSteps"]
 
@@ -42,7 +43,8 @@ class WholeSteps(Steps):
         with self._context("training_step"):
             output = self._parallel.step(partial(self._module.training_step, *args, **kwargs), automatic)
         if automatic:
-            self._weights.read(output, self._module.device)
+            steps_in_backward = self._parallel.get(StepInBackward) is not None
+            self._weights.read(output, self._module.device, steps_in_backward)
         return output
 
     def backward(self, loss: Tensor, optimizer: Optimizer | None, args: tuple[Any, ...], kwargs: Any) -> Tensor:

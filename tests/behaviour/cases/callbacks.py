@@ -226,7 +226,10 @@ class _Tunable(Classifier):
         return torch.optim.SGD(self.parameters(), lr=self.lr)
 
 
-@case("BatchSizeFinder", refused={"*": "Batch size finder is not supported with distributed strategies"})
+_STAGES = dict.fromkeys(("pp", "nd", "nd_tp"), "BatchSizeFinder with pp_size=2: .* the stages of a pipeline need")
+
+
+@case("BatchSizeFinder", refused=_STAGES)
 def batch_size_finder(run: Run) -> None:
     model = _Tunable(run)
     callback = BatchSizeFinder("power", steps_per_trial=1, init_val=8, max_trials=2)
@@ -234,7 +237,25 @@ def batch_size_finder(run: Run) -> None:
     run.record("batch size", model.batch_size)
 
 
-@case("LearningRateFinder", reference="ddp")
+@case("BatchSizeFinder by binary search, with batches for which memory runs out", refused=_STAGES)
+def batch_size_finder_without_memory(run: Run) -> None:
+    class RunsOut(_Tunable):
+        def train_dataloader(self) -> Any:
+            return super().train_dataloader()
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            if self.batch_size > 24:
+                raise RuntimeError("CUDA error: out of memory")
+            return loss
+
+    model = RunsOut(run)
+    callback = BatchSizeFinder("binsearch", steps_per_trial=2, init_val=8, max_trials=6, margin=0.0)
+    run.fit(model, callbacks=[callback])
+    run.record("batch size", [model.batch_size, callback.optimal_batch_size])
+
+
+@case("LearningRateFinder")
 def learning_rate_finder(run: Run) -> None:
     model = _Tunable(run)
     run.fit(model, callbacks=[LearningRateFinder(1e-5, 1e-1, 24, early_stop_threshold=None)], max_steps=30)

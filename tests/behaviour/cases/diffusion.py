@@ -190,10 +190,7 @@ def sampling(run: Run) -> None:
     run.fit(Samples(), run.loader(data), run.loader(data), max_epochs=2)
 
 
-@case(
-    "flow matching with labels that are sometimes left out, and predictions with guidance by a doubled batch",
-    refused=SEVERAL_CALLS,
-)
+@case("flow matching with labels that are sometimes left out, and predictions with guidance by a doubled batch")
 def guidance(run: Run) -> None:
     class Guided(_Ddpm):
         def loss(self, batch: Any) -> Tensor:

@@ -345,3 +345,29 @@ def side_module(run: Run) -> None:
             return functional.cross_entropy(self(x), y) + functional.mse_loss(side, x.sum(1) / 4)
 
     run.fit(Side())
+
+
+def _weighted_over_accumulated_batches(run: Run) -> None:
+    class Weighs(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> dict[str, Tensor]:
+            x, y = batch
+            keep = (x[:, 0] > -0.5).double()
+            losses = functional.cross_entropy(self(x), y, reduction="none")
+            return {"loss": (losses * keep).sum() / keep.sum().clamp(min=1), "weight": keep.sum()}
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    number = 1 if run.is_reference else 4  # One process ignores weights.
+    loader = run.loader(samples(128), 32 // number)
+    model = Weighs()
+    run.fit(model, loader, max_steps=3, limit_train_batches=None, accumulate_grad_batches=number, observe=False)
+    run.record_weights(model)
+
+
+for _name, _strategy in {"usual": {}, "zero_2": {"zero_stage": 2}, "zero_3": {"zero_stage": 3}}.items():
+    case(
+        f"weighted losses with accumulated batches, {_name.replace('_', ' ')}",
+        name=f"weighted_and_accumulated_{_name}",
+        strategy={"full": _strategy},
+    )(_weighted_over_accumulated_batches)
