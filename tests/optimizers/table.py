@@ -62,7 +62,7 @@ def markdown(stored: Mapping[str, object], strategies: list[str], tolerance: flo
     rows: Rows = stored["rows"]  # type: ignore[assignment]
     times: dict[str, str] = stored["times"]  # type: ignore[assignment]
     lines = [
-        "## Optimizers",
+        "## Compared with one process",
         "",
         "Each trains a small module for 4 steps in float64 under every strategy, on 2 ranks (`hybrid_shard`: 2 x 2)."
         f" `equal`: every weight is that of one process, to {tolerance:.0e} of its norm. `rounding`: it is not, and"
