@@ -49,8 +49,8 @@ _USES: dict[str, tuple[str, Callable[[Any, Tensor], Tensor]]] = {
 }
 
 _REFUSED = {
-    "forward": "blocks.2 cannot run again in the backward",
-    "method_with_forward": "blocks.2 cannot run again in the backward",
+    "forward": "blocks.0 cannot run again in the backward",
+    "method_with_forward": "blocks.0 cannot run again in the backward",
     "method_and_call": r"calls net\.blocks\.2\.norm on its own, and again inside a module",
 }
 """Why a pipeline refuses a case."""
