@@ -91,6 +91,8 @@ class Pipeline(Technique):
         self._data_parallel_rank = data_parallel_rank
         self.readable: Readable = {}
         """The classes, besides modules, whose attributes a step's path may depend on, with these attributes' names."""
+        self.differs_between_ranks: tuple[type, ...] = ()
+        """Classes of objects whose attributes ranks change differently, such as metrics that only one rank updates."""
         self._paths: dict[object, KnownPaths] = {}
 
     def select_units(self, units: Sequence[Unit]) -> Sequence[Unit]:
@@ -168,7 +170,9 @@ class Pipeline(Technique):
             key: The key for which :meth:`known_path` was called before.
             path: The number that it returned; False for -1.
         """
-        return path >= 0 and not self._paths[key].known(path).changed_in_parts
+        if path < 0 or self._paths[key].known(path).changed_in_parts:
+            return False
+        return not self._paths[key].reads_from(path, self.differs_between_ranks)
 
     def trace(self, key: object, trace: Callable[[Sequence[Any]], StepGraph], arguments: Sequence[Any] = ()) -> int:
         """Trace a step, and return the number of a known path that is equal to its path, or -1 if there is none.

@@ -145,6 +145,11 @@ class KnownPaths:
         """Return the graph of the path with this number, which :meth:`taken` or :meth:`trace` has returned."""
         return next(path.graph for path in self._paths if path.number == number)
 
+    def reads_from(self, number: int, classes: tuple[type, ...]) -> bool:
+        """Return whether the path with this number depends on attributes of objects of one of ``classes``."""
+        path = next(path for path in self._paths if path.number == number)
+        return any(isinstance(self._owners.get(known.source[0]), classes) for known in path.depends_on)
+
     def trace(self, arguments: Sequence[Any], trace: Callable[[Sequence[Any]], StepGraph]) -> int:
         """Trace a step, and return the number of a known path that is equal to its path, or -1 if there is none.
 

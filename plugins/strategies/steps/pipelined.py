@@ -77,6 +77,7 @@ class PipelinedSteps(Steps):
         self._parameters = list(module.parameters())
         self._pipeline = pipeline
         self._pipeline.readable = {Trainer: _READABLE}
+        self._pipeline.differs_between_ranks = (Metric,)
         self._gradients: list[tuple[Tensor, Tensor]] = []
         self._splitter = BatchSplitter(module)
         self._metric_names = {
