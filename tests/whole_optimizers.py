@@ -12,6 +12,12 @@ from torch.optim import Optimizer
 __all__ = ["BySomeRows", "Orthogonal", "Shampoo", "Sharpness", "ToNormOfAll"]
 
 
+def _evaluated(closure: Callable[[], Any] | None) -> Any:
+    """Return the loss that ``closure`` computes with gradients; None if there is no closure."""
+    with torch.enable_grad():
+        return None if closure is None else closure()
+
+
 class _EachParameter(Optimizer):
     """Update each parameter by :meth:`direction`."""
 
@@ -20,10 +26,7 @@ class _EachParameter(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _evaluated(closure)
         for group in self.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
@@ -85,10 +88,7 @@ class ToNormOfAll(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _evaluated(closure)
         params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         norm = torch.stack([param.grad.norm() for param in params]).norm()
         for group in self.param_groups:

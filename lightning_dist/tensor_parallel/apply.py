@@ -149,8 +149,10 @@ class TensorParallel(Technique):
         self._add_hooks(module, *self._layers.around(style))
 
     def _overlap(self, plan: Plan) -> None:
-        layers = ((self._root.get_submodule(name), entry.style) for name, entry in plan.entries.items())
-        self._num_overlapped = sum([self._layers.overlap(layer, style) for layer, style in layers])
+        styles = {name: entry.style for name, entry in plan.entries.items()}
+        self._num_overlapped = sum(
+            [self._layers.overlap(name, self._root.get_submodule(name), style) for name, style in styles.items()]
+        )
         if not self._num_overlapped:
             why = (
                 "hidden states are not split along the sequence"

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from lightning_dist.checkpoint import consolidate
+from tests.behaviour.models import Block
 from tests.distributed.fit import Weights, assert_same, make_trainer, weights_of
 from tests.models import TestModule
 from tests.pool import WorkerPool
@@ -29,16 +30,6 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
     "lbfgs": (torch.optim.LBFGS, {"lr": 0.3, "max_iter": 3, "line_search_fn": "strong_wolfe"}),
 }
 NUM_STEPS = 4
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
 class Net(TestModule):

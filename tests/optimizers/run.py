@@ -16,6 +16,7 @@ from lightning_dist import (
     HybridShardStrategy,
     TensorParallelStrategy,
 )
+from tests.behaviour.models import Block
 from tests.distributed.fit import Weights, make_trainer, weights_of
 from tests.models import TestModule
 from tests.optimizers.makers import makers
@@ -34,16 +35,6 @@ WORLD_SIZES = {name: 4 if name == "hybrid_shard" else 2 for name in STRATEGIES}
 
 NUM_STEPS = 4
 VOCABULARY, WIDTH, LENGTH = 24, 12, 6
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(functional.gelu(self.up(self.norm(x))))
 
 
 class Net(TestModule):
